@@ -175,11 +175,10 @@ def main() -> None:
 
 def disk_speed(folder: str) -> tuple[float, float]:
     """Returns GB/s of writing and reading 512 MiB as the disk store does."""
-    from graphckpt.stores.disk import CHUNK, HostTransfer  # noqa: PLC0415 - only here
-    from graphckpt.stores.disk_file import UnlinkedFile  # noqa: PLC0415
+    from graphckpt.stores.disk import CHUNK, Transfer, UnlinkedFile  # noqa: PLC0415 - only here
 
     file = UnlinkedFile(folder)
-    lane = HostTransfer(file)
+    lane = Transfer(torch.device("cpu"), file, print)
     data = torch.ones(512 * 2**20, dtype=torch.uint8)
     begin = perf_counter()
     lane.save(data, 0, None, lambda: False)

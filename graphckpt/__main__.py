@@ -1,6 +1,5 @@
 """``python -m graphckpt`` is the command ``graphckpt``."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -21,8 +20,6 @@ def run() -> NoReturn:
         except BrokenPipeError:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())  # Python flushes it once more as it exits
             code = 1
-    if sys.argv[1:2] != ["train"]:  # whose hooks may have left files open, which the garbage collector closes
-        gc.freeze()  # else Python would visit the objects of all packages again, a second or more, before it exits
     sys.exit(code)
 
 

@@ -1,10 +1,11 @@
-"""The few private names of PyTorch that graphckpt needs, each beside the reason.
+"""The few private names of PyTorch that graphckpt needs, each with the reason.
 
-Those of its compiler are in `_compat_compiler`, those of autocast in `_compat_autocast`. Nothing else is private.
+Those of its compiler are in `_compat_compiler`. Nothing else is private.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch._C import (
     DispatchKey,
+    _dispatch_has_kernel_for_dispatch_key,
+    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     _SetExcludeDispatchKeyGuard,
@@ -24,39 +27,31 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
     _unsafe_set_version_counter,
 )
-from torch._subclasses.fake_tensor import DataDependentOutputException as NoValueError
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = [
-    "TRUNCATED_NORMAL", "FakeTensors", "NoValueError", "WithoutValues", "abandon_capture", "active_saved_tensor_hooks",
-    "all_gather_bytes", "assert_on_device", "at_end_of_backward", "autograd_sequence_number", "backward_within",
-    "clear_cublas_workspaces", "current_backward", "early_stop_active", "forget_fake", "forget_half_a_step",
-    "has_function_modes", "is_fake", "is_transformed", "is_watched",
-    "op_names", "override_stale_capture_stream", "packed_shard",
-    "pop_saved_tensor_hooks", "push_saved_tensor_hooks", "pytree", "share_version_counter", "silence_capturable",
-    "storage_of", "unseen_by_modes", "version_sharing_detach", "what_is_not_plain",
-]  # fmt: skip
-
 TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
 """The name in `torch.nn.init` of what all imports of `trunc_normal_` call. It draws until all values are in bounds."""
 
-# `pytree` holds every container type that users and Transformers registered (ModelOutput among them). The public
-# `torch.utils.pytree` does not exist before torch 2.14.
+pytree = _pytree
+"""Holds every container type that users and Transformers have registered. It is public from torch 2.14 on."""
+
+NoValueError = DataDependentOutputException
 
 
 def active_saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """Returns the innermost ``saved_tensors_hooks`` pair of this thread, or ``None``.
-
-    What a block keeps must pass through the hooks around it: an outer block's, or a user's ``save_on_cpu``. PyTorch
-    offers no public way to read them.
-    """
+    """Returns the innermost ``saved_tensors_hooks`` pair of this thread, or ``None``; it cannot be read publicly."""
     hooks: tuple[Any, Any] | None = _top_saved_tensors_default_hooks(False)
     return hooks
 
@@ -64,10 +59,7 @@ def active_saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable
 # `saved_tensors_hooks` is a context manager written in Python, which takes 4.8 us where these two calls take 1.0.
 
 push_saved_tensor_hooks = _push_saved_tensors_default_hooks
-"""Activates a pair of hooks, pack and unpack."""
-
 pop_saved_tensor_hooks = _pop_saved_tensors_default_hooks
-"""Removes the innermost pair of saved tensor hooks."""
 
 autograd_sequence_number = _get_sequence_nr
 """Returns the number of autograd nodes that this thread has made: it is the same for all tensors that one op saves."""
@@ -77,38 +69,36 @@ current_backward = torch._C._current_graph_task_id
 
 
 def is_fake(value: Any) -> bool:
-    """Whether ``value`` is a tensor of ``FakeTensorMode``: shape, dtype and history without memory or values.
-
-    No public name exists for the mode or for its tensors; both come with ``import torch`` itself.
-    """
+    """Whether ``value`` is a tensor of ``FakeTensorMode``: shape, dtype and history without memory or values."""
     return isinstance(value, FakeTensor)
 
 
 class WithoutValues(torch.Tensor):
-    """A tensor of some size, dtype and device that has no memory, and that no op can read.
-
-    PyTorch has no public constructor for one; those of its own subclasses are made like this.
-    """
+    """A tensor of some size, dtype and device that has no memory, and that no op can read."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    error_class: type[Exception] = RuntimeError
+    message = "an op reads a tensor that this run has left out"
 
     @classmethod
     def like(cls, kind: Any) -> Self:
-        """Returns one, from ``(size, stride, offset, dtype, device)``."""
-        size, strides, offset, dtype, device = kind
-        made: Self = torch.Tensor._make_wrapper_subclass(
+        """Returns one, from ``(size, stride, offset, dtype, device)`` or from a tensor."""
+        size, strides, offset, dtype, device = (
+            (kind.size(), kind.stride(), kind.storage_offset(), kind.dtype, kind.device)
+            if isinstance(kind, torch.Tensor)
+            else kind
+        )
+        new: Self = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
         )
-        return made
-
-    def twin(self) -> Self:
-        """Returns another one like it."""
-        return self.like((self.size(), self.stride(), self.storage_offset(), self.dtype, self.device))
+        if isinstance(kind, cls):
+            new.error_class, new.message = kind.error_class, kind.message
+        return new
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuses every op."""
-        raise RuntimeError(f"{func} reads a tensor that this run has left out")
+        tensor = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise tensor.error_class(tensor.message)
 
 
 _aten = torch.ops.aten
@@ -135,13 +125,10 @@ class FakeTensors(FakeTensorMode):
 
 
 def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:
-    """Drops the weak references by which ``mode`` finds tensors again that it has made.
-
-    ``module.to(...)`` exchanges fake parameters by ``torch.utils.swap_tensors``, which refuses any that have one.
-    """
-    known = mode.fake_tensor_converter.meta_converter.tensor_memo
-    for key in [key for key, tensor in known.items() if any(tensor is gone for gone in tensors)]:
-        del known[key]
+    """Drops weak references to tensors of ``mode``: ``torch.utils.swap_tensors`` refuses tensors that have one."""
+    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+    for key in [key for key, tensor in memo.items() if any(tensor is other for other in tensors)]:
+        del memo[key]
 
 
 @contextmanager
@@ -203,10 +190,7 @@ def what_is_not_plain(tensor: torch.Tensor) -> str | None:
 
 
 def is_transformed() -> bool:
-    """Returns whether a transform of ``torch.func`` is active in this thread, or forward-mode AD.
-
-    Neither can be asked by a public name.
-    """
+    """Returns whether a transform of ``torch.func`` is active in this thread, or forward-mode AD."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -258,10 +242,7 @@ def override_stale_capture_stream() -> Iterator[None]:
 
 
 def clear_cublas_workspaces() -> None:
-    """Frees the workspaces that cuBLAS keeps for each thread and stream; the next matrix product makes a new one.
-
-    torch's own CUDA graph trees do this around each capture. It has no public name.
-    """
+    """Frees cuBLAS's workspaces of each thread and stream, as torch's own CUDA graph trees do around each capture."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -303,10 +284,7 @@ def abandon_capture(
 
 
 def forget_half_a_step(scaler: torch.amp.GradScaler) -> None:
-    """Lets ``scaler`` begin anew after an error between ``unscale_()`` and ``update()``.
-
-    It has no public way: the next ``unscale_()`` would say that it has been called already.
-    """
+    """Lets ``scaler`` begin anew after an error between ``unscale_()`` and ``update()``, which would be an error."""
     scaler._per_optimizer_states.clear()
 
 
@@ -316,10 +294,7 @@ def silence_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def unseen_by_modes() -> AbstractContextManager[Any]:
-    """Returns a context whose ops no dispatch mode sees, such as those that count bytes.
-
-    PyTorch has no public way to set modes aside from within.
-    """
+    """Returns a context whose ops no dispatch mode sees, such as those that count bytes."""
     return _disable_current_modes() if is_watched() else nullcontext()
 
 
@@ -343,24 +318,81 @@ def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tenso
 
 
 def packed_shard(dim: int, parts: int) -> Placement:
-    """Returns the placement that cuts each of ``parts`` blocks of a dimension by itself.
-
-    A weight that makes queries, keys and values is three weights side by side. No public placement knows that, and
-    the module is imported when it is needed, for it takes a second.
-    """
-    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+    """Returns the placement that splits each of ``parts`` blocks of a dimension by itself, as queries, keys, values."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - takes a second
 
     return _StridedShard(dim, split_factor=parts)
 
 
 def assert_on_device(ok: torch.Tensor, message: str) -> None:
-    """Ends the device's work with ``message`` if ``ok`` is false, without holding up the host.
-
-    There is no public form of it.
-    """
+    """Ends the device's work with ``message`` if ``ok`` is false, without holding up the host."""
     torch._assert_async(ok, message)
 
 
 def op_names() -> list[str]:
-    """Returns the names of all registered ops, such as ``"aten.mm"``. No public function lists them."""
+    """Returns the names of all registered ops, such as ``"aten.mm"``."""
     return sorted({name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()})
+
+
+# Note [Autocast below a dispatch mode]
+# Before it calls a mode, PyTorch sets aside all that comes before kernels, autocast among it, and so also for what a
+# kernel calls itself: `bilinear` on a CPU is the op `_trilinear`, whose kernel multiplies matrices, in bfloat16 under
+# autocast, and in float32 below a mode. An op that autocast casts the arguments of has set it aside itself: what its
+# kernel calls is not cast. So below a mode autocast is made active again for all other ops, but for those that such an
+# op calls: `cdist` casts, and `_euclidean_dist` is a part of it.
+
+_PARTS = {"aten::_euclidean_dist": "aten::cdist", "aten::_trilinear": "aten::bilinear"}
+_PART_OR_WHOLE = {"aten::linalg_pinv": "aten::pinverse"}
+_NOTHING = nullcontext()
+
+
+def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls an op below a dispatch mode so that it computes what it computes without one.
+
+    See Note [Autocast below a dispatch mode].
+
+    Raises:
+        RuntimeError: What the op would compute without a mode cannot be known.
+    """
+    keys: list[DispatchKey] = []
+    without_casts = _keys_without_casts(func)
+    if without_casts:
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as it was when Python called PyTorch
+            if _is_any_autocast_enabled():
+                keys = [key for kind, key in without_casts if torch.is_autocast_enabled(kind)]
+    if not keys:
+        return func(*args, **kwargs)
+    for part, composite in _PART_OR_WHOLE.items():
+        if func.name().startswith(part) and any(_has_kernel(composite, key) for key in keys):
+            raise RuntimeError(
+                f"{func}: expected no autocast below a dispatch mode, got it: whether its kernel is to cast is not "
+                f"known, {composite} calls it too · fix: call it within torch.autocast(..., enabled=False), or use "
+                "activation_checkpointing = True, which needs no mode"
+            )
+    key, *others = keys  # there are two, if autocast is on for the CPU and for the accelerator
+    other = _SetExcludeDispatchKeyGuard(others[0], False) if others else _NOTHING
+    with _SetExcludeDispatchKeyGuard(key, False), other:
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _keys_without_casts(func: Any) -> list[tuple[str, DispatchKey]]:
+    """Returns the kinds of device, with their keys, for which an op calls others and autocast leaves its arguments."""
+    if not isinstance(func, torch._ops.OpOverload) or any(r.alias_info is not None for r in func._schema.returns):
+        return []  # what returns a view or modifies in place calls nothing that casts
+    accelerator = torch.accelerator.current_accelerator()
+    name, keys = func.name(), []
+    for kind in ["cpu"] if accelerator is None else ["cpu", accelerator.type]:
+        key: DispatchKey | None = getattr(DispatchKey, f"Autocast{kind.upper()}", None)
+        # PyTorch's own kernels for one kind of device compute; those for all kinds call ops
+        computes = func.namespace == "aten" and _has_kernel(name, getattr(DispatchKey, kind.upper()))
+        if key is not None and not computes and not _has_kernel(_PARTS.get(name, name), key):
+            keys.append((kind, key))
+    return keys
+
+
+def _has_kernel(op: str, key: DispatchKey) -> bool:
+    try:
+        return bool(_dispatch_has_kernel_for_dispatch_key(op, key))
+    except RuntimeError:  # `sym_size`, which asks for the size of a nested tensor, is no op of the dispatcher
+        return True

@@ -9,24 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch.fx.traceback import annotate, get_current_meta  # documented, but "not backward compatible"
+from torch.fx import traceback
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
-__all__ = [
-    "DispatchMode",
-    "annotate",
-    "compiler_of",
-    "constant_in_graphs",
-    "get_current_meta",
-    "has_compiled_call",
-    "never_compiled",
-    "saving",
-]
-
+annotate, get_current_meta = traceback.annotate, traceback.get_current_meta  # documented as not backward compatible
 _PYTORCHS = ("aten", "prims", "prim", "inductor", "_inductor_test", "c10d_functional", "_c10d_functional", "rngprims")
 """Where PyTorch's own ops stand, which say of themselves whether they draw numbers."""
 _NEVER = 1e9  # how far from backward the compiler puts a node that backward has no use for

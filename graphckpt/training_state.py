@@ -61,7 +61,6 @@ class TrainingState:
         self.random = get_rng_state(rng_devices(drawing), host=True) if has_random else None
 
     def add(self, optimizer: Optimizer) -> None:
-        """Copies the state and the settings of an optimizer, unless it was added before."""
         if optimizer not in self._optimizers:
             states = {parameter: _copy(state) for parameter, state in optimizer.state.items()}
             groups = [_copy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
@@ -76,7 +75,6 @@ class TrainingState:
                         yield parameter, key, value.copied
 
     def restore(self) -> bool:
-        """Restores all of it. Returns whether states that optimizers have created since then were removed."""
         has_removed = False
         for owner, content in self._contents:
             if differs(owner, content):
@@ -110,11 +108,7 @@ class TrainingState:
 
 @final
 class ModuleTree:
-    """All modules below some roots, as lists: the state before each step of a Graph may be copied.
-
-    Args:
-        roots: Modules, each with all below it.
-    """
+    """All modules below some roots, as lists: the state before each step of a Graph may be copied."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self._roots = list(roots)

@@ -13,17 +13,14 @@ from torch import nn
 
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, PLACEMENT, BlockConfig, fields_of
 from graphckpt.blocks.explain import StepRecorder
-from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies, resolve_policies
-from graphckpt.blocks.select import Selector, describe, select
+from graphckpt.blocks.select import Selector, describe, layers, select
 from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
-from graphckpt.ledger.groups import group_rows, rule_and_place
-from graphckpt.ledger.record import Row
-from graphckpt.rules.base import Rule
-from graphckpt.rules.registry import parse_rule
+from graphckpt.ledger.groups import group_names
+from graphckpt.rules.base import Rule, parse_rule
 from graphckpt.yaml_text import compose
 
 if TYPE_CHECKING:
@@ -80,21 +77,15 @@ class Handle:
                 wrapper.placement.store.close()
 
     def __repr__(self) -> str:
-        rows = [
-            Row(
-                block=w.name or self._model_class,
-                rule=w.rule.describe(),
-                place=w.context.store.label,
-                bytes_before=0,
-                bytes_after=0,
-                runs=0,
-                reruns=0,
-            )
-            for w in self._wrappers
+        stores = [w.context.store.label for w in self._wrappers]
+        policies = [
+            w.rule.describe() + ("" if store == "device" else f" + {store}")
+            for w, store in zip(self._wrappers, stores, strict=True)
         ]
         blocks_of: dict[str, list[str]] = {}
-        for row in group_rows(rows):
-            blocks_of.setdefault(rule_and_place(row), []).append(row.block)
+        for name, members in group_names([w.name or self._model_class for w in self._wrappers], policies):
+            count = f" ({len(members)}x)" if len(members) > 1 else ""
+            blocks_of.setdefault(policies[members[0]], []).append(name + count)
         parts = [f"{rule}: {', '.join(names)}" for rule, names in blocks_of.items()]
         return f"Handle({'; '.join([self._model_class, *parts])})"
 
@@ -222,11 +213,7 @@ def remove(model: nn.Module) -> None:
 
 
 def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:
-    """Returns policies in any form that :func:`apply` accepts as a mapping.
-
-    Raises:
-        ConfigError: They have another form, the file cannot be read, or the model has no layers.
-    """
+    """Returns policies in any form that :func:`apply` accepts as a mapping."""
     if isinstance(policies, PathLike) or (isinstance(policies, str) and policies.endswith(_FILES)):
         policies = policies_from_file(policies)
     if isinstance(policies, Mapping):
@@ -260,11 +247,7 @@ def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:
 
 
 def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:
-    """Reads a mapping from name patterns to policies from a YAML or JSON file, or the ``blocks`` of a saved plan.
-
-    Raises:
-        ConfigError: The file is missing, contains no such mapping, or a key twice.
-    """
+    """Reads a mapping from name patterns to policies from a YAML or JSON file, or the ``blocks`` of a saved plan."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         repeated = _repeated_key(compose(text))
@@ -281,7 +264,6 @@ def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:
 
 
 def _repeated_key(node: Any) -> str | None:
-    """Returns a key that a mapping of a YAML document has twice."""
     if not isinstance(node, yaml.MappingNode):
         return None
     keys = [key.value for key, _ in node.value]

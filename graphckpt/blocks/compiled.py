@@ -28,11 +28,7 @@ _KNOWN = (*(name for name in inspect.signature(torch.compile).parameters if name
 
 
 def check_options(block: str, value: Any) -> None:
-    """Sees whether ``value`` says how a block is compiled.
-
-    Raises:
-        ConfigError: it does not, names no option, or the share is none, or the backend has no use for one.
-    """
+    """Sees whether ``value`` says how a block is compiled."""
     if not (value is None or isinstance(value, (bool, dict))):
         raise ConfigError(f"{block}.compile: expected a bool or a dict of options, got {shown(value)} · fix: use True")
     if not isinstance(value, dict):
@@ -75,13 +71,7 @@ def share_of(options: Mapping[str, Any]) -> str:
 
 @final
 class CompiledForward:
-    """A compiled function that knows what it was.
-
-    Args:
-        function: the forward of a block, or another one of these, which is compiled anew.
-        options: what ``torch.compile`` takes, and ``activation_memory_budget``, the share of what the compiler saves
-            for backward by itself that it may save, from 0 to 1.
-    """
+    """A compiled function that knows what it was."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._function: Callable[..., Any] = function._function if isinstance(function, CompiledForward) else function
@@ -140,7 +130,6 @@ class _WithinBudget:
         self.compiler.reset()  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
-        """Stands in the compiler's own errors."""
         return f"{type(self.compiler).__name__} at {SHARE} {self.share:g}"
 
     def __hash__(self) -> int:

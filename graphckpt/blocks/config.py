@@ -8,9 +8,8 @@ from typing import Any, final
 
 from graphckpt.blocks.compiled import check_options
 from graphckpt.errors import ConfigError, did_you_mean, shown
-from graphckpt.rules.base import Rule
-from graphckpt.rules.registry import parse_rule, rule_classes
-from graphckpt.stores.offload import parse_offload
+from graphckpt.rules.base import Rule, parse_rule, rule_classes
+from graphckpt.stores.base import parse_offload
 from graphckpt.stores.partition import parse_partition
 from graphckpt.stores.placement import parse_contiguous, parse_min_elements
 

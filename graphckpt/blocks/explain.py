@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 from weakref import WeakMethod
 
@@ -15,19 +14,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt._compat import is_transformed
 from graphckpt.blocks.compiled import share_of
-from graphckpt.blocks.find_layers import layers
-from graphckpt.blocks.forward import NOT_SCRIPTABLE, BlockForward
-from graphckpt.blocks.native_checkpointing import NativeCheckpointing
+from graphckpt.blocks.forward import NOT_SCRIPTABLE, BlockForward, checkpoints_itself
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
+from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.ledger.explanation import Explanation
+from graphckpt.ledger.live_memory import StorageLog
 from graphckpt.ledger.record import Row
 from graphckpt.ledger.recorder import REST, Recorder
-from graphckpt.ledger.storage_log import StorageLog
 from graphckpt.ledger.table import print_table
-from graphckpt.rules.full import Full
-from graphckpt.rules.joined import Joined
-from graphckpt.rules.keep import Keep
+from graphckpt.rules.basic import Full, Joined, Keep
 from graphckpt.rules.segments import Segments
 from graphckpt.rules.selective import Selective
 from graphckpt.rules.tiles import Tiles
@@ -40,8 +36,6 @@ _IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it sav
 
 @final
 class StepRecorder:
-    """Records steps of a model, and holds the last records."""
-
     def __init__(self, title: str, roots: list[tuple[str, nn.Module]], policies: ResolvedPolicies) -> None:
         self.title = title
         self._roots = roots
@@ -49,11 +43,10 @@ class StepRecorder:
         self._policies = policies
         self._bytes: Recorder | None = None
         self._times: Recorder | None = None
-        self._endings: list[Callable[[], object]] = []  # of a record in progress
+        self._record = ExitStack()  # in progress, without measuring
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Records one step op by op: saved bytes, live bytes."""
         self.close()
         inputs = list(inputs)
         existing = [*self._state(), *inputs]
@@ -72,16 +65,17 @@ class StepRecorder:
             if not state:
                 new.append(optimizer)
 
-        hook = register_optimizer_step_pre_hook(see_optimizer)
-        try:
-            with (
-                _rows_for_modules(recorder, self._wrappers, self._plain_modules()),
-                recorder.watching(),
-                self._inputs_of_root(recorder),
-            ):
-                yield
-        finally:
-            hook.remove()
+        def see_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            recorder.ignore(tensors_in((args, kwargs)))  # the caller keeps them alive anyway
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(see_optimizer).remove)
+            stack.enter_context(_rows_for_modules(recorder, self._wrappers, self._plain_modules()))
+            stack.enter_context(recorder.watching())
+            name, root = self._roots[0]
+            if not name:  # not of a Graph, which passes its inputs
+                stack.callback(root.register_forward_pre_hook(see_inputs, with_kwargs=True).remove)
+            yield
         live.label((t.grad for t in self._state() if t.is_leaf), "gradients")
         for optimizer in new:
             live.label(_state_of(optimizer), "optimizer states")
@@ -90,7 +84,6 @@ class StepRecorder:
 
     @contextmanager
     def time(self) -> Iterator[Recorder]:
-        """Records the seconds of each block in one step, without its ops."""
         recorder = Recorder()
         with _rows_for_modules(recorder, self._wrappers, self._plain_modules()):
             yield recorder
@@ -100,30 +93,25 @@ class StepRecorder:
         """Records the next forward of the model and what its backward recomputes, at the cost of a few hooks."""
         root = self._roots[0][1]
         begin = _Hook(WeakMethod(self._begin), passes_on=True)
-        self._endings.append(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        self._record.callback(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
         recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])
-        rows = _rows_for_modules(recorder, self._wrappers, self._plain_modules())
-        rows.__enter__()
-        end = root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True)
-        stop = root.register_forward_pre_hook(_Hook(WeakMethod(self.close)))
-        self._endings += [end.remove, stop.remove, partial(rows.__exit__, None, None, None)]
+        self._record.enter_context(_rows_for_modules(recorder, self._wrappers, self._plain_modules()))
+        self._record.callback(root.register_forward_pre_hook(_Hook(WeakMethod(self.close))).remove)
+        self._record.callback(root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True).remove)
         recorder.begin()
 
     def close(self) -> None:
         """Ends a record in progress, including one that an interrupt has left behind."""
         if self._bytes is not None:
             self._bytes.end()
-        endings, self._endings = self._endings, []
-        for end in endings:
-            end()
+        self._record.close()
 
     def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
-        """Returns the explanation of the last recorded steps; ``capture`` says how the step runs now."""
         recorder = self._bytes
         if recorder is None or not recorder.runs:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
@@ -232,21 +220,6 @@ class StepRecorder:
     def _state(self) -> list[torch.Tensor]:
         return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
 
-    @contextmanager
-    def _inputs_of_root(self, recorder: Recorder) -> Iterator[None]:
-        """Ignores the model's inputs, which the caller keeps alive anyway."""
-
-        def see(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            recorder.ignore(tensors_in((args, kwargs)))
-
-        name, root = self._roots[0]
-        hook = None if name else root.register_forward_pre_hook(see, with_kwargs=True)
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
-
     def _plain_modules(self) -> list[tuple[str, nn.Module]]:
         """Returns the modules without a wrapper that get a row: selected blocks, and the modules next to them.
 
@@ -316,7 +289,7 @@ def _rows_for_modules(
     recorder: Recorder, wrappers: list[BlockForward], plain: list[tuple[str, nn.Module]]
 ) -> Iterator[None]:
     hooks = []
-    recorder.own_checkpointing = {name for name, module in plain if NativeCheckpointing(module).is_enabled()}
+    recorder.own_checkpointing = {name for name, module in plain if any(map(checkpoints_itself, module.modules()))}
     recorder.weightless = {name for name, module in plain if next(module.parameters(), None) is None}
     try:
         for wrapper in wrappers:
@@ -336,13 +309,11 @@ def _rows_for_modules(
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Returns whether a module belongs to another pipeline stage: all its weights are on the meta device."""
     weights = list(module.parameters())
     return bool(weights) and all(weight.is_meta for weight in weights)
 
 
 def _legend(wrappers: Sequence[BlockForward]) -> tuple[tuple[str, str], ...]:
-    """Returns the ops that levels of ``selective`` keep."""
     rules = dict.fromkeys(w.rule for w in wrappers if isinstance(w.rule, Selective) and w.rule.label)
     ops = {rule.describe(): ", ".join(map(str, rule.save)) for rule in rules if isinstance(rule.save, (list, tuple))}
     return tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items()))
@@ -390,7 +361,6 @@ def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequ
 
 
 def _plain_levels(wrappers: Sequence[BlockForward], recorder: Recorder) -> tuple[int, ...]:
-    """Returns the predicted live bytes of the step without policies; empty if they cannot be predicted."""
     if recorder.live is None or recorder.own_checkpointing or not _can_predict(wrappers):
         return ()
     return tuple(recorder.live.levels_if_kept(lambda block: True))

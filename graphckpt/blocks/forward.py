@@ -16,16 +16,17 @@ from torch import nn
 from graphckpt._compat import is_transformed
 from graphckpt._compat_compiler import constant_in_graphs, never_compiled
 from graphckpt.blocks.compiled import SHARE, CompiledForward
-from graphckpt.blocks.native_checkpointing import NativeCheckpointing
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import policy_changes
 from graphckpt.engine.frame import running
+from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
+from graphckpt.rules.basic import Keep
 from graphckpt.rules.in_graph import ForwardInGraph, exclude_in_graph
-from graphckpt.rules.keep import Keep
 from graphckpt.stores.placement import Placement
 
+_FLAG = "gradient_checkpointing"
 NOT_SCRIPTABLE = "torch.jit.script cannot compile a model with policies · fix: remove() the handle first"
 
 
@@ -54,25 +55,6 @@ class BlockForward:
     It refers to the module weakly, so that a deleted model is freed at once, and is copied and pickled with it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_compiled",
-        "_context",
-        "_inner",
-        "_is_beneath",
-        "_is_on",
-        "_module",
-        "_native",
-        "_wrapped",
-        "compile_options",
-        "is_excluded",
-        "is_in_graph",
-        "is_part",
-        "name",
-        "placement",
-        "rule",
-    )
-
     def __init__(
         self,
         module: nn.Module,
@@ -89,7 +71,7 @@ class BlockForward:
         self._inner = _unwrapped(self._wrapped)
         self._is_beneath = False
         self._is_on = True
-        self._native: NativeCheckpointing | None = None
+        self._native: list[weakref.ref[nn.Module]] = []  # modules below that may checkpoint themselves
         self._context: BlockContext | None = None
         self.name = name
         self.rule = rule
@@ -111,13 +93,12 @@ class BlockForward:
         if self._context is None:
             module = self._module()
             assert module is not None
-            self._native = NativeCheckpointing(module) or None
+            self._native = [weakref.ref(each) for each in module.modules() if hasattr(each, _FLAG)]
             self._context = BlockContext(self.name, [module], None if self.placement is None else self.placement.store)
         return self._context
 
     @property
     def module(self) -> nn.Module | None:
-        """The wrapped module, or ``None`` if it is gone."""
         return self._module()
 
     @property
@@ -148,7 +129,6 @@ class BlockForward:
 
     @never_compiled
     def _run_in_graph(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block while the compiler traces it; see Note [Blocks in a compiled model]."""
         if not torch.compiler.is_compiling():
             return self._run(args, kwargs)
         module = self._module()
@@ -202,7 +182,15 @@ class BlockForward:
         if is_transformed():
             context.note("torch.func or forward-mode AD is around it: it runs as it is, and all is saved")
             return None
-        return function if self._native is None else self._native.suspend(context, function)
+        modules = [module for ref in self._native if (module := ref()) is not None and checkpoints_itself(module)]
+        if not modules:
+            return function
+        owner = getattr(function, "__self__", None)
+        if owner in modules and type(owner).__call__ is not nn.Module.__call__:  # it is active already
+            context.note("its own gradient checkpointing replaces this policy: disable it on the model")
+            return None
+        context.note("the model's own gradient checkpointing is on as well: this policy replaces it")
+        return _Suspended(function, modules)
 
     def _function(self) -> Callable[..., Any]:
         if self._inner is not None:
@@ -211,7 +199,6 @@ class BlockForward:
         return MethodType(type(module).forward, module)  # type: ignore[union-attr]
 
     def install(self) -> None:
-        """Installs this wrapper over the present forward."""
         self._is_on = True
         policy_changes.number += 1
         if self._is_beneath:
@@ -260,6 +247,30 @@ class BlockForward:
         self._inner = _unwrapped(self._wrapped)
 
 
+@final
+class _Suspended:
+    """A forward during which the gradient checkpointing of some modules' own, as in Transformers, is off."""
+
+    __slots__ = ("__self__", "__wrapped__", "_modules")
+
+    def __init__(self, function: Callable[..., Any], modules: list[nn.Module]) -> None:
+        self.__wrapped__ = function  # for inspect.signature, which names arguments
+        self.__self__ = getattr(function, "__self__", None)
+        self._modules = modules
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a part of the forward likewise, for rules that call children one by one."""
+        return _Suspended(function, self._modules)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced([module for module in self._modules if module.__dict__.get(_FLAG)], _FLAG, value=False):
+            return self.__wrapped__(*args, **kwargs)
+
+
+def checkpoints_itself(module: nn.Module) -> bool:
+    return module.training and bool(module.__dict__.get(_FLAG))
+
+
 @contextmanager
 def disable_checkpointing() -> Iterator[None]:
     """Runs every forward in the ``with`` block as if no policy were set."""
@@ -276,7 +287,6 @@ def checkpointing_is_off() -> bool:
 
 
 def _is_checkpointable(forward: BlockForward) -> bool:
-    """Whether a block can be a part of a checkpoint in a graph."""
     is_plain = forward.placement is None or forward.placement.is_plain
     return forward.is_part or forward.rule.name == "full" or (forward.rule.name == "keep" and is_plain)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial, reduce
 from types import FunctionType, MethodType
 from typing import Any, final
@@ -18,9 +18,9 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.frame import Frame, running
+from graphckpt.engine.frame import Contexts, Frame, running
 from graphckpt.errors import ConfigError
-from graphckpt.rules.full import Full
+from graphckpt.rules.basic import Full
 from graphckpt.rules.in_graph import checkpoint_in_graph
 from graphckpt.rules.segments import run_segments, run_segments_in_graph
 from graphckpt.stores.host import Host
@@ -73,23 +73,34 @@ def checkpoint(
         raise ConfigError(f"determinism_check: {determinism_check!r} is unknown · fix: use 'default' or 'none'")
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return function(*args, **kwargs)
-    run = _run_in_graph if torch.compiler.is_compiling() else _run
-    return run(function, args, kwargs, context_fn, early_stop=early_stop, strict=determinism_check == "default")
+    return _run(function, args, kwargs, context_fn, early_stop=early_stop, strict=determinism_check == "default")
 
 
 @never_compiled
 def _run(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **settings: bool) -> Any:
-    contexts = None if context_fn is noop_context_fn else _GivenContexts(*context_fn())
-    frame = Frame(_context(function), function, contexts, **settings)
-    return frame.run(args, kwargs)
+    if torch.compiler.is_compiling():  # see Note [Blocks in a compiled model]
+        return checkpoint_in_graph(function, args, kwargs, context_fn)
+    return Frame(_context(function), function, _contexts_of(context_fn), **settings).run(args, kwargs)
 
 
-@never_compiled
-def _run_in_graph(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **settings: bool) -> Any:
-    """Runs it while the compiler traces it; see Note [Blocks in a compiled model]."""
-    if not torch.compiler.is_compiling():
-        return _run(function, args, kwargs, context_fn, **settings)
-    return checkpoint_in_graph(function, args, kwargs, context_fn)
+def _contexts_of(context_fn: Any) -> Contexts | None:
+    return None if context_fn is noop_context_fn else _GivenContexts(*context_fn())
+
+
+@final
+class _GivenContexts(Contexts):
+    """The two contexts of a ``context_fn``. They check versions by themselves."""
+
+    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
+        self._first, self._second = first, second
+
+    def original_forward(self, frame: Frame) -> AbstractContextManager[Any]:
+        del frame
+        return self._first
+
+    def recomputation(self, frame: Frame) -> AbstractContextManager[Any]:
+        del frame
+        return self._second
 
 
 @never_compiled
@@ -114,25 +125,16 @@ def checkpoint_sequential(
         raise ConfigError(f"segments: {segments!r} is not within 1 and the {len(chain)} functions · fix: the number")
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return reduce(lambda value, function: function(value), chain, input)
-    return (_chain_in_graph if torch.compiler.is_compiling() else _chain)(functions, chain, segments, input)
+    return _run_chain(functions, chain, segments, input)
 
 
 @never_compiled
-def _chain(functions: Any, chain: list[Any], segments: int, value: Any) -> Any:
-    context = (
-        _context(functions)
-        if isinstance(functions, nn.Sequential)
-        else BlockContext("checkpoint_sequential", (), learns=False)
-    )
+def _run_chain(functions: Any, chain: list[Any], segments: int, value: Any) -> Any:
+    if torch.compiler.is_compiling():  # see Note [Blocks in a compiled model]
+        return run_segments_in_graph(chain, segments, value)
+    is_module = isinstance(functions, nn.Sequential)
+    context = _context(functions) if is_module else BlockContext("checkpoint_sequential", (), learns=False)
     return run_segments(context, chain, segments, value)
-
-
-@never_compiled
-def _chain_in_graph(functions: Any, chain: list[Any], segments: int, value: Any) -> Any:
-    """Runs it while the compiler traces it; see Note [Blocks in a compiled model]."""
-    if not torch.compiler.is_compiling():
-        return _chain(functions, chain, segments, value)
-    return run_segments_in_graph(chain, segments, value)
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
@@ -165,38 +167,6 @@ def is_recomputing() -> bool:
     return run is not None and run.is_recomputation
 
 
-@final
-class _GivenContexts:
-    """The two contexts of a ``context_fn``, where the engine expects its own."""
-
-    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
-        self._first, self._second = first, second
-
-    def original_forward(self, frame: Frame) -> AbstractContextManager[Any]:
-        del frame
-        return self._first
-
-    def recomputation(self, frame: Frame) -> AbstractContextManager[Any]:
-        del frame
-        return self._second
-
-    def saves(self, tensor: torch.Tensor) -> None:
-        """PyTorch's contexts do not ask."""
-
-    def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """PyTorch's contexts check versions."""
-
-    def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
-        """PyTorch's contexts look after themselves."""
-
-    def run_all(self, frame: Frame) -> bool:
-        del frame
-        return False
-
-    def paused(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 _SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], ...], BlockContext]] = (
     weakref.WeakKeyDictionary()
 )
@@ -221,37 +191,34 @@ def _modules_of(function: Any, depth: int = 0) -> Iterable[nn.Module]:
     """Finds the modules that a call of ``function`` is likely to run, up to two functions or containers deep."""
     if isinstance(function, nn.Module):
         yield unwrap(function)
-    elif depth < _DEPTH:
+    elif depth < _DEPTH and (not depth or isinstance(function, _OPEN)):
         for value in _reached(function):
-            if isinstance(value, _OPEN):
-                yield from _modules_of(value, depth + 1)
+            yield from _modules_of(value, depth + 1)
 
 
 _DEPTH = 3
-_MOST_ITEMS = 1024  # what is longer holds data, not layers
-_OPEN = (nn.Module, partial, FunctionType, MethodType, list, tuple, dict)
+_MAX_ITEMS = 1024  # what is longer holds data, not layers
+_OPEN = (partial, FunctionType, MethodType, list, tuple, dict)
 
 
 def _reached(value: Any) -> Iterable[Any]:
     if isinstance(value, partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, MethodType):
-        yield value.__func__
-        owner = value.__self__
-        yield from (owner,) if isinstance(owner, nn.Module) else _attributes(owner)
-    elif isinstance(value, FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_full(cell))
-        yield from value.__defaults__ or ()
-        named = (value.__globals__.get(name) for name in value.__code__.co_names)
-        yield from (v for v in named if not isinstance(v, FunctionType) or v.__globals__ is value.__globals__)
-        yield from _attributes(value)  # `__wrapped__`, by which decorators point to what they call
-    elif isinstance(value, (list, tuple, dict)):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
-        yield from items if len(items) <= _MOST_ITEMS else ()
-    else:  # a built-in function, an op, an object that can be called
-        yield getattr(value, "__self__", None)
-        yield type(value).__call__
-        yield from _attributes(value)
+        return items if len(items) <= _MAX_ITEMS else ()
+    if isinstance(value, MethodType):
+        owner = value.__self__
+        return value.__func__, *([owner] if isinstance(owner, nn.Module) else _attributes(owner))
+    if not isinstance(value, FunctionType):  # a built-in function, an op, an object that can be called
+        return getattr(value, "__self__", None), type(value).__call__, *_attributes(value)
+    named = (value.__globals__.get(name) for name in value.__code__.co_names)
+    return (
+        *(cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)),
+        *(value.__defaults__ or ()),
+        *(v for v in named if not isinstance(v, FunctionType) or v.__globals__ is value.__globals__),
+        *_attributes(value),  # `__wrapped__`, by which decorators point to what they call
+    )
 
 
 def _attributes(value: Any) -> list[Any]:

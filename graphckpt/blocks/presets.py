@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from graphckpt.blocks.find_layers import layers
+from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError
 from graphckpt.rules.segments import segment_starts
 

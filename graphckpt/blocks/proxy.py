@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 from functools import wraps
 from types import MethodType
@@ -61,6 +62,18 @@ class BlockTree:
         return [(module, config.block, config.fields()) for module, config in self.configs.items() if config.fields()]
 
 
+def _delegate(function: Any, *, changes: bool = False) -> Callable[..., Any]:
+    """Returns a method that calls ``function`` on the module of a block. Takes and returns blocks for modules."""
+
+    def method(self: Block, *args: Any) -> Any:
+        result = function(self._origin, *map(unwrap, args))
+        if changes:
+            self._tree.mark_changed()
+        return self._tree.wrap(result)
+
+    return method
+
+
 class Block:
     """A module in a Graph. Reading, writing and calling reach the module itself; ``config`` is the block's policy.
 
@@ -69,6 +82,10 @@ class Block:
     """
 
     __slots__ = ("__weakref__", "_origin", "_path", "_tree")
+
+    _origin: Any
+    _path: str
+    _tree: BlockTree
 
     def __init__(self, origin: nn.Module, path: str, tree: BlockTree) -> None:
         for slot, value in (("_origin", origin), ("_path", path), ("_tree", tree)):
@@ -85,22 +102,23 @@ class Block:
     @property
     def origin(self) -> nn.Module:
         """The module itself."""
-        return self._origin  # type: ignore[no-any-return]
+        module: nn.Module = self._origin
+        return module
 
     @property
     def name(self) -> str:
         """The last part of the block's path."""
-        return self._path.rpartition(".")[2]  # type: ignore[no-any-return]
+        return self._path.rpartition(".")[2]
 
     @property
     def name_prefix(self) -> str:
         """The path before the name, with a dot at its end if there is one."""
-        return self._path.removesuffix(self.name)  # type: ignore[no-any-return]
+        return self._path.removesuffix(self.name)
 
     @property
     def config(self) -> BlockConfig:
         """The block's policy. Fields that it does not have are read from the module's own ``config``."""
-        return self._tree.config(self._origin, self._path)  # type: ignore[no-any-return]
+        return self._tree.config(self._origin, self._path)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """``to(GraphModule)`` is the policy in OneFlow's later spelling, ``to(nn.Module)`` the module; else moves."""
@@ -119,22 +137,18 @@ class Block:
         if name in Block.__slots__:  # a block that is being created
             raise AttributeError(name)
         value = getattr(self._origin, name)
-        if isinstance(value, MethodType) and value.__self__ is self._origin:
-            return self._wrapped(value)
-        return self._tree.wrap(value) if isinstance(value, nn.Module) else value
+        if not isinstance(value, MethodType) or value.__self__ is not self._origin:
+            return self._tree.wrap(value) if isinstance(value, nn.Module) else value
 
-    def _wrapped(self, method: MethodType) -> Callable[..., Any]:
-        """Returns a method that takes and returns blocks, and notes whether it has changed the modules below."""
-
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        @wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
             modules = list(self._origin.modules())
-            result = method(*map(_unwrapped, args), **{key: _unwrapped(value) for key, value in kwargs.items()})
+            result = value(*map(_unwrap_items, args), **{key: _unwrap_items(each) for key, each in kwargs.items()})
             if modules != list(self._origin.modules()):
                 self._tree.mark_changed()
             return self._tree.wrap(result)
 
-        return call
+        return method
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not isinstance(value, nn.Module):
@@ -143,113 +157,86 @@ class Block:
         if isinstance(value, nn.Module):
             self._tree.mark_changed()
 
-    def __delattr__(self, name: str) -> None:
-        delattr(self._origin, name)
-        self._tree.mark_changed()
-
-    def __copy__(self) -> nn.Module:
-        return copy.copy(self.origin)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(self.origin, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._origin.__reduce_ex__(protocol)
-
     def __getitem__(self, key: Any) -> Any:
         value = self._origin[key]
-        if isinstance(key, slice):
-            return BlockSlice(value, [self._tree.wrap(child) for child in value], self._path, key)
-        return self._tree.wrap(value)
+        return BlockSlice(self, value, key) if isinstance(key, slice) else self._tree.wrap(value)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._origin[key] = unwrap(value)
-        self._tree.mark_changed()
-
-    def __delitem__(self, key: Any) -> None:
-        del self._origin[key]
-        self._tree.mark_changed()
-
-    def __len__(self) -> int:
-        return len(self._origin)
+    __delattr__ = _delegate(delattr, changes=True)
+    __setitem__ = _delegate(operator.setitem, changes=True)
+    __delitem__ = _delegate(operator.delitem, changes=True)
+    __len__, __iter__, __contains__ = map(_delegate, (len, iter, operator.contains))
+    __repr__, __copy__, __deepcopy__ = map(_delegate, (repr, copy.copy, copy.deepcopy))
 
     def __bool__(self) -> bool:
         return True
 
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._tree.wrap, self._origin)
-
-    def __contains__(self, item: Any) -> bool:
-        return unwrap(item) in self._origin
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._origin.__reduce_ex__(protocol)
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(self._origin), "config", "name", "name_prefix", "origin"})
 
-    def __repr__(self) -> str:
-        return repr(self._origin)
-
 
 @final
 class GraphModule:
-    """A block's policy as OneFlow has it since 0.9: ``block.to(GraphModule).activation_checkpointing = True``."""
+    """A block's policy as OneFlow has it since 0.9: ``block.to(GraphModule).activation_checkpointing = True``.
+
+    That of a slice of blocks sets a field on each of them, and reads it as a list.
+    """
 
     __slots__ = ("_block",)
 
-    def __init__(self, block: Block) -> None:
-        self._block: Block
+    type = "MODULE"
+
+    def __init__(self, block: Block | BlockSlice) -> None:
+        self._block: Block | BlockSlice
         object.__setattr__(self, "_block", block)
-
-    @property
-    def name(self) -> str:
-        """The last part of the block's path."""
-        return self._block.name
-
-    @property
-    def name_prefix(self) -> str:
-        """The path before the name."""
-        return self._block.name_prefix
-
-    @property
-    def type(self) -> str:
-        """``"MODULE"``."""
-        return "MODULE"
 
     def set_stage(self, stage_id: int | None = None, placement: object = None) -> None:
         """Sets the pipeline stage."""
-        self._block.config.set_stage(stage_id, placement)
+        for block in _blocks_of(self._block):
+            block.config.set_stage(stage_id, placement)
 
-    def __getattr__(self, field: str) -> Any:
-        if field not in FIELDS:
-            raise AttributeError(f"GraphModule has no attribute {field!r}")
-        return getattr(self._block.config, field)
+    def __getattr__(self, name: str) -> Any:
+        if name in ("name", "name_prefix"):
+            return getattr(self._block, name)
+        if name not in FIELDS:
+            raise AttributeError(f"GraphModule has no attribute {name!r}")
+        values = [getattr(block.config, name) for block in _blocks_of(self._block)]
+        return values if type(self._block) is BlockSlice else values[0]
 
     def __setattr__(self, field: str, value: Any) -> None:
-        setattr(self._block.config, field, value)
+        for block in _blocks_of(self._block):
+            setattr(block.config, field, value)
 
     def __repr__(self) -> str:
-        return f"GraphModule({self._block.config.describe()})"
+        return f"GraphModule({', '.join(block.config.describe() for block in _blocks_of(self._block))})"
+
+
+def _blocks_of(block: Block | BlockSlice) -> list[Block]:
+    return block.blocks if type(block) is BlockSlice else [block]
 
 
 @final
 class BlockSlice:
     """Some consecutive blocks of a container. What is set on ``config`` is set on each of them."""
 
-    def __init__(self, origin: Any, blocks: list[Block], path: str, key: slice) -> None:
+    def __init__(self, container: Block, origin: Any, key: slice) -> None:
+        start, stop = ("" if end is None else end for end in (key.start, key.stop))
         self.origin = origin
-        self.name = f"{path}[{'' if key.start is None else key.start}:{'' if key.stop is None else key.stop}]"
-        self.config = ConfigOfEach([block.config for block in blocks])
-        self._blocks = blocks
+        self.name = f"{container._path}[{start}:{stop}]"
+        self.blocks: list[Block] = [container._tree.wrap(child) for child in origin]
+        self.config = GraphModule(self)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """``to(GraphModule)`` is the policy of all; ``to(nn.Module)`` the modules; else it moves them."""
-        if args and args[0] is GraphModule:
-            return self.config
-        if not (args and isinstance(args[0], type)):
-            self.origin.to(*args, **kwargs)
-        return self.origin if args and isinstance(args[0], type) else self
+        if args and isinstance(args[0], type):
+            return self.config if args[0] is GraphModule else self.origin
+        self.origin.to(*args, **kwargs)
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("origin", "name", "config", "_blocks"):
+        if name not in ("origin", "name", "config", "blocks"):
             check_attribute(self.name, self.origin, name)
         super().__setattr__(name, value)
 
@@ -258,36 +245,13 @@ class BlockSlice:
         return self.origin(*args, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._blocks[key]
-
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks)
+        return self.blocks[key]
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.origin!r}"
-
-
-@final
-class ConfigOfEach:
-    """The configs of several blocks: what is set is set on each, what is read is a list."""
-
-    def __init__(self, configs: list[BlockConfig]) -> None:
-        object.__setattr__(self, "_configs", configs)
-
-    def __setattr__(self, field: str, value: Any) -> None:
-        for config in self._configs:
-            setattr(config, field, value)
-
-    def __getattr__(self, field: str) -> list[Any]:
-        return [getattr(config, field) for config in self._configs]
-
-    def set_stage(self, stage_id: int | None = None, placement: object = None) -> None:
-        """Sets the pipeline stage of each."""
-        for config in self._configs:
-            config.set_stage(stage_id, placement)
 
 
 def unwrap(value: Any) -> Any:
@@ -295,7 +259,7 @@ def unwrap(value: Any) -> Any:
     return value.origin if type(value) in (Block, BlockSlice) else value
 
 
-def _unwrapped(value: Any) -> Any:
+def _unwrap_items(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: unwrap(module) for key, module in value.items()}
     return [unwrap(module) for module in value] if isinstance(value, (list, tuple)) else unwrap(value)

@@ -12,10 +12,9 @@ from graphckpt.blocks.config import BlockConfig
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError, warn_once, without_repeats
 from graphckpt.rules.base import Rule
-from graphckpt.rules.full import Full
-from graphckpt.rules.keep import Keep
+from graphckpt.rules.basic import Full, Keep
 from graphckpt.rules.selective import Selective
-from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.base import parse_offload
 from graphckpt.stores.placement import Placement, placement_of
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # containers without a forward
@@ -35,11 +34,7 @@ class ResolvedPolicies:
 def resolve_policies(
     roots: Iterable[tuple[str, nn.Module]], configs: Mapping[nn.Module, BlockConfig]
 ) -> ResolvedPolicies:
-    """Resolves the policies of all modules below ``roots``.
-
-    Raises:
-        ConfigError: Rules that cannot act on their modules; all of them at once.
-    """
+    """Resolves the policies of all modules below ``roots``."""
     walk = _Resolver(configs)
     for name, root in roots:
         walk.visit(name, root, _Inherited())
@@ -94,7 +89,6 @@ class _Resolver:
                 self.plan.idle[name] = "min_elements does nothing here: saved tensors stay on their device in any case"
 
     def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, outer: _Inherited) -> _Inherited:
-        """Returns what the children inherit."""
         rule = config.rule if config is not None else None
         placement = self._placement(outer.fields)
         if rule is None or isinstance(rule, Keep):
@@ -119,7 +113,6 @@ class _Resolver:
     def _decide_kept(
         self, name: str, module: nn.Module, config: BlockConfig | None, placement: Placement | None, outer: _Inherited
     ) -> _Inherited:
-        """Decides about a module that is not recomputed by itself."""
         is_hole = config is not None and config.rule is not None and outer.rule is not None
         options = config.compile_options if config is not None else None
         if outer.rule is not None and not is_hole:

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from graphckpt.cli.fit import add_fit
 from graphckpt.cli.plan import add_plan, add_profile_device
-from graphckpt.collection import rare_collection
 from graphckpt.errors import GraphckptError
 
 _FAULT = 2  # exit code for user errors, as in argparse
@@ -132,16 +131,15 @@ def _train(parsed: argparse.Namespace) -> int:
 
         print(describe_config(parsed.config_file, parsed.overrides, fast_dev_run=parsed.fast_dev_run), end="")
         return 0
-    with rare_collection():
-        from graphckpt.config.run import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
+    from graphckpt.config.run import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
 
-        trainer = trainer_from(
-            parsed.config_file,
-            parsed.overrides,
-            fast_dev_run=parsed.fast_dev_run,
-            resume=parsed.resume,
-            eval_only=parsed.eval_only,
-        )
+    trainer = trainer_from(
+        parsed.config_file,
+        parsed.overrides,
+        fast_dev_run=parsed.fast_dev_run,
+        resume=parsed.resume,
+        eval_only=parsed.eval_only,
+    )
     is_stopped = False
     if parsed.eval_only:
         trainer.evaluate()

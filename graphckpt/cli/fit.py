@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphckpt.cli.plan import Progress, add_command, budget_of, plan_options_of
-from graphckpt.collection import rare_collection
 
 if TYPE_CHECKING:
     from graphckpt.planning.fit.result import Fit
@@ -68,7 +67,6 @@ def add_fit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.set_defaults(run=_fit)
 
 
-@rare_collection()
 def _fit(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import fit_from  # noqa: PLC0415 - seconds of imports that --help can do without
     from graphckpt.planning.fit.search import check_fit_budget  # noqa: PLC0415

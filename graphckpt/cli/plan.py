@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Self, final
 
-from graphckpt.collection import rare_collection
 from graphckpt.extras import LazyPackage
 
 if TYPE_CHECKING:
@@ -131,7 +130,6 @@ def add_profile_device(commands: argparse._SubParsersAction[argparse.ArgumentPar
     parser.set_defaults(run=_profile)
 
 
-@rare_collection()
 def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.config.planning import planner_from  # noqa: PLC0415 - seconds of imports that --help can do without
     from graphckpt.planning.budget import check_budget  # noqa: PLC0415

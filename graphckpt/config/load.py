@@ -16,7 +16,6 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphckpt.collection import without_collection
 from graphckpt.config.instantiate import is_call
 from graphckpt.config.numbers import fault_of, odd_numbers
 from graphckpt.config.values import Origins
@@ -45,7 +44,7 @@ def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
         raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file")
-    with importable_from(path.resolve().parent), without_collection():
+    with importable_from(path.resolve().parent):
         if path.suffix == ".py":
             return _run(path)
         config = _read_yaml(path)

@@ -63,7 +63,7 @@ class BlockContext:
         self.mutated: frozenset[int] = frozenset()
         """Positions of the tensor arguments that forward modifies in place, as first calls have shown."""
         self.schedules: dict[object, Any] = {}
-        """Op schedules of earlier calls, by the shapes of their arguments; see :mod:`graphckpt.rules.ops.schedule`."""
+        """Op schedules of earlier calls, by the shapes of their arguments; see :mod:`graphckpt.rules.ops`."""
         self.num_mismatches = 0
         """Calls that did not follow the schedule of an earlier one."""
         self.recorder: Recorder | None = None
@@ -87,12 +87,10 @@ class BlockContext:
         return part
 
     def renew_state(self) -> ModuleState:
-        """Returns a new state of the block's modules, of which some were added, removed or replaced since."""
         self.state = ModuleState(self._modules())
         return self.state
 
     def open_group(self) -> TensorGroup | None:
-        """Opens the group of what one call of the block keeps in its store."""
         traffic = self.recorder.traffic[self.name] if self.recorder is not None else None
         return self.store.open_group(TensorGroup(self.title, self.tensors, self.note, traffic))
 

@@ -12,7 +12,6 @@ RNG states, autocast and the other settings of a thread are read and set by the 
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, starmap
 from operator import is_
-from types import MethodType
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, final
 
 import torch
@@ -44,27 +43,28 @@ from graphckpt.engine.objects import (
 )
 from graphckpt.tree import ATOMS
 
-_OWN = frozenset(nn.Module().__dict__) | {"forward"}  # what torch itself keeps on every module
+_OWN = frozenset(nn.Module().__dict__)  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
 
 Modes: TypeAlias = tuple[bool, ...]
 """Whether each module of a block is in training mode."""
 _Module: TypeAlias = "weakref.ref[nn.Module]"
+_Attribute: TypeAlias = tuple[_Module, str]
+
+policy_changes = SimpleNamespace(number=0)
+"""Counts how often a policy was put on a module or taken off."""
 
 
-@final
-class PolicyChanges:
-    """Counts how often a policy was put on a module or taken off."""
+class _Scope(NamedTuple):
+    """What calls with the modules in the same modes copy, beside the attributes of modules."""
 
-    def __init__(self) -> None:
-        self.number = 0
-
-
-policy_changes = PolicyChanges()
-
-Reached: TypeAlias = tuple[_Module, str, Any, Objects]
-"""An attribute of a module, its value, and the contents of what that reaches."""
+    names: list[_Attribute]
+    """The attributes that are tensors."""
+    copied: list[int]
+    """Which buffers, and which of ``names``, are cloned; see :class:`CallState`."""
+    objects: list[tuple[_Module, str, bool]]
+    """The attributes that are containers, or are copied with all objects that they reach, and whether they are so."""
 
 
 class CallState(NamedTuple):
@@ -77,32 +77,16 @@ class CallState(NamedTuple):
     versions: tuple[int, ...]
     copies: dict[int, torch.Tensor]
     """Of buffers and attributes, by their index in ``tensors``."""
-    names: list[tuple[_Module, str]]
+    names: list[_Attribute]
     """Of the attributes in ``tensors``."""
     attributes: dict[_Module, dict[str, Any]]
-    objects: list[tuple[_Module, Any, Any]]
-    """``(module, object that an attribute of it reaches, contents)``: see ``copy_objects``."""
-    forwards: dict[_Module, Any]
-    """The ``forward`` attributes of modules that replace that of the class, such as policies."""
+    reached: list[tuple[_Module, str, Objects]]
+    """Attributes, and the contents of the objects that they reach."""
     policy_changes: int
+    scope: _Scope
+    """What later calls copy."""
     changed: frozenset[int] = frozenset()
     """The ids of the dictionaries whose attributes the call has replaced, or changed within."""
-
-
-class _Scope(NamedTuple):
-    """What a call may change, as far as earlier calls with the modules in the same modes have shown."""
-
-    modules: list[_Module]
-    """Those whose attributes are copied."""
-    names: list[tuple[_Module, str]]
-    """The attributes that are tensors, but not buffers."""
-    copied: list[int]
-    """Which buffers, and which of ``names``, are cloned; see :class:`CallState`."""
-    containers: list[tuple[_Module, str]]
-    objects: list[tuple[_Module, str]]
-    """The attributes within which an object is changed."""
-    plain: dict[_Module, tuple[str, ...]]
-    """The attributes that reach nothing else, such as numbers."""
 
 
 @final
@@ -110,16 +94,8 @@ class ModuleState:
     """The state of a set of modules, and what their calls may change."""
 
     __slots__ = (
-        "_children",
-        "_forwards",
-        "_modules",
-        "_num_parameters",
-        "_owners",
-        "_policy_changes",
-        "_scopes",
-        "_slots",
-        "_users",
-        "host_rng_modes",
+        "_children", "_modules", "_num_parameters", "_owners", "_policy_changes", "_scopes", "_slots", "_users",
+        "_watched", "host_rng_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -136,7 +112,11 @@ class ModuleState:
         self._num_parameters = len(self._slots)
         self._slots += [(m._buffers, key) for m in members for key in m._buffers]
         self._scopes: dict[Modes, _Scope] = {}
-        self._forwards: list[tuple[_Module, weakref.ref[Any]]] = []
+        # The modules whose attributes are copied, and which of those the recomputation gets whether or not the call
+        # has changed them: code after the block may change a number or a policy. Other objects are not held, as they
+        # may come to hold an output, whose graph holds the copy.
+        self._watched: dict[_Module, tuple[str, ...]] = {}
+        self._watch(self._users)
         self._policy_changes = -1
         self.host_rng_modes: set[Modes] = set()
         """The modes in which a first call has drawn from the generators of Python or NumPy."""
@@ -157,7 +137,6 @@ class ModuleState:
         return tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
 
     def has_learnt(self, modes: Modes) -> bool:
-        """Whether a call with the modules in these modes has shown what it changes."""
         return modes in self._scopes
 
     def attribute_ids(self) -> set[int]:
@@ -170,128 +149,104 @@ class ModuleState:
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
 
     def devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
-        """Returns the devices, except the CPU, on which a call with ``leaves`` may draw random numbers."""
         if torch.accelerator.current_accelerator() is None:
             return ()
         return rng_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
 
-    def take(self, modes: Modes, *, learning: bool = False, is_nested: bool = False) -> CallState:
-        """Copies the present state.
+    def take(self, modes: Modes, *, is_nested: bool = False) -> CallState:
+        """Copies the present state: all of it before the first call in these modes, for :meth:`finish` to compare.
 
-        Args:
-            modes: The present ones.
-            learning: Whether to copy all, for :meth:`learn` to compare after the call.
-            is_nested: Whether this is part of the recomputation of a block around, for which the policies of its
-                original forward are in place.
+        ``is_nested`` says that a block around is being recomputed, for which the policies of its forward are in place.
         """
-        scope = self._expect(self._modules) if learning else self._scopes.get(modes) or self._expect(self._users)
-        attributes = {ref: _fields(ref).copy() for ref in scope.modules}
+        if is_nested or self._policy_changes != policy_changes.number:
+            self._watch([ref for ref in self._modules if ref in self._watched or "forward" in _fields(ref)])
+            self._policy_changes = -1 if is_nested else policy_changes.number
+        scope = self._scopes.get(modes)
+        attributes = {ref: _fields(ref).copy() for ref in (self._modules if scope is None else self._watched)}
+        scope = scope or self._scope_of_all(attributes)
         values = [_without_history(attributes[ref].get(key)) for ref, key in scope.names]
         tensors: tuple[Any, ...] = (*starmap(dict.get, self._slots), *values)
-        objects = [
-            (ref, value, copy.copy(value))
-            for ref, key in scope.containers
-            if isinstance(value := attributes[ref].get(key), CONTAINERS)
+        reached = [
+            (ref, key, copy_objects([attributes[ref].get(key)], deeply=is_deep)) for ref, key, is_deep in scope.objects
         ]
-        for ref, key in scope.objects:
-            objects += [(ref, *entry) for entry in copy_objects([attributes[ref].get(key)])]
-        copied = scope.copied
-        if learning:
-            copied = [i for i in range(self._num_parameters, len(tensors)) if not is_lazy(tensors[i])]
         return CallState(
             modes,
             tensors,
             _versions(tensors),
-            _copies(tensors, copied),
+            _copies(tensors, scope.copied),
             scope.names,
             attributes,
-            objects,
-            self._present_forwards(is_nested=is_nested),
-            -1 if is_nested else policy_changes.number,
+            reached,
+            self._policy_changes,
+            scope,
         )
 
-    def _present_forwards(self, *, is_nested: bool) -> dict[_Module, Any]:
-        if is_nested or self._policy_changes != policy_changes.number:
-            self._forwards = [
-                (ref, weakref.ref(forward))
-                for ref in self._modules
-                if (forward := _fields(ref).get("forward")) is not None and not isinstance(forward, MethodType)
-            ]
-            self._policy_changes = -1 if is_nested else policy_changes.number
-        return {ref: forward() for ref, forward in self._forwards}
+    def _watch(self, modules: Iterable[_Module]) -> None:
+        for ref in modules:
+            fields = _fields(ref).items()
+            self._watched[ref] = tuple(
+                [key for key, value in fields if key == "forward" or (key not in _OWN and type(value) in ATOMS)]
+            )
 
-    def _expect(self, modules: list[_Module]) -> _Scope:
-        """Returns what a call may change before any call has shown it, with the attributes of ``modules``."""
-        norms = {id(m._buffers) for ref in self._modules if isinstance(m := ref(), _NORMS) and m.training}
-        attributes = [(ref, key, value) for ref in modules for key, value in _fields(ref).items() if key not in _OWN]
-        return _Scope(
-            modules,
-            names=[(ref, key) for ref, key, value in attributes if _is_plain(value)],
-            # The kernel of a norm writes its statistics without a version bump, so that they always count as changed.
-            copied=[
-                index
-                for index, (owner, key) in enumerate(self._slots)
-                if index >= self._num_parameters and (id(owner) in norms or _is_small(owner.get(key)))
-            ],
-            containers=[(ref, key) for ref, key, value in attributes if isinstance(value, CONTAINERS)],
-            objects=[],
-            plain={
-                ref: tuple([key for key, value in _fields(ref).items() if key not in _OWN and type(value) in ATOMS])
-                for ref in modules
-            },
-        )
+    def _scope_of_all(self, attributes: Mapping[_Module, dict[str, Any]]) -> _Scope:
+        present = [(ref, key, fields[key]) for ref, fields in attributes.items() for key in fields if key not in _OWN]
+        names = [(ref, key) for ref, key, value in present if _is_plain(value)]
+        first, users = len(self._slots), set(self._users)
+        buffers = self._slots[self._num_parameters :]
+        copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if _is_plain(owner.get(key))]
+        copied += range(first, first + len(names))
+        return _Scope(names, copied, [(ref, key, ref in users) for ref, key, value in present if may_reach(value)])
 
-    def reached(self) -> list[Reached]:
-        """Copies what the attributes of the modules reach, for :meth:`learn` to compare after the call."""
-        return [
-            (ref, key, value, copy_objects([value]))
-            for ref in self._users
-            for key, value in _fields(ref).items()
-            if key not in _OWN and may_reach(value)
-        ]
-
-    def learn(self, state: CallState, reached: list[Reached]) -> tuple[CallState, _Scope]:
-        """Compares the present state with ``state``, of which all was copied.
-
-        Returns:
-            The state with copies of that alone which the call has changed or may change, and what later calls copy.
-        """
-        copied = {*self._expect(self._modules).copied, *(i for i in state.copies if _has_changed(state, i))}
-        objects, names = list(state.objects), []
-        for ref, key, value, before in reached:
-            changes = [
-                (owner, then)
-                for owner, then in before
-                if differs(owner, then) and not (owner is value and isinstance(owner, CONTAINERS))
-            ]
-            own = getattr(value, "__dict__", {})
-            if changes and not all(owner is own and _only_sets_up(owner, then) for owner, then in changes):
-                names.append((ref, key))
-                objects += [(ref, *entry) for entry in before]
-        changed = {ref for ref, then in state.attributes.items() if _changes(_fields(ref), then)}
-        holders = {*self._users, *changed, *(ref for ref, _ in state.names)}
-        later = self._expect([ref for ref in self._modules if ref in holders])
+    def _narrow(self, state: CallState) -> CallState:
+        """Returns the state of a first call with copies of that alone which it has changed, or a later one may."""
         first = len(self._slots)
-        mutated = [state.names[index - first] for index in copied if index >= first]
-        state = state._replace(copies={i: before for i, before in state.copies.items() if i in copied}, objects=objects)
-        cloned = [index for index in copied if index < first] + [
-            index for index, name in enumerate(later.names, first) if name in mutated
-        ]
-        return state, later._replace(copied=cloned, objects=names)
+        norms = {id(m._buffers) for ref in self._modules if isinstance(m := ref(), _NORMS) and m.training}
+        copied = {
+            index
+            for index, (owner, key) in enumerate(self._slots)
+            # The kernel of a norm writes its statistics without a version bump, so that they always count as changed.
+            if index >= self._num_parameters and (id(owner) in norms or _is_small(owner.get(key)))
+        }
+        copied.update(index for index in state.copies if index not in copied and has_changed(state, index))
+        reached: list[tuple[_Module, str, Objects]] = []
+        deep: list[_Attribute] = []
+        for ref, key, entries in state.reached:
+            value = state.attributes[ref].get(key)
+            is_container = isinstance(value, CONTAINERS)
+            own: Any = value if is_container else getattr(value, "__dict__", None)
+            # The items of a container are copied in every call. An object may only have set something up.
+            is_deep = any(
+                owner is not own or not (is_container or _only_sets_up(own, then))
+                for owner, then in entries
+                if differs(owner, then)
+            )
+            if is_deep or is_container:
+                reached.append((ref, key, entries if is_deep else entries[:1]))
+            if is_deep:
+                deep.append((ref, key))
+        changed = [ref for ref, then in state.attributes.items() if _changes(_fields(ref), then)]
+        self._watch(dict.fromkeys([*self._watched, *changed, *(ref for ref, _ in state.names)]))
+        present = [(ref, key, value) for ref in self._watched for key, value in _fields(ref).items() if key not in _OWN]
+        names = [(ref, key) for ref, key, value in present if _is_plain(value)]
+        mutated = {state.names[index - first] for index in copied if index >= first}
+        later = [index for index in copied if index < first]
+        later += [index for index, name in enumerate(names, first) if name in mutated]
+        objects = [(r, k, False) for r, k, value in present if isinstance(value, CONTAINERS) and (r, k) not in deep]
+        scope = _Scope(names, later, objects + [(ref, key, True) for ref, key in deep])
+        copies = {index: clone for index, clone in state.copies.items() if index in copied}
+        return state._replace(copies=copies, reached=reached, scope=scope)
 
-    def remember(self, modes: Modes, scope: _Scope) -> None:
-        self._scopes[modes] = scope
-
-    def finish(self, state: CallState) -> CallState:
+    def finish(self, state: CallState, *, learning: bool = False) -> CallState:
         """Returns ``state`` after the call, without what the recomputation does not need.
 
-        What the call has only set up stays set.
+        What the call has only set up stays set. With ``learning``, ``state`` is all, and shows what later calls copy.
         """
-        scope = self._scopes.get(state.modes) or self._expect(list(state.attributes))
+        if learning:
+            state = self._narrow(state)
         attributes, changed = {}, set()
         for ref, then in state.attributes.items():
             now = _fields(ref)
-            before = {key: then[key] for key in scope.plain.get(ref, ()) if key in then}
+            before = {key: then[key] for key in self._watched.get(ref, ()) if key in then}
             if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
                 for key, old, new in _changes(now, then):
                     if sets_up(old, new):
@@ -300,9 +255,20 @@ class ModuleState:
                         before[key] = _without_history(old)
                         changed.add(id(now))
             attributes[ref] = before
-        objects = [entry for entry in state.objects if differs(*entry[1:])]
-        changed.update(id(_fields(ref)) for ref, *_ in objects)
-        return state._replace(attributes=attributes, objects=objects, changed=frozenset(changed))
+        reached = [
+            (ref, key, changes)
+            for ref, key, objects in state.reached
+            if (changes := [(owner, then) for owner, then in objects if differs(owner, then)])
+        ]
+        changed.update(id(_fields(ref)) for ref, *_ in reached)
+        return state._replace(attributes=attributes, reached=reached, changed=frozenset(changed))
+
+    def remember(self, state: CallState) -> None:
+        """Has later calls in these modes copy what a first one has shown, whose state after the call is ``state``."""
+        self._scopes[state.modes] = state.scope
+
+    def forget(self, state: CallState) -> None:
+        self._scopes.pop(state.modes, None)
 
     def put_in_place(self, state: CallState, undo: Objects) -> None:
         """Puts ``state`` in place, with clones of its copies, and adds to ``undo`` what it replaced."""
@@ -315,20 +281,22 @@ class ModuleState:
             return owner
 
         self._put_tensors(state, edit)
-        if state.policy_changes != policy_changes.number:
-            for ref in self._modules:
-                present = _fields(ref).get("forward")
-                if present is not state.forwards.get(ref) and not isinstance(present, MethodType):
-                    set_or_remove(edit(_fields(ref)), "forward", state.forwards.get(ref, ABSENT))
         for ref, mode in zip(self._modules, state.modes, strict=True):
             fields = _fields(ref)
             if fields and fields["training"] is not mode:
                 edit(fields)["training"] = mode
         for ref, attributes in state.attributes.items():
-            fields = edit(_fields(ref))
+            fields = _fields(ref)
             for key, value in attributes.items():
-                set_or_remove(fields, key, value)
-        undo += swap([(owner, then) for _, owner, then in state.objects])
+                if fields.get(key, ABSENT) is not value:
+                    set_or_remove(edit(fields), key, value)
+        if state.policy_changes != policy_changes.number:
+            for ref in self._modules:
+                fields = _fields(ref)
+                if "forward" in fields and "forward" not in state.attributes.get(ref, ()):
+                    del edit(fields)["forward"]  # of a policy that was put on since
+        for _, _, objects in state.reached:
+            undo += swap(objects)
 
     def _put_tensors(self, state: CallState, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         slots = self._slots + [(_fields(ref), key) for ref, key in state.names]
@@ -355,32 +323,17 @@ class ModuleState:
                 undo.append((owner, owner.copy()))
                 owner[key] = stand_in(tensor)
 
-    def mutates_unknown(self, state: CallState, unread: Collection[int]) -> str | None:
-        """Returns the name of a parameter or buffer that forward has modified in place, and without a copy.
-
-        A buffer is then copied, from the next call on.
-        """
-        name = self.mutated(state, unread)
-        if name is not None:
-            self._scopes.pop(state.modes, None)
-        return name
-
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
-        """Returns the name of a parameter or buffer that was modified after it was read, or ``None``.
-
-        Args:
-            state: The state before the call.
-            unread: The ids of parameters that the recomputation does not read.
-        """
+        """Returns the name of a parameter or buffer that was modified since, but for those with the ids ``unread``."""
         versions = _versions(state.tensors)
         if versions == state.versions:
             return None
         for index, (tensor, now, then) in enumerate(zip(state.tensors, versions, state.versions, strict=True)):
             if now != then and index not in state.copies and id(tensor) not in unread:
-                return self._name(index, state)
+                return self.name(index, state)
         return None
 
-    def _name(self, index: int, state: CallState) -> str:
+    def name(self, index: int, state: CallState) -> str:
         if index >= len(self._slots):
             ref, key = state.names[index - len(self._slots)]
             return f"`{key}` of its {type(ref()).__name__}"
@@ -390,15 +343,6 @@ class ModuleState:
             if module is not None and (owner is module._parameters or owner is module._buffers):
                 return f"`{key}` of its {type(module).__name__}"
         return f"`{key}`"
-
-    def mutated_buffers(
-        self, state: CallState, is_wanted: Callable[[torch.Tensor], bool]
-    ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields the names of wanted buffers that differ from their copies, and the buffers."""
-        for index in state.copies:
-            # Compared last: that waits for an accelerator, which a capture forbids.
-            if is_wanted(state.tensors[index]) and _has_changed(state, index):
-                yield self._name(index, state), state.tensors[index]
 
 
 def _fields(ref: weakref.ref[nn.Module]) -> dict[str, Any]:
@@ -436,7 +380,8 @@ def _without_history(value: Any) -> Any:
     return value.detach().requires_grad_() if has_history else value
 
 
-def _has_changed(state: CallState, index: int) -> bool:
+def has_changed(state: CallState, index: int) -> bool:
+    """Whether a tensor that was copied differs from its copy."""
     tensor = state.tensors[index]
     return _versions([tensor]) != (state.versions[index],) or not _same_bits(tensor, state.copies[index])
 
@@ -515,12 +460,10 @@ class HostRNGState(NamedTuple):
 
 
 def rng_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """Returns the devices of ``tensors`` that have a random generator of their own, each once, in order."""
     return tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in _STATELESS))
 
 
 def get_rng_state(devices: tuple[torch.device, ...], *, host: bool = False) -> RNGState:
-    """Returns the RNG state of the CPU and of ``devices``, with ``host`` that of Python and NumPy too."""
     cpu_state = torch.default_generator.get_state()
     host_state = HostRNGState.read() if host else None
     if not devices:
@@ -555,7 +498,6 @@ Ambient: TypeAlias = tuple[object, ...]
 
 
 def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
-    """Reads the active settings for the CPU and for the types of ``devices``."""
     kernels = tuple([is_enabled() for is_enabled in _KERNELS_ENABLED])
     device = torch.get_default_device() if has_function_modes() else _CPU
     if not devices:

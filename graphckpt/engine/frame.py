@@ -1,18 +1,19 @@
 """One call of a recomputed block: the original forward, what it keeps, and the recomputation.
 
-Autograd passes each tensor that it saves to a hook. In the original forward, the hook returns an empty
-:class:`~graphckpt.engine.saved.Holder`; the first holder that backward reads starts the recomputation, which fills all
-of them, in the order in which they were made.
+Autograd passes each tensor that it saves to a hook. In the original forward, the hook returns an empty :class:`Holder`;
+the first holder that backward reads starts the recomputation, which fills all of them, in the order in which they were
+made. Children that are excluded from it pass their outputs on: see :func:`run_excluded`.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from contextvars import ContextVar
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -26,11 +27,9 @@ from graphckpt._compat import (
     push_saved_tensor_hooks,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.engine.arguments import Arguments, BlockOutput, last_output
+from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import (
-    CallState,
-    Reached,
     RNGState,
     enter_ambient,
     get_rng_state,
@@ -38,42 +37,44 @@ from graphckpt.engine.call_state import (
     set_rng_state,
     take_ambient,
 )
-from graphckpt.engine.mismatch import Fault, differs, modified_in_place, mutates_argument, mutates_module, runs_backward
-from graphckpt.engine.objects import Objects, put_back
+from graphckpt.engine.objects import Objects, copy_objects, differs, put_back
 from graphckpt.engine.saved import (
+    KEEP_ON_DEVICE,
+    Arguments,
+    BlockOutput,
     Call,
     ExcludedCall,
-    UnreadParameter,
-    decide,
+    StoredCall,
     has_storage,
     hooks_around,
+    last_output,
     may_be_filled_later,
-    unread_parameters,
+    versions_of,
 )
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import DeviceStore
-from graphckpt.tree import tensors_in
+from graphckpt.tree import flatten_call, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 running: ContextVar[Execution | None] = ContextVar("running", default=None)
 _NOTHING = nullcontext()
 
 
-class Contexts(Protocol):
+class Contexts:
     """Contexts around the original forward and the recomputation of a call, such as those that keep op results."""
 
     def original_forward(self, frame: Frame) -> AbstractContextManager[Any]:
-        """Returns the context for the original forward."""
+        raise NotImplementedError
 
     def recomputation(self, frame: Frame) -> AbstractContextManager[Any]:
-        """Returns the context for a recomputation."""
+        raise NotImplementedError
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Is called when autograd saves a tensor of the original forward."""
 
-    def drop_mutated_outside(self, tensors: Iterable[torch.Tensor]) -> None:
+    def drop_mutated(self, tensors: Iterable[torch.Tensor]) -> None:
         """Is called when an excluded child has modified tensors in place, by ops that no context sees."""
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
@@ -81,9 +82,8 @@ class Contexts(Protocol):
 
     def run_all(self, frame: Frame) -> bool:
         """Called after a recomputation that raised: the next skips no op. Returns whether ops may have been skipped."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Returns a context in which the active one does nothing."""
+        del frame
+        return False
 
 
 @final
@@ -113,24 +113,9 @@ class Frame(Call):
     """
 
     __slots__ = (
-        "_ambient",
-        "_arguments",
-        "_call_state",
-        "_early_stop",
-        "_failure",
-        "_function",
-        "_holders",
-        "_is_joined",
-        "_last_saved",
-        "_random",
-        "_reached",
-        "_state",
-        "_strict",
-        "contexts",
-        "excluded",
-        "original",
-        "outputs",
-    )
+        "_ambient", "_arguments", "_call_state", "_early_stop", "_failure", "_function", "_is_joined", "_last_saved",
+        "_learning", "_random", "_state", "_strict", "contexts", "excluded", "holders", "original", "outputs",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -155,12 +140,11 @@ class Frame(Call):
         """The original forward while it runs; after that, the execution around it."""
         self._function = function
         self._failure: type[Exception] | None = None  # what the original forward has raised
-        self._reached: list[Reached] | None = None  # in a first call: what attributes reach
-        self._holders: list[weakref.ref[Holder]] = []
+        self._learning = False  # whether this is a first call, which shows what later ones keep
+        self.holders: list[weakref.ref[Holder]] = []
         self._last_saved: tuple[int, Any] = -1, None  # in a first call: sequence number, weak reference to the storage
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the original forward, which keeps nothing but what the recomputation needs."""
         block = self.block
         state = self._state = block.renew_state() if block.state.is_stale() else block.state
         hooks = active_saved_tensor_hooks()
@@ -169,18 +153,17 @@ class Frame(Call):
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs, self._function)
         self.devices = state.devices(arguments.leaves)
-        with modes_paused(running.get()):
-            run = running.get()
+        outer = running.get()
+        with modes_paused:
             modes = state.modes()
-            learning = block.learns and not state.has_learnt(modes)
-            self._call_state = state.take(modes, learning=learning, is_nested=run is not None and run.is_recomputation)
-            self._reached = state.reached() if learning else None
-            draws = learning or not block.learns or modes in state.host_rng_modes
+            self._learning = block.learns and not state.has_learnt(modes)
+            self._call_state = state.take(modes, is_nested=outer is not None and outer.is_recomputation)
+            draws = self._learning or not block.learns or modes in state.host_rng_modes
             self._random = get_rng_state(self.devices, host=draws)
             self._ambient = take_ambient(self.devices)
-            self._early_stop &= not learning  # the first recomputation runs to its end: it must save no more
+            self._early_stop &= not self._learning  # the first recomputation runs to its end: it must save no more
             returned = last_output.get() if self._is_joined and self.outer_hooks is None else None
-            arguments.keep(self, returned, learning=learning)
+            arguments.keep(self, returned, learning=self._learning)
 
         try:
             output = self._original_forward(args, kwargs)
@@ -189,15 +172,43 @@ class Frame(Call):
             try:
                 self._end(returned)
             except Exception as other:
-                self._arguments.drop(str(other))
+                arguments.drop(str(other))
+            raise
+        except BaseException:
+            arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
             raise
         if isinstance(output, GeneratorType):
             block.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
-        if learning:
+        if self._learning:
             block.ends_with_saved = self._ends_with_saved(output)
         self._end(returned)
         last_output.set(BlockOutput(self, output))
         return output
+
+    def _original_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        block = self.block
+        recorder = block.recorder
+        hooks: tuple[Any, Any] = self.pack, self.unpack
+        if recorder is not None:
+            hooks = recorder.original_forward_began(block.name, *hooks)
+        run = self.original = Execution(self, running.get(), is_recomputation=False)
+        try:
+            with Guard(run, *hooks), self.contexts.original_forward(self) if self.contexts else _NOTHING:
+                return self._function(*args, **kwargs)
+        finally:
+            self.original = run.outer
+            if recorder is not None:
+                recorder.original_forward_ended(block.name)
+
+    @never_compiled
+    def pack(self, tensor: torch.Tensor) -> object:
+        holder = Holder(tensor)
+        self.holders.append(weakref.ref(holder))
+        if self._learning and has_storage(tensor):
+            self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
+        if self.contexts is not None:
+            self.contexts.saves(tensor)
+        return holder
 
     def _ends_with_saved(self, output: Any) -> bool:
         """Whether autograd has recorded no op after the one that has saved its own result, an output of the block."""
@@ -208,22 +219,33 @@ class Frame(Call):
 
     def _end(self, returned: BlockOutput | None) -> None:
         """Learns from the original forward, and drops what the recomputation does not need."""
-        state, reached = self._state, self._reached
-        with modes_paused(running.get()):
-            scope = self._reached = None
-            if reached is not None:
-                self._call_state, scope = state.learn(self._call_state, reached)
+        block, state, learning = self.block, self._state, self._learning
+        with modes_paused:
+            call_state = self._call_state = state.finish(self._call_state, learning=learning)
+            if learning:
                 self._learn_host_rng()
-            self._call_state = state.finish(self._call_state)
-            unread = unread_parameters(self.excluded) if self.excluded else ()
-            mutated = state.mutates_unknown(self._call_state, unread)
+            mutated = state.mutated(call_state, self._unread_parameters())
             if mutated is not None:
-                message = mutates_module(self.block.title, mutated)
+                state.forget(call_state)  # the next call copies it, if it is a buffer
+                message = mismatch.mutates_module(block.title, mutated)
                 self._arguments.drop(message)
                 raise RecomputeError(message)
-            self._finish_forward(returned, learning=scope is not None)
-            if scope is not None and self._failure is None:
-                state.remember(self._call_state.modes, scope)
+            self._arguments.after_forward(self, state, call_state, returned, learning=learning)
+            if self._is_joined and self.before is None:
+                block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
+            for call in self.excluded:
+                call.after_forward(call_state)
+            # Each must find the buffers as the ones before it have left them: if one is repeated, all others are.
+            if any(call.is_repeated and call.buffer_ids() for call in self.excluded):
+                for call in self.excluded:
+                    if call.buffer_ids():
+                        call.repeat()
+            if self.contexts is not None:
+                self.contexts.after_forward(self, has_failed=self._failure is not None)
+            if self.group is not None:
+                block.store.close_group(self.group)
+            if learning and self._failure is None:
+                state.remember(call_state)
 
     def _learn_host_rng(self) -> None:
         """Keeps the state of Python's and NumPy's generators if the first call has drawn from one."""
@@ -238,86 +260,50 @@ class Frame(Call):
     def rng_state(self) -> RNGState:
         return get_rng_state(self.devices, host=self._random[2] is not None)
 
-    def add_excluded(self, block: BlockContext, output: Any, *, is_repeated: bool) -> None:
-        """Notes a call of the excluded child ``block``, which the recomputation repeats or takes the output from."""
-        self.excluded.append(ExcludedCall(block, output, self, self.rng_state(), is_repeated=is_repeated))
+    def _unread_parameters(self) -> frozenset[int]:
+        """Returns the ids of the parameters of excluded children whose calls the recomputation does not repeat."""
+        return frozenset().union(*(call.parameter_ids() for call in self.excluded if not call.is_repeated))
 
-    @never_compiled
-    def pack(self, tensor: torch.Tensor) -> object:
-        """Hook for a tensor that autograd saves."""
-        holder = Holder(tensor)
-        self._holders.append(weakref.ref(holder))
-        if self._reached is not None and has_storage(tensor):
-            self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
-        if self.contexts is not None:
-            self.contexts.saves(tensor)
-        return holder
+    @property
+    def before(self) -> Frame | None:
+        call = self._arguments.before
+        return call if isinstance(call, Frame) else None
 
     @never_compiled
     def unpack(self, holder: Holder) -> torch.Tensor:
         """Hook for a saved tensor that autograd needs; recomputes the block if necessary."""
         if self.original is not None or running.get() is not None:
-            refuse_backward_inside(self)
+            self._refuse_backward_inside()
         if holder.value is None:
             self._recompute()
         value, holder.value = holder.value, None
         assert value is not None
         if value._version != holder.version:
-            raise MutatedError(modified_in_place(self.block.title, "a tensor that one of its ops saves"))
+            raise MutatedError(mismatch.modified_in_place(self.block.title, "a tensor that one of its ops saves"))
         return value
 
-    def _original_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        block = self.block
-        recorder = block.recorder
-        hooks: tuple[Any, Any] = self.pack, self.unpack
-        if recorder is not None:
-            hooks = recorder.original_forward_began(block.name, *hooks)
-        run = self.original = Execution(self, running.get(), is_recomputation=False)
-        try:
-            with Guard(run, *hooks), self.contexts.original_forward(self) if self.contexts else _NOTHING:
-                return self._function(*args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self._arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
-            raise
-        finally:
-            self.original = run.outer
-            if recorder is not None:
-                recorder.original_forward_ended(block.name)
+    def _refuse_backward_inside(self) -> None:
+        """Raises an error if the backward that asks is running inside of a forward of a block.
 
-    def _finish_forward(self, returned: BlockOutput | None, *, learning: bool) -> None:
-        """Drops what the recomputation does not need, after the original forward."""
-        block = self.block
-        self._arguments.after_forward(self, self._state, self._call_state, returned, learning=learning)
-        if self._is_joined and self.before is None:
-            block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
-        if self.excluded:
-            decide(self.excluded, self._call_state)
-            for call in self.excluded:
-                call.after_forward()
-        if self.contexts is not None:
-            self.contexts.after_forward(self, has_failed=self._failure is not None)
-        if self.group is not None:
-            block.store.close_group(self.group)
-
-    @property
-    def before(self) -> Frame | None:
-        """The call of the recomputed block right before, if the two are recomputed as one."""
-        call = self._arguments.before
-        return call if isinstance(call, Frame) else None
-
-    def recompute_output(self) -> None:
-        """Recomputes the block for the joined block right behind it, up to its ``outputs``."""
-        self._recompute(returns_output=True)
+        A recomputation would repeat it. Autograd may do its work in a thread of its own, whose context variables know
+        nothing of the caller: then it shows if the tensors are those of the block itself.
+        """
+        # both: in an excluded child, the former knows nothing of the block around the child
+        for innermost in (running.get(), self.original):
+            run = innermost
+            while run is not None:
+                if run.is_active and run.backward != current_backward():  # else the engine asks, within a recomputation
+                    raise RecomputeError(mismatch.runs_backward(run.frame.block.title))
+                run = run.outer
 
     def _recompute_before(self) -> None:
-        """Recomputes the blocks that this one is joined to, from the first on."""
+        """Recomputes the blocks that this one is joined to, from the first on, each up to its outputs."""
         frames, frame = [], self.before
         while frame is not None and frame.outputs is None:
             frames.append(frame)
             frame = frame.before
         for frame in reversed(frames):
-            frame.recompute_output()
+            frame._recompute(returns_output=True)
 
     def _recompute(self, *, returns_output: bool = False) -> None:
         self._recompute_before()
@@ -328,111 +314,96 @@ class Frame(Call):
         try:
             try:
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
-            except CallMismatch:
-                run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
-            except (Exception, ScheduleMismatch):
-                if self.contexts is None or not self.contexts.run_all(self):
-                    raise  # a kernel that is not dispatched may have read a skipped result: run all ops
+            except (Exception, ScheduleMismatch) as error:
+                # A kernel that is not dispatched may have read a skipped result: the next time all ops run.
+                can_run_all = self.contexts is not None and self.contexts.run_all(self)
+                if not can_run_all and not isinstance(error, CallMismatch):
+                    raise
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
             for position, tensor, version in run.versions:
                 if tensor._version != version:
-                    raise RecomputeError(mutates_argument(self.block.title, self._arguments.name(position)))
+                    name = self._arguments.name(position)
+                    raise RecomputeError(mismatch.mutates_argument(self.block.title, name))
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
                 self._recompute_before()
-                raise RecomputeError(differs(self.block.title, fault.located(self._watch_recomputation)))
+                raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
         finally:
             if recorder is not None:
                 recorder.recomputation_ended(self.block.name)
 
     def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
-        """Recomputes the block once more, and calls ``on_pack`` with the number of each saved tensor."""
         with suppress(ScheduleMismatch):  # an op behind the tensor that is looked for
-            self._recompute_once(on_pack=on_pack)
+            self._recompute_once(on_pack)
 
     def _recompute_once(
-        self,
-        *,
-        early_stop: bool = False,
-        returns_output: bool = False,
-        on_pack: Callable[[int], None] | None = None,
+        self, on_pack: Callable[[int], None] | None = None, *, early_stop: bool = False, returns_output: bool = False
     ) -> Recomputation:
-        run = Recomputation(self, self._holders, early_stop=early_stop, returns_output=returns_output)
-        run.on_pack = on_pack
-        with modes_paused(run.outer):
-            self._repeat(run)
+        """Runs forward in the state in which it was called, and puts back what is there now."""
+        run = Recomputation(self, on_pack, early_stop=early_stop, returns_output=returns_output)
+        state, call_state = self._state, self._call_state
+        undo: Objects = []
+        with modes_paused:
+            unread = self._modified_and_unread()
+            random_now, ambient_now, grad_enabled = (
+                self.rng_state(),
+                take_ambient(self.devices),
+                torch.is_grad_enabled(),
+            )
+            before = self.before
+            leaves = self._arguments.take(self, () if before is None else before.outputs or ())
+            run.versions = self._arguments.versions(leaves)
+            if before is not None:
+                before.outputs = None
+            try:
+                with Guard(run, run.pack, run.unpack), ExitStack() as stack:
+                    state.put_in_place(call_state, undo)
+                    if unread:
+                        state.hide(call_state, unread, self._stand_in, undo)
+                    args, kwargs = self._arguments.assemble(leaves, undo)
+                    set_rng_state(self._random)
+                    if ambient_now != self._ambient or is_autocast(ambient_now):
+                        enter_ambient(stack, self._ambient, ambient_now)
+                    if self.contexts is not None:
+                        stack.enter_context(self.contexts.recomputation(self))
+                    torch.set_grad_enabled(True)
+                    output = self._function(*args, **kwargs)
+                    if returns_output:
+                        self.outputs = [tensor.detach() for tensor in tensors_in(output)]
+            except StopRecomputation as stop:
+                if stop.run is not run:
+                    raise
+            except Exception as error:
+                if type(error) is not self._failure:  # the caller has caught that of the original forward
+                    raise
+            finally:
+                put_back(undo)
+                set_rng_state(random_now)
+                torch.set_grad_enabled(grad_enabled)
         return run
 
-    def _repeat(self, run: Recomputation) -> None:
-        state, call_state = self._state, self._call_state
-        unread = self._modified_and_unread(call_state)
-        random_now = self.rng_state()
-        ambient_now = take_ambient(self.devices)
-        grad_enabled = torch.is_grad_enabled()
-        arguments = self._arguments
-        before = self.before
-        leaves = arguments.take(self, () if before is None else before.outputs or ())
-        run.versions = arguments.versions(leaves)
-        if before is not None:
-            before.outputs = None
-        undo: Objects = []
-        try:
-            with Guard(run, run.pack, run.unpack), ExitStack() as stack:
-                state.put_in_place(call_state, undo)
-                if unread:
-                    state.hide(call_state, unread, self._stand_in, undo)
-                args, kwargs = arguments.assemble(leaves, undo)
-                set_rng_state(self._random)
-                if ambient_now != self._ambient or is_autocast(ambient_now):
-                    enter_ambient(stack, self._ambient, ambient_now)
-                if self.contexts is not None:
-                    stack.enter_context(self.contexts.recomputation(self))
-                torch.set_grad_enabled(True)
-                self._call(run, args, kwargs)
-        except StopRecomputation as stop:
-            if stop.run is not run:
-                raise
-        finally:
-            put_back(undo)
-            set_rng_state(random_now)
-            torch.set_grad_enabled(grad_enabled)
-
-    def _modified_and_unread(self, call_state: CallState) -> frozenset[int]:
+    def _modified_and_unread(self) -> frozenset[int]:
         """Returns the ids of parameters that were modified since, but that the recomputation does not read.
 
         An optimizer that steps in backward has modified those of an excluded child whose backward is over.
         """
-        if self._state.mutated(call_state) is None:
+        if self._state.mutated(self._call_state) is None:
             return frozenset()
-        unread = unread_parameters(self.excluded)
-        changed = self._state.mutated(call_state, unread)
+        unread = self._unread_parameters()
+        changed = self._state.mutated(self._call_state, unread)
         if changed is not None:
-            raise RecomputeError(modified_in_place(self.block.title, changed))
+            raise RecomputeError(mismatch.modified_in_place(self.block.title, changed))
         return unread
 
-    def _stand_in(self, parameter: torch.Tensor) -> UnreadParameter:
-        message = modified_in_place(self.block.title, "a parameter of an excluded child, which its parent reads,")
-        return UnreadParameter.of(parameter, message)
-
-    def _call(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        try:
-            output = self._function(*args, **kwargs)
-        except Exception as error:
-            if type(error) is not self._failure:
-                raise
-            return
-        if run.returns_output:
-            self.outputs = [tensor.detach() for tensor in tensors_in(output)]
+    def _stand_in(self, parameter: torch.Tensor) -> WithoutValues:
+        what = "a parameter of an excluded child, which its parent reads,"
+        stand_in = WithoutValues.like(parameter)
+        stand_in.error_class, stand_in.message = MutatedError, mismatch.modified_in_place(self.block.title, what)
+        return stand_in
 
 
 class Execution:
-    """One execution of a block's forward that is going on in this thread.
-
-    Args:
-        frame: The call.
-        outer: The execution around it.
-        is_recomputation: Whether it is one, or a part of one.
-    """
+    """One execution of a block's forward that is going on in this thread, and the one around it."""
 
     __slots__ = ("backward", "frame", "is_active", "is_recomputation", "outer")
 
@@ -443,43 +414,78 @@ class Execution:
         self.backward = current_backward()
         """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
         self.is_active = False
-        """Whether it is going on now."""
 
 
-def refuse_backward_inside(frame: Frame) -> None:
-    """Raises an error if a backward that needs tensors of ``frame`` is running inside of a forward of a block.
+@final
+class Recomputation(Execution):
+    """Fills the holders of a call while its block is recomputed."""
 
-    A recomputation would repeat it. Autograd may do its work in a thread of its own, whose context variables know
-    nothing of the caller: then it shows if the tensors are those of the block itself.
-    """
-    # both: in an excluded child, the former knows nothing of the block around the child
-    for innermost in (running.get(), frame.original):
-        run = innermost
-        while run is not None:
-            if run.is_active and run.backward != current_backward():  # else the engine asks, within a recomputation
-                raise RecomputeError(runs_backward(run.frame.block.title))
-            run = run.outer
+    __slots__ = (
+        "_early_stop", "_first_fault", "_holders", "_last", "_on_pack", "_stops", "_unfilled", "cursor",
+        "excluded_cursor", "returns_output", "versions",
+    )  # fmt: skip
 
+    def __init__(
+        self, frame: Frame, on_pack: Callable[[int], None] | None, *, early_stop: bool, returns_output: bool
+    ) -> None:
+        super().__init__(frame, running.get(), is_recomputation=True)
+        self.returns_output = returns_output
+        self.cursor = 0
+        self.excluded_cursor = 0
+        self.versions: list[tuple[int, torch.Tensor, int]] = []
+        """The arguments that forward leaves as they are: positions, tensors, versions."""
+        self._on_pack = on_pack
+        holders = self._holders = frame.holders
+        self._early_stop = early_stop
+        self._last = len(holders) - 1  # of the holders that are alive
+        while self._last >= 0 and holders[self._last]() is None:
+            self._last -= 1
+        # Where nothing is left to skip, an exception, which takes 25 us on its way through PyTorch, is not worth it.
+        self._stops = early_stop and not (frame.block.ends_with_saved and self._last == len(holders) - 1)
+        self._first_fault: mismatch.Fault | None = None
+        self._unfilled: tuple[int, torch.Size] | None = None  # sequence number and shape of what is not written
 
-def modes_paused(run: Execution | None) -> AbstractContextManager[None]:
-    """Returns a context in which the dispatch modes of ``run`` and of the executions around it ignore ops.
+    @never_compiled
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        position = self.cursor
+        self.cursor = position + 1
+        if self._on_pack is not None:
+            self._on_pack(position)
+        if type(tensor) is WithoutValues:
+            if tensor.error_class is MutatedError:
+                raise MutatedError(tensor.message)
+            raise ScheduleMismatch(f"{self.frame.block.title}: tensor {position} is saved, but its op was skipped")
+        fills = False  # `rrelu` saves its noise before writing it, then its input: stop only after that
+        if tensor.requires_grad:
+            if self._unfilled is not None:
+                fills = self._unfilled == (autograd_sequence_number(), tensor.shape)
+            tensor = tensor.detach()
+        elif may_be_filled_later(tensor):
+            self._unfilled = autograd_sequence_number(), tensor.shape
+        if position < len(self._holders):
+            holder = self._holders[position]()
+            if holder is not None and holder.value is None:
+                if holder.shape != tensor.shape or holder.dtype != tensor.dtype:
+                    self._first_fault = self._first_fault or mismatch.Fault(
+                        position, (holder.dtype, holder.shape), (tensor.dtype, tensor.shape)
+                    )
+                holder.value = tensor
+                holder.version = tensor._version
+        if position >= self._last and self._stops and not fills:
+            raise StopRecomputation(self)
+        return tensor
 
-    It is for ops that do not belong to those blocks: the engine's own, such as copies of arguments.
-    """
-    contexts = []
-    while run is not None:
-        if run.frame.contexts is not None:
-            contexts.append(run.frame.contexts)
-        run = run.outer
-    return _paused(contexts) if contexts else _NOTHING
+    @never_compiled
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Is called by a backward inside of the block's own forward, which the original forward did not run."""
+        raise RecomputeError(mismatch.runs_backward(self.frame.block.title))
 
-
-@contextmanager
-def _paused(contexts: list[Contexts]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each.paused())
-        yield
+    def fault(self) -> mismatch.Fault | None:
+        if self._first_fault is not None:
+            return self._first_fault
+        short = self.cursor <= self._last
+        long = not self._early_stop and self.cursor > len(self._holders)
+        return mismatch.Fault(self.cursor - 1, len(self._holders), self.cursor) if short or long else None
 
 
 class StopRecomputation(BaseException):  # not an Exception: a forward that catches those must not catch this
@@ -495,92 +501,6 @@ class ScheduleMismatch(BaseException):  # likewise
 
 class CallMismatch(ScheduleMismatch):
     """Ends a recomputation in which a call of an excluded child should have been repeated: the next one does so."""
-
-
-@final
-class Recomputation(Execution):
-    """Fills the holders of a call while its block is recomputed."""
-
-    __slots__ = (
-        "_early_stop",
-        "_first_fault",
-        "_holders",
-        "_last",
-        "_stops",
-        "_unfilled",
-        "cursor",
-        "excluded_cursor",
-        "on_pack",
-        "returns_output",
-        "versions",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        frame: Frame,
-        holders: list[weakref.ref[Holder]],
-        *,
-        early_stop: bool,
-        returns_output: bool = False,
-    ) -> None:
-        super().__init__(frame, running.get(), is_recomputation=True)
-        self.returns_output = returns_output
-        self.cursor = 0
-        self.excluded_cursor = 0
-        self.on_pack: Callable[[int], None] | None = None
-        self.versions: list[tuple[int, torch.Tensor, int]] = []
-        """The arguments that forward leaves as they are: positions, tensors, versions."""
-        self._holders = holders
-        self._early_stop = early_stop
-        self._last = len(holders) - 1  # of the holders that are alive
-        while self._last >= 0 and holders[self._last]() is None:
-            self._last -= 1
-        # Where nothing is left to skip, an exception, which takes 25 us on its way through PyTorch, is not worth it.
-        self._stops = early_stop and not (frame.block.ends_with_saved and self._last == len(holders) - 1)
-        self._first_fault: Fault | None = None
-        self._unfilled: tuple[int, torch.Size] | None = None  # sequence number and shape of what is not written
-
-    @never_compiled
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Puts ``tensor`` into the next holder."""
-        position = self.cursor
-        self.cursor = position + 1
-        if self.on_pack is not None:
-            self.on_pack(position)
-        if type(tensor) is WithoutValues:
-            raise ScheduleMismatch(f"{self.frame.block.title}: tensor {position} is saved, but its op was skipped")
-        fills = False  # `rrelu` saves its noise before writing it, then its input: stop only after that
-        if tensor.requires_grad:
-            if self._unfilled is not None:
-                fills = self._unfilled == (autograd_sequence_number(), tensor.shape)
-            tensor = tensor.detach()
-        elif may_be_filled_later(tensor):
-            self._unfilled = autograd_sequence_number(), tensor.shape
-        if position < len(self._holders):
-            holder = self._holders[position]()
-            if holder is not None and holder.value is None:
-                if holder.shape != tensor.shape or holder.dtype != tensor.dtype:
-                    self._first_fault = self._first_fault or Fault(
-                        position, (holder.dtype, holder.shape), (tensor.dtype, tensor.shape)
-                    )
-                holder.value = tensor
-                holder.version = tensor._version
-        if position >= self._last and self._stops and not fills:
-            raise StopRecomputation(self)
-        return tensor
-
-    @never_compiled
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Is called by a backward inside of the block's own forward, which the original forward did not run."""
-        raise RecomputeError(runs_backward(self.frame.block.title))
-
-    def fault(self) -> Fault | None:
-        """Returns how this recomputation differed from the original forward, if it did."""
-        if self._first_fault is not None:
-            return self._first_fault
-        short = self.cursor <= self._last
-        long = not self._early_stop and self.cursor > len(self._holders)
-        return Fault(self.cursor - 1, len(self._holders), self.cursor) if short or long else None
 
 
 @final
@@ -607,3 +527,135 @@ class Guard:
         if self._run is not None:
             self._run.is_active = False
         running.set(self._outer)
+
+
+class _ModesPaused(threading.local):
+    """A context in which the dispatch modes of the executions that are going on in this thread ignore ops.
+
+    It is for ops that do not belong to those blocks: the engine's own, such as copies of arguments. Modes that are
+    entered within it are those of other executions, and active.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+modes_paused = _ModesPaused()
+
+
+# Excluded children
+
+
+def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs an excluded child; outside of a recomputed block this is a plain call.
+
+    Blocks may nest: the child is excluded from every block around it, up to the one that is being recomputed.
+    """
+    runs = _runs_around()
+    if not runs:
+        return _run_alone(block, function, args, kwargs)
+    outermost, originals = runs[-1], [run.frame for run in runs if not isinstance(run, Recomputation)]
+    with modes_paused:  # copies of a store, or of hooks, are no ops of the block
+        is_answered, output = _answer(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
+        inputs = [*args, *kwargs.values()] if originals and not is_answered else []
+        inputs += flatten_call(args, kwargs)[0] if inputs else []
+        versions, objects = versions_of(inputs), copy_objects(inputs)
+    is_done = is_answered
+    try:
+        if not is_answered:
+            hooks = KEEP_ON_DEVICE if isinstance(outermost, Recomputation) else outermost.frame.outer_hooks
+            output = _run_kept(hooks, block, function, args, kwargs)
+            is_done = True
+    finally:
+        with modes_paused:
+            mutated = [tensor for tensor, version in versions if tensor._version != version]
+            is_repeated = not is_done or bool(mutated) or any(differs(owner, then) for owner, then in objects)
+            for frame in originals:
+                if mutated and frame.contexts is not None:
+                    frame.contexts.drop_mutated(mutated)
+                frame.excluded.append(ExcludedCall(block, output, frame, frame.rng_state(), is_repeated=is_repeated))
+    return output
+
+
+def run_excluded_without_gradients(
+    block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs an excluded child with autograd off. The recomputation does so again, as it keeps nothing.
+
+    With buffers, it is noted: the other calls must be repeated too, for it must find the buffers as they leave them.
+    """
+    for run in _runs_around() if block.state.buffer_ids() else ():
+        if isinstance(run, Recomputation):
+            run.excluded_cursor += 1
+        else:
+            run.frame.excluded.append(ExcludedCall(block, None, run.frame, run.frame.rng_state(), is_repeated=True))
+    return function(*args, **kwargs)
+
+
+def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a block that is in no recomputed block: what it saves goes to its store."""
+    hooks = active_saved_tensor_hooks() if block.is_placed or block.recorder is not None else None
+    if hooks is not None and hooks_around(block, hooks) is not None:
+        if block.is_placed:
+            block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
+        return function(*args, **kwargs)
+    if not block.is_placed and block.recorder is None:
+        return function(*args, **kwargs)
+    return _run_kept(None, block, function, args, kwargs)
+
+
+def _runs_around() -> list[Execution]:
+    """Returns the executions that are going on in this thread, from the innermost up to one for a recomputation."""
+    runs: list[Execution] = []
+    run = running.get()
+    while run is not None:
+        runs.append(run)
+        run = None if isinstance(run, Recomputation) else run.outer
+    return runs
+
+
+def _answer(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
+    """Returns the output of the next excluded child, if the recomputation need not repeat the call."""
+    frame = run.frame
+    position = run.excluded_cursor
+    run.excluded_cursor += 1
+    call = frame.excluded[position] if position < len(frame.excluded) else None
+    if call is None or call.block.name != block.name:
+        raise mismatch.excluded_differ(frame.block.title, call.block.name if call else None, block.name)
+    is_answered, output = call.answer()
+    if is_answered:
+        set_rng_state(call.random)
+        return True, output
+    before = [each for each in frame.excluded[:position] if each.buffer_ids() and not each.is_repeated]
+    if before and call.buffer_ids():  # which it must find as they have left them
+        for each in frame.excluded:
+            each.repeat()
+        raise CallMismatch
+    block.note("it is recomputed: it modifies its arguments or sets attributes, or its parent modifies its output")
+    return False, None
+
+
+def _run_kept(
+    hooks: Any, block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a block that belongs to no recomputed block. ``hooks`` get what it saves; with ``None``, its store does."""
+    stored = StoredCall(block) if hooks is None and not isinstance(block.store, DeviceStore) else None
+    keep = (stored.pack, stored.unpack) if stored is not None else hooks or KEEP_ON_DEVICE
+    recorder = block.recorder
+    if recorder is not None:
+        keep = recorder.original_forward_began(block.name, *keep, is_kept=True, is_stored=stored is not None)
+    with modes_paused:
+        try:
+            with Guard(None, *keep):
+                return function(*args, **kwargs)
+        finally:
+            if recorder is not None:
+                recorder.original_forward_ended(block.name)
+            if stored is not None:
+                block.store.close_group(stored.group)

@@ -16,7 +16,6 @@ from graphckpt.errors import RecomputeError
 
 _Kind = tuple[torch.dtype, torch.Size]
 
-
 _FIX = (
     "fix: make forward depend on its arguments, parameters and RNG state alone, or set "
     "activation_checkpointing = False on this block"
@@ -33,17 +32,13 @@ class Fault:
     """
 
     position: int
-    first: tuple[torch.dtype, torch.Size] | int
-    second: tuple[torch.dtype, torch.Size] | int
+    first: _Kind | int
+    second: _Kind | int
     op: str = ""
     line: str = ""
 
     def located(self, recompute: Callable[[Callable[[int], None]], None]) -> Fault:
-        """Returns the fault with the op and the line that it belongs to.
-
-        Args:
-            recompute: Recomputes the block once more; calls its argument with the number of each saved tensor.
-        """
+        """Returns the fault with its op and line. ``recompute`` passes the number of each saved tensor on."""
         finder = _OpFinder(self.position)
         with suppress(Exception), finder:
             recompute(finder.on_pack)
@@ -84,7 +79,6 @@ class _OpFinder(TorchFunctionMode):
 
 
 def differs(block: str, fault: Fault) -> str:
-    """The message for a recomputation that differs from the original forward."""
     where = f", saved by {fault.op} at {fault.line}," if fault.op else ""
     # The compiler uses code that it has made for another block, with dynamic shapes or numbers, for this one too.
     fix = f"{_FIX}; if it is compiled, compile={{'dynamic': False}}" if "torch._dynamo" in sys.modules else _FIX
@@ -97,13 +91,11 @@ def differs(block: str, fault: Fault) -> str:
 
 
 def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind]) -> str:
-    """The message for a block whose recomputation returns another tensor to the joined block behind it."""
     first, now = _describe(*was), _describe(*second[number]) if number < len(second) else "nothing"
     return f"{block}: tensor {number} that it returns: expected {first}, got {now} in the recomputation · {_FIX}"
 
 
 def modified_in_place(block: str, what: str) -> str:
-    """The message for a tensor that was modified in place between forward and backward."""
     return (
         f"{block}: {what} was modified in place between forward and backward · "
         "fix: modify a clone, or modify after backward()"
@@ -111,7 +103,6 @@ def modified_in_place(block: str, what: str) -> str:
 
 
 def runs_backward(block: str) -> str:
-    """The message for a backward inside of a block's own forward."""
     return (
         f"{block}: its forward runs a backward, which the recomputation would repeat · fix: set the policy on the "
         "layers inside of it, and activation_checkpointing = False on this block"
@@ -119,7 +110,6 @@ def runs_backward(block: str) -> str:
 
 
 def mutates_argument(block: str, name: str) -> str:
-    """The message for a forward that modifies an argument of which no copy was made."""
     return (
         f"{block}: forward modified its argument `{name}` in place, and the recomputation has no copy of it: copies "
         "are kept of the arguments that the first call of a module modifies · fix: modify a clone of it"
@@ -127,7 +117,6 @@ def mutates_argument(block: str, name: str) -> str:
 
 
 def shares_memory(block: str, names: Sequence[str]) -> str:
-    """The message for tensors that share memory, of which forward modifies one in place."""
     return (
         f"{block}: forward modified {' or '.join(f'`{name}`' for name in names)} in place, which share memory; the "
         "recomputation cannot restore both · fix: pass a clone"
@@ -135,7 +124,6 @@ def shares_memory(block: str, names: Sequence[str]) -> str:
 
 
 def mutates_module(block: str, name: str) -> str:
-    """The message for a forward that modifies a parameter, or a large buffer for the first time."""
     return (
         f"{block}: forward modified {name} in place, and no copy of it from before the forward exists, which the "
         "recomputation needs · fix: modify it outside of the block, modify a large buffer from the first call on, or "
@@ -144,12 +132,10 @@ def mutates_module(block: str, name: str) -> str:
 
 
 def iterator_argument(block: str, name: str) -> str:
-    """The message for an argument that can be read only once."""
     return f"{block}: argument `{name}` is an iterator, which the recomputation would find exhausted · fix: pass a list"
 
 
 def excluded_differ(block: str, expected: str | None, got: str) -> RecomputeError:
-    """The error for excluded children that are called in another order."""
     was = f"a call of {expected}" if expected else "no further call of an excluded child"
     return RecomputeError(f"{block}: expected {was}, got one of {got} in the recomputation · {_FIX}")
 

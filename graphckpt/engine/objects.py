@@ -31,12 +31,10 @@ Objects: TypeAlias = list[tuple[Any, Any]]
 
 
 def contents(owner: Any) -> Any:
-    """Returns a copy of a container, or the state of a generator."""
     return owner.get_state() if isinstance(owner, torch.Generator) else copy.copy(owner)
 
 
 def fill(owner: Any, value: Any) -> None:
-    """Gives a container or a generator the :func:`contents` ``value``."""
     if isinstance(owner, torch.Generator):
         owner.set_state(value)
     elif isinstance(owner, dict):
@@ -87,11 +85,17 @@ def put_back(objects: Objects) -> None:
         objects.pop()
 
 
-def copy_objects(values: Iterable[Any]) -> Objects:
+def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     """Copies, one level deep each, the containers, attributes and generators that objects among ``values`` reach.
 
     This is how a key-value cache that is passed by reference can be seen as it was.
+
+    Args:
+        values: The objects.
+        deeply: ``False`` copies those among them that are containers, and nothing that they reach.
     """
+    if not deeply:
+        return [(value, copy.copy(value)) for value in values if isinstance(value, CONTAINERS)]
     ids: set[int] = set()
     objects: Objects = []
     todo = list(_mutable(values))
@@ -158,7 +162,6 @@ def changed_keys(now: dict[Any, Any], then: dict[Any, Any]) -> list[tuple[Any, A
 
 @contextmanager
 def replaced(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of each module, and restores it at the end."""
     before = [(module.__dict__, module.__dict__.get(name, ABSENT)) for module in modules]
     try:
         for fields, _ in before:
@@ -170,7 +173,6 @@ def replaced(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[No
 
 
 def set_or_remove(owner: dict[str, Any], key: str, value: Any) -> None:
-    """Sets ``owner[key]``, or removes it if ``value`` is ``ABSENT``."""
     if value is ABSENT:
         owner.pop(key, None)
     else:

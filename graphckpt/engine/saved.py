@@ -1,40 +1,36 @@
-"""What a call of a block holds for backward.
+"""What a call of a block keeps for backward: its arguments, tensors in a store, and the outputs of excluded children.
 
-These are placeholders that the recomputation fills, tensors in a store, and the outputs of excluded children: children
-of a recomputed block that are not recomputed.
+An argument that stays on the device and that forward does not modify in place is the same object in the recomputation.
+Otherwise it is a new leaf with the same class and ``requires_grad``. One that forward modifies in place is kept as a
+copy: the first call of a block, for which every tensor is copied, shows which ones these are. One that the joined block
+right before returns is not kept: the recomputation of that block returns it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import nn
 
-from graphckpt._compat import WithoutValues, version_sharing_detach
+from graphckpt._compat import version_sharing_detach
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.engine.mismatch import modified_in_place, runs_backward
+from graphckpt.engine import mismatch
+from graphckpt.engine.call_state import CallState, ModuleState, RNGState, has_changed
+from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, swap
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.tree import build_value, flatten_call, flatten_value
+from graphckpt.stores.base import DeviceStore
+from graphckpt.tree import ATOMS, build_value, flatten_call, flatten_value, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from graphckpt.engine.block import BlockContext
-    from graphckpt.engine.call_state import CallState, RNGState
     from graphckpt.stores.base import Store, TensorGroup
 
-
-@final
-class SameArgument:
-    """Placeholder for an argument that is the same object as an earlier one."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
+_NOTHING = nullcontext()
 
 
 class Call:
@@ -61,84 +57,113 @@ class SavedTensor:
     Args:
         tensor: The tensor.
         call: The call that keeps it.
+        cls: The class to give it back in; ``None`` for that in which autograd, a store or the hooks have it.
+        is_argument: Whether it is an argument, which the recomputation gets itself if it stays on the device.
+        copied: A copy of an argument to keep in its place, where forward modifies it in place or may do so.
     """
 
-    __slots__ = ("__weakref__", "_entry", "_requires_grad", "_store", "_unpack", "_version")
+    __slots__ = ("__weakref__", "_cls", "_entry", "_is_itself", "_requires_grad", "_store", "_unpack", "_version")
 
-    def __init__(self, tensor: torch.Tensor, call: Call) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        call: Call,
+        cls: type[torch.Tensor] | None = None,
+        *,
+        is_argument: bool = False,
+        copied: torch.Tensor | None = None,
+    ) -> None:
         block, outer_hooks = call.block, call.outer_hooks
+        self._cls = cls
         self._requires_grad = tensor.requires_grad
-        self._store: Store | None = block.store if outer_hooks is None else None
+        self._store: Store = block.store
         self._unpack: Any = None
         self._version: int | None = None
+        self._is_itself = False
+        self._entry: Any = None
+        value = tensor if copied is None else copied
         recorder = block.recorder
-        if outer_hooks is None:
-            self._entry = block.store.put(tensor, call.group)
-            if self.stays:  # other stores detect modifications themselves
-                self._version = None if tensor.is_inference() else tensor._version
-                if recorder is not None:
-                    recorder.tensor_saved(block.name, tensor, self)
-        else:
+        # A parameter is not moved: its module keeps it alive. Neither are Python attributes.
+        if is_argument and (
+            (outer_hooks is None and isinstance(block.store, DeviceStore))
+            or isinstance(tensor, nn.Parameter)
+            or has_attributes(tensor)
+        ):
+            self.hold(value, is_itself=copied is None)
+        elif outer_hooks is not None:
             pack, self._unpack = outer_hooks
-            tensor = version_sharing_detach(tensor)  # one with history is saved by an op, which may fill another one
-            if recorder is None:
-                self._entry = pack(tensor)
-            else:
-                with recorder.passing_on():
-                    self._entry = pack(tensor)
+            value = version_sharing_detach(value)  # one with history is saved by an op, which may fill another one
+            with _NOTHING if recorder is None else recorder.passing_on():
+                self._entry = pack(value)
+            return
+        else:
+            self._entry = block.store.put(value, call.group)
+            if not self.stays:  # other stores detect modifications themselves
+                return
+            # An alias has no history: the tensor's own graph must not be held by what it feeds.
+            self.hold(value if is_argument else self._entry, is_itself=is_argument and copied is None)
+        if outer_hooks is None and recorder is not None:
+            recorder.tensor_saved(block.name, value, self)
+
+    def hold(self, tensor: torch.Tensor, *, is_itself: bool) -> None:
+        self._entry = tensor
+        self._version = None if tensor.is_inference() else tensor._version
+        self._is_itself = is_itself
 
     @property
     def stays(self) -> bool:
-        """Whether the tensor stays on its device."""
-        return self._store is not None and isinstance(self._entry, torch.Tensor)
+        return self._unpack is None and isinstance(self._entry, torch.Tensor)
 
     def release(self, call: Call) -> None:
         """Drops the tensor, which :meth:`take` must not be called for any more."""
         recorder = call.block.recorder
-        if recorder is not None and self._store is not None and isinstance(self._entry, torch.Tensor):
+        if recorder is not None and self.stays:
             recorder.released(self._entry, self)
         self._entry = None
 
     def take(self) -> torch.Tensor | None:
         """Returns the tensor without history; ``None`` if it was modified in place since."""
-        tensor: torch.Tensor | None
+        tensor: torch.Tensor | None = self._entry
         try:
-            tensor = self._unpack(self._entry) if self._store is None else self._store.get(self._entry)
+            if self._unpack is not None:
+                tensor = self._unpack(tensor)
+            elif not isinstance(tensor, torch.Tensor):
+                tensor = self._store.get(tensor)
         except MutatedError:  # from a block around this one
             return None
         if tensor is None or (self._version is not None and tensor._version != self._version):
             return None
-        return tensor.detach().requires_grad_() if self._requires_grad else tensor.detach()
+        if self._is_itself and tensor.requires_grad is self._requires_grad:
+            return tensor
+        return _leaf(tensor, self._cls, requires_grad=self._requires_grad)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class SavedResult:
-    """A kept result of an op."""
+def _leaf(tensor: torch.Tensor, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> torch.Tensor:
+    tensor = tensor.detach()
+    if cls is not None and type(tensor) is not cls and not hasattr(tensor, "trigger_wait"):
+        if hasattr(cls, "__tensor_flatten__"):
+            raise RecomputeError(
+                f"expected an argument of class {cls.__name__} for the recomputation, got a "
+                f"{type(tensor).__name__} from its store · fix: set offload = False on this block"
+            )
+        tensor = tensor.as_subclass(cls)
+    return tensor.requires_grad_() if requires_grad else tensor
 
-    leaves: list[Any]
-    spec: Any
-    """``None`` if it is one tensor."""
-    versions: list[tuple[torch.Tensor, int]]
-    random: RNGState | None  # after an op that draws random numbers, for the ops behind it
 
-    def is_mutated(self) -> bool:
-        return are_mutated(self.versions)
+def take_all(entries: Iterable[Any]) -> list[Any] | None:
+    """Returns ``entries`` with the tensors of those that are saved; ``None`` if one was modified in place since."""
+    values = []
+    for entry in entries:
+        value = entry.take() if isinstance(entry, SavedTensor) else entry
+        if value is None and entry is not None:
+            return None
+        values.append(value)
+    return values
 
-    def take(self) -> list[Any] | None:
-        """Returns its leaves; ``None`` if one was modified in place."""
-        if self.is_mutated():
-            return None  # by code after the block: the op is recomputed
-        leaves = [leaf.take() if isinstance(leaf, SavedTensor) else leaf for leaf in self.leaves]
-        is_mutated = any(
-            isinstance(leaf, SavedTensor) and value is None for leaf, value in zip(self.leaves, leaves, strict=True)
-        )
-        return None if is_mutated else leaves
 
-    def release(self, call: Call) -> None:
-        for leaf in self.leaves:
-            if isinstance(leaf, SavedTensor):
-                leaf.release(call)
+def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """Returns the class of ``tensor`` in a recomputation: an ``AsyncCollectiveTensor`` is plain once waited on."""
+    return torch.Tensor if hasattr(tensor, "trigger_wait") else type(tensor)
 
 
 def versions_of(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
@@ -153,6 +178,11 @@ def are_mutated(versions: Iterable[tuple[torch.Tensor, int]]) -> bool:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has one storage of its own: wrappers, sparse and nested tensors have none."""
     return tensor.layout is torch.strided and not tensor.is_nested and not hasattr(tensor, "__tensor_flatten__")
+
+
+def has_attributes(tensor: Any) -> bool:
+    """Whether a tensor carries Python attributes, beside the tensors that a wrapper such as a DTensor holds."""
+    return bool(tensor.__dict__) and not hasattr(tensor, "__tensor_flatten__")
 
 
 def may_be_filled_later(tensor: torch.Tensor) -> bool:
@@ -177,28 +207,18 @@ class StoredCall(Call):
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
-        """Hook for a tensor that autograd saves."""
         if self.block.has_rrelu and may_be_filled_later(tensor):
             return tensor
         return SavedTensor(tensor, self)
 
     @never_compiled
     def unpack(self, entry: SavedTensor | torch.Tensor) -> torch.Tensor:
-        """Hook for a saved tensor that autograd needs.
-
-        Raises:
-            RecomputeError: The tensor was modified in place since.
-        """
         if isinstance(entry, torch.Tensor):
             return entry
         tensor = entry.take()
         if tensor is None:
-            raise MutatedError(modified_in_place(self.block.title, "a tensor that one of its ops saves"))
+            raise MutatedError(mismatch.modified_in_place(self.block.title, "a tensor that one of its ops saves"))
         return tensor
-
-    def seal(self) -> None:
-        """Is called at the end of the call."""
-        self.block.store.close_group(self.group)
 
 
 @never_compiled
@@ -215,195 +235,279 @@ KEEP_ON_DEVICE = (_without_history, _same)
 """The hooks of a block whose saved tensors stay on the device whatever is around it."""
 
 
-def _are_own(hooks: Any) -> bool:
-    """Whether ``hooks`` are those of a block that is not recomputed, rather than the user's or a recomputed block's."""
-    return hooks[1] is _same or getattr(hooks[1], "__func__", None) is StoredCall.unpack
-
-
 def hooks_around(block: BlockContext, hooks: Any) -> Any:
-    """Returns which of the active ``hooks`` what a block saves passes through; ``None`` if it goes to its store."""
+    """Returns which of the active ``hooks`` what a block saves passes through; ``None`` if it goes to its store.
+
+    That of a placed block does where the hooks are those of a block that is not recomputed, rather than the user's or a
+    recomputed block's.
+    """
     if block.recorder is not None:
         hooks = block.recorder.hooks_below(hooks)
-    return None if block.is_placed and hooks is not None and _are_own(hooks) else hooks
+    if hooks is None or not block.is_placed:
+        return hooks
+    is_kept_around = hooks[1] is _same or getattr(hooks[1], "__func__", None) is StoredCall.unpack
+    return None if is_kept_around else hooks
 
 
-class TensorKind(NamedTuple):
-    """What a tensor has beside its values, so that one from a store can take its place."""
+@final
+class BlockOutput:
+    """The tensors that a recomputed block has returned. It keeps neither them nor the call alive."""
 
+    __slots__ = ("_tensors", "call")
+
+    def __init__(self, call: Call, output: Any) -> None:
+        self.call = weakref.ref(call)
+        self._tensors = [(weakref.ref(t), None if t.is_inference() else t._version) for t in tensors_in(output)]
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Returns the position of ``tensor`` among them, or ``None`` if it is not there or was modified since."""
+        if self.call() is None or tensor.is_inference():
+            return None
+        for number, (ref, version) in enumerate(self._tensors):
+            if ref() is tensor:
+                return number if tensor._version == version else None
+        return None
+
+
+last_output: ContextVar[BlockOutput | None] = ContextVar("last_output", default=None)
+
+
+class _JoinedInput(NamedTuple):
+    """An argument that is not kept: the recomputation of the block before returns it."""
+
+    number: int
+    kind: tuple[torch.dtype, torch.Size]
     cls: type[torch.Tensor]
     requires_grad: bool
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorKind:
-        """Returns that of ``tensor``. An ``AsyncCollectiveTensor`` is a plain tensor once waited on."""
-        return cls(torch.Tensor if hasattr(tensor, "trigger_wait") else type(tensor), tensor.requires_grad)
+    def of(self, block: str, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        kinds = [(tensor.dtype, tensor.shape) for tensor in outputs]
+        if kinds[self.number : self.number + 1] != [self.kind]:
+            raise RecomputeError(mismatch.returns_differ(block, self.number, self.kind, kinds))
+        return _leaf(outputs[self.number], self.cls, requires_grad=self.requires_grad)
 
-    def apply_to(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns ``tensor``, which has no history, as one of this kind.
+
+class _OriginalArgument(NamedTuple):
+    """A tensor argument while the original forward runs."""
+
+    position: int
+    tensor: torch.Tensor
+    version: int | None  # inference tensors have none
+    copied: torch.Tensor | None
+
+    def is_mutated(self) -> bool:
+        return self.version is not None and self.tensor._version != self.version
+
+
+@final
+class Arguments:
+    """What one call of ``function`` keeps of its arguments."""
+
+    __slots__ = ("_error", "_function", "_mutated", "_objects", "_originals", "_same", "_shape", "before", "leaves")
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> None:
+        self.leaves, self._shape = flatten_call(args, kwargs)
+        self._function = function
+        self._originals: Sequence[_OriginalArgument] = ()
+        self._same: dict[int, int] = {}  # `attention(x, x, x)` takes another path than three equal tensors
+        self._objects: Objects = []
+        self._error: str | None = None
+        self._mutated: frozenset[int] = frozenset()  # positions of the tensors that forward modifies in place
+        self.before: Call | None = None
+        """The call of the recomputed block right before, if the two are recomputed as one."""
+
+    def name(self, position: int) -> str:
+        return self._shape.name(position, self._function)
+
+    def keep(self, call: Call, returned: BlockOutput | None, *, learning: bool) -> None:
+        leaves = self.leaves
+        first_of: dict[int, int] = {}
+        originals: list[_OriginalArgument] = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                first = first_of.setdefault(id(leaf), position)
+                if first == position:
+                    is_copied = learning or position in call.block.mutated
+                    copied = leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_copied else None
+                    version = None if leaf.is_inference() else leaf._version
+                    originals.append(_OriginalArgument(position, leaf, version, copied))
+                else:
+                    self._same[position] = first
+            elif type(leaf) not in ATOMS:
+                if hasattr(leaf, "__next__"):
+                    raise RecomputeError(mismatch.iterator_argument(call.block.title, self.name(position)))
+                self._objects = self._objects or copy_objects(leaves)
+        self._originals, self._mutated = originals, call.block.mutated
+        if not learning or call.outer_hooks is not None:
+            # Else at the end of the forward, which shows what is modified in place. Hooks must see the same tensors in
+            # the same order in each call.
+            for each in originals:
+                leaves[each.position] = self._keep(call, each, each.copied, returned)
+        for position in self._same:
+            leaves[position] = None
+
+    def after_forward(
+        self, call: Call, state: ModuleState, call_state: CallState, returned: BlockOutput | None, *, learning: bool
+    ) -> None:
+        """Drops what the recomputation does not need, after the original forward.
 
         Raises:
-            RecomputeError: A plain tensor cannot be made one of this class.
+            RecomputeError: Forward modified an argument in place that earlier calls left alone, or that shares memory
+                with another argument or a buffer.
         """
-        if type(tensor) is not self.cls and not hasattr(tensor, "trigger_wait"):
-            if hasattr(self.cls, "__tensor_flatten__"):
-                raise RecomputeError(
-                    f"expected an argument of class {self.cls.__name__} for the recomputation, got a "
-                    f"{type(tensor).__name__} from its store · fix: set offload = False on this block"
-                )
-            tensor = tensor.as_subclass(self.cls)
-        return tensor.requires_grad_() if self.requires_grad else tensor
+        originals, self._originals = self._originals, ()
+        if self._objects:
+            self._objects = drop_unchanged_tensors(self._objects)
+        moved = frozenset([each.position for each in originals if each.is_mutated()])
+        if learning:
+            call.block.mutated = self._mutated = moved | call.block.mutated
+        names = self._shared_memory(state, call_state, originals) if moved or learning else None
+        message = None if names is None else mismatch.shares_memory(call.block.title, names)
+        if message is None and not moved <= self._mutated:
+            message = mismatch.mutates_argument(call.block.title, self.name(min(moved - self._mutated)))
+        if message is not None:
+            self.drop(message)
+            raise RecomputeError(message)
+        if learning:
+            for each in originals:
+                is_mutated = each.position in self._mutated
+                leaf = self.leaves[each.position]
+                if call.outer_hooks is None:
+                    self.leaves[each.position] = self._keep(call, each, each.copied if is_mutated else None, returned)
+                elif not is_mutated and leaf.stays:
+                    leaf.hold(each.tensor, is_itself=True)
 
+    def drop(self, error: str) -> None:
+        """Drops all tensors after an error, which :meth:`take` raises from now on.
 
-def has_attributes(tensor: Any) -> bool:
-    """Whether a tensor carries Python attributes, beside the tensors that a wrapper such as a DTensor holds."""
-    return bool(tensor.__dict__) and not hasattr(tensor, "__tensor_flatten__")
+        The ``grad_fn`` of a tensor that was modified in place would make a reference cycle.
+        """
+        self.leaves, self._originals = [], ()
+        self._error = error
+
+    def take(self, call: Call, outputs_before: Sequence[torch.Tensor]) -> list[Any]:
+        """Returns the leaves for the recomputation; :meth:`assemble` makes arguments of them.
+
+        ``outputs_before`` is what the recomputation of the block before has returned.
+        """
+        if self._error is not None:
+            raise RecomputeError(self._error)
+        leaves: list[Any] = []
+        for position, entry in enumerate(self.leaves):
+            leaf = entry
+            if isinstance(entry, _JoinedInput):
+                leaf = entry.of(self.before.block.title if self.before else "", outputs_before)
+            elif isinstance(entry, SavedTensor):
+                leaf = entry.take()
+                if leaf is None:
+                    what = f"its argument `{self.name(position)}`"
+                    raise RecomputeError(mismatch.modified_in_place(call.block.title, what))
+                if position in self._mutated:
+                    with torch.enable_grad():  # no leaf, if it requires grad
+                        leaf = leaf.clone()
+            leaves.append(leaf)
+        for position, first in self._same.items():
+            leaves[position] = leaves[first]
+        return leaves
+
+    def versions(self, leaves: list[Any]) -> list[tuple[int, torch.Tensor, int]]:
+        """Returns the tensors among ``leaves`` that the recomputation must not modify, and their versions."""
+        return [
+            (position, leaf, leaf._version)
+            for position, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and position not in self._mutated and not leaf.is_inference()
+        ]
+
+    def assemble(self, leaves: list[Any], undo: Objects) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Returns ``(args, kwargs)``, once the modules are in the state of the original forward."""
+        undo += swap(self._objects)
+        return self._shape.assemble(leaves)
+
+    def _keep(
+        self, call: Call, original: _OriginalArgument, copied: torch.Tensor | None, returned: BlockOutput | None
+    ) -> SavedTensor | _JoinedInput:
+        tensor = original.tensor
+        cls = class_of(tensor)
+        number = None if returned is None or copied is not None else returned.number_of(tensor)
+        if returned is None or number is None:
+            return SavedTensor(tensor, call, cls, is_argument=True, copied=copied)
+        self.before = returned.call()
+        return _JoinedInput(number, (tensor.dtype, tensor.shape), cls, tensor.requires_grad)
+
+    def _shared_memory(
+        self, state: ModuleState, call_state: CallState, originals: Sequence[_OriginalArgument]
+    ) -> list[str] | None:
+        """Returns names of arguments and buffers that share memory, of which forward has modified one in place."""
+        owners: dict[int, list[str]] = {}
+        moved: set[int] = set()
+        for each in originals:
+            if has_storage(each.tensor):
+                storage = id(each.tensor.untyped_storage())
+                owners.setdefault(storage, []).append(self.name(each.position))
+                moved |= {storage} if each.position in self._mutated else set()
+        for index in call_state.copies:
+            buffer = call_state.tensors[index]
+            names = owners.get(id(buffer.untyped_storage())) if has_storage(buffer) else None
+            # Compared last: that waits for an accelerator, which a capture forbids.
+            if names is not None and has_changed(call_state, index):
+                return [names[0], state.name(index, call_state)]
+        return next((owners[storage] for storage in moved if len(owners[storage]) > 1), None)
 
 
 @final
 class ExcludedCall:
-    """One call of an excluded child: the recomputation takes its outputs from here, or repeats it.
+    """One call of an excluded child ``block`` within ``call``: the recomputation takes its outputs from here.
 
-    Args:
-        block: The child.
-        output: What it has returned.
-        call: The call of the block around it.
-        random: The RNG state after it.
-        is_repeated: Whether the recomputation repeats the call, as it raised or has modified its arguments in place.
+    It repeats the call where that has raised, has modified its arguments in place, or cannot be answered from here.
     """
 
-    __slots__ = ("_block", "_handles", "_leaves", "_spec", "_versions", "is_repeated", "random")
+    __slots__ = ("_handles", "_leaves", "_spec", "_versions", "block", "is_repeated", "random")
 
     def __init__(
         self, block: BlockContext, output: Any, call: Call, random: RNGState, *, is_repeated: bool = False
     ) -> None:
-        self._block = block
-        self.random = random
+        self.block = block
+        self.random = random  # the RNG state after it
         leaves, self._spec = flatten_value(output)
-        self.is_repeated: bool = is_repeated or any(map(_is_special, leaves))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Code may depend on which object such a tensor is: the recomputation gets another one.
+        self.is_repeated: bool = is_repeated or any(isinstance(t, nn.Parameter) or has_attributes(t) for t in tensors)
+        self._leaves: list[Any] = []
+        self._handles: list[Any] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
         if self.is_repeated:
-            leaves = []
-        self._handles = [_watch_node(leaf, call) for leaf in leaves if _has_history(leaf)]
-        self._versions = [(tensor.detach(), version) for tensor, version in versions_of(leaves)]
-        self._leaves = [_Output(leaf, call) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            return
 
-    @property
-    def name(self) -> str:
-        return self._block.name
+        title = call.block.title
 
-    @property
+        def refuse(_: Any) -> None:
+            raise RecomputeError(mismatch.runs_backward(title))
+
+        # A backward within the forward of the block around, through the child alone, reaches none of its holders.
+        self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
+        self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
+        self._leaves = [SavedTensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
+
     def buffer_ids(self) -> set[int]:
-        return self._block.state.buffer_ids()
+        return self.block.state.buffer_ids()
 
-    @property
     def parameter_ids(self) -> set[int]:
-        return {id(tensor) for tensor in self._block.tensors() if isinstance(tensor, nn.Parameter)}
+        return {id(tensor) for tensor in self.block.state.tensors() if isinstance(tensor, nn.Parameter)}
 
-    def decide(self, call_state: CallState) -> None:
-        """Decides whether the recomputation can take the outputs from here.
-
-        It cannot where the parent has modified one in place, and where the child sets attributes of its modules, which
-        the parent may read.
-        """
+    def after_forward(self, call_state: CallState) -> None:
+        # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
+        for handle in self._handles:
+            handle.remove()
         changed = call_state.changed
-        if are_mutated(self._versions) or (changed and not changed.isdisjoint(self._block.state.attribute_ids())):
+        if are_mutated(self._versions) or (changed and not changed.isdisjoint(self.block.state.attribute_ids())):
             self.repeat()
+        self._versions, self._handles = [], []
 
     def repeat(self) -> None:
-        """Drops the outputs: the recomputation repeats the call."""
         self.is_repeated = True
         self._leaves = []
 
-    def after_forward(self) -> None:
-        """Drops what is needed only during the original forward."""
-        self._versions = []
-        while self._handles:
-            self._handles.pop().remove()
-
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
-        if self.is_repeated:
-            return False, None
-        leaves = []
-        for leaf in self._leaves:
-            if isinstance(leaf, _Output):
-                tensor = leaf.take()
-                if tensor is None:
-                    return False, None
-                leaves.append(tensor)
-            else:
-                leaves.append(leaf)
-        return True, build_value(self._spec, leaves)
-
-
-@final
-class _Output:
-    """A tensor that an excluded child has returned."""
-
-    __slots__ = ("_kind", "_saved")
-
-    def __init__(self, tensor: torch.Tensor, call: Call) -> None:
-        self._saved = SavedTensor(tensor, call)
-        self._kind = TensorKind.of(tensor)
-
-    def take(self) -> torch.Tensor | None:
-        """Returns the tensor, with a history if it had one; ``None`` if it was modified in place since."""
-        tensor = self._saved.take()
-        return None if tensor is None else self._kind.apply_to(tensor.detach())
-
-
-@final
-class UnreadParameter(WithoutValues):
-    """Stands for a parameter of an excluded child that was modified since: the recomputation must not read it."""
-
-    message: str
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor, message: str) -> UnreadParameter:
-        """Returns one that raises a :class:`MutatedError` with ``message`` when an op reads it."""
-        kind = parameter.size(), parameter.stride(), parameter.storage_offset(), parameter.dtype, parameter.device
-        stand_in = cls.like(kind)
-        stand_in.message = message
-        return stand_in
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        leaves, _ = flatten_call(args, kwargs or {})
-        raise MutatedError(next(leaf.message for leaf in leaves if isinstance(leaf, UnreadParameter)))
-
-
-def unread_parameters(calls: Sequence[ExcludedCall]) -> frozenset[int]:
-    """Returns the ids of the parameters of excluded children whose calls are not repeated."""
-    return frozenset().union(*(call.parameter_ids for call in calls if not call.is_repeated))
-
-
-def decide(calls: Sequence[ExcludedCall], call_state: CallState) -> None:
-    """Decides which calls of excluded children a recomputation repeats.
-
-    If it repeats one whose child has buffers, it repeats all of those: each must find the buffers as the ones before it
-    have left them.
-    """
-    for call in calls:
-        call.decide(call_state)
-    if any(call.is_repeated and call.buffer_ids for call in calls):
-        for call in calls:
-            if call.buffer_ids:
-                call.repeat()
-
-
-def _is_special(leaf: Any) -> bool:
-    """Whether code may depend on which object a tensor is: the recomputation gets another one."""
-    return isinstance(leaf, torch.Tensor) and (isinstance(leaf, nn.Parameter) or has_attributes(leaf))
-
-
-def _has_history(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-
-
-def _watch_node(tensor: torch.Tensor, call: Call) -> Any:
-    """Refuses a backward within the forward of ``call`` that reaches the ``grad_fn`` of ``tensor``."""
-    title = call.block.title
-
-    def refuse(_: Any) -> None:
-        raise RecomputeError(runs_backward(title))
-
-    return tensor.grad_fn.register_prehook(refuse)  # type: ignore[union-attr]
+        leaves = None if self.is_repeated else take_all(self._leaves)
+        return (False, None) if leaves is None else (True, build_value(self._spec, leaves))

@@ -11,9 +11,9 @@ from typing import Any, Self, final
 import torch
 from torch import nn
 
-from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import resolve_policies
+from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.graph.fake_graph import fake_training
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
@@ -81,7 +81,7 @@ class AutoPlan:
         if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
             step.captured.release()
             torch.cuda.empty_cache()
-        with step.without_own_policies():
+        with step.with_policies([]):
             restoring = real.excluding_copies(unchanged(step))
             return plan_step(real, model, blocks, memory_budget, options, group, restoring)
 
@@ -130,7 +130,7 @@ class AutoPlan:
             with fake_training(step, model, fields, build, args, kwargs) as fake:
                 with step.with_policies(resolved.wrappers):
                     failed = fake.run()[0]
-                with step.without_own_policies():
+                with step.with_policies([]):
                     planners = measure_all(fake, model, blocks, options, PlanGroup())
             available = available_bytes(device, planners.plain.measured.model.static_bytes)
             plan = _lower_plan(planners, failed, available, step.config.memory_budget, is_lowest=is_lowest)

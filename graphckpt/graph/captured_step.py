@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 from weakref import WeakMethod
@@ -18,8 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from graphckpt._compat import silence_capturable
 from graphckpt.engine.call_state import take_ambient
 from graphckpt.errors import GraphError
-from graphckpt.graph.capture import Capture, CaptureBackend, StaticInputs, backend_for, input_key
-from graphckpt.graph.capture_checks import AttentionMasks, ModuleAttributes, capture_failure
+from graphckpt.graph.capture import (
+    AttentionMasks,
+    Capture,
+    CaptureBackend,
+    ModuleAttributes,
+    StaticInputs,
+    capture_failure,
+    input_key,
+)
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.update import Update, clip, step_scaled, zero
 from graphckpt.tree import build_value, flatten_value
@@ -33,21 +40,10 @@ _CUDA = (torch.device("cuda"),)
 _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of ``optimizer`` reads no values on the host: its groups are marked capturable or fused."""
-    groups = optimizer.param_groups
-    return bool(groups) and all(_is_group_capturable(group) for group in groups)
-
-
-def capturable_fix(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns the setting that lets a capture hold ``optimizer``; ``None`` if it has it, or there is none."""
-    settings = [_capturable_setting(group) for group in optimizer.param_groups if not _is_group_capturable(group)]
-    return next((f"{setting}=True" for setting in settings if setting is not None), None)
-
-
-def _is_group_capturable(group: dict[str, Any]) -> bool:
-    setting = _capturable_setting(group)
-    return setting is not None and bool(group[setting])
+def _uncapturable_groups(optimizer: torch.optim.Optimizer) -> list[str | None]:
+    """Returns for each group whose step reads values on the host the setting that prevents it, if there is one."""
+    settings = [(group, _capturable_setting(group)) for group in optimizer.param_groups]
+    return [setting for group, setting in settings if setting is None or not group[setting]]
 
 
 def _capturable_setting(group: dict[str, Any]) -> str | None:
@@ -55,41 +51,6 @@ def _capturable_setting(group: dict[str, Any]) -> str | None:
     if on_cuda and "capturable" in group:
         return "capturable"  # of Adam and its like, whose fused step alone still reads the step count on the host
     return "fused" if "fused" in group else None
-
-
-@final
-class LearningRates:
-    """The learning rates of some optimizers, each in its own tensor, which is never replaced."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
-
-    def update_tensors(self) -> None:
-        """Writes the current values of the groups into the tensors, and puts the tensors into the groups."""
-        for number, optimizer in enumerate(self._optimizers):
-            for position, group in enumerate(optimizer.param_groups):
-                if "lr" not in group:
-                    continue
-                rate, tensor = group["lr"], self._tensors.get((number, position))
-                if tensor is None:
-                    device = next((p.device for p in group["params"]), torch.device("cpu"))
-                    tensor = torch.as_tensor(rate, dtype=torch.float32).to(device, copy=True)
-                    self._tensors[number, position] = tensor
-                elif rate is not tensor:
-                    tensor.copy_(rate) if isinstance(rate, torch.Tensor) else tensor.fill_(float(rate))
-                group["lr"] = tensor
-
-
-def constant_settings(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[Hashable, ...]:
-    """Returns all settings of param groups but parameters and learning rates: they are baked into a capture."""
-    return tuple(
-        (key, _value(value))
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key not in ("params", "lr", "initial_lr")
-    )
 
 
 def _value(value: Any) -> Hashable:
@@ -108,26 +69,35 @@ class CapturedUpdate:
     def __init__(self, update: Update) -> None:
         self._update = update
         optimizers = update.optimizers
-        scaled = update.scaler is not None and update.scaler.is_enabled()
-        able = [_can_be_inside(optimizer, scaled=scaled) for optimizer in optimizers]
-        if scaled and not all(able):
-            able = [False] * len(able)
-        self.inside = [optimizer for optimizer, is_able in zip(optimizers, able, strict=True) if is_able]
-        self.outside = [optimizer for optimizer, is_able in zip(optimizers, able, strict=True) if not is_able]
+        self._is_scaled = update.scaler is not None and update.scaler.is_enabled()
+        self.inside = [each for each in optimizers if _can_be_inside(each, scaled=self._is_scaled)]
+        if self._is_scaled and len(self.inside) < len(optimizers):
+            self.inside = []
+        self.outside = [optimizer for optimizer in optimizers if optimizer not in self.inside]
         for optimizer in self.inside:
             silence_capturable(optimizer)
-        self._rates = LearningRates(self.inside)
+        self._rates: dict[tuple[int, int], torch.Tensor] = {}  # by optimizer and group; a capture has their addresses
         self._num_skipped: torch.Tensor | None = None  # on the device: steps counted that the scaler has skipped inside
 
     def before(self) -> None:
-        """Gradients that others left are dropped, and learning rates that others set are applied."""
         self._update.begin()
-        self._rates.update_tensors()
+        for number, optimizer in enumerate(self.inside):
+            for position, group in enumerate(optimizer.param_groups):
+                if "lr" not in group:
+                    continue
+                rate, tensor = group["lr"], self._rates.get((number, position))
+                if tensor is None:
+                    device = next((p.device for p in group["params"]), torch.device("cpu"))
+                    tensor = torch.as_tensor(rate, dtype=torch.float32).to(device, copy=True)
+                    self._rates[number, position] = tensor
+                elif rate is not tensor:
+                    tensor.copy_(rate) if isinstance(rate, torch.Tensor) else tensor.fill_(float(rate))
+                group["lr"] = tensor
 
     def work(self) -> tuple[_Gradients, torch.Tensor | None]:
         """Steps what is inside. Returns the gradients for what is outside, and the scale before it was updated."""
         scaler, scale = self._update.scaler, None
-        if scaler is not None and scaler.is_enabled() and self.inside:
+        if scaler is not None and self._is_scaled and self.inside:
             step_scaled(scaler, self.inside)
             scale = scaler._scale.clone()  # type: ignore[union-attr]  # get_scale() waits for the device
             scaler.update()
@@ -172,12 +142,18 @@ class CapturedUpdate:
         self._update.abandon()
 
     def settings(self) -> tuple[Hashable, ...]:
-        """Returns the values that a capture holds as constants."""
+        """Returns what a capture holds as constants: settings of groups except learning rates, and of the scaler."""
         scaler = self._update.scaler
-        if scaler is None or not scaler.is_enabled():
-            return constant_settings(self.inside)
-        numbers = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-        return *constant_settings(self.inside), numbers
+        scaling: tuple[Hashable, ...] = ()
+        if scaler is not None and self._is_scaled:
+            scaling = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        return scaling + tuple(
+            (key, _value(value))
+            for optimizer in self.inside
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key not in ("params", "lr", "initial_lr")
+        )
 
     def states(self) -> list[Any]:
         """Returns the objects that hold the optimizers' states: loading a state replaces them."""
@@ -187,7 +163,7 @@ class CapturedUpdate:
 def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return is_capturable(optimizer) and not hooks and (skips or not scaled)
+    return not _uncapturable_groups(optimizer) and not hooks and (skips or not scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +196,6 @@ class _CallKind:
 
     @property
     def is_eager(self) -> bool:
-        """Whether these calls are not captured any more."""
         return self.num_wasted >= _MAX_WASTED
 
 
@@ -230,16 +205,6 @@ class CapturedStep:
 
     The first calls of each kind are warm-up: real steps that run eagerly. The next call is captured and replayed. No
     step runs twice, and none is discarded.
-
-    Args:
-        name: The Graph's name, for messages.
-        roots: The modules of the step.
-        backend: Captures the step.
-        config: Whether a step that cannot be captured is an error (else it runs eagerly, with one warning), and the
-            number of captures that are cached; the least recently used one is released first.
-        update: The optimizers.
-        run: A method that runs the whole step eagerly.
-        forward_backward: A method that runs what of it precedes the update.
     """
 
     def __init__(
@@ -248,7 +213,7 @@ class CapturedStep:
         roots: Sequence[tuple[str, nn.Module]],
         backend: CaptureBackend,
         config: GraphConfig,
-        update: CapturedUpdate,
+        update: Update,
         run: Callable[..., Any],
         forward_backward: Callable[..., Any],
     ) -> None:
@@ -259,7 +224,7 @@ class CapturedStep:
         """Why no calls are captured any more."""
         self._name = name
         self._roots = roots
-        self._update = update
+        self._update = CapturedUpdate(update)
         self._run_method, self._forward_backward = WeakMethod(run), WeakMethod(forward_backward)
         self._build: Callable[..., Any] | None = None
         self._modules: list[nn.Module] = []
@@ -272,34 +237,12 @@ class CapturedStep:
         self._kinds: dict[Hashable, _CallKind] = {}
         self._has_warned = False
 
-    @classmethod
-    def make(
-        cls,
-        name: str,
-        roots: Sequence[tuple[str, nn.Module]],
-        config: GraphConfig,
-        update: Update,
-        run: Callable[..., Any],
-        forward_backward: Callable[..., Any],
-    ) -> CapturedStep | None:
-        """Returns ``None`` where ``config.capture`` does not ask for captures, or the device cannot make them.
-
-        Raises:
-            ConfigError: ``config.capture`` asks for what the device cannot do.
-        """
-        devices = list(dict.fromkeys(p.device for _, root in roots for p in root.parameters()))
-        backend = backend_for(config.capture, devices)
-        if backend is None:
-            return None
-        return cls(name, roots, backend, config, CapturedUpdate(update), run, forward_backward)
-
     @property
     def num_cached(self) -> int:
         return len(self._entries)
 
     @property
     def notes(self) -> list[str]:
-        """How captures differ from the eager step, each difference once."""
         kinds = self._kinds.values()
         notes = list(dict.fromkeys(kind.masks.note for kind in kinds if kind.masks.note is not None))
         num_eager = sum(kind.is_eager for kind in kinds)
@@ -308,7 +251,6 @@ class CapturedStep:
         return notes
 
     def describe(self) -> str:
-        """Says how many captures there are, what they take, which optimizers step outside of them; or why none."""
         if self.reason is not None:
             return f"none, {self.reason}"
         text = f"{self.backend.name}, {self.num_cached} {'capture' if self.num_cached == 1 else 'captures'}"
@@ -317,7 +259,7 @@ class CapturedStep:
             text += f", pool of {format_bytes(pool_bytes)}"
         if outside := self._update.outside:
             names = ", ".join(type(optimizer).__name__ for optimizer in outside)
-            fixes = dict.fromkeys(fix for o in outside if (fix := capturable_fix(o)) is not None)
+            fixes = dict.fromkeys(f"{setting}=True" for o in outside for setting in _uncapturable_groups(o) if setting)
             text += f"; {names} steps after it" + (f" (fix: {' or '.join(fixes)})" if fixes else "")
         return "; ".join([text, *self.notes])
 
@@ -374,7 +316,6 @@ class CapturedStep:
         return self._replay(entry, kind), True
 
     def until_replayed(self, call: Callable[[], Any]) -> None:
-        """Repeats ``call`` until the step is replayed, or cannot be captured."""
         replays = self.num_replays
         for _ in range(self._num_warm_up + 1):
             if self.num_replays == replays and self.reason is None:
@@ -396,7 +337,6 @@ class CapturedStep:
         return self._method(self._run_method)(self._build, args, kwargs)
 
     def _body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Runs the device work: `build`, and what of the update can be captured."""
         output = self._method(self._forward_backward)(self._build, args, kwargs)
         result = self._update.work()
         leaves, spec = flatten_value(output)  # detached: the autograd graph would live as long as the capture

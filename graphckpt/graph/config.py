@@ -42,33 +42,35 @@ class GraphConfig:
     its own; its parallelism raises with what to use instead.
     """
 
+    training: bool = False
+    """True once an optimizer was added."""
+    amp_dtype: torch.dtype | None = None
+    """Autocast's dtype around ``build``; ``None`` without autocast."""
+    num_micro_batches: int = 1
+    """Into how many parts a batch is cut; gradients are averaged over them."""
+    has_scaler: bool = False
+    """Whether a gradient scaler was set."""
+    strict_static: bool = False
+    """An input of another shape, dtype, device or value than on the first call is an error."""
+    measure: bool = True
+    """The first calls of a training graph are watched for ``explain()``; later ones cost nothing."""
+    capture: Any = "auto"
+    """``"auto"`` captures the step as a CUDA graph where its modules are on CUDA, and goes on without one, with a
+    warning, if it cannot be captured; ``"cuda_graph"`` makes that an error; ``"eager"`` never captures."""
+    max_captures: int = 8
+    """Captures that are kept, one for each kind of input; the least recently used is released first."""
+    memory_budget: Any = None
+    """Bytes, ``"12GiB"``, ``"50%"``, ``"max"`` or ``"min"``: policies are planned for it at the first call, and for
+    each new shape of inputs. See :meth:`graphckpt.Graph.plan`."""
+    plan_options: Any = PlanOptions()
+    """The :class:`~graphckpt.planning.PlanOptions` of such plans, or a mapping of its fields."""
+    on_out_of_memory: str = "raise"
+    """``"replan"`` plans anew when a step runs out of memory, for what is free then, and repeats the step, with one
+    warning. Each step then keeps a copy of the buffers, and of nothing else that takes memory."""
+
+    _changed: Callable[[], None] | None = None
+
     def __init__(self, changed: Callable[[], None] | None = None, **settings: Any) -> None:
-        object.__setattr__(self, "_changed", None)
-        self.training = False
-        """True once an optimizer was added."""
-        self.amp_dtype: torch.dtype | None = None
-        """Autocast's dtype around ``build``; ``None`` without autocast."""
-        self.num_micro_batches = 1
-        """Into how many parts a batch is cut; gradients are averaged over them."""
-        self.has_scaler = False
-        """Whether a gradient scaler was set."""
-        self.strict_static = False
-        """An input of another shape, dtype, device or value than on the first call is an error."""
-        self.measure = True
-        """The first calls of a training graph are watched for ``explain()``; later ones cost nothing."""
-        self.capture: Any = "auto"
-        """``"auto"`` captures the step as a CUDA graph where its modules are on CUDA, and goes on without one, with a
-        warning, if it cannot be captured; ``"cuda_graph"`` makes that an error; ``"eager"`` never captures."""
-        self.max_captures = 8
-        """Captures that are kept, one for each kind of input; the least recently used is released first."""
-        self.memory_budget: Any = None
-        """Bytes, ``"12GiB"``, ``"50%"``, ``"max"`` or ``"min"``: policies are planned for it at the first call, and for
-        each new shape of inputs. See :meth:`graphckpt.Graph.plan`."""
-        self.plan_options: Any = None
-        """The :class:`~graphckpt.planning.PlanOptions` of such plans, or a mapping of its fields."""
-        self.on_out_of_memory = "raise"
-        """``"replan"`` plans anew when a step runs out of memory, for what is free then, and repeats the step, with one
-        warning. Each step then keeps a copy of the buffers, and of nothing else that takes memory."""
         for name, value in settings.items():
             setattr(self, name, value)
         object.__setattr__(self, "_changed", changed)
@@ -165,10 +167,7 @@ class GraphConfig:
         return f"GraphConfig({self.describe()})"
 
 
-_FIELDS = (
-    "training", "amp_dtype", "num_micro_batches", "has_scaler", "strict_static", "measure", "capture", "max_captures",
-    "memory_budget", "plan_options", "on_out_of_memory",
-)  # fmt: skip
+_FIELDS = tuple(name for name in GraphConfig.__annotations__ if name != "_changed")
 
 
 def _accept(*args: object, **kwargs: object) -> None:

@@ -74,8 +74,6 @@ def fake_training(
 
 @final
 class _Fakes:
-    """Fake copies of tensors, one for each."""
-
     def __init__(self) -> None:
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

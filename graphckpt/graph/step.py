@@ -16,6 +16,7 @@ from graphckpt.blocks.forward import BlockForward, disable_checkpointing
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
 from graphckpt.errors import GraphError, warn_once
+from graphckpt.graph.capture import backend_for
 from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.text import DebugLog, InputCheck
@@ -52,8 +53,6 @@ class Setup:
 
 @final
 class Step:
-    """The calls of one Graph. It knows what the Graph was told, and what the calls so far have shown."""
-
     def __init__(
         self,
         name: str,
@@ -91,7 +90,6 @@ class Step:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Records the calls in the ``with`` block op by op. Later calls do not replace the record."""
         self._is_measured = True
         self.setup.is_done = False
         try:
@@ -166,7 +164,6 @@ class Step:
 
     @property
     def capture_text(self) -> str:
-        """How the step runs; empty where it could not be captured at all."""
         return self.captured.describe() if self.captured is not None else ""
 
     def count_steps(self) -> None:
@@ -174,14 +171,7 @@ class Step:
             self.captured.count_steps()
 
     @contextmanager
-    def without_own_policies(self) -> Iterator[None]:
-        """Runs the calls in the ``with`` block without the Graph's own policies and without captures."""
-        with self.with_policies([]):
-            yield
-
-    @contextmanager
     def with_policies(self, policies: list[BlockForward]) -> Iterator[None]:
-        """Runs the calls in the ``with`` block with these policies and without captures."""
         captured, wrappers = self.captured, self._wrappers
         self.captured, self._wrappers = None, policies
         try:
@@ -191,8 +181,7 @@ class Step:
 
     @contextmanager
     def without_policies(self) -> Iterator[None]:
-        """Runs the calls in the ``with`` block without any policies and without captures."""
-        with self.without_own_policies(), disable_checkpointing():
+        with self.with_policies([]), disable_checkpointing():
             yield
 
     def prepare(self) -> None:
@@ -220,11 +209,15 @@ class Step:
             self.captured.release()
         run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
         update = self.update if self._trains else Update(self.name)  # an evaluation has no optimizers to step
-        self.captured = CapturedStep.make(self.name, list(self.roots.items()), self.config, update, run, work)
+        roots = list(self.roots.items())
+        devices = dict.fromkeys(p.device for _, root in roots for p in root.parameters())
+        backend = backend_for(self.config.capture, list(devices))
+        self.captured = None
+        if backend is not None:
+            self.captured = CapturedStep(self.name, roots, backend, self.config, update, run, work)
         self.setup.is_stale = False
 
     def sort_parameters(self) -> None:
-        """Sorts the parameters into those that the optimizers own and the others."""
         own = {id(p) for p in self.update.parameters()}
         parameters = [p for module in self.roots.values() for p in module.parameters()]
         self._unmanaged_parameters = [p for p in parameters if p.requires_grad and id(p) not in own]
@@ -315,11 +308,7 @@ class Step:
 def micro_batches(
     build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], count: int
 ) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
-    """Yields the arguments of each micro-batch: every tensor's part of dim 0, all else as it is.
-
-    Raises:
-        GraphError: A tensor's dim 0 is not a multiple of ``count``.
-    """
+    """Yields the arguments of each micro-batch: every tensor's part of dim 0, all else as it is."""
     leaves, shape = flatten_call(args, kwargs)
     parts: dict[int, Sequence[torch.Tensor]] = {}
     for position, leaf in enumerate(leaves):
@@ -335,11 +324,7 @@ def micro_batches(
 
 
 def pack_outputs(outputs: Iterable[Any]) -> Any:
-    """Joins the outputs of the micro-batches: stacks what has no dimension, concatenates the rest on dim 0.
-
-    Raises:
-        GraphError: They are not of one structure.
-    """
+    """Joins the outputs of the micro-batches: stacks what has no dimension, concatenates the rest on dim 0."""
     flat = [flatten_value(output) for output in outputs]
     detached = [[x.detach() if isinstance(x, torch.Tensor) else x for x in leaves] for leaves, _ in flat]
     if len({len(leaves) for leaves in detached}) > 1:
@@ -349,12 +334,7 @@ def pack_outputs(outputs: Iterable[Any]) -> Any:
 
 
 def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
-    """Cuts the tensors of ``output`` off from the graph, and copies those that share memory with its inputs or state.
-
-    Args:
-        output: What ``build`` returned.
-        alive: Returns the addresses of storages that belong to inputs, parameters and buffers.
-    """
+    """Detaches the tensors of ``output``, and copies those whose storage is at one of the addresses in ``alive()``."""
     if type(output) is dict and all(isinstance(value, torch.Tensor) and is_new(value) for value in output.values()):
         return {name: value.detach() for name, value in output.items()}  # in a third of the time
     leaves, spec = flatten_value(output)

@@ -103,8 +103,6 @@ def _describe(value: Any) -> str:
 
 @final
 class DebugLog:
-    """Prints what a call does, down to the level that was asked for."""
-
     def __init__(self) -> None:
         self.level = -1
         self._stack_depth = 2
@@ -112,7 +110,6 @@ class DebugLog:
         self._with_stack = False
 
     def configure(self, level: Any, ranks: Any, stack_depth: int, only_user: bool, with_stack: bool) -> None:
-        """Sets the level, -1 to 3, and the ranks on which it holds (0 by default, -1 for all)."""
         if isinstance(level, bool) or not isinstance(level, int) or not -1 <= level <= 3:
             raise GraphError(f"debug: level {level!r} is not within -1 and 3 · fix: use one of -1, 0, 1, 2, 3")
         if ranks is not None and not isinstance(ranks, (int, list)):
@@ -126,7 +123,6 @@ class DebugLog:
 
     @contextmanager
     def logging(self, name: str, roots: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Prints the stages of one call and, by level, the blocks and ops in it."""
         begin = time.perf_counter()
         self._say(f"(GRAPH:{name}) start running the step.")
         hooks: list[Any] = []
@@ -146,7 +142,6 @@ class DebugLog:
         self._say(f"(GRAPH:{name}) running the step Done! Cost time: {time.perf_counter() - begin:.2f}s.")
 
     def op(self, func: Any, args: Any, output: Any) -> None:
-        """Prints one op, with the user's lines that led to it if these were asked for."""
         inputs = ", ".join(_describe(x) for x in args if isinstance(x, torch.Tensor))
         outputs = ", ".join(_describe(x) for x in flatten_value(output)[0])
         self._say(f"    (OPERATOR: {func}({inputs}) -> ({outputs}))")

@@ -26,8 +26,6 @@ _CLIP_TYPE = "clip_grad_norm_type"
 
 @final
 class Update:
-    """The optimizers of a Graph, with their schedulers, and the scaler of their gradients."""
-
     def __init__(self, graph_name: str) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[LRScheduler | None] = []
@@ -43,7 +41,6 @@ class Update:
         self._num_keys = 0  # in the param groups, when their clipping keys were checked
 
     def add(self, optimizer: Any, scheduler: Any) -> None:
-        """Adds an optimizer and its scheduler. See :meth:`graphckpt.Graph.add_optimizer`."""
         where = f"{self._graph_name}.add_optimizer"
         if optimizer is None:
             raise GraphError(f"{where}: optimizer cannot be None · fix: pass a torch.optim.Optimizer")
@@ -68,11 +65,7 @@ class Update:
     # loops, since a generator costs half a microsecond a step.
 
     def begin(self) -> None:
-        """Before backward: gradients that an earlier step outside of the graph left behind must not be added to.
-
-        Raises:
-            GraphError: A clipping key that was set since is misspelt or has no number.
-        """
+        """Before backward: gradients that an earlier step outside of the graph left behind must not be added to."""
         self.has_begun = False
         num_keys = 0
         for optimizer in self.optimizers:
@@ -99,11 +92,7 @@ class Update:
             forget_half_a_step(self.scaler)
 
     def apply(self) -> None:
-        """After backward: the step itself.
-
-        Raises:
-            GraphError: No parameter has a gradient.
-        """
+        """After backward: the step itself."""
         optimizers = self.optimizers
         for optimizer in optimizers:
             if has_gradient(optimizer):
@@ -166,12 +155,10 @@ class Update:
         return self.optimizers, self.schedulers, self.scaler, self.num_steps
 
     def take_over(self, parts: tuple[Any, ...]) -> None:
-        """Takes what :meth:`parts` of another one returned."""
         optimizers, schedulers, self.scaler, self.num_steps = parts
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of optimizers, schedulers and scaler, and the number of steps taken."""
         state: dict[str, Any] = {"System-Train-TrainStep": torch.tensor(self.num_steps)}
         for number, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
             state[f"System-Train-Optimizer-{number}"] = optimizer.state_dict()
@@ -212,8 +199,6 @@ class Update:
 
 @final
 class ScaledBackward(TorchFunctionMode):
-    """Scales every loss whose ``backward()`` is called in ``build``."""
-
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         super().__init__()
         self.count = 0
@@ -235,7 +220,6 @@ def has_gradient(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_scaled(scaler: torch.amp.GradScaler, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Unscales, clips and steps each of ``optimizers`` that has a gradient."""
     for optimizer in optimizers:
         if has_gradient(optimizer):
             scaler.unscale_(optimizer)
@@ -253,7 +237,6 @@ def zero(optimizer: torch.optim.Optimizer) -> None:
 
 
 def clip(optimizer: torch.optim.Optimizer, total_norm: TotalNorm | None = None) -> None:
-    """Clips the gradients of each param group that asks for it, by its own norm."""
     for group in optimizer.param_groups:
         if _CLIP in group:
             clip_grad_norm(group["params"], group[_CLIP], group.get(_CLIP_TYPE, 2.0), total_norm)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphckpt.errors import GraphError
-from graphckpt.graph.capture_checks import modules_of
+from graphckpt.graph.capture import modules_of
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import flatten_value
 
@@ -125,7 +125,6 @@ class _State:
         return {**self._tensors, **self._plain, **random, **on_host}
 
     def put_back(self) -> bool:
-        """Makes everything what it was. Returns whether optimizers had made states since, which are gone now."""
         self._step.count_steps()
         has_removed = self._state.restore()
         for scheduler, schedule in zip(self._update.schedulers, self._schedules, strict=True):
@@ -166,7 +165,6 @@ def _two_plain_steps(difference: str | None) -> str | None:
 
 
 def _difference(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> str | None:
-    """Returns how the first value that differs does so, or ``None``."""
     for what in dict.fromkeys([*plain, *ours]):
         if what not in ours or what not in plain:
             return f"`{what}` is only in the {'plain' if what in plain else 'own'} step"

@@ -12,8 +12,7 @@ from torch import nn
 
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
-from graphckpt.blocks.find_layers import layers
-from graphckpt.blocks.select import Selector
+from graphckpt.blocks.select import Selector, layers
 from graphckpt.engine.call_state import HostRNGState
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
@@ -25,7 +24,7 @@ from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.show.table import summary_lines
 from graphckpt.rules.base import Rule
-from graphckpt.rules.keep import Keep
+from graphckpt.rules.basic import Keep
 from graphckpt.units import format_bytes
 
 Value = Mapping[str, Any] | Rule | bool | str | None
@@ -123,7 +122,6 @@ class PolicyCallback:
         self._disable_own_checkpointing()
 
     def _plan(self, model: nn.Module, step_fn: Callable[[], object]) -> list[str]:
-        """Plans the policies, applies them, and returns the lines to report."""
         from graphckpt.planning.api import plan  # noqa: PLC0415 - of use with a budget alone
 
         self._start()
@@ -189,7 +187,6 @@ class PolicyCallback:
         return self.explanation
 
     def _text(self, seen: Explanation) -> str:
-        """Returns the report: one line, or the table."""
         return str(seen) if self._report == "table" else saved_line(seen)
 
     def _remove(self) -> None:
@@ -201,7 +198,6 @@ class PolicyCallback:
 
 @contextmanager
 def restored_rng() -> Iterator[None]:
-    """Restores the RNG states of PyTorch, Python and NumPy at the end."""
     host = HostRNGState.read()
     with torch.random.fork_rng():
         try:
@@ -211,7 +207,6 @@ def restored_rng() -> Iterator[None]:
 
 
 def saved_line(seen: Explanation) -> str:
-    """Returns what the policies saved, in one line."""
     change = f"{format_bytes(seen.bytes_before)} -> {format_bytes(seen.bytes_after)}"
     offloaded = offloaded_bytes(seen)
     blocks = sum(1 for row in seen.rows if (row.reruns and not row.is_own) or row.place != "device")
@@ -221,7 +216,6 @@ def saved_line(seen: Explanation) -> str:
 
 
 def saved_metrics(seen: Explanation) -> dict[str, float]:
-    """Returns what the policies saved, as metrics for loggers."""
     metrics = {
         "graphckpt/kept_bytes_plain": float(seen.bytes_before),
         "graphckpt/kept_bytes": float(seen.bytes_after),

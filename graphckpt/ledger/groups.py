@@ -67,7 +67,6 @@ def rule_colour(option: str) -> str:
 
 
 def mixed(colour: str, other: str, share: float) -> str:
-    """Returns a colour that is ``share`` of ``other``."""
     pairs = zip(bytes.fromhex(colour[1:]), bytes.fromhex(other[1:]), strict=True)
     return "#" + "".join(f"{round((1 - share) * one + share * two):02x}" for one, two in pairs)
 
@@ -177,7 +176,6 @@ def group_rows(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def sums(rows: Sequence[Row], *fields: str) -> dict[str, Any]:
-    """Returns the sum of each field over rows; ``None`` if no row has a value."""
     columns = {field: [value for row in rows if (value := getattr(row, field)) is not None] for field in fields}
     return {field: sum(values) if values else None for field, values in columns.items()}
 
@@ -222,8 +220,6 @@ def paths_to(block: str) -> Iterator[str]:
 
 
 class Span(NamedTuple):
-    """A part of a strip above a picture."""
-
     label: str
     colour: str
     begin: float
@@ -302,8 +298,6 @@ def levels_by_kind(record: StepRecord) -> dict[str, list[int]]:
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the peak; the parts below it sum to its bytes."""
-
     name: str
     num_bytes: int
     parts: tuple[Part, ...] = ()
@@ -337,7 +331,6 @@ def tensor_name(life: TensorLife) -> str:
 
 
 def _largest(parts: Sequence[Part], limit: int, what: str) -> Iterator[Part]:
-    """Yields the largest parts, and the sum of all others."""
     ordered = sorted(parts, key=lambda part: -part.num_bytes)
     yield from ordered[:limit]
     others = ordered[limit:]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self, final
 
 import torch
 
-from graphckpt._compat import storage_of
-from graphckpt._compat_autocast import call_with_autocast
+from graphckpt._compat import call_with_autocast, storage_of
 from graphckpt._compat_compiler import DispatchMode, never_compiled
-from graphckpt.ledger.record import Event
+from graphckpt.ledger.record import Event, TensorLife
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -212,3 +217,234 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         return
     for inner in inner_tensors(tensor):
         yield from storages_of(inner)
+
+
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
+
+
+@dataclass(slots=True)
+class Hold:
+    """Something that holds a storage for backward."""
+
+    block: str | None
+    """The block; ``None`` if no policy changes what it saves."""
+    end: int | None = None
+    """The number of changes by then; ``None`` if it outlives the step."""
+    begin: int = 0
+    """The number of changes when it began."""
+    saved_by: str | None = None
+    """The block that really saves the tensor; ``None`` for what the plain step alone would save."""
+
+
+@dataclass(slots=True)
+class StorageLife:
+    """A storage, from its allocation to its end, in numbers of changes since the step began."""
+
+    begin: int
+    num_bytes: int
+    recomputed_by: str | None = None
+    """The outermost block in whose recomputation it was allocated."""
+    end: int | None = None
+    last_use: int = 0
+    """By an op that is not a recomputed one."""
+    is_resized: bool = False
+    """Whether it ended because its size changed, so that nothing could have held it."""
+    saved: list[Hold] = field(default_factory=list)
+    """What holds it in the plain step."""
+    kept: list[Hold] = field(default_factory=list)
+    """The blocks that keep it for a recomputation."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What allocated it, as fields of :class:`TensorLife`; empty until a tensor is seen that uses it."""
+    kind: str = ""
+    """See :attr:`graphckpt.ledger.record.TensorLife.kind`."""
+    is_old: bool = False
+    """Whether it existed before the step."""
+
+
+@final
+class StorageLog(LiveBytes):
+    """Counts live bytes as :class:`LiveBytes` does, and logs the lifetime of each storage.
+
+    >>> with StorageLog() as log:
+    ...     x = torch.zeros(256)
+    ...     del x
+    >>> [(life.num_bytes, life.begin, life.end) for life in log.lives]
+    [(1024, 0, 1)]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lives: list[StorageLife] = []
+        """All storages so far, in order of allocation."""
+        self.recomputed: str | None = None
+        """The outermost block that is being recomputed."""
+        self._static: dict[int, int] = {}
+        self._life_of: dict[int, StorageLife] = {}
+        self._is_old = False
+
+    @property
+    def _now(self) -> int:
+        return 0 if self._is_old else len(self._changes or ())
+
+    def hold(
+        self,
+        tensor: torch.Tensor,
+        block: str | None,
+        owner: object,
+        *,
+        is_kept: bool = False,
+        saved_by: str | None = None,
+    ) -> None:
+        """Logs who holds ``tensor`` while ``owner`` is alive; see :class:`Hold`."""
+        for life in filter(None, (self._life_of.get(id(storage)) for storage in storages_of(tensor))):
+            hold = Hold(block, begin=self._now, saved_by=saved_by)
+            (life.kept if is_kept else life.saved).append(hold)
+            when_gone(owner, tensor, _end_hold, hold, weakref.ref(self))
+
+    @property
+    def static_bytes(self) -> int:
+        return sum(self._static.values())
+
+    def levels_if_kept(self, is_kept: Callable[[str], bool]) -> list[int]:
+        """Returns the predicted live bytes at each event of :attr:`timeline` if some blocks kept everything."""
+        return levels_if_kept(self.lives, len(self._changes or ()), is_kept)
+
+    def mark_static(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts tensors that stay alive: weights and optimizer states."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                if storage.device.type != "meta":
+                    self._static[id(storage)] = storage.nbytes()
+
+    def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
+        """Sets the kind of living tensors; see :attr:`~graphckpt.ledger.record.TensorLife.kind`."""
+        for tensor in tensors:
+            for storage in () if tensor is None else storages_of(tensor):
+                life = self._life_of.get(id(storage))
+                if life is not None:
+                    life.kind = kind
+
+    @property
+    def tensors(self) -> list[TensorLife]:
+        """The storages of the step so far, in order of allocation; built at each access."""
+        return [_tensor_life(life, len(self._changes or ())) for life in self.lives]
+
+    def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Counts tensors that were alive all the time."""
+        self._is_old = True
+        try:
+            super().track_as_old(tensors)
+        finally:
+            self._is_old = False
+
+    def _see(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        storage = super()._see(tensor)
+        life = None if storage is None else self._life_of.get(id(storage))
+        if life is None:
+            return storage
+        if self.recomputed is None:
+            life.last_use = self._now
+        if not life.origin:
+            life.origin = {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            if not life.is_old:
+                op = "" if self.op is None else str(self.op)
+                life.origin |= {"block": self.block, "phase": self.phase, "op": op, "source": _source()}
+        return storage
+
+    def _change(self, num_bytes: int, key: int) -> None:
+        now = self._now
+        super()._change(num_bytes, key)
+        life = self._life_of.pop(key, None)
+        if life is not None:
+            life.end = now
+            num_bytes += life.num_bytes  # of a storage that was resized
+        if num_bytes > 0:
+            self._life_of[key] = StorageLife(now, num_bytes, self.recomputed, is_old=self._is_old or not self._depth)
+            self.lives.append(self._life_of[key])
+
+    def _resize(self, alive: Any, num_bytes: int) -> None:
+        life = self._life_of.get(alive.key)
+        if life is not None:
+            life.is_resized = True
+        super()._resize(alive, num_bytes)
+
+
+def _source() -> str:
+    """Returns the innermost line outside of PyTorch and graphckpt; empty in a thread of backward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _tensor_life(life: StorageLife, num_changes: int) -> TensorLife:
+    holds = [hold for hold in (*life.saved, *life.kept) if hold.saved_by is not None]
+    first = min(holds, key=lambda hold: hold.begin, default=None)
+    return TensorLife(
+        num_bytes=life.num_bytes,
+        begin=life.begin,
+        end=life.end,
+        kind=life.kind,
+        is_old=life.is_old,
+        recomputed_by=life.recomputed_by or "",
+        saved_by=(first and first.saved_by) or "",
+        saved_from=first.begin if first else 0,
+        saved_until=max((num_changes if hold.end is None else hold.end for hold in holds), default=0),
+        **life.origin,
+    )
+
+
+def _end_hold(hold: Hold, log: weakref.ref[StorageLog]) -> None:
+    if (living := log()) is not None:
+        hold.end = living._now
+
+
+def when_gone(
+    owner: object, tensor: torch.Tensor, function: Callable[..., object], *arguments: Any
+) -> weakref.finalize[Any, Any]:
+    """Calls ``function`` when ``owner`` is gone, or the storage of ``tensor`` if ``owner`` cannot be watched."""
+    try:
+        end: weakref.finalize[Any, Any] = weakref.finalize(owner, function, *arguments)
+    except TypeError:  # hooks of the caller may pack a tuple, as those of `save_on_cpu` do
+        end = weakref.finalize(next(storages_of(tensor)), function, *arguments)
+    end.atexit = False
+    return end
+
+
+# ---- other policies
+
+
+def levels_if_kept(lives: Iterable[StorageLife], num_changes: int, is_kept: Callable[[str], bool]) -> list[int]:
+    """Returns the live bytes after each change of the step if the blocks in ``is_kept`` kept everything.
+
+    >>> first = StorageLife(0, 8, end=1, saved=[Hold("h.0", end=3)])
+    >>> again = StorageLife(2, 8, recomputed_by="h.0", end=3)
+    >>> levels_if_kept([first, again], 4, lambda block: False), levels_if_kept([first, again], 4, lambda block: True)
+    ([8, 0, 8, 0], [8, 8, 8, 0])
+    """
+    changes = [0] * (num_changes + 1)
+    for life in lives:
+        if life.recomputed_by is None or not is_kept(life.recomputed_by):
+            changes[min(life.begin, num_changes)] += life.num_bytes
+            changes[min(_end(life, is_kept, num_changes), num_changes)] -= life.num_bytes
+    return list(accumulate(changes))[:num_changes]
+
+
+def _end(life: StorageLife, is_kept: Callable[[str], bool], num_changes: int) -> int:
+    def ends(holds: Iterable[Hold]) -> list[int]:
+        return [num_changes if hold.end is None else hold.end for hold in holds]
+
+    def is_changed(hold: Hold) -> bool:
+        return hold.block is not None and is_kept(hold.block)
+
+    end = num_changes if life.end is None else life.end
+    if life.is_resized:
+        return end
+    dropped = [hold for hold in life.kept if is_changed(hold)]
+    if dropped and end <= max(ends(dropped)):  # only for the recomputation was it alive that long
+        others = [hold for hold in life.kept if not is_changed(hold)]
+        real = [hold for hold in life.saved if hold.block is None]
+        end = max([life.last_use + 1, *ends(others), *ends(real)])
+    return max([end, *ends(hold for hold in life.saved if is_changed(hold))])

@@ -75,7 +75,6 @@ INKED = {"meta": "ink"}
 
 
 def section(heading: str, text: str, body: str) -> str:
-    """Returns a part of a page; ``body`` is HTML already."""
     return f"<section><h2>{escape(heading)}</h2>\n<p>{escape(text)}</p>\n{body}</section>\n"
 
 
@@ -121,7 +120,6 @@ def plot(figure: Mapping[str, Any], name: str, description: str, height: int) ->
 
 
 def write_page(target: Path, title: str, lead: str, sections: Iterable[str]) -> Path:
-    """Writes a page with plotly's own code in it."""
     from plotly.offline import get_plotlyjs
 
     name = escape(title)
@@ -137,7 +135,6 @@ def write_page(target: Path, title: str, lead: str, sections: Iterable[str]) -> 
 
 
 def area(xs: Sequence[float], ys: Sequence[float], colour: str) -> dict[str, Any]:
-    """Returns the trace of an area above 0."""
     line = {"width": 0, "shape": "hv"}
     return {
         "type": "scatter", "mode": "lines", "x": xs, "y": ys, "line": line, "fill": "tozeroy", "fillcolor": colour,
@@ -264,7 +261,6 @@ def _rounded(values: Iterable[float]) -> list[float]:
 
 
 def _hovers(step: StepLevels) -> Iterator[list[str]]:
-    """Yields for each point which tensor was allocated or freed there."""
     record = step.record
     born = {life.begin: life for life in record.tensors if not life.is_old}
     freed = {life.end: life for life in record.tensors if life.end is not None}

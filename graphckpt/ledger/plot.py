@@ -56,13 +56,7 @@ _MAX_RULES = 8  # in a legend
 
 
 def file_of(path: str | Path, *, has_page: bool = False) -> Path:
-    """Returns the file that a plot is written to; ``has_page`` also allows ``.html``.
-
-    Raises:
-        ConfigError: its suffix is none of ``.png``, ``.svg`` and, with ``has_page``, ``.html``, or its folder does not
-            exist.
-        MissingPackageError: matplotlib is not installed, or for ``.html`` plotly.
-    """
+    """Returns the file that a plot is written to; ``has_page`` also allows ``.html``."""
     target = Path(path)
     suffix = target.suffix.lower()
     allowed = (*_SUFFIXES, PAGE) if has_page else _SUFFIXES
@@ -89,7 +83,6 @@ def figure_of(target: Path, *, inches: tuple[float, float] = (11, 5.2)) -> Itera
 
 
 def patches(colour_of: Mapping[str, str]) -> list[Any]:
-    """Returns the entries of a legend for areas."""
     from matplotlib.patches import Patch
 
     return [Patch(facecolor=colour, label=label) for label, colour in colour_of.items()]
@@ -141,7 +134,6 @@ def shorten(text: str, length: int) -> str:
 
 
 def mark(axes: Any, at: float, level: float, text: str) -> None:
-    """Marks a point, and writes ``text`` beside it, towards the middle of the plot, or above it in the middle."""
     share = at / (axes.get_xlim()[1] or 1)
     side = "left" if share < 0.3 else "right" if share > 0.7 else "center"
     axes.plot([at], [level], marker="o", markersize=4, color=INK, clip_on=False)
@@ -157,7 +149,6 @@ def mark(axes: Any, at: float, level: float, text: str) -> None:
 
 
 def frame(axes: Any, label: str) -> None:
-    """Labels the y axis, and leaves the upper and right border of ``axes`` open."""
     axes.set_ylabel(label, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK)
@@ -223,7 +214,6 @@ class StepLevels:
 
 
 def step_totals(record: StepRecord) -> list[str]:
-    """Returns what policies change of the saved bytes and of the peak."""
     plain, peak = record.plain_peak_bytes, record.peak_bytes
     texts = [_change("kept for backward", record.bytes_before, record.bytes_after)]
     if plain is not None and peak is not None:
@@ -239,11 +229,7 @@ def _change(what: str, before: int, after: int, remark: str = "") -> str:
 
 
 def draw_step(explanation: StepRecord, target: Path) -> Path:
-    """Plots the live bytes after each allocation and free of the step, by kind.
-
-    The strips on top show the phase and the running block, in the colour of its policy; the line is the step without
-    policies, if it can be predicted. The same record gives the same file.
-    """
+    """Plots the live bytes after each allocation and free of the step, by kind."""
     step = StepLevels(explanation, _MAX_STEPS)
     with figure_of(target) as figure:
         phases, blocks, axes = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 20))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeAlias, final
 
@@ -17,8 +19,7 @@ from graphckpt._compat import (
     push_saved_tensor_hooks,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.saved_bytes import SavedBytes
-from graphckpt.ledger.storage_log import StorageLog
+from graphckpt.ledger.live_memory import StorageLog, storages_of, when_gone
 from graphckpt.stores import Traffic
 from graphckpt.stores.base import TIERS, Total
 
@@ -66,7 +67,6 @@ class Recorder:
         self.ignore(alive_anyway)
 
     def ignore(self, alive_anyway: Iterable[torch.Tensor]) -> None:
-        """Excludes these storages from all counts."""
         for tensor in alive_anyway:
             self._plain.ignore(tensor)
             self._kept.ignore(tensor)
@@ -97,7 +97,6 @@ class Recorder:
             self.end()
 
     def begin(self) -> None:
-        """Installs the saved-tensor hooks."""
         self._outer = active_saved_tensor_hooks()
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
 
@@ -123,10 +122,13 @@ class Recorder:
             self.live.label((weight.grad for weight in weights), "gradients")
         self.phase("optimizer")
 
-    def original_forward_began(self, block: str, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+    def original_forward_began(
+        self, block: str, pack: Pack, unpack: Unpack, *, is_kept: bool = False, is_stored: bool = False
+    ) -> tuple[Pack, Unpack]:
         """Begins a block's original forward.
 
         Returns the hooks: ``pack`` also counts what the plain step would save, ``unpack`` begins the block's backward.
+        What ``is_kept`` is counted as saved too, unless it ``is_stored``: the store counts it.
         """
         if self._again:
             return pack, unpack
@@ -135,42 +137,20 @@ class Recorder:
         @never_compiled
         def look_and_pack(tensor: torch.Tensor) -> Any:
             held = pack(tensor)
-            if not self._is_passing_on:
-                self._plain.add(self._running[-1][0], tensor, held)
+            if is_kept or not self._is_passing_on:
+                self._plain.add(block if is_kept else self._running[-1][0], tensor, held)
+                is_saved = is_kept and not is_stored
+                if is_saved:
+                    self._kept.add(block, tensor, held)
                 if self.live is not None:
-                    self.live.hold(tensor, block, held)
+                    self.live.hold(tensor, None if is_kept else block, held, saved_by=block if is_saved else None)
             return held
 
         return look_and_pack, _AttributedUnpack(self, block, unpack)
 
     def original_forward_ended(self, block: str) -> None:
-        """Ends a block's original forward."""
         if not self._again:
             self._leave(block)
-
-    def stored_forward_began(
-        self, block: str, pack: Pack, unpack: Unpack, *, is_stored: bool = False
-    ) -> tuple[Pack, Unpack]:
-        """Begins a block that keeps its saved tensors: as they are, or in a store that counts them itself."""
-        if self._again:
-            return pack, unpack
-        self._enter(block)
-
-        @never_compiled
-        def look_and_pack(tensor: torch.Tensor) -> Any:
-            held = pack(tensor)
-            self._plain.add(block, tensor, held)
-            if not is_stored:
-                self._kept.add(block, tensor, held)
-            if self.live is not None:
-                self.live.hold(tensor, None, held, saved_by=None if is_stored else block)
-            return held
-
-        return look_and_pack, _AttributedUnpack(self, block, unpack)
-
-    def stored_forward_ended(self, block: str) -> None:
-        """Ends a block that keeps its saved tensors."""
-        self.original_forward_ended(block)
 
     def tensor_saved(self, block: str, tensor: torch.Tensor, owner: object) -> None:
         """Counts ``tensor``, which the rule of ``block`` saves for the recomputation while ``owner`` is alive."""
@@ -199,7 +179,6 @@ class Recorder:
             self.phase("backward", block)
 
     def recomputation_began(self, block: str) -> None:
-        """Begins the recomputation of a block."""
         self._again += 1
         self.reruns[block] += 1
         self.phase("recompute", block)
@@ -208,7 +187,6 @@ class Recorder:
         self._running.append((block, _now()))
 
     def recomputation_ended(self, block: str) -> None:
-        """Ends the recomputation of a block."""
         self._again -= 1
         _, begin = self._running.pop()
         self.again_seconds[block] += _now() - begin
@@ -228,7 +206,6 @@ class Recorder:
         self.phase("forward", self._running[-1][0] if self._running else "")
 
     def enter_plain(self, block: str) -> None:
-        """Begins the forward of a module without a policy that has its own row."""
         if block in self.own_checkpointing and current_backward() != -1:
             self.recomputation_began(block)
             self._own.append(block)
@@ -236,7 +213,6 @@ class Recorder:
             self._enter(block)
 
     def leave_plain(self, block: str) -> None:
-        """Ends the forward of a module without a policy that has its own row."""
         if self._own and self._own[-1] == block:
             self.recomputation_ended(self._own.pop())
         elif not self._again and self._running and self._running[-1][0] == block:
@@ -291,3 +267,58 @@ def _now() -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return perf_counter()
+
+
+@dataclass(eq=False, slots=True)
+class _Saved:
+    storage: weakref.ref[torch.UntypedStorage]
+    block: str | None = None
+    """``None`` if it is not counted."""
+    num_bytes: int = 0
+    ends: list[weakref.finalize[Any, Any]] = field(default_factory=list)
+    """Those of its owners: what autograd or a block holds while it is saved."""
+
+    def is_owned(self) -> bool:
+        self.ends = [end for end in self.ends if end.alive]
+        return bool(self.ends)
+
+
+@final
+class SavedBytes:
+    """Sums what is saved: each storage once, for its first block. See Note [One storage, one object]."""
+
+    def __init__(self, total: Total) -> None:
+        self._total = total
+        self._saved: dict[int, _Saved] = {}
+
+    def of_block(self, block: str) -> int:
+        return self._total.share_of(block)
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        for storage in storages_of(tensor):
+            self._saved[id(storage)] = _Saved(weakref.ref(storage))
+
+    def add(self, block: str, tensor: torch.Tensor, owner: object) -> None:
+        """Counts the tensor's storage for ``block``, if it is new, until all its owners are gone."""
+        for storage in storages_of(tensor):
+            saved = self._saved.get(id(storage))
+            if saved is None or saved.storage() is not storage or (saved.block is not None and not saved.is_owned()):
+                saved = self._saved[id(storage)] = _Saved(weakref.ref(storage), block, storage.nbytes())
+                self._total.add(block, saved.num_bytes)
+            if saved.block is not None:
+                saved.ends.append(when_gone(owner, tensor, self._drop, saved))
+
+    def remove(self, tensor: torch.Tensor, owner: object) -> None:
+        for storage in storages_of(tensor):
+            saved = self._saved.get(id(storage))
+            if saved is None or saved.storage() is not storage or not saved.is_owned():
+                continue
+            for end in saved.ends:
+                if (watched := end.peek()) and watched[0] is owner:
+                    end.detach()
+            if not saved.is_owned():
+                self._total.add(saved.block, -saved.num_bytes)
+
+    def _drop(self, saved: _Saved) -> None:
+        if not saved.is_owned():
+            self._total.drop(saved.block, saved.num_bytes)

@@ -90,7 +90,6 @@ def is_too_wide(table: Table) -> bool:
 
 
 def bullet(text: str, mark: str = "-") -> Table:
-    """Returns a line that continues under its beginning."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(Text(mark, style="yellow"), Text(text))
     return grid
@@ -121,7 +120,6 @@ def text_of(parts: Iterable[RenderableType]) -> str:
 
 
 def html_of(parts: Iterable[RenderableType]) -> str:
-    """Returns tables and lines for a notebook."""
     console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, highlight=False)
     for part in parts:
         console.print(part)
@@ -133,8 +131,6 @@ def html_of(parts: Iterable[RenderableType]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowColumn(Column):
-    """A column, and how its cells come from rows."""
-
     cell: Callable[[Row], str]
     is_time: bool = False
 
@@ -267,8 +263,6 @@ def _notes(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def _columns(rows: Sequence[Row]) -> list[_RowColumn]:
-    """Returns the columns that say something."""
-
     def has_content(column: _RowColumn) -> bool:
         if column is _RUNS:
             return any(row.runs > 1 for row in rows)
@@ -279,7 +273,6 @@ def _columns(rows: Sequence[Row]) -> list[_RowColumn]:
 
 
 def _total(explanation: StepRecord) -> Row:
-    """Returns the last line: bytes of the explanation, other sums over outermost rows."""
     names = {row.block for row in explanation.rows}
     rows = [r for r in explanation.rows if not r.block or names.isdisjoint(["", *paths_to(r.block)][:-1])]
     return Row(

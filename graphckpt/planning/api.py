@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from graphckpt._compat_compiler import has_compiled_call
-from graphckpt.blocks.find_layers import layers
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.blocks.select import Selector, select
+from graphckpt.blocks.select import Selector, layers, select
 from graphckpt.errors import ConfigError, shown
 from graphckpt.planning import budget as budgets
 from graphckpt.planning.measure.real_step import RealStep

@@ -15,14 +15,11 @@ from graphckpt.blocks.compiled import SHARE, CompiledForward, share_of, takes_sh
 from graphckpt.blocks.config import BlockConfig
 from graphckpt.engine.block import BlockContext
 from graphckpt.errors import ConfigError
-from graphckpt.rules.base import Rule
-from graphckpt.rules.full import Full
-from graphckpt.rules.joined import Joined
-from graphckpt.rules.keep import Keep
-from graphckpt.rules.ops.schedule import OpGraph
-from graphckpt.rules.registry import parse_rule
+from graphckpt.rules.base import Rule, parse_rule
+from graphckpt.rules.basic import Full, Joined, Keep
+from graphckpt.rules.ops import OpGraph
 from graphckpt.rules.selective import PRESETS, Selective
-from graphckpt.stores.offload import parse_offload
+from graphckpt.stores.base import parse_offload
 from graphckpt.stores.partition import parse_partition
 
 SHARES = (0.8, 0.5, 0.3, 0.1)

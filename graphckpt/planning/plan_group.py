@@ -22,7 +22,7 @@ from graphckpt.planning.errors import GroupError, PlanError
 from graphckpt.planning.model.memory_model import MeasuredStep
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
-from graphckpt.stores.ranks import RendezvousTimeout, exchange
+from graphckpt.stores.partition import RendezvousTimeout, exchange
 
 _TOPIC = "graphckpt plan"
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error

@@ -33,8 +33,8 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.solve.search import CopyRates, PolicyChoice, PolicySearch, interval_name
-from graphckpt.rules.registry import parse_rule
-from graphckpt.stores.offload import parse_offload
+from graphckpt.rules.base import parse_rule
+from graphckpt.stores.base import parse_offload
 from graphckpt.units import format_bytes
 
 

@@ -1,31 +1,16 @@
-"""Rules: what of a block is saved for backward. Each rule is one file, found by its name."""
+"""Rules: what of a block is saved for backward. A registered rule is found by its name."""
 
 from __future__ import annotations
 
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.frame import Contexts, Frame, running
-from graphckpt.rules.base import Rule
-from graphckpt.rules.full import Full
-from graphckpt.rules.joined import Joined
-from graphckpt.rules.keep import Keep
-from graphckpt.rules.registry import parse_rule, rule_classes
+from graphckpt.rules.base import Rule, parse_rule, rule_classes
+from graphckpt.rules.basic import Full, Joined, Keep
 from graphckpt.rules.segments import Segments, run_segments
 from graphckpt.rules.selective import Selective
 from graphckpt.rules.tiles import Tiles
 
 __all__ = [
-    "BlockContext",
-    "Contexts",
-    "Frame",
-    "Full",
-    "Joined",
-    "Keep",
-    "Rule",
-    "Segments",
-    "Selective",
-    "Tiles",
-    "parse_rule",
-    "rule_classes",
-    "run_segments",
-    "running",
-]
+    "BlockContext", "Contexts", "Frame", "Full", "Joined", "Keep", "Rule", "Segments", "Selective", "Tiles",
+    "parse_rule", "rule_classes", "run_segments", "running",
+]  # fmt: skip

@@ -1,22 +1,22 @@
-"""The base class of rules, which decide what of a block is saved for backward."""
+"""The base class of rules, which decide what of a block is saved for backward, and how users name one."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from graphckpt.registry import Registry
+from graphckpt.errors import ConfigError, did_you_mean, shown
+from graphckpt.extras import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from graphckpt.engine.block import BlockContext
-
-ENTRY_POINTS = "graphckpt.rules"
-"""The entry-point group that installed packages use to name their rules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,10 @@ class Rule(ABC):
         return function(*args, **kwargs)
 
     def graph_break(self, *, has_gradients: bool) -> str | None:
-        """Returns why ``torch.compile`` cannot trace a block under this rule; ``None`` if it can."""
+        """Returns why ``torch.compile`` cannot trace a block under this rule; ``None`` if it can, by `run_in_graph`."""
         acts = has_gradients or type(self).run_without_gradients is not Rule.run_without_gradients
-        return f"the rule {self.name!r} cannot be traced" if acts else None
+        is_traced = type(self).run_in_graph is not Rule.run_in_graph
+        return f"the rule {self.name!r} cannot be traced" if acts and not is_traced else None
 
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs ``function(*args, **kwargs)``, the forward of ``module``, in a graph that ``torch.compile`` traces."""
@@ -73,4 +74,58 @@ class Rule(ABC):
         return f"{self.name}({', '.join(settings)})" if settings else self.name
 
 
-Rule._registry = Registry("Rule", ENTRY_POINTS)
+Rule._registry = Registry("Rule", "graphckpt.rules")
+
+
+def rule_classes() -> dict[str, type[Rule]]:
+    """Returns the loaded rules by name. A new rule of this package is one new file in this folder."""
+    _import_folder()
+    return Rule._registry.classes()
+
+
+@cache
+def _import_folder() -> None:
+    package = __name__.rpartition(".")[0]
+    for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{info.name}")
+
+
+def parse_rule(value: Any) -> Rule | None:
+    """Returns the rule that ``value`` means; ``None`` means that the enclosing block decides.
+
+    ``True`` is ``full``, ``False`` is ``keep``; else a rule object, a rule's name, or ``{"rule": name, **settings}``.
+
+    Raises:
+        ConfigError: ``value`` means no rule. The message has no place in it; the caller knows that.
+    """
+    if value is None or isinstance(value, Rule):
+        return value
+    if isinstance(value, bool):
+        return _class("full" if value else "keep")()
+    if isinstance(value, dict) and "rule" in value:
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items() if k != "rule"}
+        rule = _class(value["rule"])
+        fields = [f.name for f in dataclasses.fields(rule)]
+        for key in settings:
+            if key not in fields:
+                raise ConfigError(
+                    f"rule {rule.name!r}: expected one of its settings, got {key!r}{did_you_mean(key, fields)} · "
+                    f"fix: use {', '.join(map(repr, fields)) or 'none'}"
+                )
+        return rule(**settings)
+    if isinstance(value, str):
+        return _class(value)()
+    raise ConfigError(f"expected a rule, got {shown(value)} · fix: use True, False, None, {_names()} or a rule object")
+
+
+def _class(name: Any) -> type[Rule]:
+    _import_folder()
+    rule = Rule._registry.find(name) if isinstance(name, str) else None
+    if rule is None:
+        suggestion = did_you_mean(str(name), Rule._registry.names())
+        raise ConfigError(f"expected a rule, got {name!r}{suggestion} · fix: use {_names()}")
+    return rule
+
+
+def _names() -> str:
+    return ", ".join(repr(name) for name in Rule._registry.names())

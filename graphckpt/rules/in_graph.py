@@ -23,10 +23,7 @@ _ANNOTATION = "graphckpt_excluded"
 class ForwardInGraph:
     """The forward of a block, as the compiler traces it: it knows no ``MethodType``.
 
-    Args:
-        module: The block.
-        inner: What another library has put in place of the forward of its class; ``None`` without one.
-        has_excluded: Whether a child of the block is excluded from its recomputation.
+    ``inner`` is what another library has put in place of the forward of its class.
     """
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, *, has_excluded: bool) -> None:
@@ -35,7 +32,6 @@ class ForwardInGraph:
         self.has_excluded = has_excluded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs it."""
         if self._inner is not None:
             return self._inner(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)

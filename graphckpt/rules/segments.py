@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, NamedTuple, TypeAlias, final
 
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
@@ -49,10 +49,8 @@ class Segments(Rule):
     num_segments: int | str = "sqrt"
 
     def __post_init__(self) -> None:
-        is_number = (
-            isinstance(self.num_segments, int) and not isinstance(self.num_segments, bool) and self.num_segments > 0
-        )
-        if not is_number and self.num_segments not in ("sqrt", "log"):
+        is_number = isinstance(self.num_segments, int) and not isinstance(self.num_segments, bool)
+        if not (is_number and self.num_segments > 0) and self.num_segments not in ("sqrt", "log"):  # type: ignore[operator]
             raise ConfigError(
                 f"segments: expected a positive int, 'sqrt' or 'log', got {self.num_segments!r} · fix: use one of these"
             )
@@ -100,14 +98,30 @@ def run_segments(
 
     Every call of children goes through ``wrap``, which returns what to call in its place.
     """
+    chain = _Chain(block, children, wrap)
     if num_segments == "log":
-        return _run_halves(block, children, wrap, 0, len(children), value)
-    starts = (*segment_starts(num_children=len(children), num_segments=num_segments), len(children))
+        return chain.run_halves(0, len(children), value)
+    starts = segment_starts(num_children=len(children), num_segments=num_segments)
     for first, end in pairwise(starts):
-        if end == len(children):
-            return wrap(_call_in_order)(children[first:end], value)
-        value = _frame(block, children, first, end, wrap(partial(_call_in_order, children[first:end])), value)
-    return value
+        value = chain.recompute(first, end, partial(_call_in_order, children[first:end]), value)
+    return wrap(_call_in_order)(children[starts[-1] :], value)
+
+
+class _Chain(NamedTuple):
+    block: BlockContext
+    children: Sequence[Callable[..., Any]]
+    wrap: Wrap
+
+    def recompute(self, first: int, end: int, function: Callable[[Any], Any], value: Any) -> Any:
+        block = self.block.part((first, end), self.children[first:end])
+        return Frame(block, self.wrap(function)).run((value,), {})
+
+    def run_halves(self, first: int, end: int, value: Any) -> Any:
+        while end - first > 1:
+            middle = (first + end) // 2
+            value = self.recompute(first, middle, partial(self.run_halves, first, middle), value)
+            first = middle
+        return self.wrap(_call_in_order)(self.children[first:end], value)
 
 
 def run_segments_in_graph(
@@ -117,17 +131,17 @@ def run_segments_in_graph(
     context_fn: Callable[[], Any] = noop_context_fn,
 ) -> Any:
     """Does what :func:`run_segments` does, while ``torch.compile`` traces it."""
-    starts = (*segment_starts(num_children=len(children), num_segments=num_segments), len(children))
-    for first, end in pairwise(starts[:-1]):
+    starts = segment_starts(num_children=len(children), num_segments=num_segments)
+    for first, end in pairwise(starts):
         value = checkpoint_in_graph(_call_in_order, (children[first:end], value), {}, context_fn)
-    return _call_in_order(children[starts[-2] :], value)
+    return _call_in_order(children[starts[-1] :], value)
 
 
 def segment_starts(*, num_children: int, num_segments: int | str) -> tuple[int, ...]:
     """Splits a chain of children into segments of nearly equal length.
 
-    SavedTensor at once: one input per run and one run in full, so the peak is least near ``sqrt(num_children)`` runs
-    (Chen et al. 2016, arXiv:1604.06174).
+    Saved at once are one input per run and one run in full, so the peak is least near ``sqrt(num_children)`` runs (Chen
+    et al. 2016, arXiv:1604.06174).
 
     >>> segment_starts(num_children=10, num_segments=3)
     (0, 3, 6)
@@ -137,28 +151,6 @@ def segment_starts(*, num_children: int, num_segments: int | str) -> tuple[int, 
     most = max(1, num_children)
     count = max(1, math.isqrt(num_children)) if num_segments == "sqrt" else min(int(num_segments), most)
     return tuple(number * num_children // count for number in range(count))
-
-
-def _run_halves(
-    block: BlockContext, children: Sequence[Callable[..., Any]], wrap: Wrap, first: int, end: int, value: Any
-) -> Any:
-    while end - first > 1:
-        middle = (first + end) // 2
-        halves = wrap(partial(_run_halves, block, children, wrap, first, middle))
-        value = _frame(block, children, first, middle, halves, value)
-        first = middle
-    return wrap(_call_in_order)(children[first:end], value)
-
-
-def _frame(
-    block: BlockContext,
-    children: Sequence[Callable[..., Any]],
-    first: int,
-    end: int,
-    function: Callable[[Any], Any],
-    value: Any,
-) -> Any:
-    return Frame(block.part((first, end), children[first:end]), function).run((value,), {})
 
 
 def _call_in_order(children: Sequence[Callable[..., Any]], value: Any) -> Any:

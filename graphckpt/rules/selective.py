@@ -19,8 +19,7 @@ from graphckpt.engine.frame import Frame
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.rules.base import Rule
 from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_of
-from graphckpt.rules.ops.contexts import SelectiveContexts
-from graphckpt.rules.ops.schedule import NamedOps, Op, Policy
+from graphckpt.rules.ops import NamedOps, Op, Policy, SelectiveContexts
 from graphckpt.tree import flatten_call
 
 

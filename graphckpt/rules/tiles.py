@@ -113,11 +113,8 @@ class Tiles(Rule):
         return size, [i for i in able if leaves[i].shape[self.tile_dim] == size]
 
     def _join(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
-        flat = [flatten_value(output) for output in outputs]
-        joined = [
-            self._join_leaves(name, leaves, sizes) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
-        ]
-        return build_value(flat[0][1], joined)
+        leaves, specs = zip(*map(flatten_value, outputs), strict=True)
+        return build_value(specs[0], [self._join_leaves(name, each, sizes) for each in zip(*leaves, strict=True)])
 
     def _join_leaves(self, name: str, leaves: tuple[Any, ...], sizes: list[int]) -> Any:
         first = leaves[0]
@@ -126,7 +123,15 @@ class Tiles(Rule):
                 raise ConfigError(f"{name}: tiles returned different values of {type(first).__name__}, not tensors")
             return first
         if first.dim() == 0:
-            return self._reduce(name, leaves, sizes)
+            if self.reduce is None:
+                raise ConfigError(
+                    f"{name}: tiles gave outputs without dimensions, and how to join them is not said · fix: use "
+                    f"activation_checkpointing = Tiles({self.num_tiles}, reduce='sum') for a summed loss, 'mean' for a "
+                    "mean"
+                )
+            if self.reduce == "mean":
+                leaves = tuple(leaf * (size / sum(sizes)) for leaf, size in zip(leaves, sizes, strict=True))
+            return torch.stack(leaves).sum()
         if any(leaf.dim() <= max(self.tile_dim, -self.tile_dim - 1) for leaf in leaves) or any(
             leaf.shape[self.tile_dim] != size for leaf, size in zip(leaves, sizes, strict=True)
         ):
@@ -135,13 +140,3 @@ class Tiles(Rule):
                 f"{list(first.shape)}, which cannot be joined · fix: tile a block that keeps this dimension"
             )
         return torch.cat(leaves, self.tile_dim)
-
-    def _reduce(self, name: str, leaves: tuple[torch.Tensor, ...], sizes: list[int]) -> torch.Tensor:
-        if self.reduce is None:
-            raise ConfigError(
-                f"{name}: tiles gave outputs without dimensions, and how to join them is not said · fix: use "
-                f"activation_checkpointing = Tiles({self.num_tiles}, reduce='sum') for a summed loss, 'mean' for a mean"
-            )
-        total = sum(sizes)
-        weighed = leaves if self.reduce == "sum" else [t * (n / total) for t, n in zip(leaves, sizes, strict=True)]
-        return torch.stack(list(weighed)).sum()

@@ -1,9 +1,18 @@
 """Where saved tensors are held between forward and backward."""
 
-from graphckpt.stores.base import ByteHandle, ByteStore, DeviceStore, Store, TensorGroup, Traffic
+from graphckpt.stores.base import (
+    ByteHandle,
+    ByteStore,
+    DeviceStore,
+    Offload,
+    Store,
+    TensorGroup,
+    Traffic,
+    offload_targets,
+    parse_offload,
+)
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import Host
-from graphckpt.stores.offload import Offload, offload_targets, parse_offload
 from graphckpt.stores.partition import Partition, parse_partition
 from graphckpt.stores.placement import Placement, parse_contiguous, parse_min_elements, placement_of
 

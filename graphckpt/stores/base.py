@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, cast, final
+
+from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.extras import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch
+
 
 TIERS = ("device", "host", "disk")
 Tier: TypeAlias = Literal["device", "host", "disk"]
@@ -166,76 +170,45 @@ class ByteStore(ABC):
         """Releases files, threads and pinned memory."""
 
 
-# Note [Sums that fall again]
-# A step with micro-batches saves, frees and saves again. What it needs at one time is the largest sum, and the shares
-# of blocks at that moment add up to it.
-
-
 @final
 class Total:
-    """A sum of shares.
+    """A sum of shares, and what they were when it was largest.
+
+    A step with micro-batches saves, frees and saves again. What it needs at one time is the largest sum.
 
     >>> total = Total()
-    >>> first, second = Share(total), Share(total)
-    >>> first.add(4); second.add(2); first.drop(4); second.add(1)
-    >>> total.largest, first.at_largest, second.at_largest
+    >>> total.add("a", 4); total.add("b", 2); total.drop("a", 4); total.add("b", 1)
+    >>> total.largest, total.share_of("a"), total.share_of("b")
     (6, 4, 2)
     """
 
-    __slots__ = ("_largest", "_now", "_number")
+    __slots__ = ("_at_largest", "_largest", "_now", "_shares")
 
     def __init__(self) -> None:
-        self._now = 0
-        self._largest = 0
-        self._number = 0
+        self._now = self._largest = 0
+        self._shares: dict[object, int] = {}
+        self._at_largest: dict[object, int] = {}
 
     @property
     def largest(self) -> int:
-        """The largest sum at one time, as seen before each :meth:`Share.drop` and now."""
-        self._sample()
+        """The largest sum at one time, as seen before each :meth:`drop` and now."""
+        if self._now > self._largest:
+            self._largest, self._at_largest = self._now, self._shares.copy()
         return self._largest
 
-    def _sample(self) -> None:
-        if self._now > self._largest:
-            self._largest = self._now
-            self._number += 1
+    def share_of(self, key: object) -> int:
+        """Returns one share of the largest sum."""
+        return self._at_largest.get(key, 0) if self.largest else 0
 
-
-@final
-class Share:
-    """A part of a :class:`Total`."""
-
-    __slots__ = ("_at_largest", "_now", "_number", "_total")
-
-    def __init__(self, total: Total) -> None:
-        self._total = total
-        self._now = 0
-        self._at_largest = 0
-        self._number = total._number
-
-    @property
-    def at_largest(self) -> int:
-        """This part of the largest sum."""
-        self._total._sample()
-        self._remember()
-        return self._at_largest
-
-    def add(self, amount: int) -> None:
-        """Adds ``amount``; a negative one corrects what was added before."""
-        self._remember()
+    def add(self, key: object, amount: int) -> None:
+        """Adds to a share; a negative ``amount`` corrects what was added before."""
+        self._shares[key] = self._shares.get(key, 0) + amount
         self._now += amount
-        self._total._now += amount
 
-    def drop(self, amount: int) -> None:
-        """Subtracts ``amount``, which has ended."""
-        self._total._sample()
-        self.add(-amount)
-
-    def _remember(self) -> None:
-        """Notes the value at the last maximum of the total, before it changes."""
-        if self._number != self._total._number:
-            self._number = self._total._number
-            self._at_largest = self._now
+    def drop(self, key: object, amount: int) -> None:
+        """Subtracts from a share what has ended."""
+        if self.largest:
+            self.add(key, -amount)
 
 
 @final
@@ -246,11 +219,11 @@ class Traffic:
         totals: The sums of all blocks, by tier.
     """
 
-    __slots__ = ("_ends", "_shares", "copy_seconds", "wait_seconds")
+    __slots__ = ("_key", "_totals", "copy_seconds", "wait_seconds")
 
     def __init__(self, totals: Mapping[str, Total] | None = None) -> None:
-        self._shares = {tier: Share(Total() if totals is None else totals[tier]) for tier in TIERS}
-        self._ends: dict[int, _End] = {}
+        self._key = object()
+        self._totals = {tier: Total() for tier in TIERS} if totals is None else totals
         self.copy_seconds = 0.0
         """Time of the copies in both directions, whether or not they overlapped with computation."""
         self.wait_seconds = 0.0
@@ -259,27 +232,90 @@ class Traffic:
     @property
     def bytes_at(self) -> dict[str, int]:
         """The bytes at each tier when all blocks together stored most there."""
-        return {tier: share.at_largest for tier, share in self._shares.items()}
+        return {tier: total.share_of(self._key) for tier, total in self._totals.items()}
 
     def count(self, tier: str, num_bytes: int, owner: object) -> None:
         """Counts bytes that are stored at ``tier`` while ``owner`` is alive."""
-        self._shares[tier].add(num_bytes)
-        end = _End(owner, _drop)
-        end.traffic, end.tier, end.num_bytes = self, tier, num_bytes
-        self._ends[id(end)] = end
+        self._totals[tier].add(self._key, num_bytes)
+        weakref.finalize(owner, self._totals[tier].drop, self._key, num_bytes).atexit = False
 
 
-class _End(weakref.ref[Any]):
-    """A weak reference to what holds stored bytes."""
-
-    __slots__ = ("num_bytes", "tier", "traffic")
-
-    traffic: Traffic
-    tier: str
-    num_bytes: int
+ENTRY_POINTS = "graphckpt.offload"
+"""The entry-point group that installed packages use to name their offload targets."""
 
 
-def _drop(end: weakref.ref[Any]) -> None:
-    assert isinstance(end, _End)
-    end.traffic._ends.pop(id(end), None)
-    end.traffic._shares[end.tier].drop(end.num_bytes)
+class DeviceRates(Protocol):
+    """The copy rates in a device profile, in bytes per second; 0 if unknown."""
+
+    @property
+    def copy_out(self) -> float: ...  # noqa: D102
+    @property
+    def copy_in(self) -> float: ...  # noqa: D102
+    @property
+    def disk_write(self) -> float: ...  # noqa: D102
+    @property
+    def disk_read(self) -> float: ...  # noqa: D102
+
+
+class Offload(ABC):
+    """A target that saved tensors can be offloaded to. Subclasses are frozen dataclasses, registered by ``name``.
+
+    An installed package makes its target known by an entry point of the group ``graphckpt.offload``, whose name is the
+    target's; it is loaded when that name is first used.
+    """
+
+    name: ClassVar[str]
+    """The word for ``offload`` and in tables."""
+    tier: ClassVar[Literal["host", "disk"]] = "host"
+    """The kind of memory, which decides how the planner counts its bytes and estimates its copies."""
+
+    _registry: ClassVar[Registry[Offload]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in cls.__dict__:
+            Offload._registry.add(cls.name, cls)
+
+    def check(self) -> str | None:
+        """Returns why tensors cannot be offloaded to this target and how to fix it, or ``None`` if they can."""
+        return None
+
+    @abstractmethod
+    def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
+        """Returns a byte store for tensors of ``device``; ``None``, and a note with the reason, if there is none."""
+
+    def rates(self, profile: DeviceRates) -> tuple[float, float]:
+        """Returns the bytes per second of copies to this target and back, on a device described by a profile."""
+        if self.tier == "disk":
+            return profile.disk_write, profile.disk_read
+        return profile.copy_out, profile.copy_in
+
+    @classmethod
+    def parse(cls, argument: str) -> Offload:
+        """Parses the text after the name and a colon."""
+        raise ConfigError(f"{cls.name!r}: expected nothing after a colon, got {argument!r} · fix: use {cls.name!r}")
+
+
+Offload._registry = Registry("Offload", ENTRY_POINTS)
+
+
+def offload_targets() -> dict[str, type[Offload]]:
+    """Returns the registered targets by name."""
+    return Offload._registry.classes()
+
+
+def parse_offload(value: Any) -> Offload | None:
+    """Parses a value of ``offload``: ``True`` is ``"cpu"``; ``None`` and ``False`` are ``None``."""
+    if value is None or value is False:
+        return None
+    if isinstance(value, Offload):
+        return value
+    word, colon, argument = ("cpu" if value is True else str(value)).partition(":")
+    target = Offload._registry.find(word) if isinstance(value, (str, bool)) else None
+    if target is None:
+        known = Offload._registry.names()
+        names = ", ".join(map(repr, known))
+        raise ConfigError(
+            f"expected an offload target, got {value!r}{did_you_mean(word, known)} · fix: use one of {names}, or False"
+        )
+    return target.parse(argument) if colon else target()

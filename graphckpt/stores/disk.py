@@ -12,15 +12,17 @@ is still busy with the old bytes: new bytes are written after them, and what is 
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
 import os
 import tempfile
 import threading
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -29,13 +31,10 @@ from typing import Any, ClassVar, Literal, NoReturn, final
 import torch
 
 from graphckpt._compat import unseen_by_modes
-from graphckpt.errors import ConfigError, StoreError
-from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
-from graphckpt.stores.disk_file import BLOCK, UnlinkedFile, failure_message, file_system_in_memory, in_blocks
-from graphckpt.stores.offload import Offload
-from graphckpt.stores.pinned import pinned_buffer
-from graphckpt.stores.ranges import FreeRanges
-from graphckpt.stores.streams import streams_of
+from graphckpt.errors import ConfigError, StoreError, did_you_mean
+from graphckpt.stores.base import ByteHandle, ByteStore, Offload, TensorGroup, Tier
+from graphckpt.stores.pinned import pinned_buffer, streams_of
+from graphckpt.stores.slab import FreeRanges, aligned
 from graphckpt.units import format_bytes, parse_bytes
 
 CHUNK = 8 * 2**20  # bytes; a direct write of this size saturates a disk, and a stop waits for one chunk only
@@ -82,11 +81,7 @@ class Disk(Offload):
 
     @classmethod
     def parse(cls, argument: str) -> Disk:
-        """Parses the folder after ``"disk:"``; ``~`` is the user's home.
-
-        Raises:
-            ConfigError: The folder is empty.
-        """
+        """Parses the folder after ``"disk:"``; ``~`` is the user's home."""
         if not argument:
             raise ConfigError(
                 "offload: expected a folder after 'disk:', got none · fix: use 'disk:/path/to/folder' or 'disk'"
@@ -94,7 +89,6 @@ class Disk(Offload):
         return cls(str(Path(argument).expanduser()))
 
     def check(self) -> str | None:
-        """Rejects a folder that does not exist."""
         if self.folder is None or Path(self.folder).is_dir():
             return None
         return f"offload: expected an existing folder, got {str(self.folder)!r} · fix: create it, or use 'disk'"
@@ -134,7 +128,6 @@ class DiskStore(ByteStore):
         self._stop: Callable[[], object] = _no_op
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
-        """Queues a write; blocks while more than ``in_flight_bytes`` are not written."""
         self._check()
         if data.is_cuda and torch.cuda.is_current_stream_capturing():
             raise StoreError(
@@ -150,7 +143,6 @@ class DiskStore(ByteStore):
             self._give_up("write", data.numel(), group, error)
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
-        """Returns the bytes; blocks until they are read."""
         self._check()
         assert isinstance(handle, _DiskHandle)
         if self._io is None or handle.fate is not self._io.fate:
@@ -183,26 +175,21 @@ class DiskStore(ByteStore):
             self.prefetch(handles, group)
 
     def close_group(self, group: TensorGroup) -> None:
-        """Raises if a thread has failed meanwhile."""
         self._check()
 
     def free(self, handle: ByteHandle) -> None:
-        """Frees the range of the file."""
         assert isinstance(handle, _DiskHandle)
         if self._io is not None and handle.fate is self._io.fate and handle.fate.pid == os.getpid():
             self._io.free(handle)
 
     def begin_step(self) -> None:
-        """Drops the file if an interrupt has left bytes in it that nothing refers to."""
         if self._io is not None and self._io.alive:
             self.close()
 
     def stored_bytes(self, num_bytes: int) -> int:
-        """Returns whole blocks of the file."""
         return in_blocks(num_bytes)
 
     def close(self) -> None:
-        """Ends the threads, which close the file."""
         self._stop()
         self._io, self._stop = None, _no_op
 
@@ -258,7 +245,6 @@ class _DiskHandle(ByteHandle):
         """The stream that the memory of the last read was allocated on."""
 
     def is_over(self) -> bool:
-        """Whether nobody needs these bytes any more."""
         return self.is_freed or self.fate.failure is not None
 
 
@@ -284,7 +270,7 @@ class _OpenFile:
         self._file = UnlinkedFile(folder)
         try:
             with unseen_by_modes():
-                self._writer, self._reader = (transfer_for(device, self._file, note) for _ in range(2))
+                self._writer, self._reader = (Transfer(device, self._file, note) for _ in range(2))
         except BaseException:
             self._file.close()
             raise
@@ -303,7 +289,6 @@ class _OpenFile:
         return handle
 
     def prefetch(self, handles: Sequence[_DiskHandle]) -> None:
-        """Requests what is in memory still, and queues reads of the rest."""
         for handle in reversed(handles):  # backward needs first what was saved last
             handle.is_requested = True
             if handle.data is None and handle.read is None:
@@ -327,7 +312,6 @@ class _OpenFile:
         return flat
 
     def free(self, handle: _DiskHandle) -> None:
-        """Frees the range, and removes what is queued for it."""
         if handle.is_freed:
             return
         handle.is_freed, handle.data = True, None
@@ -448,107 +432,67 @@ def _on_current_stream(flat: torch.Tensor, origin: torch.cuda.Stream) -> torch.T
 # see the copied bytes. `record_stream`, which delays frees, is not needed.
 
 
-class Transfer(ABC):
-    """Copies between the tensors of one device and a file, in chunks that start at whole pages. Knows no queue."""
+@final
+class Transfer:
+    """Copies between the tensors of one device and a file, in chunks that start at whole pages. Knows no queue.
 
-    def __init__(self, file: UnlinkedFile, pages: torch.Tensor) -> None:
+    Tensors in host memory are read in place. Those on a CUDA device go through a pinned chunk, on the stream for disks;
+    the memory to load into is allocated on the stream of the calling thread, whose kernels will read it, so that the
+    allocator reuses it in the order of that stream.
+    """
+
+    def __init__(self, device: torch.device, file: UnlinkedFile, note: Callable[[str], None]) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
         self._file = file
-        self._pages = pages
-        self._chunk = pages.numpy().data
+        if self._is_cuda:
+            self._stream = streams_of(device).disk
+            self._buffer = pinned_buffer(CHUNK + BLOCK, device, note)
+        self._pages = _from_page(self._buffer.flat, CHUNK) if self._is_cuda else _whole_pages(CHUNK)
+        self._chunk = self._pages.numpy().data
 
-    def mark(self) -> Any:
+    def mark(self) -> torch.cuda.Event | None:
         """Returns what ``save`` or ``load`` must wait for: the work submitted to the device so far."""
-        return None
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-    def target(self, num_bytes: int) -> tuple[torch.Tensor | None, Any]:
+    def target(self, num_bytes: int) -> tuple[torch.Tensor | None, torch.cuda.Stream | None]:
         """Returns memory to load into and its stream, if the calling thread must allocate it."""
-        return None, None
+        if not self._is_cuda:
+            return None, None
+        target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return target, torch.cuda.current_stream(self._device)
 
     def save(self, data: torch.Tensor, offset: int, ready: Any, is_over: Callable[[], bool]) -> None:
         """Writes ``data``, flat ``uint8``, at ``offset``, unless it is over before."""
         for begin, size in _chunks(data.numel()):
             if is_over():
                 return
-            self._fetch(data, begin, size, ready)
+            if self._is_cuda:
+                self._copy(self._pages[:size], data[begin : begin + size], ready)
+            else:  # copy_() would start a team of OpenMP threads for this thread
+                ctypes.memmove(self._pages.data_ptr(), data.data_ptr() + begin, size)
             self._file.write(self._chunk[: in_blocks(size)], offset + begin)
         self._file.flush(offset, in_blocks(data.numel()))
 
-    @abstractmethod
     def load(
         self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any, is_over: Callable[[], bool]
     ) -> torch.Tensor:
         """Reads ``num_bytes`` from ``offset``, unless it is over before."""
-
-    @abstractmethod
-    def _fetch(self, data: torch.Tensor, begin: int, size: int, ready: Any) -> None:
-        """Copies ``size`` bytes of ``data`` into the chunk."""
-
-
-@final
-class HostTransfer(Transfer):
-    """For tensors in host memory. Reads go into them directly."""
-
-    def __init__(self, file: UnlinkedFile) -> None:
-        super().__init__(file, _whole_pages(CHUNK))
-
-    def load(
-        self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any, is_over: Callable[[], bool]
-    ) -> torch.Tensor:
-        """Reads into new memory."""
-        blocks = _whole_pages(in_blocks(num_bytes))
-        view = blocks.numpy().data
+        flat = _whole_pages(in_blocks(num_bytes)) if target is None else target
+        view = flat.numpy().data if target is None else self._chunk
         for begin, size in _chunks(num_bytes):
             if is_over():
                 break
-            self._file.read(view[begin : begin + in_blocks(size)], offset + begin)
-        self._file.flush(offset, len(view))
-        return blocks[:num_bytes]
-
-    def _fetch(self, data: torch.Tensor, begin: int, size: int, ready: Any) -> None:
-        # copy_() would start a team of OpenMP threads for this thread
-        ctypes.memmove(self._pages.data_ptr(), data.data_ptr() + begin, size)
-
-
-@final
-class CudaTransfer(Transfer):
-    """For tensors on a CUDA device: through a pinned chunk, on the device's stream for disks.
-
-    Memory to load into is allocated on the stream of the calling thread, whose kernels will read it, so that the
-    allocator reuses it in the order of that stream.
-    """
-
-    def __init__(self, file: UnlinkedFile, device: torch.device, note: Callable[[str], None]) -> None:
-        self._device = device
-        self._stream = streams_of(device).disk
-        self._buffer = pinned_buffer(CHUNK + BLOCK, device, note)
-        super().__init__(file, _from_page(self._buffer.flat, CHUNK))
-
-    def mark(self) -> torch.cuda.Event:
-        """Returns an event after all work submitted to the current stream."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def target(self, num_bytes: int) -> tuple[torch.Tensor, torch.cuda.Stream]:
-        """Returns memory of the current stream."""
-        target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return target, torch.cuda.current_stream(self._device)
-
-    def load(
-        self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any, is_over: Callable[[], bool]
-    ) -> torch.Tensor:
-        """Reads into the chunk and copies from there."""
-        assert target is not None
-        for begin, size in _chunks(num_bytes):
-            if is_over():
-                break
-            self._file.read(self._chunk[: in_blocks(size)], offset + begin)
-            self._copy(target[begin : begin + size], self._pages[:size], ready)
+            first = begin if target is None else 0
+            self._file.read(view[first : first + in_blocks(size)], offset + begin)
+            if target is not None:
+                self._copy(target[begin : begin + size], self._pages[:size], ready)
         self._file.flush(offset, in_blocks(num_bytes))
-        return target
-
-    def _fetch(self, data: torch.Tensor, begin: int, size: int, ready: Any) -> None:
-        self._copy(self._pages[:size], data[begin : begin + size], ready)
+        return flat[:num_bytes]
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event) -> None:
         with torch.cuda.stream(self._stream):
@@ -557,11 +501,6 @@ class CudaTransfer(Transfer):
             done = torch.cuda.Event(blocking=True)  # waits without spinning: the step's threads need the cores
             done.record(self._stream)
         done.synchronize()
-
-
-def transfer_for(device: torch.device, file: UnlinkedFile, note: Callable[[str], None]) -> Transfer:
-    """Returns a transfer between ``file`` and the tensors of ``device``, a CPU or a CUDA device."""
-    return CudaTransfer(file, device, note) if device.type == "cuda" else HostTransfer(file)
 
 
 def _whole_pages(num_bytes: int) -> torch.Tensor:
@@ -576,3 +515,144 @@ def _from_page(room: torch.Tensor, num_bytes: int) -> torch.Tensor:
 def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:
     for begin in range(0, num_bytes, CHUNK):
         yield begin, min(CHUNK, num_bytes - begin)
+
+
+BLOCK = 4096  # bytes; alignment of addresses, offsets and lengths that direct I/O needs on every common disk
+_REFUSES_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def in_blocks(num_bytes: int) -> int:
+    """Returns ``num_bytes`` rounded up to whole blocks of the file, and one block at least.
+
+    >>> in_blocks(0), in_blocks(4096), in_blocks(4097)
+    (4096, 4096, 8192)
+    """
+    return max(aligned(num_bytes, BLOCK), BLOCK)
+
+
+@final
+class UnlinkedFile:
+    """A file that is unlinked as soon as it is open, so that nothing is left behind, however the process ends.
+
+    Where the file system supports direct I/O, ``write`` and ``read`` bypass the page cache. Elsewhere ``flush`` writes
+    the cache back and drops it.
+
+    Raises:
+        OSError: The folder is missing, not writable, or full.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.is_direct = False
+        self._number = -1
+        direct = getattr(os, "O_DIRECT", 0)  # not on every system
+        if direct:
+            self._try_direct(direct)
+        if not self.is_direct:
+            self._number = _open_unlinked(folder, 0)
+
+    def write(self, source: memoryview, offset: int) -> None:
+        """Writes all of ``source``: whole blocks, at an address and an ``offset`` that are multiples of a block."""
+        done = 0
+        while done < len(source):
+            num_bytes = os.pwrite(self._number, source[done:], offset + done)
+            num_bytes -= num_bytes % BLOCK  # a partial block is written again
+            if num_bytes <= 0:
+                raise OSError(errno.EIO, f"expected {len(source)} bytes to be written, got {done}")
+            done += num_bytes
+
+    def read(self, target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            num_bytes = os.preadv(self._number, [target[done:]], offset + done)
+            num_bytes -= num_bytes % BLOCK
+            if num_bytes <= 0:
+                raise OSError(errno.EIO, f"expected {len(target)} bytes to be read, got {done}")
+            done += num_bytes
+
+    def flush(self, offset: int, num_bytes: int) -> None:
+        """Writes these bytes to the disk and drops them from the page cache."""
+        if not self.is_direct:
+            os.fdatasync(self._number)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._number, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        number, self._number = self._number, -1
+        if number >= 0:
+            os.close(number)
+
+    def _try_direct(self, direct: int) -> None:
+        try:
+            self._number = _open_unlinked(self.folder, direct)
+            page = memoryview(mmap.mmap(-1, BLOCK))
+            self.write(page, 0)  # some file systems accept the flag and refuse the write
+            self.read(page, 0)
+            self.is_direct = True
+        except OSError as error:
+            if error.errno not in _REFUSES_DIRECT:
+                raise
+        finally:
+            if not self.is_direct:
+                self.close()
+
+
+def _open_unlinked(folder: str, flags: int) -> int:
+    unnamed = getattr(os, "O_TMPFILE", 0)
+    if unnamed:
+        with suppress(OSError):  # not on every file system; the other way reports other errors better
+            return os.open(folder, unnamed | os.O_RDWR | flags, 0o600)
+    number, path = tempfile.mkstemp(prefix="graphckpt-", dir=folder)
+    try:
+        if not flags:
+            return number
+        try:
+            return os.open(path, os.O_RDWR | flags)
+        finally:
+            os.close(number)
+    finally:
+        Path(path).unlink()
+
+
+def file_system_in_memory(folder: str) -> str | None:
+    with suppress(OSError):
+        device = Path(folder).stat().st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split()[2] == number and kind.split()[0] in _IN_MEMORY:
+                return kind.split()[0]
+    return None
+
+
+def failure_message(block: str, doing: str, num_bytes: int, folder: str, error: BaseException) -> str:
+    """Returns the message for a failure to ``doing`` (``"write"`` or ``"read"``) something of ``num_bytes``."""
+    number = 0
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, OSError):
+        number = error.errno or 0
+        reason = f"{error.strerror or error}" + (f" ({errno.errorcode[number]})" if number in errno.errorcode else "")
+    return (
+        f"{block}: offload: failed to {doing} {format_bytes(num_bytes)} in {folder}: {reason}"
+        f" · fix: {_fix(number, folder, error)}"
+    )
+
+
+def _fix(number: int, folder: str, error: BaseException) -> str:
+    elsewhere = 'use offload="disk:/another/folder"'
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        siblings = [str(path) for path in Path(folder).parent.iterdir()] if Path(folder).parent.is_dir() else []
+        return f"create the folder{did_you_mean(folder, siblings)}, or {elsewhere}"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit of open files (ulimit -n)"
+    if number == errno.ENOMEM or isinstance(error, (MemoryError, RuntimeError)):
+        return "lower Disk(in_flight_bytes=...), or offload fewer blocks"
+    return f"{_FIXES.get(number, 'run the step again')}, or {elsewhere}"
+
+
+_FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space there"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "give this user write access"),
+    errno.EIO: "check the system log for disk errors",
+}

@@ -15,11 +15,9 @@ import torch
 
 from graphckpt._compat import at_end_of_backward, unseen_by_modes
 from graphckpt.errors import ConfigError, StoreError
-from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier, Traffic
-from graphckpt.stores.offload import Offload
-from graphckpt.stores.pinned import HostBuffer, pinned_buffer, postpone
-from graphckpt.stores.ranges import FreeRanges, aligned
-from graphckpt.stores.streams import streams_of
+from graphckpt.stores.base import ByteHandle, ByteStore, Offload, TensorGroup, Tier, Traffic
+from graphckpt.stores.pinned import HostBuffer, pinned_buffer, postpone, streams_of
+from graphckpt.stores.slab import FreeRanges, aligned
 from graphckpt.units import format_bytes
 
 _log = logging.getLogger("graphckpt")
@@ -55,7 +53,6 @@ class Host(Offload):
             )
 
     def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
-        """Returns a byte store for CUDA tensors; for other tensors ``None``, with a note."""
         if device.type == "cuda":
             return HostStore(device, CopyEngine(device, note), self.in_flight_bytes)
         if device.type == "cpu":
@@ -83,7 +80,6 @@ class _HostHandle(ByteHandle):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the bytes are on the device, or being reloaded."""
         return self.data is not None or self.reload_buffer is not None
 
 
@@ -120,11 +116,9 @@ class HostStore(ByteStore):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory in use."""
         return self._memory.num_bytes
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
-        """Starts a copy to the host."""
         with self._lock:
             self._waits_at_end = False
             block = self._memory.put(data.numel(), group.block)
@@ -152,13 +146,11 @@ class HostStore(ByteStore):
                 self._release_sources([other for other in self._offloading if other.group_number != group.number])
 
     def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
-        """Starts copies to the device."""
         with self._lock:
             self._wait_at_end_of_backward()
             self._start_reloads([h for h in handles if isinstance(h, _HostHandle) and not h.is_on_device], group)
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
-        """Makes the compute stream wait for the bytes."""
         assert isinstance(handle, _HostHandle)
         with self._lock:
             self._wait_at_end_of_backward()
@@ -173,7 +165,6 @@ class HostStore(ByteStore):
             return flat
 
     def free(self, handle: ByteHandle) -> None:
-        """Frees the host memory, and bytes that were prefetched in vain."""
         assert isinstance(handle, _HostHandle)
         with self._lock:
             if handle in self._offloading:
@@ -190,13 +181,11 @@ class HostStore(ByteStore):
                     self._shut()
 
     def begin_step(self) -> None:
-        """Resizes the slab, if the last step did not fit."""
         with self._lock:
             self._waits_at_end = False
             self._memory.begin_step()
 
     def close(self) -> None:
-        """Releases the host memory, once nothing in it is stored."""
         with self._lock:
             self._is_closing = True
             if not self._num_alive:
@@ -269,8 +258,6 @@ def _shut(engine: CopyEngine, memory: PinnedPool) -> None:
 
 @final
 class PinnedBlock:
-    """Bytes of host memory that are in use."""
-
     __slots__ = ("begin", "buffer", "flat", "ranges")
 
     def __init__(self, ranges: FreeRanges, begin: int, flat: torch.Tensor, buffer: HostBuffer | None) -> None:
@@ -321,15 +308,10 @@ class PinnedPool:
 
     @property
     def num_bytes(self) -> int:
-        """All host memory that is held."""
         return self.slab_bytes + sum(buffer.flat.numel() for buffer in (*self._buffers, *self._captured))
 
     def put(self, num_bytes: int, block: str) -> PinnedBlock | None:
-        """Returns memory for bytes saved by ``block``; ``None`` in a capture for what no earlier step offloaded.
-
-        Raises:
-            StoreError: Host memory cannot be allocated, or a capture is the first step.
-        """
+        """Returns memory for bytes saved by ``block``; ``None`` in a capture for what no earlier step offloaded."""
         is_captured = self._engine.is_capturing()
         if is_captured and self._max_counts and self._counts[num_bytes] >= self._max_counts[num_bytes]:
             return None  # see Note [Tensors that exist only in a capture stay on the device]
@@ -354,7 +336,6 @@ class PinnedPool:
         return PinnedBlock(self._ranges, begin, flat, buffer)
 
     def free(self, used: PinnedBlock) -> None:
-        """Frees the memory. All copies to and from it were waited for."""
         used.ranges.free(used.begin, used.begin + aligned(used.flat.numel()))
         if used.buffer is not None:
             self._spare.setdefault(used.flat.numel(), []).append(used.buffer)
@@ -377,7 +358,6 @@ class PinnedPool:
             self._grow(wanted)
 
     def release(self) -> None:
-        """Releases all memory. Nothing is in use, and no captured graph will be replayed."""
         for buffer in (*self._buffers, *self._captured, *([] if self._slab is None else [self._slab])):
             buffer.release()
         self._slab, self._buffers, self._captured, self._spare, self._views = None, [], [], {}, {}
@@ -444,8 +424,6 @@ class PinnedPool:
 
 
 class CopyEvent:
-    """Marks the end of one copy."""
-
     __slots__ = ("event", "is_captured", "stream", "traffic")
 
     def __init__(
@@ -460,8 +438,6 @@ class CopyEvent:
 
 @final
 class _StreamTimer:
-    """Two events on one stream."""
-
     __slots__ = ("_begin", "_end", "_stream")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -499,7 +475,6 @@ class CopyEngine:
         self._last: torch.cuda.Stream | None = None
 
     def buffer(self, num_bytes: int) -> HostBuffer:
-        """Makes a buffer of exactly ``num_bytes``; see ``pinned_buffer``."""
         return pinned_buffer(num_bytes, self._device, self._note)
 
     def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
@@ -509,7 +484,6 @@ class CopyEngine:
     def reload(
         self, host_flats: Sequence[torch.Tensor], device_flats: Sequence[torch.Tensor], traffic: Traffic | None = None
     ) -> list[CopyEvent]:
-        """Starts copies to the device."""
         return self._issue(self._reload_stream, host_flats, device_flats, traffic)
 
     def wait(self, event: CopyEvent) -> bool:
@@ -547,7 +521,6 @@ class CopyEngine:
                 event.event = None
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def collect_times(self) -> None:
@@ -617,8 +590,6 @@ class CopyEngine:
 
 @final
 class _StreamSwitch:
-    """Makes a stream of the current device the current one, and then that of before."""
-
     __slots__ = ("_back", "_stream")
 
     def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:

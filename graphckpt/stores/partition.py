@@ -3,19 +3,172 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from datetime import timedelta
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
 
-from graphckpt._compat import assert_on_device
+from graphckpt._compat import all_gather_bytes, assert_on_device, is_watched, unseen_by_modes
 from graphckpt.errors import ConfigError, StoreError
 from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
-from graphckpt.stores.ranks import PendingGather, RankGroup
+
+_LONGEST_SLEEP = 0.01  # seconds between two checks for the other ranks' messages
+
+
+@final
+class RendezvousTimeout(Exception):  # noqa: N818  # torch.distributed's word; the caller raises the error for users
+    """Some ranks, given by their global numbers, did not join in time."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"rank {', '.join(map(str, ranks))} did not join")
+        self.ranks = ranks
+
+
+def exchange(process_group: Any, members: list[int], message: bytes, *, topic: str, seconds: float) -> list[bytes]:
+    """Returns the messages of all ranks, in order of rank. Blocks the host, but no stream.
+
+    Unlike a collective, ranks at different points of the program do not deadlock, messages may differ in length, and
+    the ranks that did not join can be named. So it goes through the group's key-value store.
+
+    Args:
+        process_group: The group; this rank is a member.
+        members: Global ranks of the group.
+        message: This rank's message.
+        topic: The exchanges of a topic are counted: each rank's first one belongs together, and so on.
+        seconds: How long to wait for the others.
+
+    Raises:
+        RendezvousTimeout: Some ranks did not join in time.
+        RuntimeError: The key-value store is gone.
+    """
+    store = process_group.get_group_store()
+    own = process_group.rank()
+    number = store.add(f"{topic}/{own}", 1)
+    keys = [f"{topic}/{number}/{rank}" for rank in range(len(members))]
+    store.set(keys[own], message)
+    deadline = time.monotonic() + seconds
+    pause = _LONGEST_SLEEP / 100
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            raise RendezvousTimeout(
+                [member for member, key in zip(members, keys, strict=True) if not store.check([key])]
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_SLEEP)
+    messages: list[bytes] = store.multi_get(keys)
+    if number > 1:  # all ranks that are here have read the previous messages
+        store.delete_key(f"{topic}/{number - 1}/{own}")
+    return messages
+
+
+@final
+class RankGroup:
+    """The ranks of a process group, at least two, of which this rank is a member; waits for each other are limited."""
+
+    __slots__ = ("limit", "members", "process_group", "rank", "size")
+
+    def __init__(self, process_group: Any, timeout_seconds: float) -> None:
+        self.process_group = process_group
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self.members: list[int] = dist.get_process_group_ranks(process_group)
+        """Global ranks."""
+        self.limit = timedelta(seconds=timeout_seconds)
+
+    def gather(self, slices: Sequence[torch.Tensor], block: str) -> PendingGather:
+        """Starts one all-gather of all ranks' ``slices``, which must have equal sizes on all ranks."""
+        return PendingGather(self, slices, block)
+
+    def exchange(self, message: bytes, block: str) -> list[bytes]:
+        """Returns the messages of all ranks, in order of rank."""
+        seconds = self.limit.total_seconds()
+        try:
+            return exchange(self.process_group, self.members, message, topic="graphckpt", seconds=seconds)
+        except RendezvousTimeout as timeout:
+            self.fail(block, f"{timeout} at this block")
+        except RuntimeError as error:
+            self.fail(block, "failed to exchange messages", error)
+
+    def fail(self, block: str, what: str, cause: Exception | None = None) -> NoReturn:
+        reason = f" ({str(cause).splitlines()[0][:200]})" if cause is not None and str(cause) else ""
+        raise StoreError(
+            f"{block}: partition: {what} over {self.size} ranks {self.members} within"
+            f" {self.limit.total_seconds():g} s{reason} · fix: check why a rank is gone, late, or runs other blocks or"
+            " policies than this one; for slow ranks use Partition(timeout_seconds=...)"
+        ) from cause
+
+
+# Note [A counted all-gather is synchronous]
+# A thread of gloo frees the bytes of an all-gather some time after it is done, so that live bytes counted by a dispatch
+# mode would differ from run to run. While they are counted, copies that are not counted are gathered, and the counted
+# bytes are held as long as the gather's object, as gloo and NCCL do.
+
+
+@final
+class PendingGather:
+    """An all-gather in progress: runs of bytes, of each of which every rank sends one slice.
+
+    ::
+
+        sent by rank 0   [ a0 | b0 ]
+        sent by rank 1   [ a1 | b1 ]
+        output           [ a0 | b0 | a1 | b1 ]
+        runs             [ a0 | a1 ]  [ b0 | b1 ]     each its own memory, so that one does not hold the other
+    """
+
+    __slots__ = ("_block", "_counted", "_lengths", "_output", "_ranks", "_runs", "_work")
+
+    def __init__(self, ranks: RankGroup, slices: Sequence[torch.Tensor], block: str) -> None:
+        self._ranks = ranks
+        self._block = block
+        self._lengths = [piece.numel() for piece in slices]
+        sent = slices[0] if len(slices) == 1 else torch.cat(list(slices))
+        output = sent.new_empty(sent.numel() * ranks.size)
+        self._output: torch.Tensor | None = output
+        self._runs: list[torch.Tensor | None] = []
+        self._work: Any = None
+        try:
+            if output.device.type != "cpu" or not is_watched():
+                self._work = all_gather_bytes(ranks.process_group, output, sent, ranks.limit)
+                return
+            self._counted = output, sent  # see Note [A counted all-gather is synchronous]
+            with unseen_by_modes():
+                copy = torch.empty_like(output)
+                all_gather_bytes(ranks.process_group, copy, sent.clone(), ranks.limit).wait()
+                output.copy_(copy)
+        except RuntimeError as error:
+            self._fail(error)
+
+    def take(self, index: int) -> torch.Tensor:
+        """Returns one run, ready for the current stream, and drops its reference."""
+        try:
+            if self._work is not None:
+                self._work.wait()  # on CUDA the current stream waits, which may differ from call to call
+        except RuntimeError as error:
+            self._runs, self._output = [None] * len(self._lengths), None
+            self._fail(error)
+        if self._output is not None:
+            rows = self._output.view(self._ranks.size, -1)
+            self._output = None
+            self._runs = [part.reshape(-1) for part in rows.split(self._lengths, dim=1)]
+        run, self._runs[index] = self._runs[index], None
+        assert run is not None
+        return run
+
+    def drop(self, index: int) -> None:
+        if self._runs:
+            self._runs[index] = None
+
+    def _fail(self, error: RuntimeError) -> NoReturn:
+        num_bytes = sum(self._lengths) * self._ranks.size
+        self._ranks.fail(self._block, f"failed to all-gather {num_bytes} bytes", error)
+
 
 _ALIGN = 16  # bytes; slices begin where vectorised kernels may load
 _CHUNK = 1 << 18  # words of 8 bytes per iteration, so that a checksum takes a few MiB besides the tensor
@@ -57,22 +210,14 @@ class Partition:
 
 
 def parse_partition(value: Any) -> Partition | None:
-    """Parses a value of ``partition``; ``None`` and ``False`` are ``None``.
-
-    Raises:
-        ConfigError: It is neither a process group nor a device mesh.
-    """
+    """Parses a value of ``partition``; ``None`` and ``False`` are ``None``."""
     if value is None or value is False:
         return None
     return value if isinstance(value, Partition) else Partition(value)
 
 
 def group_for(partition: Any, group: TensorGroup) -> RankGroup | None:
-    """Returns the ranks that ``partition`` means for the block; ``None``, with a note, if there is only this rank.
-
-    Raises:
-        ConfigError: It is of another type, or a mesh whose dimension is ambiguous.
-    """
+    """Returns the ranks that ``partition`` means for the block; ``None``, with a note, if there is only this rank."""
     settings = parse_partition(partition)
     assert settings is not None
     if not (dist.is_available() and dist.is_initialized()):
@@ -159,19 +304,12 @@ class _ShardedHandle(ByteHandle):
         """The position of the bytes in it."""
 
     def release(self) -> None:
-        """Drops the slice."""
         self.slice = self.data = None
 
 
 @final
 class ShardedStore(ByteStore):
-    """Stores one slice per rank; bytes that are not equal on all ranks are stored in full.
-
-    Args:
-        ranks: The ranks that share.
-        device: The device of the tensors.
-        inner: The byte store of the slices; ``None`` if they stay on the device.
-    """
+    """Stores one slice per rank; bytes that are not equal on all ranks are stored in full."""
 
     def __init__(self, ranks: RankGroup, device: torch.device, inner: ByteStore | None) -> None:
         self._ranks = ranks
@@ -184,15 +322,12 @@ class ShardedStore(ByteStore):
 
     @property
     def tier(self) -> Tier:
-        """The kind of memory that holds the slices."""
         return "device" if self._inner is None else self._inner.tier
 
     def stored_bytes(self, num_bytes: int) -> int:
-        """Returns the bytes of one slice."""
         return self._bytes_here(self._slice_bytes(num_bytes))
 
     def gathered_bytes(self, num_bytes: int) -> int:
-        """Returns the bytes of all slices of a piece."""
         return self._slice_bytes(num_bytes) * self._ranks.size
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
@@ -220,13 +355,11 @@ class ShardedStore(ByteStore):
             self._inner.close_group(group)
 
     def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
-        """Prefetches this rank's bytes from the inner store, for the all-gather."""
         inner = [handle.inner for handle in _sharded(handles) if handle.inner is not None]
         if self._inner is not None and inner:
             self._inner.prefetch(inner, group)
 
     def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
-        """Starts one all-gather for the whole group."""
         missing = [handle for handle in _sharded(handles) if handle.data is None and handle.gather is None]
         self.hint(missing, group)
         split = [handle for handle in missing if handle.is_split]
@@ -249,7 +382,6 @@ class ShardedStore(ByteStore):
         return full
 
     def free(self, handle: ByteHandle) -> None:
-        """Frees the slice."""
         assert isinstance(handle, _ShardedHandle)
         if self._inner is not None and handle.inner is not None:
             self._inner.free(handle.inner)
@@ -258,17 +390,14 @@ class ShardedStore(ByteStore):
         handle.gather = handle.data = handle.slice = handle.inner = None
 
     def begin_step(self) -> None:
-        """Begins a new step of the inner store."""
         if self._inner is not None:
             self._inner.begin_step()
 
     def close(self) -> None:
-        """Closes the inner store."""
         if self._inner is not None:
             self._inner.close()
 
     def _store_slice(self, handle: _ShardedHandle, group: TensorGroup, *, is_equal: bool) -> None:
-        """Stores this rank's slice, or all bytes if they are not equal on all ranks."""
         data = handle.data
         assert data is not None
         own = self._slice_of(data) if is_equal else data
@@ -294,7 +423,6 @@ class ShardedStore(ByteStore):
         return own
 
     def _stored(self, handle: _ShardedHandle, group: TensorGroup) -> torch.Tensor:
-        """Returns the bytes that this rank stores."""
         if handle.slice is not None:
             return handle.slice
         assert self._inner is not None
@@ -319,11 +447,7 @@ class ShardedStore(ByteStore):
             )
 
     def _compare_ranks(self, pieces: Sequence[torch.Tensor], group: TensorGroup) -> list[bool]:
-        """Returns for each piece whether it is equal on all ranks; see Note [Same calls on all ranks].
-
-        Raises:
-            StoreError: The ranks run different blocks, sizes or policies, or one is gone or late.
-        """
+        """Returns for each piece whether it is equal on all ranks; see Note [Same calls on all ranks]."""
         if pieces[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise StoreError(
                 f"{group.block}: partition: expected shapes seen before the capture, got new ones, which ranks cannot"

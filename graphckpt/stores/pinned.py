@@ -1,4 +1,4 @@
-"""Allocates pinned host memory of exactly the requested size."""
+"""Pinned host memory of exactly the requested size, and the CUDA streams that all stores share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,38 @@ import mmap
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, final
+from functools import cache
+from typing import Any, NamedTuple, final
 
 import torch
 
 from graphckpt._compat import unseen_by_modes
+
+# Note [Streams are shared]
+# PyTorch hands out 32 streams in turn. If each store took new ones, those of a later store would be the stream of a
+# capture or of another store, and its copies would be serialized with the work that they should overlap with.
+
+
+class Streams(NamedTuple):
+    capture: torch.cuda.Stream
+    """For captures and their warm-up: cuBLAS keeps a workspace per stream."""
+    offload: torch.cuda.Stream
+    """For copies to the host."""
+    reload: torch.cuda.Stream
+    """For copies to the device."""
+    disk: torch.cuda.Stream
+    """For copies between the device and the memory that files are written from: the thread of a file waits for each."""
+
+
+def streams_of(device: torch.device) -> Streams:
+    has_index = device.type != "cuda" or device.index is not None
+    return _streams_of(device if has_index else torch.device("cuda", torch.cuda.current_device()))
+
+
+@cache
+def _streams_of(device: torch.device) -> Streams:
+    return Streams(*(torch.cuda.Stream(device) for _ in Streams._fields))
+
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _postponed: list[Callable[[], None]] = []  # releases that wait until no capture is under way
@@ -42,11 +69,7 @@ class HostBuffer:
 
 
 def pinned_buffer(num_bytes: int, device: torch.device, note: Callable[[str], None]) -> HostBuffer:
-    """Returns a buffer of exactly ``num_bytes``.
-
-    Raises:
-        MemoryError, RuntimeError: The memory cannot be allocated.
-    """
+    """Returns a buffer of exactly ``num_bytes``."""
 
     def clear_error() -> None:  # of a failed call, which CUDA would report for the next kernel
         with suppress(RuntimeError):

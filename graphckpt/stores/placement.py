@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
-from graphckpt.stores.base import DeviceStore, Store, TensorGroup
-from graphckpt.stores.offload import Offload, parse_offload
+from graphckpt.stores.base import DeviceStore, Offload, Store, TensorGroup, parse_offload
 from graphckpt.stores.partition import ShardedStore, group_for, parse_partition
 from graphckpt.stores.slab import SlabStore
 from graphckpt.stores.tensor_store import TensorStore
@@ -23,14 +22,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True)
 class Placement:
-    """Where blocks store saved tensors. Blocks with one placement share its store, which stores a shared tensor once.
-
-    Args:
-        offload: The offload target; ``None`` if tensors stay on their device.
-        partition: The ranks to split tensors over; ``None`` to keep them whole.
-        contiguous: Whether tensors on the device are stored in one slab.
-        min_elements: Smaller tensors stay where they are.
-    """
+    """Where blocks store saved tensors. Blocks with one placement share its store, which holds a shared tensor once."""
 
     offload: Offload | None = None
     partition: Any = None
@@ -40,7 +32,6 @@ class Placement:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all tensors stay where they are."""
         return self.offload is None and self.partition is None and not self.contiguous
 
     @property
@@ -87,11 +78,7 @@ class Placement:
 
 
 def placement_of(fields: Mapping[str, Any]) -> Placement:
-    """Resolves the fields ``offload``, ``partition``, ``contiguous`` and ``min_elements`` of a block.
-
-    Raises:
-        ConfigError: A value is not valid for its field.
-    """
+    """Resolves the fields ``offload``, ``partition``, ``contiguous`` and ``min_elements`` of a block."""
     return Placement(
         offload=parse_offload(fields.get("offload")),
         partition=parse_partition(fields.get("partition")),
@@ -101,22 +88,14 @@ def placement_of(fields: Mapping[str, Any]) -> Placement:
 
 
 def parse_contiguous(value: Any) -> bool:
-    """Parses a value of ``contiguous``.
-
-    Raises:
-        ConfigError: It is neither a bool nor ``None``.
-    """
+    """Parses a value of ``contiguous``."""
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"expected a bool or None, got {value!r} · fix: use True, False or None")
     return bool(value)
 
 
 def parse_min_elements(value: Any) -> int:
-    """Parses a value of ``min_elements``.
-
-    Raises:
-        ConfigError: It is not a non-negative int.
-    """
+    """Parses a value of ``min_elements``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"expected a non-negative int, got {value!r} · fix: use a number of elements")
     return value

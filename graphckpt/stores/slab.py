@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
+from bisect import bisect
 from collections import deque
 from typing import ClassVar, final
 
@@ -13,8 +15,71 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from graphckpt._compat import unseen_by_modes
 from graphckpt.errors import StoreError
 from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
-from graphckpt.stores.ranges import FreeRanges, aligned
 from graphckpt.units import format_bytes
+
+ALIGN = 256  # bytes; what cudaMalloc guarantees, so vectorised kernels stay legal
+
+
+def aligned(num_bytes: int, align: int = ALIGN) -> int:
+    """Rounds up to the alignment.
+
+    >>> aligned(1), aligned(256), aligned(257)
+    (256, 256, 512)
+    """
+    return -(-num_bytes // align) * align
+
+
+@final
+class FreeRanges:
+    """The free ranges of an address space without an end. Once all is freed, the same calls return the same ranges.
+
+    ::
+
+        bytes ^   +------+ +--+         Forward puts, backward frees: a stack, which first fit packs without a gap.
+              | +-+      +-+  +-+
+              |-+                +--
+              +---------------------> moments
+
+    >>> ranges = FreeRanges()
+    >>> ranges.allocate(10), ranges.allocate(20), ranges.take(100, 110), ranges.end
+    (0, 10, True, 110)
+    >>> ranges.free(0, 10)
+    >>> ranges.take(5, 15), ranges.allocate(11), ranges.allocate(3)  # the gap is too small for the second
+    (False, 30, 0)
+    """
+
+    __slots__ = ("_free",)
+
+    def __init__(self) -> None:
+        self._free = [(0, sys.maxsize)]  # begin and end, sorted; no two touch, and the last has no end
+
+    @property
+    def end(self) -> int:
+        return self._free[-1][0]
+
+    def allocate(self, size: int) -> int:
+        at = next(at for at, (begin, end) in enumerate(self._free) if end - begin >= size)
+        begin, end = self._free[at]
+        self._free[at : at + 1] = [(begin + size, end)] if end - begin > size else []
+        return begin
+
+    def take(self, begin: int, end: int) -> bool:
+        """Takes a range. Returns whether it was free."""
+        at = bisect(self._free, (begin, sys.maxsize)) - 1
+        if at < 0 or self._free[at][1] < end:
+            return False
+        low, high = self._free[at]
+        self._free[at : at + 1] = [part for part in ((low, begin), (end, high)) if part[0] < part[1]]
+        return True
+
+    def free(self, begin: int, end: int) -> None:
+        first = last = bisect(self._free, (begin, end))
+        if self._free[last][0] == end:
+            end, last = self._free[last][1], last + 1
+        if first > 0 and self._free[first - 1][1] == begin:
+            begin, first = self._free[first - 1][0], first - 1
+        self._free[first:last] = [(begin, end)]
+
 
 _log = logging.getLogger("graphckpt")
 
@@ -62,11 +127,9 @@ class SlabStore(ByteStore):
 
     @property
     def slab_bytes(self) -> int:
-        """Size of the slab; 0 before the second step."""
         return 0 if self._slab is None else self._slab.numel()
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
-        """Copies the bytes into the slab."""
         self._free_dropped()
         if self._needs_slab:
             self._allocate_slab(group)
@@ -84,7 +147,6 @@ class SlabStore(ByteStore):
         return _SlabHandle(copy.copy_(data))
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
-        """Returns the bytes in place."""
         assert isinstance(handle, _SlabHandle)
         assert handle.data is not None
         return handle.data
@@ -105,7 +167,6 @@ class SlabStore(ByteStore):
             self._ranges.take(begin, end)
 
     def close(self) -> None:
-        """Releases the slab, once nothing in it is in use."""
         self._slab = None
         self._captured.clear()
 

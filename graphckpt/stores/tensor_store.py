@@ -55,7 +55,8 @@ class TensorStore(Store):
         self._byte_store_for = byte_store_for
         self._min_elements = max(1, min_elements)
         self._byte_stores: dict[tuple[torch.device, bool], tuple[ByteStore | None, list[str]]] = {}
-        self._pieces = _PiecesByStorage()
+        self._pieces: weakref.WeakKeyDictionary[torch.UntypedStorage, list[weakref.ref[Piece]]]
+        self._pieces = weakref.WeakKeyDictionary()
         self._groups: list[weakref.ref[TensorGroup]] = []
         self._order = PrefetchOrder()
         self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
@@ -80,7 +81,6 @@ class TensorStore(Store):
             return self._num_alive
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
-        """Begins the tensors of one call of a block."""
         with self._lock:
             if not self.num_alive and all((g := ref()) is None or g.state.is_closed for ref in self._groups):
                 self._groups.clear()
@@ -92,7 +92,6 @@ class TensorStore(Store):
         return group
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None, *, is_shard: bool = False) -> object:
-        """Stores ``tensor`` and returns its key, or an alias if it stays where it is."""
         assert group is not None
         kind = what_is_not_plain(tensor)
         if kind is not None:
@@ -114,7 +113,7 @@ class TensorStore(Store):
                 tensor = tensor.detach().resolve_conj().resolve_neg()
             storage = tensor.untyped_storage()
             begin, end = _span(tensor)
-            piece = self._pieces.find(tensor, storage, begin, end, store)
+            piece = self._find_piece(tensor, storage, begin, end, store)
             if piece is None:
                 piece = self._new_piece(tensor, storage, begin, end, store, group)
             pieces = group.state.pieces
@@ -125,7 +124,6 @@ class TensorStore(Store):
             return TensorKey(piece, tensor, group)
 
     def get(self, key: object) -> torch.Tensor | None:
-        """Returns the stored tensor, without autograd history; ``None`` if it was modified in place since."""
         if isinstance(key, torch.Tensor):
             return key
         if isinstance(key, WrappedKey):
@@ -145,7 +143,6 @@ class TensorStore(Store):
             return tensor
 
     def close_group(self, group: TensorGroup | None) -> None:
-        """Closes ``group``: the forward of its block has ended, and no more tensors are added."""
         assert group is not None
         group.state.is_closed = True
         with self._lock:
@@ -154,7 +151,6 @@ class TensorStore(Store):
                 store.close_group(group)
 
     def close(self) -> None:
-        """Releases files, threads and pinned memory, unless something is still stored. A later ``put`` starts anew."""
         with self._lock:
             if self.num_alive:
                 return
@@ -183,6 +179,23 @@ class TensorStore(Store):
             group.note(note)
         return entry[0]
 
+    def _find_piece(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, store: ByteStore
+    ) -> Piece | None:
+        """Returns a piece in ``store`` that holds all bytes of ``tensor`` as they are now."""
+        for ref in self._pieces.get(storage, ()):
+            piece = ref()
+            if (
+                piece is not None
+                and piece.begin <= begin
+                and end <= piece.end
+                and piece.store is store
+                and not piece.guard.is_mutated()
+                and piece.guard.covers(tensor)
+            ):
+                return piece
+        return None
+
     def _new_piece(
         self,
         tensor: torch.Tensor,
@@ -207,7 +220,8 @@ class TensorStore(Store):
         if traffic is not None:
             traffic.count(store.tier, store.stored_bytes(end - begin), piece)
         self._num_alive += 1
-        self._pieces.add(storage, piece)
+        living = [ref for ref in self._pieces.get(storage, ()) if ref() is not None]
+        self._pieces[storage] = [*living, weakref.ref(piece)]
         return piece
 
     def _reload(self, piece: Piece, group: TensorGroup) -> torch.Tensor:
@@ -259,7 +273,6 @@ class TensorStore(Store):
 
 
 def _is_replicated(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor that every rank of its mesh holds in full."""
     placements = getattr(tensor, "placements", None)
     return placements is not None and all(placement.is_replicate() for placement in placements)
 
@@ -306,8 +319,6 @@ class Piece:
 
 @final
 class GroupState:
-    """Bookkeeping of :class:`~graphckpt.stores.tensor_store.TensorStore` for one group."""
-
     __slots__ = ("is_closed", "is_prefetched", "is_requested", "pieces", "unmoved")
 
     def __init__(self) -> None:
@@ -324,7 +335,6 @@ class GroupState:
 
 
 def pieces_of(group: TensorGroup) -> list[Piece]:
-    """Returns the pieces of a group that are not freed, in the order of ``put``."""
     return [piece for ref in group.state.pieces.values() if (piece := ref()) is not None]
 
 
@@ -345,7 +355,6 @@ class TensorKey:
         self._is_read = False
 
     def view_of(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
-        """Returns the tensor, as a view of ``storage`` from byte ``begin``."""
         offset = (begin + self._offset) // self.dtype.itemsize
         return empty(self.dtype, storage.device).set_(storage, offset, self.size, self.stride)
 
@@ -378,72 +387,15 @@ class WrappedKey:
 
     @property
     def keys(self) -> list[object]:
-        """The keys of the inner tensors."""
         return list(self._keys.values())
 
     def rebuild(self, get: Callable[[object], torch.Tensor | None]) -> torch.Tensor | None:
-        """Returns the wrapper around what ``get`` returns for each key."""
         inner: dict[str, Any] = {name: get(key) for name, key in self._keys.items()}
         if any(value is None for value in inner.values()):
             return None
         inner |= self._others
         tensor: torch.Tensor = self._class.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         return tensor
-
-
-@final
-class _PiecesByStorage:
-    """The pieces of each living storage, to find one that covers a view already."""
-
-    def __init__(self) -> None:
-        self._table: dict[int, tuple[_StorageRef, list[weakref.ref[Piece]]]] = {}
-        table = self._table
-
-        def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
-            assert isinstance(ref, _StorageRef)
-            entry = table.get(ref.number)
-            if entry is not None and entry[0] is ref:
-                del table[ref.number]
-
-        self._forget = forget
-
-    def find(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, store: ByteStore
-    ) -> Piece | None:
-        """Returns a piece in ``store`` that holds all bytes of ``tensor`` as they are now."""
-        entry = self._table.get(id(storage))
-        if entry is None or entry[0]() is not storage:
-            return None
-        for ref in entry[1]:
-            piece = ref()
-            if (
-                piece is not None
-                and piece.begin <= begin
-                and end <= piece.end
-                and piece.store is store
-                and not piece.guard.is_mutated()
-                and piece.guard.covers(tensor)
-            ):
-                return piece
-        return None
-
-    def add(self, storage: torch.UntypedStorage, piece: Piece) -> None:
-        entry = self._table.get(id(storage))
-        if entry is None or entry[0]() is not storage:
-            ref = _StorageRef(storage, self._forget)
-            ref.number = id(storage)
-            self._table[ref.number] = ref, [weakref.ref(piece)]
-            return
-        entry[1][:] = [ref for ref in entry[1] if ref() is not None]
-        entry[1].append(weakref.ref(piece))
-
-
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that still knows the ``id`` of its storage when that is gone."""
-
-    __slots__ = ("number",)
-
-    number: int
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -483,11 +435,9 @@ class PrefetchOrder:
         self._last: int | None = None
 
     def begin_step(self) -> None:
-        """Begins a new step: the next group requested has no predecessor."""
         self._last = None
 
     def record(self, number: int) -> None:
-        """Records that backward requests this group."""
         if self._last is not None:
             self._after[self._last] = number
         self._last = number
@@ -521,7 +471,6 @@ class VersionGuard:
             self._version = self._counter._version
 
     def is_mutated(self) -> bool:
-        """Whether the tensor was modified in place since."""
         return self._counter is not None and self._counter._version != self._version
 
     def covers(self, tensor: torch.Tensor) -> bool:

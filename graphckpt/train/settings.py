@@ -13,7 +13,7 @@ from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import budget
 from graphckpt.planning.options import PlanOptions
-from graphckpt.rules.registry import parse_rule
+from graphckpt.rules.base import parse_rule
 from graphckpt.train.batch_sizes import BatchSizes, batch_sizes
 from graphckpt.train.optim import warmup_cosine_lr
 from graphckpt.train.parallel.config import DistConfig, ZeroConfig

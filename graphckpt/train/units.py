@@ -9,8 +9,7 @@ from torch import nn
 
 from graphckpt.blocks.apply import policies_from_file
 from graphckpt.blocks.config import BlockConfig, fields_of
-from graphckpt.blocks.find_layers import marked_layers
-from graphckpt.blocks.select import select
+from graphckpt.blocks.select import marked_layers, select
 from graphckpt.errors import ConfigError, bullets, did_you_mean, without_repeats
 from graphckpt.train.settings import ActivationCheckpointConfig
 

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from torch import nn
 
-from graphckpt.blocks.find_layers import layers
+from graphckpt.blocks.select import layers
 
 
 def lines(*widths):

@@ -165,7 +165,8 @@ def nodes(root: Node) -> list[Node]:
 def parts_of(kind: str, arguments: str) -> tuple[str, ...]:
     """Returns the names of the modules inside of a layer."""
     module: nn.Module = eval(f"{kind}({arguments})", NAMES)
-    return tuple(name for name, part in module.named_modules() if name and type(part) is not nn.ModuleDict)
+    containers = nn.ModuleDict, nn.ModuleList  # on which a policy has no effect, an error
+    return tuple(name for name, part in module.named_modules() if name and not isinstance(part, containers))
 
 
 def generate(seed: int) -> Programme:

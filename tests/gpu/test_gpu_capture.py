@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt import Graph, GraphError, Selective
 from graphckpt.stores import Host
-from graphckpt.stores.streams import streams_of
+from graphckpt.stores.pinned import streams_of
 
 pytestmark = [
     pytest.mark.gpu,

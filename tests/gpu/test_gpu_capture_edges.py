@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import graphckpt
 from graphckpt import Graph, GraphError
 from graphckpt.stores import Host
-from graphckpt.stores.streams import streams_of
+from graphckpt.stores.pinned import streams_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,11 +16,9 @@ from torch import nn
 import graphckpt
 from graphckpt import Segments
 from graphckpt.stores import Disk, Host, Placement, TensorGroup
-from graphckpt.stores.disk import CHUNK
-from graphckpt.stores.disk_file import BLOCK
+from graphckpt.stores.disk import BLOCK, CHUNK
 from graphckpt.stores.host import HostStore
-from graphckpt.stores.pinned import pin
-from graphckpt.stores.streams import streams_of
+from graphckpt.stores.pinned import pin, streams_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,7 @@ from helpers.hard_modules import chain
 from torch import Tensor, nn
 
 from graphckpt import ConfigError, GraphError
-from graphckpt.graph.capture import is_on
-from graphckpt.graph.capture_checks import HostRandom, ModuleAttributes, capture_failure
+from graphckpt.graph.capture import HostRandom, ModuleAttributes, capture_failure, is_on
 
 
 def test_verify_before_the_first_call_changes_nothing_of_what_follows(device: str) -> None:

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from graphckpt import ConfigError
-from graphckpt.blocks.find_layers import layers
+from graphckpt.blocks.select import layers
 from graphckpt.integrations.policy_callback import saved_line
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.ledger.live_memory import LiveBytes

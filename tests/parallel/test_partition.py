@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphckpt
-import graphckpt.stores.ranks
+import graphckpt.stores.partition
 from graphckpt import ConfigError, Segments, Selective
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.stores import Partition, Placement, TensorGroup
@@ -45,8 +45,8 @@ class Log:
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
         issue, take = (
-            graphckpt.stores.ranks.all_gather_bytes,
-            graphckpt.stores.ranks.PendingGather.take,
+            graphckpt.stores.partition.all_gather_bytes,
+            graphckpt.stores.partition.PendingGather.take,
         )
 
         def logged_issue(group: Any, output: Tensor, *args: Any) -> Any:
@@ -58,8 +58,8 @@ class Log:
             self.events.append(("take", run.numel()))
             return run
 
-        graphckpt.stores.ranks.all_gather_bytes = logged_issue
-        graphckpt.stores.ranks.PendingGather.take = logged_take  # type: ignore[method-assign]
+        graphckpt.stores.partition.all_gather_bytes = logged_issue
+        graphckpt.stores.partition.PendingGather.take = logged_take  # type: ignore[method-assign]
 
     def flush(self) -> list[tuple[str, int]]:
         events, self.events = self.events, []

@@ -17,8 +17,7 @@ import graphckpt
 from graphckpt import ConfigError
 from graphckpt.stores import Partition, Placement, TensorGroup, Traffic, parse_partition
 from graphckpt.stores.base import ByteHandle, ByteStore
-from graphckpt.stores.partition import _CHUNK, ShardedStore, checksum
-from graphckpt.stores.ranks import PendingGather, RankGroup
+from graphckpt.stores.partition import _CHUNK, PendingGather, RankGroup, ShardedStore, checksum
 
 
 def test_values_of_the_flag() -> None:

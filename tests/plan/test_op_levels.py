@@ -18,7 +18,7 @@ from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.real_step import RealStep
 from graphckpt.planning.measure.sweep import measure
 from graphckpt.rules import Selective
-from graphckpt.rules.ops.schedule import OpCall, OpGraph
+from graphckpt.rules.ops import OpCall, OpGraph
 
 
 def drawn(seed):

@@ -14,7 +14,7 @@ import torch
 
 from graphckpt.graph.capture import CudaGraphBackend, _CapturedCudaGraph
 from graphckpt.stores import Host, TensorGroup
-from graphckpt.stores.disk import CudaTransfer
+from graphckpt.stores.disk import Transfer
 from graphckpt.stores.host import CopyEngine, HostStore
 from graphckpt.stores.slab import SlabStore
 from simulated_cuda.steps import D, Train, bits_of_steps, is_same
@@ -211,8 +211,8 @@ def _slab_range_freed_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _disk_without_a_mark(patch: pytest.MonkeyPatch) -> None:
-    assert callable(CudaTransfer.mark)
-    patch.setattr(CudaTransfer, "mark", lambda self: NeverRecorded())
+    assert callable(Transfer.mark)
+    patch.setattr(Transfer, "mark", lambda self: NeverRecorded())
 
 
 def _disk_chunk_used_early(patch: pytest.MonkeyPatch) -> None:
@@ -221,8 +221,8 @@ def _disk_chunk_used_early(patch: pytest.MonkeyPatch) -> None:
             self._stream.wait_event(ready)
             target.copy_(source, non_blocking=True)
 
-    assert callable(CudaTransfer._copy)
-    patch.setattr(CudaTransfer, "_copy", copy)
+    assert callable(Transfer._copy)
+    patch.setattr(Transfer, "_copy", copy)
 
 
 def _replay_without_the_warm_up(patch: pytest.MonkeyPatch) -> None:

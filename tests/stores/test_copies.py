@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphckpt.stores import Host, TensorGroup, Traffic, streams
+from graphckpt.stores import Host, TensorGroup, Traffic, pinned
 from graphckpt.stores.host import CopyEngine, HostStore
 
 
@@ -181,9 +181,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         return issue(self, stream, sources, targets, traffic)
 
     monkeypatch.setattr(CopyEngine, "_issue", remember)
-    streams._streams_of.cache_clear()
+    pinned._streams_of.cache_clear()
     yield made
-    streams._streams_of.cache_clear()
+    pinned._streams_of.cache_clear()
     assert made.faults == []
     assert runtime.pinned == {}
 
@@ -200,7 +200,7 @@ def test_stores_share_two_streams_that_are_not_the_captures(machine: Machine) ->
     made = [CopyEngine(CPU, print) for _ in range(40)]
     assert len({id(stream) for copies in made for stream in (copies._offload_stream, copies._reload_stream)}) == 2
     assert len(machine.streams) == 1 + 4
-    capture, out, back, _ = streams.streams_of(CPU)
+    capture, out, back, _ = pinned.streams_of(CPU)
     assert {id(out), id(back)} == {id(made[0]._offload_stream), id(made[0]._reload_stream)}
     assert id(capture) not in (id(out), id(back))
 

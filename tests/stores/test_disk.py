@@ -22,8 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from graphckpt.errors import ConfigError, StoreError
 from graphckpt.stores import Disk, Placement, TensorGroup, Traffic, parse_offload
 from graphckpt.stores import disk as disk_store
-from graphckpt.stores.disk import CHUNK
-from graphckpt.stores.disk_file import BLOCK, UnlinkedFile, file_system_in_memory, in_blocks
+from graphckpt.stores.disk import BLOCK, CHUNK, UnlinkedFile, file_system_in_memory, in_blocks
 
 KIB, MIB = 2**10, 2**20
 SECONDS = 10.0  # until a test gives up on the thread

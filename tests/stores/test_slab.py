@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphckpt.stores.ranges import FreeRanges, aligned
+from graphckpt.stores.slab import FreeRanges, aligned
 from graphckpt.stores.tensor_store import empty
 
 

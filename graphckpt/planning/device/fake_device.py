@@ -151,7 +151,7 @@ def swapped(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[None]:
 def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
     """Makes Transformers' mask code take the branch for masks that can be read: no packed sequences.
 
-    See :mod:`graphckpt.graph.capture_checks`, which does so for captures.
+    See :mod:`graphckpt.graph.capture`, which does so for captures.
     """
     module = sys.modules.get("transformers.masking_utils")
     if module is None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias, final
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from graphckpt._compat_autocast import call_with_autocast
+from graphckpt._compat import call_with_autocast
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.saved import KEEP_ON_DEVICE
@@ -24,7 +24,7 @@ from graphckpt.planning.candidates import OpTimes, Option
 from graphckpt.planning.measure.instrument import Blocks, StepListener
 from graphckpt.planning.model.events import Interval, OpSeconds, Phase
 from graphckpt.rules.base import Rule
-from graphckpt.rules.ops.contexts import is_counted
+from graphckpt.rules.ops import is_counted
 
 TimeMark: TypeAlias = "float | torch.cuda.Event"
 """A moment of a step: seconds, or an event on CUDA's current stream."""

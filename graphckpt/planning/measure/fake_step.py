@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from graphckpt.planning.candidates import Option
     from graphckpt.planning.device.fake_device import FakeDevice
     from graphckpt.planning.measure.instrument import Blocks
-    from graphckpt.stores.offload import Offload
+    from graphckpt.stores.base import Offload
 
 
 @final

@@ -21,8 +21,7 @@ from graphckpt.planning.measure.clock import StepClock, fastest, now, record_ops
 from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.measure.trace import Trace, TracedStore, traced
 from graphckpt.planning.model.memory_model import StepSample
-from graphckpt.stores.base import Store, TensorGroup
-from graphckpt.stores.offload import Offload
+from graphckpt.stores.base import Offload, Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
 from graphckpt.stores.placement import Placement
 from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of

@@ -16,9 +16,9 @@ from graphckpt.planning.measure.instrument import Blocks
 from graphckpt.planning.model.events import Interval, Phase
 from graphckpt.planning.model.memory_model import MeasuredStep, MemoryModel, StepSample
 from graphckpt.planning.model.program import BlockProgram, StepLog, StorageEnd, with_holds
-from graphckpt.rules.keep import Keep
+from graphckpt.rules.basic import Keep
 from graphckpt.rules.selective import Selective
-from graphckpt.stores.offload import Offload
+from graphckpt.stores.base import Offload
 
 _MOST_TIMED = 16
 """Of equal blocks, so many have their ops timed one by one: the fastest of each op counts."""

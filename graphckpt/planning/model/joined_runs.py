@@ -22,7 +22,7 @@ from graphckpt.planning.model.events import EventKind, Interval, Phase
 from graphckpt.planning.model.memory_model import MeasuredStep
 from graphckpt.planning.model.program import PrivateRun
 from graphckpt.planning.model.simulate import Change, EventSeq
-from graphckpt.rules.full import Full
+from graphckpt.rules.basic import Full
 
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
 """The first block of each run, and the one after its last."""

@@ -1,0 +1,578 @@
+"""The ops of a ``selective`` block: which results are kept, and what a recomputation does with each op.
+
+::
+
+    original forward   addmm -> pow -> mul -> add -> tanh -> mul -> addmm      kept: addmm, tanh
+    recomputation      (addmm)  -      -      -     (tanh)   mul               cached: in brackets, skipped: -
+
+An op that only leads up to a kept result, or comes after the last tensor that autograd saves, is skipped: the
+recomputation carries a tensor without values in its place, which nothing may read. A result that no recomputation would
+read is not kept. The first call of a block records all this as an op schedule, which calls with arguments of the same
+shapes follow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+
+from graphckpt._compat import WithoutValues, call_with_autocast, is_fake, pytree, storage_of, version_sharing_detach
+from graphckpt._compat_compiler import DispatchMode, never_compiled
+from graphckpt.engine.call_state import RNGState, get_rng_state, set_rng_state
+from graphckpt.engine.frame import Contexts, Frame, Recomputation, ScheduleMismatch, modes_paused, running
+from graphckpt.engine.objects import mutated_by
+from graphckpt.engine.saved import SavedTensor, are_mutated, may_be_filled_later, take_all
+from graphckpt.errors import RecomputeError
+
+_MAX_SCHEDULES = 16  # of a block: one for each set of argument shapes
+_MAX_MISMATCHES = 16  # calls of a block that did not follow their schedule, before schedules are disabled for it
+_AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
+_DETACH = torch.ops.aten.detach.default
+
+Op: TypeAlias = Any
+"""A ``torch._ops.OpOverload`` such as ``torch.ops.aten.mm.default``."""
+
+
+class TensorMeta(NamedTuple):
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    dtype: torch.dtype
+    device: torch.device
+
+
+METADATA_ONLY_OPS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+        "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
+    )
+)  # fmt: skip
+"""Factory ops that read the metadata of a tensor but not its values, as for a dropout mask."""
+
+CAST = torch.ops.aten._to_copy.default
+
+_COLLECTIVE_NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "symm_mem"})
+
+
+@final
+@dataclass(slots=True)
+class OpCall:
+    """One op of the original forward. ``number`` counts the earlier calls of the same op."""
+
+    func: Op
+    number: int
+    inputs: frozenset[int]
+    """The earlier calls of the block whose results it reads; none if it reads only a size."""
+    outputs: tuple[Any, ...]
+    """The :class:`TensorMeta` of each tensor that it returns, and what else it returns."""
+    spec: Any
+    """Of the value that holds the outputs; ``None`` if it is one tensor."""
+    mutates: bool = False
+    """Whether it is an in-place op: it writes to its first argument alone and returns it."""
+    is_view: bool = False
+    must_run: bool = False
+    """Whether it has side effects: writes to a tensor from outside the block, is a collective, returns no tensor."""
+    is_random: bool = False
+    is_mutated: bool = False
+    """Whether a later op writes to a result of it."""
+    is_read: bool = False
+    """Whether another op reads a result of it."""
+    num_bytes: int = 0
+    """Bytes of its results, if they are new tensors."""
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether its results are new tensors, which stay as they are."""
+        return not (self.is_view or self.mutates or self.must_run or self.is_mutated)
+
+
+@final
+@dataclass(slots=True)
+class OpGraph:
+    """The ops of one forward, in order."""
+
+    calls: list[OpCall] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
+    """The calls whose results autograd saves."""
+    saved_bytes: int = 0
+    """Bytes of these results."""
+    num_saving: int = 0
+    """The number of calls before the last tensor that autograd saves, where a recomputation ends."""
+    is_complete: bool = True
+    """Whether all ops of the block are in the graph. ``False`` with tensor subclasses such as DTensor, sparse tensors,
+    higher-order ops or a recomputed block inside of it."""
+    _saved_storages: set[int] = field(default_factory=set)
+    _producer: dict[int, int] = field(default_factory=dict)  # by id of a storage: the call that has written it last
+
+    def add(self, func: Op, number: int, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        schema = getattr(func, "_schema", None)
+        inputs = list(_tensors(chain(args, kwargs.values())))
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
+        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if schema is None or not all(map(_is_plain, chain(inputs, results))):
+            self.is_complete = False
+            return
+        producers = frozenset(m for t in inputs if (m := self._producer.get(id(t.untyped_storage()))) is not None)
+        call = OpCall(func, number, producers, tuple(map(_meta, leaves)), spec)
+        own = len(self.calls)
+        if schema.is_mutable:
+            written = list(mutated_by(func, args, kwargs))
+            call.mutates = len(written) == 1 and written[0] is output and args[0] is output
+            call.must_run = not call.mutates or id(output.untyped_storage()) not in self._producer
+            for tensor in written:
+                producer = self._producer.get(id(tensor.untyped_storage()))
+                if producer is not None:
+                    self.calls[producer].is_mutated = True
+                self._producer[id(tensor.untyped_storage())] = own
+        else:
+            input_storages = {id(tensor.untyped_storage()) for tensor in inputs}
+            call.is_view = any(id(result.untyped_storage()) in input_storages for result in results)
+        call.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        call.must_run |= not results or func.namespace in _COLLECTIVE_NAMESPACES
+        if call.can_be_kept:
+            storages = {id(s := result.untyped_storage()): s for result in results}
+            call.num_bytes = sum(storage.nbytes() for storage in storages.values())
+            self._producer.update(dict.fromkeys(storages, own))
+        if not call.is_view:
+            for producer in producers:
+                self.calls[producer].is_read = True
+        if func in METADATA_ONLY_OPS:
+            call.inputs = frozenset()
+        self.calls.append(call)
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        # what an op fills after autograd has saved it is complete once the op has run
+        self.num_saving = max(self.num_saving, len(self.calls) + may_be_filled_later(tensor))
+        if not _is_plain(tensor):
+            self.is_complete = False
+            return
+        storage = tensor.untyped_storage()
+        producer = self._producer.get(id(storage))
+        if producer is not None:
+            self.saved_bytes += 0 if id(storage) in self._saved_storages else storage.nbytes()
+            self._saved_storages.add(id(storage))
+            self.saved.add(producer)
+
+    def close(self) -> None:
+        """Is called after the forward, when storages can no longer be identified by their ids."""
+        self._producer.clear()
+        self._saved_storages.clear()
+
+    def roots(self) -> set[int]:
+        """Returns the calls that a recomputation needs whatever is kept.
+
+        Those are calls whose results autograd saves, calls with other effects, random ops, which advance the generator
+        for later ones, and calls whose results no op reads: a custom kernel that is not dispatched may read them.
+        """
+        roots = {
+            number
+            for number, call in enumerate(self.calls[: self.num_saving])
+            if call.must_run or call.is_random or not (call.is_read or call.is_view)
+        }
+        return roots | self.saved
+
+    def needed(self, is_kept: Callable[[OpCall], bool]) -> set[int]:
+        needed: set[int] = set()
+        todo = list(self.roots())
+        while todo:
+            number = todo.pop()
+            if number not in needed:
+                needed.add(number)
+                if not is_kept(self.calls[number]):
+                    todo.extend(self.calls[number].inputs)
+        return needed
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    kinds: Collection[type] = (torch.Tensor, torch.nn.Parameter)
+    return (type(tensor) in kinds or is_fake(tensor)) and tensor.layout is torch.strided
+
+
+def _meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return TensorMeta(leaf.size(), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device)
+
+
+Key: TypeAlias = "tuple[Op, int]"
+"""An op, and how often it has been called before in the block."""
+
+Policy: TypeAlias = Callable[[Any, Any, Any, dict[str, Any], int], bool]
+"""Called with an op's result, the op, its arguments, and how often it was called before in the block."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NamedOps:
+    """The policy that keeps the results of named ops."""
+
+    ops: Collection[Op]
+    """Ops of which every result is kept."""
+    numbered: Mapping[Op, Collection[int]] = field(default_factory=dict)
+    """Ops of which the results with these numbers are kept."""
+    names: Mapping[str, tuple[Collection[Op], Collection[int] | None]] = field(default_factory=dict)
+    """The names that the user has given, the ops that each means, and which of their results, if not all."""
+
+    def __call__(self, output: Any, func: Op, args: Any, kwargs: dict[str, Any], number: int) -> bool:
+        return func in self.ops or number in self.numbered.get(func, ())
+
+    def decide(self, _: Any, func: Op, *__: Any, **___: Any) -> bool:
+        """Does the same as a policy function of PyTorch's, without numbers."""
+        return func in self.ops
+
+    def missing(self, keys: Collection[Key]) -> list[str]:
+        """Returns the names that mean a result which is not among ``keys``, or none of them."""
+        missing = []
+        for name, (ops, numbers) in self.names.items():
+            called = {number for op, number in keys if op in ops}
+            if not called or (numbers is not None and not called.issuperset(numbers)):
+                missing.append(name)
+        return missing
+
+
+@final
+@dataclass(slots=True)
+class OpSchedule:
+    """The ops of a block's forward in order, and what a recomputation does with each."""
+
+    keys: list[Key]
+    cached: set[int]
+    """The ops whose results are kept."""
+    skipped: dict[int, OpCall]
+    num_saved: int
+    """How many tensors autograd saves."""
+    is_valid: bool = True
+    """``False``: calls did not follow it, or not all ops of the block are visible."""
+
+    def has(self, position: int, func: Op) -> bool:
+        return position < len(self.keys) and self.keys[position][0] is func
+
+    def is_like(self, position: int, func: Op, output: Any) -> bool:
+        """Whether an op is the one that was recorded, and has returned the like if the recomputation will skip it."""
+        if not self.has(position, func):
+            return False
+        call = self.skipped.get(position)
+        if call is None:
+            return True
+        if call.spec is None:
+            return bool(call.outputs[0] == _meta(output))
+        leaves, spec = pytree.tree_flatten(output)
+        return bool(spec == call.spec and tuple(map(_meta, leaves)) == call.outputs)
+
+    def without_values(self, position: int, args: Any) -> Any:
+        call = self.skipped[position]
+        if call.mutates:
+            return args[0]
+        leaves = [WithoutValues.like(meta) if isinstance(meta, TensorMeta) else meta for meta in call.outputs]
+        return leaves[0] if call.spec is None else pytree.tree_unflatten(leaves, call.spec)
+
+
+def make_schedule(graph: OpGraph, kept_keys: set[Key], num_saved: int) -> OpSchedule:
+    """Returns the schedule that follows from one forward, of which the results with ``kept_keys`` are kept."""
+    schedule = OpSchedule([(call.func, call.number) for call in graph.calls], set(), {}, num_saved)
+    needed = graph.needed(lambda call: (call.func, call.number) in kept_keys)
+    for position, call in enumerate(graph.calls):
+        is_unused = not call.inputs.isdisjoint(schedule.skipped) if call.is_view else position not in needed
+        if is_unused or position >= graph.num_saving:  # no recomputation comes this far
+            schedule.skipped[position] = call
+        elif schedule.keys[position] in kept_keys:
+            schedule.cached.add(position)
+    return schedule
+
+
+class SavedResult(NamedTuple):
+    """A kept result of an op: its leaves; ``spec`` is ``None`` if it is one tensor."""
+
+    leaves: list[Any]
+    spec: Any
+    versions: list[tuple[torch.Tensor, int]]
+    random: RNGState | None  # after an op that draws random numbers, for the ops behind it
+
+    def take(self) -> list[Any] | None:
+        """Returns the leaves; ``None`` if one was modified in place, by code after the block: the op is recomputed."""
+        return None if are_mutated(self.versions) else take_all(self.leaves)
+
+
+@final
+class SelectiveContexts(Contexts):
+    """The kept results of one call of a block, and the contexts around its forward and its recomputation.
+
+    ``signature`` is what calls that run the same ops have in common, such as the shapes of their arguments; ``None``
+    for a policy that may decide otherwise in each call.
+    """
+
+    def __init__(self, policy: Policy, signature: object = None) -> None:
+        self.policy = policy
+        self.graph: OpGraph | None = None
+        """The ops of a call that no schedule exists for yet."""
+        self.schedule: OpSchedule | None = None
+        """The schedule of an earlier call, which this one follows; after the forward, that of the recomputation."""
+        self.position = 0
+        """Of the next op of the original forward in the schedule."""
+        self._signature = signature
+        self._num_saved = 0  # tensors that autograd has saved
+        self._results: dict[Key, SavedResult] = {}
+        self._fetched: dict[Key, list[Any]] = {}
+        self.storages: dict[int, list[Key]] = {}  # id of a storage: the kept results in it
+        self._keys: list[Key] = []  # of all results that were kept, in order
+        self._num_used = 0  # of them: no recomputation reads what is kept after the last saved tensor
+
+    def original_forward(self, frame: Frame) -> OpMode:
+        # The hooks around must see the same tensors in each call.
+        if frame.outer_hooks is None and self._signature is not None:
+            schedule: OpSchedule | None = frame.block.schedules.get(self._signature)
+            if schedule is None:
+                self.graph = OpGraph()
+            elif schedule.is_valid:
+                self.schedule = schedule
+        return ForwardMode(self, frame)
+
+    def recomputation(self, frame: Frame) -> OpMode:
+        if self.schedule is not None and not self.schedule.is_valid:
+            self.schedule = None
+        if frame.outer_hooks is not None:
+            # The hooks may recompute the block around, which must not happen within an op that a mode handles: autograd
+            # and autocast are not as in a forward there.
+            self._fetched.clear()
+            for key, result in self._results.items():
+                with suppress(RecomputeError):  # modified in place since, as the block around shows: the op runs
+                    self._fetched[key] = result.take()  # type: ignore[assignment]
+        return RecomputationMode(self, frame)
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        self._num_saved += 1
+        self._num_used = len(self._keys)
+        if self.graph is not None:
+            self.graph.saves(tensor)
+
+    def keep(self, key: Key, output: Any, frame: Frame) -> None:
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
+        aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
+        entries = [SavedTensor(x, frame) if isinstance(x, torch.Tensor) else x for x in aliases]
+        random = get_rng_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
+        for tensor, _ in versions:
+            self.storages.setdefault(id(storage_of(tensor)), []).append(key)
+        self._results[key] = SavedResult(entries, spec, versions, random)
+        self._keys.append(key)
+
+    def take(self, key: Key, frame: Frame) -> Any:
+        result = self._results.get(key)
+        if result is None:
+            return None
+        leaves = result.take() if frame.outer_hooks is None else self._fetched.pop(key, None)
+        if leaves is None:
+            return None
+        if result.random is not None:
+            set_rng_state(result.random)
+        return leaves[0] if result.spec is None else pytree.tree_unflatten(leaves, result.spec)
+
+    def is_found_by_number(self, func: Op) -> bool:
+        """Whether a result is known by how often its op was called before, whatever ops come in between.
+
+        A cast is not: autocast casts a weight once per region, so in one of the two executions alone.
+        """
+        return func is not CAST and (self._signature is None or func in getattr(self.policy, "ops", ()))
+
+    def drop_mutated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Drops the kept results that share memory with one of ``tensors``, which were modified.
+
+        The version counter does not always show it: GRU modifies what ``unsafe_chunk`` returns, a view without it.
+        """
+        for tensor in tensors:
+            for key in self.storages.pop(id(storage_of(tensor)), ()):
+                self._results.pop(key, None)
+
+    def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
+        """Drops what the recomputation does not need, and records or checks the schedule of the ops."""
+        self.storages.clear()
+        self._release(self._keys[self._num_used :], frame)
+        for key, result in list(self._results.items()):
+            if are_mutated(result.versions):
+                del self._results[key]
+            elif frame.outer_hooks is not None or frame.group is not None:
+                result.versions.clear()  # the block around, or the store, checks versions itself
+        graph, self.graph = self.graph, None
+        schedule = self.schedule
+        if has_failed:
+            self.schedule = None  # other calls may follow it
+        elif graph is not None:
+            self._record(graph, frame)
+        elif schedule is not None and (self._num_saved, self.position) != (schedule.num_saved, len(schedule.keys)):
+            self.leave_schedule(frame)
+
+    def _release(self, keys: Iterable[Key], frame: Frame) -> None:
+        for key in keys:
+            result = self._results.pop(key, None)
+            for leaf in () if result is None else result.leaves:
+                if isinstance(leaf, SavedTensor):
+                    leaf.release(frame)
+
+    def _record(self, graph: OpGraph, frame: Frame) -> None:
+        schedule = make_schedule(graph, set(self._results), self._num_saved)
+        schedule.is_valid = graph.is_complete and not frame.excluded
+        schedules = frame.block.schedules
+        schedules[self._signature] = schedule
+        while len(schedules) > _MAX_SCHEDULES:
+            del schedules[next(iter(schedules))]
+        if not schedule.is_valid:
+            self._note(frame)
+            return
+        self.schedule = schedule
+        self._release([schedule.keys[position] for position in schedule.skipped], frame)
+        for name in self.policy.missing(schedule.keys) if isinstance(self.policy, NamedOps) else ():
+            frame.block.note(f"selective: the block runs no {name}, so no result of it is kept")
+
+    def leave_schedule(self, frame: Frame) -> None:
+        """Is called when a call does not follow its schedule: all that is not kept will be recomputed."""
+        block, schedule = frame.block, self.schedule
+        if schedule is not None and block.schedules.get(self._signature) is schedule:
+            block.num_mismatches += 1
+            if block.num_mismatches < _MAX_MISMATCHES:
+                del block.schedules[self._signature]  # the next call records another one
+            else:
+                self.run_all(frame)
+        self.schedule = None
+
+    def run_all(self, frame: Frame) -> bool:
+        """Makes later recomputations skip no op. Returns whether ops may have been skipped."""
+        schedule = self.schedule
+        if schedule is None or not schedule.is_valid:
+            return False
+        schedule.is_valid = False
+        self._note(frame)
+        return True
+
+    def _note(self, frame: Frame) -> None:
+        if isinstance(self.policy, NamedOps) and self.policy.numbered:
+            frame.block.note(
+                "selective: its calls, or the original forward and the recomputation, do not run the same ops, or not "
+                "all of its ops are visible; all that is not kept is recomputed, and results named by number are not "
+                "kept"
+            )
+
+
+class OpMode(DispatchMode):
+    """Receives the ops of one execution of a block, but for those of the engine."""
+
+    def __init__(self, contexts: SelectiveContexts, frame: Frame) -> None:
+        super().__init__()
+        self._contexts = contexts
+        self._frame = frame
+        self._numbers: Counter[Op] = Counter()
+        self._depth = modes_paused.depth
+
+    @never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if modes_paused.depth == self._depth and is_counted(func, args, kwargs):
+            number = self._numbers[func]
+            self._numbers[func] = number + 1
+            return self._call((func, number), args, kwargs)
+        if func is _DETACH and isinstance(args[0], WithoutValues):
+            return WithoutValues.like(args[0])
+        return call_with_autocast(func, args, kwargs)
+
+    def _call(self, key: Key, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+@final
+class ForwardMode(OpMode):
+    """Keeps the results that the schedule names, or else the policy chooses, and records the ops for a schedule."""
+
+    def _call(self, key: Key, args: Any, kwargs: dict[str, Any]) -> Any:
+        contexts, frame, func = self._contexts, self._frame, key[0]
+        schedule, graph, position = contexts.schedule, contexts.graph, contexts.position
+        try:
+            output = call_with_autocast(func, args, kwargs)
+        except BaseException:  # which forward may catch
+            contexts.leave_schedule(frame)
+            if graph is not None:
+                graph.is_complete = False
+            raise
+        if schedule is not None and schedule.is_like(position, func, output):
+            contexts.position = position + 1
+            is_wanted = position in schedule.cached
+        else:
+            if schedule is not None:
+                contexts.leave_schedule(frame)
+            is_wanted = _makes_new_tensors(func) and contexts.policy(output, func, args, kwargs, key[1])
+            # Without a schedule, the recomputation cannot use any result.
+            is_wanted = is_wanted and (graph is not None or contexts.is_found_by_number(func))
+        if contexts.storages:
+            contexts.drop_mutated(mutated_by(func, args, kwargs))
+        if is_wanted:
+            contexts.keep(key, output, frame)
+        if graph is not None:
+            run = running.get()
+            graph.is_complete &= run is not None and run.frame is frame  # blocks inside have holders of their own
+            graph.add(func, key[1], args, kwargs, output)
+        return output
+
+
+@final
+class RecomputationMode(OpMode):
+    """Returns kept results, and runs the other ops, or skips them as the schedule says."""
+
+    def __init__(self, contexts: SelectiveContexts, frame: Frame) -> None:
+        super().__init__(contexts, frame)
+        self._schedule = contexts.schedule
+        self._position = 0  # in the schedule
+        run = running.get()
+        self._skips = isinstance(run, Recomputation) and not run.returns_output  # which needs the values of the last op
+
+    def _call(self, key: Key, args: Any, kwargs: dict[str, Any]) -> Any:
+        contexts, schedule, func = self._contexts, self._schedule, key[0]
+        position = self._position
+        self._position = position + 1
+        if schedule is None:
+            is_kept = contexts.is_found_by_number(func)
+        elif not schedule.has(position, func):
+            raise ScheduleMismatch(f"{func} is not the op of the original forward")  # no op is skipped then
+        elif self._skips and position in schedule.skipped:
+            return schedule.without_values(position, args)
+        else:
+            is_kept = position in schedule.cached
+        output = contexts.take(key, self._frame) if is_kept else None
+        if output is not None:
+            return output
+        if func in METADATA_ONLY_OPS and isinstance(args[0], WithoutValues):
+            like = args[0]
+            empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+            args = (empty, *args[1:])
+        return call_with_autocast(func, args, kwargs)
+
+
+def is_counted(func: Op, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an op is one of the block's own, and so part of the original forward and of the recomputation alike.
+
+    ``detach`` is not: the saved-tensor hooks of the two call it a different number of times. Nor are ``prim`` ops,
+    which query the device of a fake tensor. Nor is the cast of a float32 leaf that requires grad to the dtype of an
+    autocast, which caches it until its region ends, so that a parameter may be cast in only one of the two.
+    """
+    if func is CAST and kwargs.get("dtype") in _AUTOCAST_DTYPES:
+        tensor = args[0]
+        return not (tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32)
+    return func is not _DETACH and func.namespace != "prim"
+
+
+def _makes_new_tensors(func: Op) -> bool:
+    """Whether the op returns new tensors: it is neither an in-place op nor a view, whose results are never cached."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and not schema.is_mutable and all(r.alias_info is None for r in schema.returns)
