@@ -25,11 +25,13 @@ from graphckpt import Graph
 from graphckpt.train.snapshot.folder import Snapshots
 from graphckpt.train.snapshot.saved_run import SavedRun
 from graphckpt.train.snapshot.schema import (
+    IN_LINE,
     Count,
     FieldError,
     Number,
     SnapshotError,
     Text,
+    _Hooks,
     check_graph,
     reading,
     validate,
@@ -424,3 +426,21 @@ def test_the_state_of_an_optimizer_of_another_package_is_good():
                 self.state[parameter][f"own {number_of}"] = {"words": ["any", None, 3]}
 
     assert _checked(lambda p: Own(p, lr=0.1), SCHEDULES["lambda"])
+
+
+def test_a_line_of_the_log_that_is_not_written_yet():
+    """On a device the log is one line behind, so that a snapshot contains one."""
+    late = {"iteration": 2, "losses": ["total_loss"], "metrics": {**dict.fromkeys(IN_LINE, 1.0), "total_loss": 2.5}}
+    state = {"LogHook-0": {"sums": {}, "iterations": 0, "late": late}}
+    assert validate(_Hooks, state, "hooks") == state
+    refused = 0
+    for path in [path for path in paths(state) if "late" in path]:
+        for value in [GONE, *WRONG] if path[-1] != "late" else WRONG[1:]:
+            if path[-1] in {*IN_LINE, "total_loss"} and type(value) in {int, float} and abs(value) < float("inf"):
+                continue
+            if (value == [] and path[-1] == "losses") or (value is GONE and path[-1] == 0):
+                continue  # a line without losses is possible
+            with pytest.raises(FieldError, match=r"^hooks\.LogHook-0\.late"):
+                validate(_Hooks, changed(state, path, value), "hooks")
+            refused += 1
+    assert refused > 100
