@@ -36,7 +36,7 @@ from graphckpt.train.loop import HookBase
 from graphckpt.train.parallel.ranks import resolve_device
 from graphckpt.train.policies import head_policies, unit_names
 from graphckpt.train.seeds import seed_all
-from graphckpt.train.snapshot.run_folder import CONFIG
+from graphckpt.train.snapshot.saved_run import CONFIG
 from graphckpt.train.tasks.base import Task, sum_of_losses
 from graphckpt.train.trainer import Trainer
 from graphckpt.units import format_bytes

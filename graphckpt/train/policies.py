@@ -20,8 +20,7 @@ from graphckpt.planning.rows import summary_lines
 from graphckpt.train.console import Report
 from graphckpt.train.files import replacing
 from graphckpt.train.settings import ActivationCheckpointConfig
-from graphckpt.train.snapshot.run_folder import PLAN
-from graphckpt.train.snapshot.saved_run import SavedRun
+from graphckpt.train.snapshot.saved_run import PLAN, SavedRun
 
 _WHERE = "train.activation_checkpoint"
 

@@ -41,16 +41,23 @@ from graphckpt.train.foreign_errors import attribute_errors, explain_out_of_memo
 from graphckpt.train.hooks.evaluate import EvalHook, format_metrics
 from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.hooks.metrics import ExplainHook, MetricsHook, TensorBoardHook, WandbHook
-from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook
+from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook, SnapshotWriter, export
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
 from graphckpt.train.policies import plan_on_batch, replan_on_out_of_memory
 from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
-from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files
 from graphckpt.train.snapshot.run_state import RunState
-from graphckpt.train.snapshot.saved_run import SavedRun, weights_folder, writing_to
+from graphckpt.train.snapshot.saved_run import (
+    LOG,
+    METRICS,
+    PICTURE,
+    SavedRun,
+    TrainResult,
+    weights_folder,
+    writing_to,
+    written_files,
+)
 from graphckpt.train.snapshot.weights import load_weights, read_weights, tensors_of
-from graphckpt.train.snapshot.writer import SnapshotWriter, export
 from graphckpt.train.tasks.base import Task
 
 
@@ -174,7 +181,6 @@ class Trainer:
             synchronize=partial(synchronize, self.device),
         )
         self._run(loop, state, step, data=writer.data)
-        writer.close()
         files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
         result = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
         self.report.show(result.table())
@@ -313,10 +319,8 @@ class Trainer:
             yield BestHook(writer.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         yield SnapshotHook(
             writer,
-            self.saved.snapshots,
             period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
             max_to_keep=settings.checkpointer.max_to_keep,
-            run=self.saved.run,
         )
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)

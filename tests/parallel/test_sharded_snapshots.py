@@ -21,7 +21,8 @@ from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.ranks import ParallelError
 from graphckpt.train.snapshot import dcp
 from graphckpt.train.snapshot import folder as snapshot
-from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError
+from graphckpt.train.snapshot.folder import SnapshotWriteError
+from graphckpt.train.snapshot.schema import SnapshotError
 from graphckpt.train.snapshot.weights import read_weights
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]

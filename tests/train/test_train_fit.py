@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from graphckpt.config.run import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import steps
-from graphckpt.train.snapshot.run_folder import CONFIG
+from graphckpt.train.snapshot.saved_run import CONFIG
 
 MIB = 2**20
 SHORT = ["train.train_iter=3", "train.global_batch_size=24", "train.num_accumulation_steps=null"]

@@ -17,14 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.snapshot.fields import MOST, integer, is_float, item, mapping, number, sequence, tensor, text
 from graphckpt.units import format_bytes
 
 if sys.platform == "darwin":
     import resource
 
 _MOST_LOSSES = 1000  # that wait to be looked through: a few hundred bytes each
-_IN_LINE = ("consumed_samples", "time", "data_time", "total_throughput", "lr", "rss_bytes", "peak_rss_bytes")
 
 
 @final
@@ -109,32 +107,11 @@ class LogHook(HookBase):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the sums since the previous line.
-
-        Raises:
-            FieldError: a field is missing, of another type, or out of its range.
-        """
-        sums = mapping(item(state, "sums"), "hooks.LogHook-0.sums")
-        for name, value in sums.items():
-            field = f"hooks.LogHook-0.sums.{text(name, 'hooks.LogHook-0.sums: a key')}"
-            tensor(value, field, torch.zeros((), dtype=value.dtype if is_float(value) else torch.float32))
-        if sums:
-            tensor(item(sums, "total_loss"), "hooks.LogHook-0.sums.total_loss")
-        least, most = (1, MOST) if sums else (0, 0)
-        self._iterations = integer(item(state, "iterations"), "hooks.LogHook-0.iterations", least, most)
-        self._sums = {name: value.to(self._device) for name, value in sums.items()}
-        if "late" in state:
-            where = "hooks.LogHook-0.late"
-            late = mapping(state["late"], where)
-            values = {
-                name: number(value, f"{where}.metrics.{name}")
-                for name, value in mapping(item(late, "metrics"), f"{where}.metrics").items()
-            }
-            losses = sequence(item(late, "losses"), f"{where}.losses")
-            for name in (*losses, *_IN_LINE):
-                number(item(values, name), f"{where}.metrics.{name}")
-            iteration = integer(item(late, "iteration"), f"{where}.iteration")
-            self._late = _Line(iteration=iteration, values=values, losses=losses)
+        """Restores the sums since the previous line."""
+        self._sums = {name: value.to(self._device) for name, value in state["sums"].items()}
+        self._iterations = state["iterations"]
+        if (late := state.get("late")) is not None:
+            self._late = _Line(iteration=late["iteration"], values=late["metrics"], losses=late["losses"])
 
     def before_step(self, loop: Loop) -> None:
         self._seconds += loop.waited_seconds  # device time of steps counted already
