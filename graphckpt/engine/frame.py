@@ -225,7 +225,7 @@ class Frame(Call):
             call_state = self._call_state = state.finish(self._call_state, learning=learning)
             if learning:
                 self._learn_host_rng()
-            mutated = state.mutated(call_state, self._unread_parameters())
+            mutated = state.mutated(call_state, self._unread_parameters() if self.excluded else ())
             if mutated is not None:
                 state.forget(call_state)  # the next call copies it, if it is a buffer
                 message = mismatch.mutates_module(block.title, mutated)

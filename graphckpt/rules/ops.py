@@ -481,28 +481,37 @@ class OpMode(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if modes_paused.depth == self._depth and is_counted(func, args, kwargs):
-            number = self._numbers[func]
-            self._numbers[func] = number + 1
-            return self._call((func, number), args, kwargs)
+            return self._call(func, args, kwargs)
         if func is _DETACH and isinstance(args[0], WithoutValues):
             return WithoutValues.like(args[0])
         return call_with_autocast(func, args, kwargs)
 
-    def _call(self, key: Key, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+    def _count(self, func: Op) -> Key:
+        number = self._numbers[
+            func
+        ]  # slow, as ops are hashed in Python: the keys of a schedule are used where there is one
+        self._numbers[func] = number + 1
+        return func, number
 
 
 @final
 class ForwardMode(OpMode):
     """Keeps the results that the schedule names, or else the policy chooses, and records the ops for a schedule."""
 
-    def _call(self, key: Key, args: Any, kwargs: dict[str, Any]) -> Any:
-        contexts, frame, func = self._contexts, self._frame, key[0]
+    def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
+        contexts, frame = self._contexts, self._frame
         schedule, graph, position = contexts.schedule, contexts.graph, contexts.position
+        if schedule is not None and not schedule.has(position, func):
+            self._leave_schedule(position)
+            schedule = None
+        key = self._count(func) if schedule is None else schedule.keys[position]
         try:
             output = call_with_autocast(func, args, kwargs)
         except BaseException:  # which forward may catch
-            contexts.leave_schedule(frame)
+            self._leave_schedule(position + 1)
             if graph is not None:
                 graph.is_complete = False
             raise
@@ -510,8 +519,7 @@ class ForwardMode(OpMode):
             contexts.position = position + 1
             is_wanted = position in schedule.cached
         else:
-            if schedule is not None:
-                contexts.leave_schedule(frame)
+            self._leave_schedule(position + 1)
             is_wanted = _makes_new_tensors(func) and contexts.policy(output, func, args, kwargs, key[1])
             # Without a schedule, the recomputation cannot use any result.
             is_wanted = is_wanted and (graph is not None or contexts.is_found_by_number(func))
@@ -525,6 +533,11 @@ class ForwardMode(OpMode):
             graph.add(func, key[1], args, kwargs, output)
         return output
 
+    def _leave_schedule(self, num_calls: int) -> None:
+        if self._contexts.schedule is not None:
+            self._numbers.update(func for func, _ in self._contexts.schedule.keys[:num_calls])
+            self._contexts.leave_schedule(self._frame)
+
 
 @final
 class RecomputationMode(OpMode):
@@ -537,18 +550,17 @@ class RecomputationMode(OpMode):
         run = running.get()
         self._skips = isinstance(run, Recomputation) and not run.returns_output  # which needs the values of the last op
 
-    def _call(self, key: Key, args: Any, kwargs: dict[str, Any]) -> Any:
-        contexts, schedule, func = self._contexts, self._schedule, key[0]
-        position = self._position
+    def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
+        contexts, schedule, position = self._contexts, self._schedule, self._position
         self._position = position + 1
         if schedule is None:
-            is_kept = contexts.is_found_by_number(func)
+            key, is_kept = self._count(func), contexts.is_found_by_number(func)
         elif not schedule.has(position, func):
             raise ScheduleMismatch(f"{func} is not the op of the original forward")  # no op is skipped then
         elif self._skips and position in schedule.skipped:
             return schedule.without_values(position, args)
         else:
-            is_kept = position in schedule.cached
+            key, is_kept = schedule.keys[position], position in schedule.cached
         output = contexts.take(key, self._frame) if is_kept else None
         if output is not None:
             return output
