@@ -73,7 +73,7 @@ LOWEST_TESTS ?= tests/graph tests/integrations tests/blocks/test_blocks_rival.py
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch==$(LOWEST_TORCH) \
-	    pytest pytest-xdist hypothesis datasets -e ".[train,transformers-trainer,lightning]"
+	    pytest pytest-xdist hypothesis -e ".[train,transformers-trainer,lightning]"
 	touch $(LOWEST)/.installed
 
 # On a machine with a CUDA device, where torch, transformers, pytest and matplotlib are installed: see docs/gpu.md.

@@ -46,14 +46,13 @@ from transformers.utils import logging
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import PlanError
-from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import compiled_forwards as compiled_layers
 from graphckpt.planning.candidates import options as rules
 from graphckpt.planning.candidates import parse_compile
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import measure
-from graphckpt.planning.planner import Planner
+from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 
 # Legend: B batch, T tokens
 
@@ -342,7 +341,7 @@ def plans(
         with compiled_layers(blocks.modules, code.options):
             measured = measure(step, blocks, rules(code=code))
         measuring = process_time() - begin
-        planner = Planner(measured, model=case.model, compiles=code.field)
+        planner = Planner(measured, model=case.model, compiled={} if code.field is None else {"compile": code.field})
         plain.row.setdefault("planner_seconds", planner.measured.step_seconds)
         rotor = Rotor(measured) if case.in_order is not None and backend is None else None
         for share, known_budget in budgets.items():

@@ -32,14 +32,13 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from transformers.utils import logging
 
 from graphckpt import Graph, plan
-from graphckpt.planning.api import find_blocks
 from graphckpt.planning.candidates import options as rules
-from graphckpt.planning.device.fake_device import FakeDevice
-from graphckpt.planning.device.profile import load_profile, profile_names
-from graphckpt.planning.measure.fake_step import FakeStep
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.sweep import measure
-from graphckpt.planning.planner import Planner
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.profile import load_profile, profile_names
+from graphckpt.planning.steps import FakeStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 from graphckpt.units import format_bytes, format_seconds
 
 # Legend: B batch, T tokens

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from graphckpt.planning.model.events import Interval, Phase
+from graphckpt.planning.program import Interval, Phase
 
 if TYPE_CHECKING:
-    from graphckpt.planning.model.memory_model import MeasuredStep
+    from graphckpt.planning.memory_model import MeasuredStep
 
 SLOTS = 2000  # to which memory is rounded, always to the worse
 

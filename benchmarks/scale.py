@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphckpt
-from graphckpt.train.parallel.fsdp import apply_fsdp
-from graphckpt.train.parallel.tp_plan import shard_model
+from graphckpt.train.parallel.data_parallel import apply_fsdp
+from graphckpt.train.parallel.tensor_parallel import shard_model
 
 # Legend: B samples, T tokens
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from report import header, write
 
-from graphckpt.planning.solve.frontier import Frontier, Move, peak, seconds
-from graphckpt.planning.solve.offload_search import CopyTiming, OffloadChain, schedule_copies, search_offload
+from graphckpt.planning.frontier import Frontier, Move, peak, seconds
+from graphckpt.planning.search import CopyTiming, schedule_copies, search_offload
 
 MIB = 2**20
 FORWARD, BACKWARD = 10, 20  # milliseconds
@@ -40,6 +40,7 @@ class Blocks:
     base: int = 20 * 2**30
     fixed_peak: int = 21 * 2**30
     start: Hashable = 0
+    offloads: bool = True
 
     @property
     def num_blocks(self) -> int:
@@ -49,7 +50,9 @@ class Blocks:
         extras = [extra for _, _, extra in OPTIONS[:-1]] + [self.move_all]
         return [(FORWARD + BACKWARD + extra) * self.scale[block] / 1000 for extra in extras]
 
-    def move(self, block: int, option: int, held: Hashable) -> Move:
+    def move(self, block: int, option: int, held: Hashable) -> Move | None:
+        if not self.offloads and MOVED[option]:
+            return None
         kept, again, _ = OPTIONS[option]
         assert isinstance(held, int)
         after = (held + option) % self.states
@@ -131,7 +134,7 @@ def offloads(num_blocks_of: list[int]) -> list[dict[str, Any]]:
         def more(plan: tuple[int, ...] | None, least: float = least, timing: CopyTiming = timing) -> float | None:
             return None if plan is None else round(100 * (schedule_copies(timing, plan).seconds / least - 1), 2)
 
-        moves_not = Frontier(OffloadChain(chain, timing, moves=False)).fastest(budget)
+        moves_not = Frontier(Blocks(chain.scale, 1, offloads=False)).fastest(budget)
         blind = Frontier(chain).fastest(budget)  # as if copies took no time and no memory: it may be over the budget
         began = time.process_time()
         found = search_offload(chain, timing, budget)

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphckpt
 from graphckpt.stores import Partition
-from graphckpt.train.parallel.tp_plan import shard_model
+from graphckpt.train.parallel.tensor_parallel import shard_model
 from graphckpt.units import format_bytes, format_seconds
 
 # Legend: B batch, T tokens

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.train.parallel.tp_plan import shard_model
+from graphckpt.train.parallel.tensor_parallel import shard_model
 from graphckpt.units import format_bytes
 
 parser = argparse.ArgumentParser(description=__doc__)

@@ -5,9 +5,9 @@ from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, check
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph
 from graphckpt.planning import Plan, PlanError
-from graphckpt.planning.api import plan
-from graphckpt.planning.fit.api import fit
-from graphckpt.planning.fit.result import Fit
+from graphckpt.planning.fit import fit
+from graphckpt.planning.fit_result import Fit
+from graphckpt.planning.planner import plan
 from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles
 from graphckpt.stores import Disk, Host
 

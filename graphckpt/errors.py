@@ -29,6 +29,10 @@ class GraphError(GraphckptError, RuntimeError):
     """A Graph was defined or called in a way that has no meaning."""
 
 
+class PlanError(GraphckptError, RuntimeError):
+    """A step cannot be planned, or no plan fits."""
+
+
 class RecomputeError(GraphckptError, RuntimeError):
     """The recomputation of a block was not the same as its original forward."""
 

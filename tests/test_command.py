@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from graphckpt.cli.plan import Progress
+from graphckpt.cli import Progress
 
 COMMAND = [sys.executable, "-m", "graphckpt", "--help"]
 

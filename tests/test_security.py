@@ -35,7 +35,7 @@ def name_of(call: ast.Call) -> tuple[str, str]:
 def test_no_source_unpickles() -> None:
     found = [(path.name, name_of(call)) for path in SOURCES for call in calls(path)]
     assert [where for where in found if where[1] in LOADERS] == []
-    assert [where for where in found if where[1][1] in RUNNERS and not where[1][0]] == [("load.py", ("", "exec"))]
+    assert [where for where in found if where[1][1] in RUNNERS and not where[1][0]] == [("files.py", ("", "exec"))]
 
 
 def test_every_torch_load_is_weights_only() -> None:

@@ -51,7 +51,6 @@ class StepRecorder:
         inputs = list(inputs)
         existing = [*self._state(), *inputs]
         live = StorageLog()
-        live.mark_static(self._state())
         live.track([*existing, *(t.grad for t in existing if t.is_leaf)])
         live.label((t.grad for t in existing if t.is_leaf), "gradients")  # no list, which would keep them alive
         live.label(inputs, "inputs")

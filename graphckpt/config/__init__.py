@@ -4,10 +4,9 @@
 
 from graphckpt.extras import require
 
-require("train", "omegaconf", "yaml")
+require("train", "omegaconf", "pydantic", "yaml")
 
-from graphckpt.config.instantiate import instantiate
-from graphckpt.config.lazy import LazyCall, LazyConfig, try_get_key
-from graphckpt.config.packaged import get_config
+from graphckpt.config.files import LazyConfig, get_config, try_get_key
+from graphckpt.config.lazy import LazyCall, instantiate
 
 __all__ = ["LazyCall", "LazyConfig", "get_config", "instantiate", "try_get_key"]

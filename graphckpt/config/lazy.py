@@ -1,21 +1,22 @@
-"""LazyCall describes a call without making it; LazyConfig loads, saves and overrides configs. Both as in libai."""
+"""LazyCall describes a call without making it, as in libai; instantiate makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, Generic, ParamSpec, final
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, Generic, ParamSpec, TypeGuard, final
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from graphckpt.config import overrides as _overrides
-from graphckpt.config.instantiate import TARGET, dotted_name, importable
-from graphckpt.config.load import load
-from graphckpt.config.values import plain_values
-from graphckpt.errors import ConfigError, bullets
+from graphckpt.errors import ConfigError, GraphckptError, did_you_mean
 
 P = ParamSpec("P")
+TARGET = "_target_"
+_MAX_INT, _MAX_FLOAT = 2**64, 1e300  # an int can exceed every float
 
 
 @final
@@ -54,51 +55,188 @@ class LazyCall(Generic[P]):
 
 
 @final
-class LazyConfig:
-    """Loads, saves and overrides configs."""
+@dataclass(frozen=True, slots=True)
+class DeferredCall:
+    """A described call, to be made later, any number of times, with further arguments."""
 
-    @staticmethod
-    def load(filename: str | Path) -> DictConfig:
-        """Returns the top-level dicts and lists of a ``.py`` or ``.yaml`` file that are not named ``_...``.
+    target: Callable[..., Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments as in the config; the calls among them, at any depth, are deferred too."""
+    where: str = ""
+    """The key in the config, for messages."""
 
-        Raises:
-            ConfigError: no such file, or it raised; the message shows its own line.
-        """
-        return load(Path(filename))
-
-    @staticmethod
-    def apply_overrides(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
-        """Applies overrides such as ``"optim.lr=3e-4"`` to ``config`` in place, and returns it.
+    def __call__(self, **further: Any) -> Any:
+        """Makes the call. ``further`` takes precedence over the arguments in the config.
 
         Raises:
-            ConfigError: with every word that makes no sense.
+            ConfigError: the target raised; its own error is the cause.
         """
-        if faults := _overrides.apply(config, overrides):
-            raise ConfigError(bullets("the overrides have faults", faults))
-        return config
-
-    @staticmethod
-    def save(config: DictConfig, filename: str | Path) -> None:
-        """Writes ``config`` as YAML, each callable as its dotted name, so that ``load`` reads it back.
-
-        Warns:
-            UserWarning: a callable cannot be imported by a name, so that ``load`` will not find it again.
-        """
-        Path(filename).write_text(OmegaConf.to_yaml(OmegaConf.create(plain_values(config))), encoding="utf-8")
-
-
-def try_get_key(config: DictConfig, *keys: str, default: Any = None) -> Any:
-    """Returns the value of the first of ``keys`` (dotted) in ``config``, or ``default``.
-
-    >>> try_get_key(OmegaConf.create({"train": {"seed": 7}}), "seed", "train.seed")
-    7
-    """
-    missing = object()
-    for key in keys:
+        arguments = {key: _make(value) for key, value in self.arguments.items() if key not in further}
         try:
-            found = OmegaConf.select(config, key, default=missing)
-        except OmegaConfBaseException:
-            continue
-        if found is not missing:
-            return found
-    return default
+            return self.target(**arguments, **further)
+        except GraphckptError:
+            raise
+        except Exception as error:
+            name = dotted_name(self.target)
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"  # in one line
+            raise ConfigError(f"{self.where or 'instantiate'}: error in call to '{name}': {what}") from error
+
+
+def is_call(node: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether ``node`` describes a call: a mapping with a ``_target_``."""
+    return isinstance(node, Mapping | DictConfig) and TARGET in node
+
+
+def instantiate(node: Any, **further: Any) -> Any:
+    """Makes the call that ``node`` describes, after those among its arguments, at any depth.
+
+    Anything but a call is returned as it is, except that omegaconf containers become lists and dicts.
+
+    Args:
+        node: a ``LazyCall`` node, a mapping with ``_target_``, or anything else.
+        further: keyword arguments that win over those of the outermost call.
+
+    Raises:
+        ConfigError: a target cannot be found, or raised.
+    """
+    if isinstance(node, DictConfig | ListConfig):
+        node = OmegaConf.to_container(node, resolve=True)
+    faults: list[str] = []
+    described = read_calls(node, "", faults)
+    if faults:
+        raise ConfigError(faults[0].removeprefix(": "))
+    return described(**further) if isinstance(described, DeferredCall) else _make(described)
+
+
+def read_calls(node: Any, where: str, faults: list[str]) -> Any:
+    """Copies a config's dicts and lists, with a :class:`DeferredCall` for each description of a call.
+
+    ``faults`` receives the targets that cannot be found, whose calls then take any arguments, and impossible values.
+    """
+    if isinstance(node, Mapping):
+        prefix = f"{where}." if where else ""
+        values = {key: read_calls(value, f"{prefix}{key}", faults) for key, value in node.items()}
+        if TARGET not in node:
+            return values
+        try:
+            target = locate(values.pop(TARGET))
+        except ConfigError as error:
+            faults.append(f"{where}: {error}")
+            target = missing_target
+        return DeferredCall(target, {str(key): value for key, value in values.items()}, where)
+    if isinstance(node, list | tuple):
+        items = [read_calls(value, f"{where}[{index}]", faults) for index, value in enumerate(node)]
+        return items if isinstance(node, list) else tuple(items)
+    if fault := _plain_fault(node):
+        faults.append(f"{where}: {fault}")
+    return node
+
+
+def _plain_fault(value: object) -> str:
+    """Returns what is wrong with a value that no key takes."""
+    if isinstance(value, str) and "\0" in value:
+        return f"expected text without null characters, got {value!r}"
+    if isinstance(value, float) and math.isnan(value):
+        return "expected a number, got nan"
+    limit = _MAX_INT if isinstance(value, int) else _MAX_FLOAT
+    if isinstance(value, int | float) and limit <= abs(value) != math.inf:
+        return f"expected a number below {limit:.0e}, got a larger one"
+    return ""
+
+
+def _make(node: Any) -> Any:
+    if isinstance(node, DeferredCall):
+        return node()
+    if isinstance(node, dict):
+        return {key: _make(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        items = [_make(value) for value in node]
+        return items if isinstance(node, list) else tuple(items)
+    return node
+
+
+def missing_target(**arguments: object) -> None:
+    """Stands for a target that cannot be found, in a config that is refused."""
+
+
+def locate(target: object) -> Callable[..., Any]:
+    """Returns the callable of a dotted name; a callable is returned as it is.
+
+    Raises:
+        ConfigError: there is no such module or attribute, or it cannot be called.
+
+    >>> locate("collections.OrderedDict")
+    <class 'collections.OrderedDict'>
+    """
+    value = _import(target) if isinstance(target, str) else target
+    if not callable(value):
+        raise ConfigError(f"_target_ {target!r}: expected a callable or its dotted name, got {type(value).__name__}")
+    return value
+
+
+@cache
+def _import(name: str) -> object:
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
+        try:
+            value: object = import_module(module_name)
+        except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+                continue  # perhaps a class within a shorter module name
+            what = f"importing {module_name} raised {type(error).__name__}: {error}"
+            raise ConfigError(f"_target_ {name!r}: {what} · fix: correct the module") from error
+        for part in parts[length:]:
+            if not hasattr(value, part):
+                raise ConfigError(f"_target_ {name!r}: {module_name} has no {part!r}{did_you_mean(part, dir(value))}")
+            value = getattr(value, part)
+        return value
+    fix = "install it, correct the name, or say in which folder it is: import_from=folder"
+    raise ConfigError(f"_target_ {name!r}: no module is called {parts[0]!r} · fix: {fix}")
+
+
+def dotted_name(target: object) -> str:
+    """Returns the name under which ``target`` can be imported."""
+    if isinstance(target, str):
+        return target
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def importable(target: object) -> bool:
+    """Whether ``target`` can be imported by its dotted name."""
+    try:
+        return isinstance(target, str) or locate(dotted_name(target)) is target
+    except ConfigError:
+        return False
+
+
+def parameters(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Returns the keyword parameters of ``target``, and whether it has ``**kwargs``.
+
+    Names that the target's class itself maps onto parameters (Transformers' ``attribute_map``) count too, and so do the
+    properties of such a class that can be set.
+    """
+    try:
+        signature = inspect.signature(target, eval_str=True)
+    except (NameError, TypeError, ValueError, AttributeError, SyntaxError):  # none, or annotations for type checkers
+        try:
+            signature = inspect.signature(target)
+        except (TypeError, ValueError):
+            return {}, True
+    named = {
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
+    }
+    aliases: dict[str, str] | None = getattr(target, "attribute_map", None)
+    if aliases is not None:
+        for alias, name in aliases.items():
+            named.setdefault(alias, named.get(name, inspect.Parameter(alias, inspect.Parameter.KEYWORD_ONLY)))
+        for name in dir(target):  # Transformers also takes what its configs compute, such as num_labels
+            attribute = getattr(target, name, None)
+            if isinstance(attribute, property) and attribute.fset is not None:
+                key = name.lstrip("_")
+                named.setdefault(key, inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY))
+    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())

@@ -1,32 +1,54 @@
-"""Builds a trainer from a config file and overrides."""
+"""Builds what a config describes: a trainer, the planner of its step, and the batch sizes that fit."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphckpt.config import overrides as _overrides
-from graphckpt.config import own_modules
-from graphckpt.config.fast_dev_run import is_given, shrink
-from graphckpt.config.fit_run import fit_run
-from graphckpt.config.instantiate import DeferredCall, is_call
-from graphckpt.config.lazy import LazyConfig
-from graphckpt.config.load import load
-from graphckpt.config.packaged import existing
-from graphckpt.config.schema import RunConfig, checked
+from graphckpt.config.files import LazyConfig
+from graphckpt.config.lazy import DeferredCall
+from graphckpt.config.schema import RunConfig
+from graphckpt.config.source import ConfigSource, sets
 from graphckpt.errors import ConfigError
+from graphckpt.planning.candidates import compile_options
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.fit import SizedStep, fit, fit_steps
+from graphckpt.planning.plan_group import PlanGroup
+from graphckpt.planning.planner import Planners, measure_all
+from graphckpt.planning.profile import DeviceProfile, load_profile
+from graphckpt.planning.steps import FakeStep
+from graphckpt.train.build_model import check_task
+from graphckpt.train.console import Report
+from graphckpt.train.data.samples import to_device
 from graphckpt.train.files import replacing
+from graphckpt.train.foreign_errors import attribute_errors
 from graphckpt.train.loop import HookBase
-from graphckpt.train.snapshot.run_folder import CONFIG
-from graphckpt.train.tasks.base import Task
+from graphckpt.train.parallel.ranks import resolve_device
+from graphckpt.train.policies import head_policies, unit_names
+from graphckpt.train.seeds import seed_all
+from graphckpt.train.snapshot.saved_run import CONFIG
+from graphckpt.train.tasks.base import Task, sum_of_losses
 from graphckpt.train.trainer import Trainer
+from graphckpt.units import format_bytes
+
+if TYPE_CHECKING:
+    from graphckpt.planning.fit_result import Fit
+    from graphckpt.planning.options import Budget
+
+_SECTION = "train.activation_checkpoint"
+_SIZES = ("train.train_micro_batch_size", "train.num_accumulation_steps")
+_POLICIES = ("fit", "enabled", "rule", "blocks", "memory_budget", "head", "offload")
+"""Keys of the section that a fit sets."""
 
 
 def trainer_from(
@@ -37,7 +59,7 @@ def trainer_from(
     resume: bool = False,
     eval_only: bool = False,
 ) -> Trainer:
-    """Returns the trainer that a config file and overrides describe. It saves the config beside its results.
+    """Returns the trainer that a config file and overrides describe. It saves the config in its output folder.
 
     Args:
         config_file: a path, or the name of a packaged config such as ``"configs/quickstart.py"``.
@@ -45,64 +67,279 @@ def trainer_from(
         fast_dev_run: a run of a few small iterations, in a temporary folder unless ``overrides`` name one; its report
             says what was made smaller.
         resume: resume from the last snapshot in the output folder.
-        eval_only: the trainer will evaluate and not train; the config beside its results stays.
+        eval_only: the trainer will evaluate and not train; the config in its output folder stays.
 
     Raises:
         ConfigError: with every fault.
         SnapshotError: there is nothing to resume, or it is broken.
     """
-    path = existing(Path(config_file))
-    config = load(path)
-    overrides = list(overrides)
-    faults = _overrides.apply(config, overrides)
-    smaller = shrink(config, overrides) if fast_dev_run else []
-    scratch = fast_dev_run and not eval_only and not is_given(overrides, "train.output_dir")
+    source = ConfigSource(config_file, overrides, fast_dev_run=fast_dev_run)
+    scratch = fast_dev_run and not eval_only and not sets(source.overrides, "train.output_dir")
     if scratch and resume:
         fix = "leave one of them out, or name the folder of the run: train.output_dir=..."
         raise ConfigError(f"--fast-dev-run: writes to a temporary folder, which has nothing to --resume · fix: {fix}")
-    with checked(config, faults, path, overrides) as (asked, places):
-        if resume and asked.train.overwrite:
+    lines = list(source.trial_lines)
+    with source.checked() as run:
+        if resume and run.train.overwrite:
             raise ConfigError("train.overwrite: True is not supported with --resume · fix: leave one of them out")
-        chosen: list[str] = []
-        if asked.train.activation_checkpoint.fit is not None and not eval_only:
-            chosen = fit_run(asked, config, partial(optimizer_of, asked), resume=resume)
-    with checked(config, faults, path, overrides) as (run, places):
+        if run.train.activation_checkpoint.fit is not None and not eval_only:
+            lines += fit_run(run, source.config, resume=resume)
+    with source.checked() as run:  # with the sizes that the fit has chosen
         trainer = _trainer(
             run,
             resume=resume,
             eval_only=eval_only,
             scratch=scratch,
-            write_config=lambda folder: _write_config(config, places, folder),
+            write_config=lambda folder: _write_config(source, folder),
         )
-    for line in [*smaller, *chosen]:
-        trainer.report.line(line)
     if scratch:
-        trainer.report.line(f"--fast-dev-run writes to {trainer.folder}, which stays until you remove it")
+        lines.append(f"--fast-dev-run writes to {trainer.folder}, which stays until you remove it")
+    for line in lines:
+        trainer.report.line(line)
     return trainer
 
 
-def _write_config(config: DictConfig, places: list[Path], folder: Path) -> None:
+def _write_config(source: ConfigSource, folder: Path) -> None:
     """Saves the config for resuming the run, without ``overwrite``."""
-    OmegaConf.update(config, "train.output_dir", str(folder))
-    if OmegaConf.select(config, "train.overwrite"):
-        OmegaConf.update(config, "train.overwrite", value=False)
-    own_modules.remember(config, places)
+    OmegaConf.update(source.config, "train.output_dir", str(folder))
+    if OmegaConf.select(source.config, "train.overwrite"):
+        OmegaConf.update(source.config, "train.overwrite", value=False)
+    source.set_import_from()
     with replacing(folder / CONFIG) as fresh:
-        LazyConfig.save(config, fresh)
+        LazyConfig.save(source.config, fresh)
+
+
+def _trainer(run: RunConfig, **options: Any) -> Trainer:
+    def make_model() -> nn.Module:
+        model: object = run.model()
+        if not isinstance(model, nn.Module):
+            what = f"model: expected an nn.Module, got {type(model).__name__}"
+            raise ConfigError(f"{what} · fix: call a class of modules")
+        return model
+
+    data, task = run.data(), run.task()
+    hooks = tuple(hook() for hook in run.hooks)
+    if faults := list(_wrong_kinds(data, task, hooks)):
+        raise ConfigError("\n".join(faults))
+    return Trainer(
+        run.train,
+        make_model=make_model,
+        make_optimizer=lambda model: optimizer_of(run, model),
+        data=data,
+        task=task,
+        hooks=hooks,
+        **options,
+    )
+
+
+def _wrong_kinds(data: object, task: object, hooks: Iterable[object]) -> Iterator[str]:
+    if not callable(getattr(data, "open", None)):
+        fix = "wrap data sets of your own in graphckpt.train.OwnData(train=..., heldout=...)"
+        yield f"data: expected an object with a method open, got {type(data).__name__} · fix: {fix}"
+    if not isinstance(task, Task):
+        yield f"task: expected a Task, got {type(task).__name__} · fix: call a class of graphckpt.train.tasks"
+    for number, hook in enumerate(hooks):
+        if not isinstance(hook, HookBase):
+            fix = "call a class derived from graphckpt.train.HookBase"
+            yield f"hooks[{number}]: expected a HookBase, got {type(hook).__name__} · fix: {fix}"
+
+
+def planner_from(
+    config_file: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    device: str,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Planners, DeviceProfile]:
+    """Returns the planner of the step that a config describes, and the device that it is for.
+
+    Args:
+        config_file: a path, or the name of a packaged config.
+        overrides: words such as ``"train.train_micro_batch_size=64"``.
+        device: the name of a device profile, or a file that holds one; the device need not be present.
+        options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
+        progress: called with the runs of the step that are done, and their number.
+
+    Raises:
+        ConfigError: with every fault of the config, or there is no such device.
+    """
+    with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
+        sizes = steps.run.train.sizes
+        step = steps.step(sizes.micro_batch, sizes.accumulation).step
+        wanted = replace(steps.options, progress=progress)
+        return measure_all(step, steps.model, steps.blocks, wanted, PlanGroup(), steps.notes), steps.machine
+
+
+def fit_from(
+    config_file: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    device: str,
+    memory_budget: Budget = "max",
+    batch_sizes: Iterable[int] | None = None,
+    global_batch: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    """Finds the batch sizes that fit; see :func:`planner_from` and :func:`graphckpt.fit` for the arguments.
+
+    Without ``global_batch``, it is the config's ``train.global_batch_size`` for one process.
+
+    Raises:
+        ConfigError: with every fault of the config, or an argument cannot be used.
+        PlanError: not even the smallest batch fits.
+    """
+    with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
+        train = steps.run.train
+        if global_batch is None and train.global_batch_size is not None:
+            global_batch = train.global_batch_size // train.dist.data_parallel_size
+        return fit_steps(steps, batch_sizes, memory_budget, steps.options, global_batch=global_batch, progress=progress)
+
+
+@contextmanager
+def fake_steps_from(
+    config_file: str | Path, overrides: Iterable[str] = (), *, device: str, options: Mapping[str, Any] | None = None
+) -> Iterator[FakeConfigSteps]:
+    """Yields the steps that a config describes, of any batch size; see :func:`planner_from` for the arguments."""
+    source = ConfigSource(config_file, overrides)
+    target = load_profile(device)
+    with source.checked() as run:
+        yield FakeConfigSteps(run, target, options or {})
+
+
+@final
+class FakeConfigSteps:
+    """The steps of a config on a device that need not be present, for any batch size."""
+
+    is_real = False
+    can_accumulate = True
+
+    def __init__(self, run: RunConfig, machine: DeviceProfile, options: Mapping[str, Any]) -> None:
+        self.run = run
+        self.machine = machine
+        self._task: Any = run.task()
+        self._data = run.data().open(self._task, seed=run.train.seed, report=Report.silent())
+        self._fake = FakeDevice(machine)
+        with self._fake:
+            self.model: Any = self._task.prepare(run.model())
+        check_task(self._task, self.model, self._data, runs=False)
+        with self._fake:
+            self.model.train()
+            self._optimizer = optimizer_of(run, self.model, machine.kind)
+        section = run.train.activation_checkpoint
+        wanted = section.plan_options(**{**options, "partition": None, "compile": None})
+        self.options = replace(wanted, head=head_policies(self.model, wanted.head))
+        self.blocks = [(name, self.model.get_submodule(name)) for name in unit_names(self.model, section)]
+        self.notes: list[str] = []
+        if compile_options(section.compile) is not None:
+            self.notes.append("compile: its effect is not known without the device; planned without")
+
+    def step(self, size: int, accumulation: int = 1) -> SizedStep:
+        sample = _sample(self._data.train, size)
+        with self._fake:
+            batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in sample.items()}
+        step = _step_fn(self.run, self.machine.kind, self._task, self.model, self._optimizer, batch, accumulation)
+        return SizedStep(FakeStep(self._fake, self.model, step, self._optimizer), self.model, self.blocks)
+
+
+def _sample(data: Any, size: int) -> dict[str, Tensor]:
+    batch: dict[str, Tensor] = data.batch(np.arange(size, dtype=np.int64) % max(1, len(data)))
+    return batch
+
+
+def _step_fn(
+    run: RunConfig,
+    device_type: str,
+    task: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: dict[str, Tensor],
+    accumulation: int = 1,
+) -> Callable[[], None]:
+    amp = run.train.amp
+
+    def step() -> None:
+        for _ in range(accumulation):
+            with torch.autocast(device_type, getattr(torch, amp.dtype)) if amp.enabled else nullcontext():
+                total = sum_of_losses(task.losses(model, batch))
+            total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fit_run(run: RunConfig, config: DictConfig, *, resume: bool = False) -> list[str]:
+    """Writes the micro-batch, accumulation and policies that it chooses into ``config``; returns lines about them.
+
+    A run that is resumed keeps the choice made at its start.
+
+    Raises:
+        ConfigError: the model has no units, or an option of the planner cannot be used.
+        PlanError: no micro-batch that divides the global batch fits.
+    """
+    saved = Path(run.train.output_dir).expanduser() / CONFIG
+    if resume and saved.is_file():
+        before = LazyConfig.load(saved)
+        values = {key: OmegaConf.select(before, key) for key in (*_SIZES, *(f"{_SECTION}.{key}" for key in _POLICIES))}
+        line = f"fit: micro-batch {values[_SIZES[0]]} x {values[_SIZES[1]]}, as at the start of the run"
+    else:
+        result = _fit_real_steps(run)
+        assert run.train.global_batch_size is not None
+        assert run.train.activation_checkpoint.fit is not None
+        best = result.at_global_batch(run.train.global_batch_size, run.train.activation_checkpoint.fit)
+        assert best.plan is not None
+        blocks = {name: dict(fields) for name, fields in best.plan.blocks.items()}
+        policies = {**dict.fromkeys(_POLICIES), "enabled": True, "blocks": blocks}
+        values = dict(zip(_SIZES, (best.batch_size, best.accumulation), strict=True))
+        values |= {f"{_SECTION}.{key}": value for key, value in policies.items()}
+        peak = f"peak up to {format_bytes(best.peak_bytes)} of {format_bytes(result.budget_bytes)}"
+        rate = f"{best.samples_per_second:.3g} samples/s predicted"
+        line = f"fit: micro-batch {best.batch_size} x {best.accumulation}, {peak}, {rate}"
+    for key, value in values.items():
+        OmegaConf.update(config, key, value, merge=False, force_add=True)
+    return [line]
+
+
+def _fit_real_steps(run: RunConfig) -> Fit:
+    """Runs the step of the config at the sizes that divide the global batch."""
+    train, section = run.train, run.train.activation_checkpoint
+    assert train.global_batch_size is not None
+    device = resolve_device(train.device, train.dist)
+    task: Any = run.task()
+    data = run.data().open(task, seed=train.seed, report=Report.silent()).train
+    seed_all(train.seed)
+    with attribute_errors("model, task", "making the model"):
+        model: Any = task.prepare(run.model()).to(device).train()
+    optimizer = optimizer_of(run, model)
+
+    def make_step(size: int) -> tuple[nn.Module, Callable[[], None]]:
+        batch = to_device(_sample(data, size), device)
+        return model, _step_fn(run, device.type, task, model, optimizer, batch)
+
+    options = section.plan_options(blocks=unit_names(model, section))
+    options = replace(options, head=head_policies(model, options.head))
+    with attribute_errors("model, task, data, optim", "fitting the batch size"):
+        return fit(
+            make_step,
+            batch_sizes=[size for size in range(1, train.global_batch_size + 1) if train.global_batch_size % size == 0],
+            memory_budget="max" if section.memory_budget is None else section.memory_budget,
+            **{name: getattr(options, name) for name in options.names()},
+        )
 
 
 def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
     """Returns the optimizer that a config describes, for ``model``; ``device`` is the device type."""
     assert isinstance(run.optim, DeferredCall)
     described = run.optim.arguments.get("params")
-    params = DeferredCall.read(described, "optim.params")(model=model) if is_call(described) else model.parameters()
+    params = model.parameters() if described is None else described(model=model)
     kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
     is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
-    fast = {} if is_scaled else fast_settings(run.optim, kind)
-    optimizer: object = run.optim(params=params, **fast)
+    optimizer: object = run.optim(params=params, **({} if is_scaled else fast_settings(run.optim, kind)))
     if not isinstance(optimizer, Optimizer):
-        found = type(optimizer).__name__
-        raise ConfigError(f"optim: expected an Optimizer, got {found} · fix: call a class of optimizers")
+        what = f"optim: expected an Optimizer, got {type(optimizer).__name__}"
+        raise ConfigError(f"{what} · fix: call a class of optimizers")
     return optimizer
 
 
@@ -117,41 +354,6 @@ def fast_settings(optim: DeferredCall, device: str) -> dict[str, bool]:
     """
     if device != "cuda" or not isinstance(optim.target, type):
         return {}
-    known = inspect.signature(optim.target).parameters
-    free = [name for name in ("fused", "capturable") if name in known and name not in optim.arguments]
+    names = inspect.signature(optim.target).parameters
+    free = [name for name in ("fused", "capturable") if name in names and name not in optim.arguments]
     return {name: True for name in free if name != "fused" or "foreach" not in optim.arguments}
-
-
-def _trainer(run: RunConfig, **how: Any) -> Trainer:
-    def make_model() -> nn.Module:
-        model: object = run.model()
-        if not isinstance(model, nn.Module):
-            found = type(model).__name__
-            raise ConfigError(f"model: expected an nn.Module, got {found} · fix: call a class of modules")
-        return model
-
-    data, task = run.data(), run.task()
-    hooks = tuple(hook() for hook in run.hooks)
-    if faults := list(_wrong_kinds(data, task, hooks)):
-        raise ConfigError("\n".join(faults))
-    return Trainer(
-        run.train,
-        make_model=make_model,
-        make_optimizer=lambda model: optimizer_of(run, model),
-        data=data,
-        task=task,
-        hooks=hooks,
-        **how,
-    )
-
-
-def _wrong_kinds(data: object, task: object, hooks: Iterable[object]) -> Iterator[str]:
-    if not callable(getattr(data, "open", None)):
-        fix = "wrap data sets of your own in graphckpt.train.OwnData(train=..., heldout=...)"
-        yield f"data: expected an object with a method open, got {type(data).__name__} · fix: {fix}"
-    if not isinstance(task, Task):
-        yield f"task: expected a Task, got {type(task).__name__} · fix: call a class of graphckpt.train.tasks"
-    for number, hook in enumerate(hooks):
-        if not isinstance(hook, HookBase):
-            fix = "call a class derived from graphckpt.train.HookBase"
-            yield f"hooks[{number}]: expected a HookBase, got {type(hook).__name__} · fix: {fix}"

@@ -1,34 +1,59 @@
-"""The schema of a run's config: keys and types."""
+"""The schema of a run's config: pydantic checks it, and every fault is reported at once with its key and its fix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, SchemaValidator, core_schema
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.config import own_modules
-from graphckpt.config.instantiate import DeferredCall, is_call
-from graphckpt.config.load import importable_from
-from graphckpt.config.typed import read_section
-from graphckpt.errors import ConfigError, bullets, first_line
+from graphckpt.config.lazy import DeferredCall, dotted_name, parameters, read_calls
+from graphckpt.errors import did_you_mean, first_line
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.loop import HookBase
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.tasks.base import Task
 from graphckpt.train.tasks.causal_lm import CausalLM
 
+_log = logging.getLogger("graphckpt")
+
+_PLAIN = {bool, int, float, str, bytes, type(None), Path}
+_FEW = 12  # keys that fit into a message
+_A_CALL = "a call · fix: write LazyCall(target)(...), or a mapping with _target_"
+_EXPECTED = {
+    "bool_type": "bool",
+    "callable_type": _A_CALL,
+    "dataclass_type": "a section",
+    "dict_type": "a mapping",
+    "float_type": "float",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "int_type": "int",
+    "is_instance_of": "{class}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "{le:g} or less",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "string_type": "str",
+    "too_short": "more values",
+    "tuple_type": "a list",
+}
+"""What was expected, by pydantic's name of the error; its own text for all others."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A checked config, before its calls are made."""
+    """A checked config, before its calls."""
 
     train: TrainConfig
     model: Callable[..., nn.Module]
@@ -39,48 +64,257 @@ class RunConfig:
     hooks: list[Callable[..., HookBase]] = field(default_factory=list)
     """Additional hooks. They run after the trainer's, in this order, and before a snapshot is taken."""
     import_from: str | None = None
-    """Folder of the modules named in the config, if they are neither installed nor beside its file."""
+    """Folder of the modules named in the config, if they are neither installed nor in the folder of its file."""
 
     def faults(self) -> Iterator[str]:
         """Yields a fault for ``optim.params`` that is not a call taking the model."""
         params = self.optim.arguments.get("params") if isinstance(self.optim, DeferredCall) else None
-        if params is not None and not is_call(params):
+        if params is not None and not isinstance(params, DeferredCall):
             fix = "write LazyCall(get_default_optimizer_params)(...), which takes the model, or leave the key out"
             yield f"optim.params: expected a call, got {params!r} · fix: {fix}"
 
 
 def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:
-    """Reads a whole config, and returns all its faults; with faults there is no ``RunConfig``."""
+    """Reads a config, and returns all its faults; with faults there is no ``RunConfig``."""
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
         return None, [key + first_line(error)]
-    assert isinstance(plain, Mapping)
-    made, faults = read_section(RunConfig, plain, "")
-    return (None if faults else made), faults
+    faults: list[str] = []
+    values = {str(key): read_calls(value, str(key), faults) for key, value in plain.items()}
+    run, more = read(RunConfig, {"": values}, "")
+    for further in (more, call_faults(values)):
+        reported = {fault.partition(": ")[0] for fault in faults}
+        faults += [fault for fault in further if fault.partition(": ")[0] not in reported]
+    return (None if faults else run), faults
 
 
-@contextmanager
-def checked(
-    config: DictConfig, faults: list[str], path: Path, overrides: Iterable[str]
-) -> Iterator[tuple[RunConfig, list[Path]]]:
-    """Yields a checked config, and the folders of the user modules that it names, which can be imported meanwhile.
+def read(hint: Any, holder: dict[str, Any], key: str, prefix: str = "") -> tuple[Any, list[str]]:
+    """Reads ``holder[key]`` as the type ``hint``; returns all faults with it, each beginning with its dotted key.
 
-    Args:
-        config: what the file and the overrides say.
-        faults: faults found earlier.
-        path: of the file.
-        overrides: the overrides, which errors show behind the path.
-
-    Raises:
-        ConfigError: with every fault.
+    A whole float is an int (``1e3``), an int a float, a list a tuple, and a mapping a dataclass: its fields are the
+    keys. Nothing else is converted: a bool is not a number, and text is not one either. A dataclass may have a method
+    ``faults()`` for what its types cannot express, and the class attributes ``FOREIGN``, which says of keys of other
+    programs why they have no meaning here, and ``ALIASES``, our names of theirs.
     """
-    places, more = own_modules.folders(config, path)
-    with importable_from(*places):
-        run, found = check(config)
-        every = list(dict.fromkeys([*faults, *more, *found]))
-        if every or run is None:
-            source = " ".join([str(path), *overrides])
-            raise ConfigError(bullets(f"{source}: {len(every)} {'fault' if len(every) == 1 else 'faults'}", every))
-        yield run, places
+    faults: list[str] = []
+    validator = _validator(hint)
+    while key in holder and validator is not None:
+        try:
+            instance = validator.validate_python(holder[key])
+        except ValidationError as error:
+            rejections = _rejections(error, hint, holder, key)
+        except TypeError:  # in a third-party signature: a protocol, of which nothing is an instance
+            return holder[key], faults
+        else:
+            return instance, [*faults, *_own_faults(instance, prefix + key)]
+        for rejected in rejections:  # is removed, so that the next turn sees the rest
+            reported = {fault.partition(": ")[0] for fault in faults}
+            faults += [fault for fault in rejected.remove(holder, prefix) if fault.partition(": ")[0] not in reported]
+        if rejections[0].kind == "missing":  # the dataclass cannot be made, but those in it can
+            sections = [(name, inner) for name, inner in get_type_hints(hint).items() if is_dataclass(inner)]
+            for name, inner in sections:
+                faults += read(inner, holder[key], name, f"{prefix}{key}.".removeprefix("."))[1]
+            return None, faults
+    return holder.get(key), faults
+
+
+def call_faults(node: Any) -> Iterator[str]:
+    """Checks the arguments of all calls in a config against the signatures of their targets, which are not called."""
+    if isinstance(node, Mapping | list | tuple):
+        for value in node.values() if isinstance(node, Mapping) else node:
+            yield from call_faults(value)
+    if not isinstance(node, DeferredCall):
+        return
+    signature, takes_any = parameters(node.target)
+    good = {}
+    for key, value in list(node.arguments.items()):
+        where = f"{node.where}.{key}"
+        yield from call_faults(value)
+        if key not in signature:
+            if not takes_any:
+                yield _unknown(where, key, list(signature), of=f" of {dotted_name(node.target).rpartition('.')[2]}")
+            continue
+        hint = signature[key].annotation
+        if hint is signature[key].empty or (_has_call(value) and not set(get_args(hint) or (hint,)) <= _PLAIN):
+            hint = Any  # what a call returns is only seen when it is called
+        instance, faults = read(hint, node.arguments, key, f"{node.where}.")
+        if not faults and _is_negative_count(signature[key].default, key, instance):
+            faults = [f"{where}: expected 1 or more, got {instance}"]
+        yield from faults
+        if not faults:
+            good[key] = instance
+            if type(instance) is int:
+                node.arguments[key] = instance  # of 1e3
+    if is_dataclass(node.target) and hasattr(node.target, "faults"):
+        required = [one.name for one in fields(node.target) if one.default is one.default_factory is MISSING]
+        if all(name in good for name in required):
+            yield from _own_faults(node.target(**good), node.where)
+
+
+def _is_negative_count(default: Any, key: str, value: Any) -> bool:
+    """Whether ``value`` is below zero and ``key`` counts something, by its name and its default.
+
+    Transformers takes ``n_head=-1`` and fails in the first forward, in words about shapes.
+    """
+    is_count = key.startswith(("n_", "num_")) or key.endswith(("_size", "_layers", "_heads", "_dim"))
+    return is_count and isinstance(default, int) and default > 0 and isinstance(value, int) and value < 0
+
+
+def _own_faults(instance: Any, where: str) -> Iterator[str]:
+    if is_dataclass(instance) and not isinstance(instance, type | DeferredCall):
+        prefix = f"{where}." if where else ""
+        for one in fields(instance):
+            yield from _own_faults(getattr(instance, one.name), prefix + one.name)
+        if hasattr(instance, "faults"):
+            yield from (prefix + fault for fault in instance.faults())
+
+
+def _has_call(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, DeferredCall) or any(map(_has_call, items))
+
+
+def _unknown(where: str, key: str, names: list[str], of: str = "") -> str:
+    some = f" · fix: use one of {', '.join(names)}" if 0 < len(names) <= _FEW else ""
+    return f"{where}: no such key{of}{did_you_mean(key, names) or some}"
+
+
+def _validator(hint: Any) -> SchemaValidator | None:
+    try:
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        except PydanticUserError:  # of a dataclass, which would have to bring its config itself
+            adapter = TypeAdapter(hint)
+        return SchemaValidator(_strict(adapter.core_schema))
+    except Exception:  # in a third-party signature: a name for type checkers, or a type that pydantic cannot check
+        return None
+
+
+def _strict(schema: Any) -> Any:
+    """Returns a schema that converts no plain values, and takes no unknown keys.
+
+    pydantic's own strict mode is not it: there a dataclass must be an instance, and a config has a mapping.
+    """
+    if isinstance(schema, list):
+        return [_strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: value if key == "metadata" else _strict(value) for key, value in schema.items()}
+    match schema.get("type"):
+        case "int":
+            return core_schema.no_info_before_validator_function(_whole_float_as_int, {**schema, "strict": True})
+        case "bool" | "float" | "str" | "bytes":
+            schema["strict"] = True
+        case "dataclass-args":
+            schema["extra_behavior"] = "forbid"
+    return schema
+
+
+def _whole_float_as_int(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**64 else value
+
+
+class _Rejection(NamedTuple):
+    """A value that pydantic rejects."""
+
+    kind: str
+    """pydantic's name of the error."""
+    path: tuple[Any, ...]
+    """Keys and indices, from the holder."""
+    owner: Any
+    """The innermost dataclass around it."""
+    value: Any
+    expected: list[str]
+    """What would be good, one for each member of a union."""
+
+    def remove(self, holder: Any, prefix: str) -> list[str]:
+        """Removes the value, so that its key has its default, or gives it our key; returns the faults."""
+        full = _dotted(prefix, self.path)
+        section, key = holder, self.path[0]
+        for step in self.path[1:]:
+            if not isinstance(section.get(key), dict):  # a list goes as a whole
+                break
+            section, key = section[key], step
+        if self.kind == "unexpected_keyword_argument":
+            return self._rename(section, full)
+        section.pop(key, None)
+        return [f"{full}: {'is missing · fix: give it a value' if self.kind == 'missing' else self._fault()}"]
+
+    def _rename(self, section: dict[str, Any], full: str) -> list[str]:
+        key = self.path[-1]
+        value = section.pop(key)
+        if reason := getattr(self.owner, "FOREIGN", {}).get(key):
+            return [f"{full}: has no meaning here, {reason} · fix: leave the key out"]
+        name = getattr(self.owner, "ALIASES", {}).get(key)
+        if name is None:
+            return [_unknown(full, str(key), [one.name for one in fields(self.owner)])]
+        if section.get(name) is None:
+            _log.warning("%s: read as %s, which is its name here", full, name)
+            section[name] = value
+        elif section[name] != value:
+            return [f"{full}: {value!r}, and {name} is {section[name]!r} · fix: leave {key} out"]
+        return []
+
+    def _fault(self) -> str:
+        value = self.value
+        expected = f"expected {' or '.join(dict.fromkeys(self.expected))}"
+        if self.expected == [_A_CALL]:
+            return expected
+        if self.kind == "invalid_key":
+            return f"expected text as a key, got {self.path[-1]!r} · fix: quote it"
+        if self.kind.startswith(("greater", "less")):
+            return f"{expected}, got {value}"
+        choices = re.findall(r"'(\w+)'", expected) if isinstance(value, str) else []
+        if isinstance(value, DeferredCall):
+            return f"{expected}, got a call of {dotted_name(value.target)!r}"
+        kind = "null" if value is None else type(value).__name__
+        return f"{expected}, got {value!r} ({kind})" + (did_you_mean(value, choices) if choices else "")
+
+
+def _rejections(error: ValidationError, hint: Any, holder: dict[str, Any], key: str) -> list[_Rejection]:
+    """Returns one for each value, those of keys that are missing last."""
+    by_path: dict[tuple[Any, ...], _Rejection] = {}
+    for details in error.errors(include_url=False, include_input=False):
+        one = _rejection(details, hint, holder, key)
+        by_path.setdefault(one.path, one._replace(expected=[])).expected.extend(one.expected)
+    for path in list(by_path):  # a list that is wrong in one item is also rejected by the other members of a union
+        for length in range(1, len(path)):
+            by_path.pop(path[:length], None)
+    return sorted(by_path.values(), key=lambda one: one.kind == "missing")
+
+
+def _rejection(details: ErrorDetails, owner: Any, holder: dict[str, Any], key: str) -> _Rejection:
+    """Follows the location of an error, which names the members of unions too."""
+    kind, steps = details["type"], details["loc"]
+    path: list[Any] = [key]
+    value = holder[key]
+    for step in steps:
+        is_item = isinstance(value, list | tuple) and isinstance(step, int) and step < len(value)
+        if is_item or (isinstance(value, dict) and step in value):
+            value = value[step]
+            inner = get_type_hints(owner).get(str(step)) if is_dataclass(owner) else None
+            owner = inner if is_dataclass(inner) else owner
+            path.append(step)
+        elif kind == "missing" and step == steps[-1]:
+            path += [step] if isinstance(value, dict) else []
+            kind = kind if isinstance(value, dict) else "too_short"
+    context = details.get("ctx", {})
+    if isinstance(context.get("gt"), int):
+        kind, context = "greater_than_equal", {"ge": context["gt"] + 1}
+    kind = "invalid_key" if steps[-1:] == ("[key]",) else kind
+    expected = _EXPECTED.get(kind, "").format(**context) or details["msg"].removeprefix("Input should be ")
+    return _Rejection(kind, tuple(path), owner, value, [expected])
+
+
+def _dotted(prefix: str, path: tuple[Any, ...]) -> str:
+    """Returns the dotted key of a path.
+
+    >>> _dotted("train.", ("blocks", "h.*", 0))
+    "train.blocks['h.*'][0]"
+    """
+    text = prefix + str(path[0])
+    for step in path[1:]:
+        text += f".{step}" if str(step).isidentifier() else f"[{step!r}]"
+    return text.removeprefix(".")

@@ -14,20 +14,17 @@ from torch import nn
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.blocks.select import layers
-from graphckpt.errors import ConfigError, GraphError
+from graphckpt.errors import ConfigError, GraphError, PlanError
 from graphckpt.graph.fake_graph import fake_training
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step
 from graphckpt.graph.verify import unchanged
-from graphckpt.planning.api import find_blocks, plan_step
-from graphckpt.planning.budget import Budget, available_bytes, check_budget
 from graphckpt.planning.candidates import without_share
-from graphckpt.planning.errors import PlanError
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import Budget, PlanOptions, available_bytes, check_budget
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
-from graphckpt.planning.planner import Planners, measure_all
+from graphckpt.planning.planner import Planners, find_blocks, measure_all, plan_step
+from graphckpt.planning.steps import RealStep
 from graphckpt.tree import flatten_call
 from graphckpt.units import format_bytes
 

@@ -268,11 +268,7 @@ class CapturedStep:
     ) -> tuple[Any, bool]:
         """Runs one step. Returns its output, and whether that has its own memory, as after a replay.
 
-        Args:
-            build: The Graph's method.
-            args: Positional arguments of the step.
-            kwargs: Its keyword arguments.
-            must_run: Whether Python must run, because the step is recorded; the call then counts as a warm-up.
+        A recorded step must run in Python, and counts as a warm-up.
         """
         self._build = build
         try:

@@ -9,8 +9,7 @@ import torch
 
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.graph.capture import CHOICES, CaptureBackend
-from graphckpt.planning.budget import check_budget
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import PlanOptions, check_budget
 
 _WITHOUT_EFFECT = (
     "allow_fuse_add_to_output", "allow_fuse_cast_scale", "allow_fuse_model_update_ops", "enable_compress_memory",

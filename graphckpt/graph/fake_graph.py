@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt._compat import pytree
-from graphckpt.planning.device.fake_device import FakeDevice
-from graphckpt.planning.device.profile import DeviceProfile, load_profile, profile_names
-from graphckpt.planning.errors import PlanError
-from graphckpt.planning.measure.fake_step import FakeStep
+from graphckpt.errors import PlanError
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.profile import DeviceProfile, load_profile, profile_names
+from graphckpt.planning.steps import FakeStep
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step

@@ -26,7 +26,7 @@ from graphckpt.planning.options import PlanOptions
 if TYPE_CHECKING:
     from graphckpt.graph.auto_plan import AutoPlan
     from graphckpt.ledger.explanation import Explanation
-    from graphckpt.planning.budget import Budget
+    from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
 
 _OWN = frozenset({"_auto_plan", "_debug", "_name", "_roots", "_step", "_tree", "_update", "config"})

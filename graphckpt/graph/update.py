@@ -76,13 +76,10 @@ class Update:
                         zero(optimizer)
                         break
         if num_keys != self._num_keys:
-            self._check_groups()
+            for optimizer in self.optimizers:
+                if (fault := _clipping_fault(optimizer)) is not None:
+                    raise GraphError(f"{self._graph_name}: {fault}")
             self._num_keys = num_keys
-
-    def _check_groups(self) -> None:
-        for optimizer in self.optimizers:
-            if (fault := _clipping_fault(optimizer)) is not None:
-                raise GraphError(f"{self._graph_name}: {fault}")
 
     def abandon(self) -> None:
         """After an error: no half of a gradient is left to the next step."""

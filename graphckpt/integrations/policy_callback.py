@@ -19,10 +19,9 @@ from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot import file_of
 from graphckpt.ledger.table import offloaded_bytes
-from graphckpt.planning.budget import Budget, check_budget
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import Budget, PlanOptions, check_budget
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.show.table import summary_lines
+from graphckpt.planning.rows import summary_lines
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Keep
 from graphckpt.units import format_bytes
@@ -122,7 +121,7 @@ class PolicyCallback:
         self._disable_own_checkpointing()
 
     def _plan(self, model: nn.Module, step_fn: Callable[[], object]) -> list[str]:
-        from graphckpt.planning.api import plan  # noqa: PLC0415 - of use with a budget alone
+        from graphckpt.planning.planner import plan  # noqa: PLC0415 - of use with a budget alone
 
         self._start()
         assert self._budget is not None

@@ -18,7 +18,7 @@ from graphckpt.errors import ConfigError, GraphckptError, first_line
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng, saved_metrics
 from graphckpt.ledger.explanation import Explanation
-from graphckpt.planning.fit.api import fit
+from graphckpt.planning.fit import fit
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
@@ -28,8 +28,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from graphckpt.planning.budget import Budget
-    from graphckpt.planning.fit.result import Goal
+    from graphckpt.planning.fit_result import Goal
+    from graphckpt.planning.options import Budget
 
 
 @final

@@ -278,7 +278,6 @@ class StorageLog(LiveBytes):
         """All storages so far, in order of allocation."""
         self.recomputed: str | None = None
         """The outermost block that is being recomputed."""
-        self._static: dict[int, int] = {}
         self._life_of: dict[int, StorageLife] = {}
         self._is_old = False
 
@@ -303,18 +302,13 @@ class StorageLog(LiveBytes):
 
     @property
     def static_bytes(self) -> int:
-        return sum(self._static.values())
+        """The bytes of weights and optimizer states that existed before the step."""
+        kinds = ("weights", "optimizer states")
+        return sum(life.num_bytes for life in self.lives if life.is_old and life.kind in kinds)
 
     def levels_if_kept(self, is_kept: Callable[[str], bool]) -> list[int]:
         """Returns the predicted live bytes at each event of :attr:`timeline` if some blocks kept everything."""
         return levels_if_kept(self.lives, len(self._changes or ()), is_kept)
-
-    def mark_static(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts tensors that stay alive: weights and optimizer states."""
-        for tensor in tensors:
-            for storage in storages_of(tensor):
-                if storage.device.type != "meta":
-                    self._static[id(storage)] = storage.nbytes()
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
         """Sets the kind of living tensors; see :attr:`~graphckpt.ledger.record.TensorLife.kind`."""

@@ -117,7 +117,6 @@ class Recorder:
         if self.live is not None:
             tensors = list(state)
             self.live.track_as_old(tensors)
-            self.live.mark_static(tensors)
             self.live.label(tensors, "optimizer states")
             self.live.label((weight.grad for weight in weights), "gradients")
         self.phase("optimizer")

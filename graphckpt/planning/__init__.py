@@ -1,6 +1,6 @@
 """Chooses policies for a memory budget, and predicts the peak of a step under them."""
 
-from graphckpt.planning.errors import PlanError
+from graphckpt.errors import PlanError
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 

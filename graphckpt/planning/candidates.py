@@ -29,8 +29,6 @@ SHARES = (0.8, 0.5, 0.3, 0.1)
 @final
 @dataclass(frozen=True, slots=True)
 class LayerCompilation:
-    """How the layers of a plan are compiled."""
-
     field: bool | dict[str, Any] | None = None
     """The ``compile`` field of layers without one in their option; ``None`` if they are not compiled."""
     shares: tuple[dict[str, Any], ...] = ()
@@ -47,10 +45,6 @@ NOT_COMPILED = LayerCompilation()
 
 def parse_compile(value: Any, rules: object = None) -> LayerCompilation:
     """Returns how layers are compiled.
-
-    Args:
-        value: the planner option ``compile``.
-        rules: the planner option ``candidates``; ``None`` also considers that the compiler saves less.
 
     Raises:
         ConfigError: ``value`` is not a bool or a mapping of arguments.
@@ -104,8 +98,6 @@ MOST = 4
 @final
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One policy that a block may get."""
-
     name: str
     """The name in tables: ``"full"``, ``"selective(matmul)"``, ``"full + host"``."""
     fields: Mapping[str, Any]
@@ -137,15 +129,12 @@ class SelectiveLevel(Rule, is_registered=False):
         return f"selective(level {self.number + 1})"
 
     def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Is never called: ``selective`` replaces it."""
         raise NotImplementedError
 
 
 @final
 @dataclass
 class OpTimes:
-    """The ops of one forward of a block, and what each takes."""
-
     log: OpGraph = field(default_factory=OpGraph)
     seconds: list[float] = field(default_factory=list)
 
@@ -177,10 +166,6 @@ def selective_levels(seen: Sequence[OpTimes], most: int = MOST) -> list[tuple[li
     """Returns the ``save`` argument of ``selective`` and the seconds of the recomputation, for each level.
 
     The level that keeps most comes first; the last one keeps nothing.
-
-    Args:
-        seen: calls of equal blocks; the fastest counts for each op.
-        most: the largest number of levels.
     """
     log = seen[0].log if seen else OpGraph()
     alike = [ops for ops in seen if ops.log.is_complete and len(ops.log.calls) == len(log.calls)]
@@ -225,7 +210,6 @@ def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_KeptOps]:
 
 
 def _cut(log: OpGraph, ticks: Sequence[int], price: float) -> _KeptOps:
-    """Returns the cheapest choice for a price per byte in ticks."""
     import networkx as nx  # noqa: PLC0415 - a third of a second that only levels take
 
     graph = nx.DiGraph()
@@ -352,14 +336,7 @@ def with_levels(
     look: Callable[[], Sequence[Sequence[OpTimes]]],
     broadcast: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[list[Option], dict[int, list[Option]]]:
-    """Replaces levels of ``selective`` by those found for the blocks; returns the options, and those of each class.
-
-    Args:
-        options: The options, of which some may be a :class:`SelectiveLevel`.
-        kinds: The class of each block.
-        look: Returns the ops of each block and their times; called if there are levels to find.
-        broadcast: Returns the value of the leader of several processes.
-    """
+    """Replaces levels of ``selective`` by those found for the blocks; returns the options, and those of each class."""
     if not any(isinstance(option.rule, SelectiveLevel) for option in options):
         return list(options), {kind: list(options) for kind in kinds}
     seen: dict[int, list[OpTimes]] = {kind: [] for kind in kinds}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,8 +14,7 @@ from graphckpt.extras import LazyPackage
 from graphckpt.ledger.plot import PAGE, file_of
 from graphckpt.ledger.table import html_of, text_of
 from graphckpt.ledger.table import show as show_parts
-from graphckpt.planning.rows import PlanRow, PlanSummary, ShownPlan, Stage
-from graphckpt.planning.show.table import parts_of, summary_lines
+from graphckpt.planning.rows import PlanData, PlanRow, Stage, parts_of, summary_lines
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,12 +45,9 @@ KEEP_ALL: Mapping[str, Any] = {"activation_checkpointing": False}
 
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(PlanSummary):
+class Plan(PlanData):
     """Policies for the blocks of a model, chosen for a memory budget."""
 
-    rows: tuple[PlanRow, ...]
-    stages: tuple[Stage, ...] = field(default=(), repr=False)
-    notes: tuple[str, ...] = ()
     model: nn.Module | None = field(default=None, repr=False, compare=False)
     apply_to_graph: Callable[[Plan], AppliedPolicies] | None = field(default=None, repr=False, compare=False)
     """Sets the policies on the blocks of the Graph that was planned."""
@@ -85,7 +82,7 @@ class Plan(PlanSummary):
 
     def __str__(self) -> str:
         """Returns the policies and their cost as a table, in plain text."""
-        return text_of(parts_of(self.rows, self, self.notes)).rstrip("\n")
+        return text_of(parts_of(self)).rstrip("\n")
 
     def __repr__(self) -> str:
         """Returns one line."""
@@ -93,7 +90,7 @@ class Plan(PlanSummary):
         return f"<Plan of {len(self.rows)} blocks: peak {peak} of a budget of {budget}>"
 
     def _repr_html_(self) -> str:
-        return html_of(parts_of(self.rows, self, self.notes))
+        return html_of(parts_of(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle writes: all but :attr:`front`, which needs the measurements."""
@@ -102,7 +99,7 @@ class Plan(PlanSummary):
     def explain(self, *, show: bool = True) -> Self:
         """Prints the policies and their cost unless ``show`` is false; returns the plan, which prints the same."""
         if show:
-            show_parts(parts_of(self.rows, self, self.notes))
+            show_parts(parts_of(self))
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,6 +111,42 @@ class Plan(PlanSummary):
         ]
         return {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}
 
+    def to_message(self, policy_fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the plan as JSON; values of policies that are not, such as a process group, as their numbers.
+
+        Args:
+            policy_fields: the fields of policies that the receiver has as well.
+        """
+        numbers = {id(value): number for number, value in enumerate(_values(policy_fields))}
+
+        def plain(value: Any) -> dict[str, Any]:
+            if isinstance(value, PlanRow | Stage):
+                return {each.name: getattr(value, each.name) for each in fields(value)}
+            return {_SHARED: numbers[id(value)]}
+
+        message = {name: getattr(self, name) for name in (*_NUMBERS, "notes", "rows", "stages")}
+        result: dict[str, Any] = json.loads(json.dumps(message, default=plain))
+        return result
+
+    @classmethod
+    def from_message(
+        cls, message: Mapping[str, Any], policy_fields: Sequence[Mapping[str, Any]], model: nn.Module | None
+    ) -> Self:
+        """Returns the plan of :meth:`to_message`."""
+        values = _values(policy_fields)
+
+        def shared(value: dict[str, Any]) -> Any:
+            return values[value[_SHARED]] if _SHARED in value else value
+
+        content = json.loads(json.dumps(message), object_hook=shared)
+        rows, stages = content.pop("rows"), content.pop("stages")
+        return cls(
+            **content | {"notes": tuple(content["notes"])},
+            rows=tuple(PlanRow(**row) for row in rows),
+            stages=tuple(Stage(**stage) for stage in stages),
+            model=model,
+        )
+
     def plot(self, path: str | Path) -> Path:
         """Draws the predicted live bytes over the step; ``path`` ends in ``.png`` or ``.svg``.
 
@@ -122,17 +155,15 @@ class Plan(PlanSummary):
         Raises:
             ConfigError: the plan is from a file, which does not contain them.
         """
-        from graphckpt.planning.show.page import write_plans  # noqa: PLC0415
-        from graphckpt.planning.show.plot import draw_plan  # noqa: PLC0415
+        from graphckpt.planning.plot import draw_plan, write_plans  # noqa: PLC0415
 
         if not self.stages:
             raise ConfigError("Plan.plot: a plan from a file has no levels to draw · fix: plan again")
         target = file_of(path, has_page=True)
         if target.suffix.lower() == PAGE:
             front = self.front() if self.front is not None else ()
-            plans = [ShownPlan(summary=plan, rows=plan.rows, stages=plan.stages) for plan in (self, *front)]
-            return write_plans(plans[0], plans[1:], target)
-        return draw_plan(self.stages, self.rows, self, target)
+            return write_plans(self, front, target)
+        return draw_plan(self, target)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, with a section ``blocks`` for ``train.activation_checkpoint``.
@@ -180,8 +211,12 @@ class Plan(PlanSummary):
 
 
 def _dumper() -> type[yaml.SafeDumper]:
-    """Returns a dumper that writes equal policies out in full, without anchors."""
     return type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
 
 
-_NUMBERS = tuple(number.name for number in fields(PlanSummary))
+def _values(policy_fields: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [value for policy in policy_fields for value in policy.values()]
+
+
+_SHARED = "graphckpt.planning.plan.shared"  # the key of a value's number in a message
+_NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in ("rows", "stages", "notes"))

@@ -9,39 +9,36 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from typing import Any, Self, final
 
 import torch.distributed as dist
-from torch import nn
 
-from graphckpt.errors import ConfigError, GraphckptError
-from graphckpt.planning.errors import GroupError, PlanError
-from graphckpt.planning.model.memory_model import MeasuredStep
-from graphckpt.planning.plan import Plan
-from graphckpt.planning.rows import PlanRow, PlanSummary, Stage
+from graphckpt.errors import ConfigError, GraphckptError, PlanError
+from graphckpt.planning.memory_model import MeasuredStep
 from graphckpt.stores.partition import RendezvousTimeout, exchange
 
-_TOPIC = "graphckpt plan"
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
 _SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may host the store
 
 # Note [One plan for all processes]
 # The recomputation of a block issues its collectives again, so processes with different plans would deadlock. All that
 # determines how often a step runs is therefore exchanged first: the classes of equal blocks, the bytes of a real step,
-# the plan itself. Messages go through the key-value store of the group and not through its collectives: a process whose
-# step has failed is at another collective than the others, and must still be able to report its error.
+# the plan itself. Messages are JSON and go through the key-value store of the group, not through its collectives as
+# `dist.broadcast_object_list` does: a process whose step has failed is at another collective than the others, and must
+# still be able to report its error.
+
+
+@final
+class GroupError(PlanError):
+    """Another process has failed, is gone or did not join: the processes cannot plan together any more."""
 
 
 @final
 class PlanGroup:
-    """The processes that plan together. As a context manager: if one fails, all raise.
-
-    Args:
-        process_group: a group that contains this process; ``None`` is this process alone.
-    """
+    """The processes that plan together. As a context manager: if one fails, all raise."""
 
     def __init__(self, process_group: Any = None) -> None:
         self._group = process_group
@@ -63,13 +60,11 @@ class PlanGroup:
             return
         text = str(error) if isinstance(error, GraphckptError) else f"{type(error).__name__}: {error}"
         with suppress(RendezvousTimeout, RuntimeError):
-            self._exchange(
-                {"fault": text}, min(self._seconds, _SECONDS_TO_REPORT) if isinstance(error, Exception) else 0.0
-            )
+            self._exchange({"fault": text}, _SECONDS_TO_REPORT if isinstance(error, Exception) else 0.0)
             time.sleep(_SECONDS_TO_READ)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the values that the processes pass, by rank.
+        """Returns the values that the processes pass, by rank, which are JSON.
 
         Raises:
             GroupError: another process has failed, has exited or did not join.
@@ -77,11 +72,12 @@ class PlanGroup:
         if self.size == 1:
             return [value]
         fix = "fix: plan on all processes of the group at once, or select another `group`"
+        seconds = self._group.get_group_store().timeout.total_seconds()
         try:
-            answers = self._exchange({"value": value}, self._seconds)
+            answers = self._exchange({"value": value}, seconds)
         except RendezvousTimeout as absent:
             self._is_over = True
-            raise GroupError(f"{absent} to plan with this process for {self._seconds:g} s · {fix}") from None
+            raise GroupError(f"{absent} to plan with this process for {seconds:g} s · {fix}") from None
         except RuntimeError as error:
             self._is_over = True
             first_line = str(error).split("\n", 1)[0]
@@ -101,45 +97,35 @@ class PlanGroup:
         """
         if self.size == 1:
             return action()
-        answer_of_leader: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         if self.rank == self.leader:
             try:
-                answer_of_leader = {"value": action()}
+                message = {"value": action()}
             except PlanError as error:
-                answer_of_leader = {"fault": str(error)}
-        answer = self.all_gather(answer_of_leader)[self.leader]
-        if "fault" in answer:
-            raise PlanError(answer["fault"])
-        return answer["value"]
-
-    def plan(
-        self, action: Callable[[], Plan], policy_fields: Sequence[Mapping[str, Any]], model: nn.Module | None
-    ) -> Plan:
-        """Returns the plan that ``action`` makes on the leader; all processes have the same ``policy_fields``."""
-        if self.size == 1:
-            return action()
-        return _unpacked(self.from_leader(lambda: _packed(action(), policy_fields)), policy_fields, model)
+                message = {"fault": str(error)}
+        message = self.all_gather(message)[self.leader]
+        if "fault" in message:
+            raise PlanError(message["fault"])
+        return message["value"]
 
     def broadcast(self, value: Any) -> Any:
         """Returns the value that the leader passes."""
         return self.all_gather(value)[self.leader]
 
     def max(self, value: float) -> Any:
-        """Returns the largest value that a process passes."""
         return max(self.all_gather(value))
 
     def classes(self, own: Sequence[int]) -> list[int]:
         """Returns classes of blocks such that blocks of one class are of one class on all processes."""
-        seen: dict[Any, int] = {}
-        return [seen.setdefault(each, len(seen)) for each in zip(*self.all_gather(list(own)), strict=True)]
+        numbers: dict[Any, int] = {}
+        return [numbers.setdefault(each, len(numbers)) for each in zip(*self.all_gather(list(own)), strict=True)]
 
     def times(self, measured: MeasuredStep) -> MeasuredStep:
         """Returns the measured step with the times of the process whose forwards take the longest.
 
         Times of whole steps are no guide: processes that average gradients in backward wait for each other.
         """
-        names = ("forward_seconds", "backward_seconds")
-        rows = self.all_gather([measured.step_seconds, *(getattr(measured, name) for name in names)])
+        rows = self.all_gather([measured.step_seconds, measured.forward_seconds, measured.backward_seconds])
         _, *slowest = max(rows, key=lambda row: sum(map(sum, row[1])))
         forward, backward = (tuple(map(tuple, table)) for table in slowest)
         step = max(row[0] for row in rows)
@@ -168,14 +154,10 @@ class PlanGroup:
                         "fix: plan the same on all processes, or select those that run the same blocks by `group`"
                     )
 
-    @property
-    def _seconds(self) -> float:
-        limit: float = self._group.get_group_store().timeout.total_seconds()
-        return limit
-
-    def _exchange(self, answer: Mapping[str, Any], seconds: float) -> list[Any]:
-        text = json.dumps(answer).encode()
-        return [json.loads(each) for each in exchange(self._group, self._members, text, topic=_TOPIC, seconds=seconds)]
+    def _exchange(self, message: dict[str, Any], seconds: float) -> list[Any]:
+        text = json.dumps(message).encode()
+        answers = exchange(self._group, self._members, text, topic="graphckpt plan", seconds=seconds)
+        return [json.loads(answer) for answer in answers]
 
 
 def planning_group(group: Any = None) -> PlanGroup:
@@ -201,49 +183,6 @@ def planning_group(group: Any = None) -> PlanGroup:
         what = "a group of this process" if is_outside else "a ProcessGroup"
         raise ConfigError(f"group: expected {what}, got {group!r} · fix: use None for all processes, or False for one")
     return PlanGroup(group)
-
-
-_NUMBERS = [field.name for field in fields(PlanSummary)]
-
-
-def _packed(plan: Plan, policy_fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns a plan as JSON values; values that all processes have are sent as their numbers."""
-    numbers = {id(value): number for number, value in enumerate(_values(policy_fields))}
-
-    def packed_row(row: PlanRow) -> dict[str, Any]:
-        policy = {
-            name: [numbers[id(value)], None] if id(value) in numbers else [None, value]
-            for name, value in row.fields.items()
-        }
-        return {field.name: getattr(row, field.name) for field in fields(row)} | {"fields": policy}
-
-    return {
-        "numbers": {name: getattr(plan, name) for name in _NUMBERS},
-        "notes": plan.notes,
-        "rows": [packed_row(row) for row in plan.rows],
-        "stages": [asdict(stage) for stage in plan.stages],
-    }
-
-
-def _unpacked(answer: Mapping[str, Any], policy_fields: Sequence[Mapping[str, Any]], model: nn.Module | None) -> Plan:
-    values = _values(policy_fields)
-
-    def row_of(row: Mapping[str, Any]) -> PlanRow:
-        pairs = row["fields"].items()
-        policy = {name: value if number is None else values[number] for name, (number, value) in pairs}
-        return PlanRow(**{**row, "fields": policy})
-
-    return Plan(
-        **answer["numbers"],
-        rows=tuple(map(row_of, answer["rows"])),
-        stages=tuple(Stage(**stage) for stage in answer["stages"]),
-        notes=tuple(answer["notes"]),
-        model=model,
-    )
-
-
-def _values(policy_fields: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [value for policy in policy_fields for value in policy.values()]
 
 
 def _short(value: Any) -> str:

@@ -1,19 +1,22 @@
-"""Measures a step under all candidates, plans it for any budget, and checks the plan."""
+"""Plans policies for a memory budget: measures a step under all candidates, chooses among them, and checks the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import fields, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, final
 
 from torch import nn
 
+from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.apply import apply
-from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.blocks.forward import BlockForward
+from graphckpt.blocks.select import Selector, layers, select
+from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
-from graphckpt.planning import budget as budgets
+from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import (
     JOINED,
     can_join,
@@ -23,23 +26,141 @@ from graphckpt.planning.candidates import (
     with_partition,
 )
 from graphckpt.planning.candidates import options as candidates_of
-from graphckpt.planning.errors import GroupError, PathError, PlanError
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import MeasurableStep, measure
-from graphckpt.planning.model.memory_model import MeasuredStep
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.plan_group import PlanGroup
+from graphckpt.planning.plan_group import GroupError, PlanGroup, planning_group
 from graphckpt.planning.rows import PlanRow, Stage
-from graphckpt.planning.solve.search import CopyRates, PolicyChoice, PolicySearch, interval_name
+from graphckpt.planning.search import CopyRates, PolicyChoice, PolicySearch, interval_name
+from graphckpt.planning.steps import FakeStep, RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.base import parse_rule
 from graphckpt.stores.base import parse_offload
 from graphckpt.units import format_bytes
 
 
+def plan(model: nn.Module, step_fn: Callable[[], object], *, memory_budget: Budget, **options: Any) -> Plan:
+    """Chooses the policy of each block so that a step is as fast as possible within a memory budget.
+
+    The step runs a few times under different policies. Parameters, buffers, gradients, optimizers and random state
+    are restored at the end; whatever else ``step_fn`` changes, such as a scheduler, stays changed.
+
+    Args:
+        model: The model on the device on which it will train, without policies.
+        step_fn: Runs forward and backward of ``model`` once, and the optimizer step, if its memory should count.
+        memory_budget: The peak of the whole step in bytes, or as ``"12GiB"``; ``"50%"`` is what is alive before the
+            first block and half of what the plain step allocates beyond it; ``"max"`` is the memory of the device,
+            ``"min"`` the lowest possible peak.
+        options: Fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
+
+    Returns:
+        The plan; :meth:`Plan.apply` sets its policies on the model.
+
+    Raises:
+        ConfigError: An argument cannot be used, or no layers were found in the model.
+        PlanError: No plan fits, and the message names the lowest possible peak and what sets it; or another process
+            has failed.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    >>> model, x = nn.Sequential(*layers), torch.ones(512, 64)
+    >>> found = plan(model, lambda: model(x).sum().backward(), memory_budget="60%")
+    >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
+    True
+    """
+    given: Any = step_fn
+    if not callable(given):
+        what = f"expected a function without arguments that runs a step, got {shown(given)}"
+        raise ConfigError(f"plan.step_fn: {what} · fix: lambda: model(x).sum().backward()")
+    with planning_group(options.get("group")) as group:
+        wanted = PlanOptions.of(options, "plan")
+        step = RealStep(model, step_fn)
+        return plan_step(step, model, find_blocks(model, wanted.blocks), memory_budget, wanted, group, step.restoring())
+
+
+def plan_step(
+    step: RealStep,
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    memory_budget: Budget,
+    options: PlanOptions,
+    group: PlanGroup,
+    restoring: AbstractContextManager[None],
+) -> Plan:
+    """Plans a step that can be run, on all processes of ``group``; ``restoring`` undoes what its runs change."""
+    budget = budgets.check_budget(memory_budget)
+    group.check_equal(memory_budget=budgets.budget_kind(budget), check=options.check)
+    with restoring:
+        planners = measure_all(step, model, blocks, options, group)
+        limit = _limit_of(budget, planners.plain, step, group)
+        checked = partial(
+            plan_and_check,
+            model=model,
+            step=step,
+            limit=limit,
+            group=group,
+            policy_fields=planners.policy_fields,
+            check=options.check,
+        )
+        return planners.best_of(
+            checked, floor_of=lambda planner: group.from_leader(planner.least), is_least=limit is None
+        )
+
+
+def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
+    """Returns the blocks to plan, none inside of another.
+
+    Raises:
+        ConfigError: A selector matches nothing, no layers were found, or a module has a policy, is compiled as a whole,
+            or has its own gradient checkpointing enabled.
+    """
+    if selectors is None:
+        names = layers(model)
+        if not names:
+            raise ConfigError(
+                f"{type(model).__name__}: no list of layers was found · fix: blocks='name.of.layers.*', or their class"
+            )
+    else:
+        listed = [selectors] if isinstance(selectors, str) or not isinstance(selectors, Iterable) else list(selectors)
+        wanted = {name for selector in listed for name, _ in select(model, selector)}
+        order = [name for name, _ in model.named_modules()]
+        names = [n for n in order if n in wanted and not any(n != w and n.startswith(f"{w}.") for w in wanted if w)]
+    found = [(name, model.get_submodule(name)) for name in names]
+    for name, module in found:
+        if any(isinstance(part.forward, BlockForward) for part in module.modules()):
+            raise ConfigError(f"{name}: expected a block without a policy · fix: remove() the handle before planning")
+    for name, part in model.named_modules():
+        if has_compiled_call(part) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
+            raise ConfigError(
+                f"{name or type(model).__name__}: expected a module that is not compiled as a whole · "
+                "fix: plan with compile=True, which compiles each layer inside of its policy"
+            )
+        if getattr(part, "gradient_checkpointing", False) is True:
+            raise ConfigError(
+                f"{name or type(model).__name__}: expected its own gradient checkpointing to be off · "
+                "fix: model.gradient_checkpointing_disable()"
+            )
+    return found
+
+
+def _limit_of(budget: int | str, planner: Planner, step: RealStep, group: PlanGroup) -> int | None:
+    """Returns the bytes that a step of any process may take; ``None`` is the lowest possible peak.
+
+    With a percentage it is the leader's limit, otherwise the smallest of all processes.
+    """
+    if budget == "min":
+        return None
+    static = planner.measured.model.static_bytes
+    memory = budgets.memory_id(step.device)
+    num_sharing = group.all_gather(memory).count(memory)
+    limits = group.all_gather(planner.bytes_of(budget, budgets.available_bytes(step.device, static, num_sharing)))
+    return int(limits[group.leader] if budgets.is_percentage(budget) else min(limits))
+
+
 def measure_all(
-    step: MeasurableStep,
+    step: RealStep | FakeStep,
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     options: PlanOptions,
@@ -47,14 +168,6 @@ def measure_all(
     notes: Sequence[str] = (),
 ) -> Planners:
     """Measures every candidate on every block, once for each way in which the head may run.
-
-    Args:
-        step: the step, real or fake.
-        model: the model that the step trains.
-        blocks: the blocks to plan, by name.
-        options: what the planner may use.
-        group: the processes that plan together.
-        notes: what plans should mention.
 
     Raises:
         ConfigError: an option cannot be used.
@@ -109,9 +222,9 @@ def measure_all(
                 host_budget=options.host_bytes,
                 # without the first layer of a run, the others join the run before it, and exceed the peak
                 joins=can_join(modules, options.candidates) and _ALL_BLOCKS not in found,
-                notes=found,
+                notes=tuple(found),
                 extra_rows=rows,
-                compiles=code.field,
+                compiled={} if code.field is None else {"compile": code.field},
                 has_slabs=options.contiguous,
             )
         )
@@ -125,22 +238,14 @@ _ALL_BLOCKS = (
 
 
 def _slowest(rates: Sequence[Sequence[float] | None]) -> CopyRates | None:
-    """Returns the slowest rates of all processes; ``None`` if one of them cannot copy."""
-    known = [each for each in rates if each is not None]
-    if len(known) < len(rates):
-        return None
-    out, back = zip(*known, strict=True)
-    return CopyRates(min(out), min(back))
+    rows = [each for each in rates if each is not None]
+    return CopyRates(*map(min, zip(*rows, strict=True))) if len(rows) == len(rates) else None
 
 
 def head_rows(
     model: nn.Module, head: Mapping[str, Any] | None, blocks: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[PlanRow, ...]]:
-    """Returns the alternatives for the head: no policy, or one of the rules that are given for it.
-
-    Raises:
-        ConfigError: there is no such block, it is a layer or contains one, or a value is not a rule.
-    """
+    """Returns the alternatives for the head: no policy, or one of the rules that are given for it."""
     alternatives: list[tuple[PlanRow, ...]] = [()]
     for name, value in (head or {}).items():
         if name not in dict(model.named_modules()):
@@ -155,42 +260,32 @@ def head_rows(
             rule = parse_rule(one)
             if rule is None:
                 raise ConfigError(f"head: expected a rule, got {one!r} · fix: Tiles(8, reduce='sum')")
-            settings = {field.name: getattr(rule, field.name) for field in fields(rule)}
+            settings = {each.name: getattr(rule, each.name) for each in fields(rule)}
             plain = {"activation_checkpointing": {"rule": rule.name, **settings}}
             alternatives.append((PlanRow(block=name, option=rule.describe(), fields=plain),))
     return alternatives
 
 
 @final
+@dataclass(eq=False)
 class Planner:
-    """Plans one measured step for any budget."""
+    measured: MeasuredStep
+    _: KW_ONLY
+    model: nn.Module | None = None
+    device: str = "cpu"
+    rates: CopyRates | None = None
+    host_budget: int | None = None
+    joins: bool = True
+    notes: tuple[str, ...] = ()
+    extra_rows: tuple[PlanRow, ...] = ()
+    """The rows of plans for other blocks, active when the step was measured."""
+    compiled: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of all layers beside their options."""
+    has_slabs: bool = False
 
-    def __init__(
-        self,
-        measured: MeasuredStep,
-        *,
-        model: nn.Module | None = None,
-        device: str = "cpu",
-        rates: CopyRates | None = None,
-        host_budget: int | None = None,
-        joins: bool = True,
-        notes: Iterable[str] = (),
-        extra_rows: tuple[PlanRow, ...] = (),
-        compiles: bool | dict[str, Any] | None = None,
-        has_slabs: bool = False,
-    ) -> None:
-        self.measured = measured
-        self.search = PolicySearch(measured, rates, host_budget, joins=joins)
-        self.plain = self.search.evaluate((0,) * len(measured.names))
-        self.model = model
-        self.extra_rows = extra_rows
-        """The rows of plans for other blocks, active when the step was measured."""
-        self.compiled: dict[str, Any] = {} if compiles is None else {"compile": compiles}
-        """The fields of all layers beside their options."""
-        self._has_slabs = has_slabs
-        self._device = device
-        self._notes = tuple(notes)
-        self._without = " without offloading" if rates is not None else ""
+    def __post_init__(self) -> None:
+        self.search = PolicySearch(self.measured, self.rates, self.host_budget, joins=self.joins)
+        self.plain = self.search.evaluate((0,) * len(self.measured.names))
 
     @cached_property
     def floor(self) -> PolicyChoice:
@@ -212,9 +307,7 @@ class Planner:
     def plan(self, budget: int, correction: int = 0) -> Plan:
         """Returns the fastest plan whose peak is at most ``budget`` bytes.
 
-        Args:
-            budget: of the whole step.
-            correction: the measured peak of a step minus the prediction, in bytes.
+        ``correction`` is the measured peak of a step minus the prediction, in bytes.
 
         Raises:
             PlanError: There is none.
@@ -225,12 +318,10 @@ class Planner:
         return self.to_plan(choice, budget, correction)
 
     def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
-        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first."""
         plans = [self.to_plan(choice, choice.peak + correction, correction) for choice in self.search.pareto()]
         return [(p.predicted_peak_bytes, p.predicted_step_seconds, p) for p in plans]
 
     def uniform(self) -> list[tuple[str, int, float]]:
-        """Returns name, peak in bytes and seconds of a step for each uniform policy."""
         found = ((o, self.to_plan(choice, choice.peak)) for o, choice in self.search.uniform())
         return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
 
@@ -251,7 +342,7 @@ class Planner:
             )
             for block, option in enumerate(choice.plan)
         )
-        if self._has_slabs:
+        if self.has_slabs:
             rows = tuple(map(_with_slab, rows))
         return Plan(
             rows=rows + self.extra_rows,
@@ -263,7 +354,7 @@ class Planner:
             plain_peak_bytes=self.plain.peak + correction,
             plain_step_seconds=known.step_seconds,
             correction_bytes=correction,
-            device=self._device,
+            device=self.device,
             stages=tuple(
                 Stage(
                     name=interval_name(level.interval, names, known.model.block_of_call),
@@ -272,7 +363,7 @@ class Planner:
                 )
                 for level in self.search.levels(choice.plan, choice.runs)
             ),
-            notes=(*known.notes, *self._notes),
+            notes=(*known.notes, *self.notes),
             model=self.model,
         )
 
@@ -292,7 +383,7 @@ class Planner:
             fix = f"compute the loss in slices (set `head` to its block and `Tiles`), {fix}"
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is "
-            f"{format_bytes(lowest)}{self._without}, set by {where}; "
+            f"{format_bytes(lowest)}{' without offloading' if self.rates is not None else ''}, set by {where}; "
             f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
 
@@ -319,20 +410,14 @@ def _with_slab(row: PlanRow) -> PlanRow:
 
 @final
 class Planners:
-    """Plans of one step that was measured in several ways: with its loss computed at once, and in slices.
-
-    Args:
-        planners: the first one is of the step as it is.
-        policy_fields: the fields of policies that all processes have.
-    """
+    """Plans of one step that was measured in several ways: with its loss computed at once, and in slices."""
 
     def __init__(self, planners: Sequence[Planner], policy_fields: Sequence[Mapping[str, Any]] = ()) -> None:
         self._planners = planners
+        self.plain = planners[0]
+        """Of the step as it is."""
         self.policy_fields = policy_fields
-
-    @property
-    def plain(self) -> Planner:
-        return self._planners[0]
+        """The fields of policies, which all processes have."""
 
     def bytes_of(self, budget: int | str, available: int) -> int:
         """Returns a budget in bytes; ``available`` is the memory of the device."""
@@ -355,28 +440,23 @@ class Planners:
         floor_of: Callable[[Planner], int] = Planner.least,
         is_least: bool = False,
     ) -> Plan:
-        """Returns the fastest plan of all planners.
-
-        Args:
-            plan_with: returns the plan of a planner.
-            floor_of: returns the lowest peak of any plan of a planner; called for those without a plan.
-            is_least: return the plan with the lowest peak instead.
+        """Returns the fastest plan of all planners; with ``is_least`` the one with the lowest peak.
 
         Raises:
-            PlanError: no planner has a plan; the error is that of the planner with the lowest peak.
+            PlanError: no planner has a plan; the error is that of the planner with the lowest floor.
         """
-        found: list[Plan] = []
+        plans: list[Plan] = []
         faults: list[tuple[int, PlanError]] = []
         for planner in self._planners:
             try:
-                found.append(plan_with(planner))
+                plans.append(plan_with(planner))
             except GroupError:
                 raise
             except PlanError as fault:
                 faults.append((floor_of(planner), fault))
-        if not found:
+        if not plans:
             raise min(faults, key=lambda row: row[0])[1]
-        best = min(found, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
+        best = min(plans, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
         return replace(best, front=lambda: [plan for _, _, plan in self.front(max(0, best.correction_bytes))])
 
     def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
@@ -384,12 +464,10 @@ class Planners:
 
         ``correction`` is the measured peak of a step minus the prediction, in bytes.
         """
-        planners = self._planners
-        rows = sorted((row for planner in planners for row in planner.front(correction)), key=lambda row: row[:2])
+        rows = sorted((r for planner in self._planners for r in planner.front(correction)), key=lambda row: row[:2])
         return [row for number, row in enumerate(rows) if all(row[1] < other[1] for other in rows[:number])]
 
     def uniform(self) -> list[tuple[str, int, float]]:
-        """Returns name, peak in bytes and seconds of a step for each uniform policy, with the loss computed at once."""
         return self.plain.uniform()
 
 
@@ -407,19 +485,10 @@ def plan_and_check(
     *,
     check: bool = True,
 ) -> Plan:
-    """Returns the plan of ``group``; with ``check``, one under which the step has kept the budget.
+    """Returns the plan of ``group``, with peaks of at most ``limit`` bytes; ``None`` is the lowest possible.
 
-    Args:
-        planner: Used on the leader.
-        model: The model of ``step``, which may be another one than that which was measured.
-        step: Run on all processes; the largest difference counts.
-        limit: The largest peak in bytes; ``None`` is the lowest possible.
-        group: The processes that plan together.
-        policy_fields: Fields of policies that all of them have.
-        check: Run the step under the plan, and replan if its peak exceeds the budget or is over 1 % off.
-
-    Raises:
-        PlanError: No plan fits.
+    With ``check`` the step of each process runs under the plan, and the largest peak counts. If it exceeds the budget
+    or is over 1 % off, it replans. ``model`` is that of ``step``, which may be another one than was measured.
     """
 
     def fastest(correction: int = 0) -> Plan:
@@ -435,16 +504,22 @@ def plan_and_check(
     def refuse() -> NoReturn:
         raise PlanError(planner.infeasible(limit or 0, min(peaks.values())))
 
+    def agree_on(action: Callable[[], Plan]) -> Plan:
+        if group.size == 1:
+            return action()
+        message = group.from_leader(lambda: action().to_message(policy_fields))
+        return Plan.from_message(message, policy_fields, model)
+
     peaks: dict[tuple[str, ...], int] = {}  # by the options of a plan
     fitting: list[Plan] = []
-    candidate = group.plan(fastest, policy_fields, model)
+    candidate = agree_on(fastest)
     is_lowest = False
     while check:
         options = tuple(row.option for row in candidate.rows)
         if options in peaks:
             if fitting or is_lowest:
                 break
-            candidate, is_lowest = group.plan(lowest, policy_fields, model), True
+            candidate, is_lowest = agree_on(lowest), True
             continue
         with candidate.apply():
             peak = peaks[options] = group.max(_peak(step, group, candidate))
@@ -457,7 +532,7 @@ def plan_and_check(
         if peak <= limit:
             fitting.append(candidate)
         if len(peaks) < _MOST_CHECKS:
-            candidate = group.plan(partial(fastest, candidate.correction_bytes), policy_fields, model)
+            candidate = agree_on(partial(fastest, candidate.correction_bytes))
     if fitting:
         return min(fitting, key=lambda plan: plan.predicted_step_seconds)
     return group.from_leader(refuse) if check else candidate

@@ -1,10 +1,17 @@
-"""The data of a plan that its tables and pictures show."""
+"""The data of a plan, and the tables of a plan and of a sweep."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from graphckpt.ledger.groups import common_prefix, group_names
+from graphckpt.ledger.table import Column, bullet, bytes_or_dash, prefix_note, show, table_of, time_of
+from graphckpt.units import format_bytes, format_seconds
 
 
 @final
@@ -35,9 +42,12 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSummary:
-    """The predictions for the whole step."""
+class PlanData:
+    """What tables and pictures show of a plan."""
 
+    rows: tuple[PlanRow, ...]
+    stages: tuple[Stage, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
     predicted_peak_bytes: int
     """The peak of live bytes in a step, including weights, gradients, optimizer state and inputs."""
     predicted_step_seconds: float
@@ -54,11 +64,67 @@ class PlanSummary:
     device: str = "cpu"
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownPlan:
-    """A plan as pictures show it."""
+_ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
 
-    summary: PlanSummary
-    rows: Sequence[PlanRow]
-    stages: Sequence[Stage]
+
+def summary_lines(plan: PlanData) -> Iterator[str]:
+    budget = plan.budget_bytes
+    share = f", {plan.predicted_peak_bytes / budget:.1%} of the budget".replace("%", " %") if budget else ""
+    corrected = (
+        f" (corrected by {format_bytes(plan.correction_bytes)} after a measured step)" if plan.correction_bytes else ""
+    )
+    yield f"memory budget {format_bytes(budget)} on {plan.device}"
+    yield f"peak {format_bytes(plan.predicted_peak_bytes)}{share}; reached {time_of(plan.binding)}{corrected}"
+    slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
+    percent = f"{round(slower, 4) + 0.0:+.1%}".replace("%", " %")
+    yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} over keeping everything"
+    yield f"everything kept: {format_bytes(plan.plain_peak_bytes)}; lowest possible: {format_bytes(plan.floor_bytes)}"
+
+
+def parts_of(plan: PlanData) -> Iterator[RenderableType]:
+    columns = [Column("block"), Column("policy"), Column("blocks", is_number=True), Column("costs", is_number=True)]
+    has_moves = any(row.moved_bytes for row in plan.rows)
+    if has_moves:
+        columns.append(Column("offloaded", is_number=True))
+    prefix = common_prefix(row.block for row in plan.rows)
+    yield table_of(columns, plan_cells(plan.rows, prefix, has_moves=has_moves))
+    yield from map(Text, summary_lines(plan))
+    levels = (f"{name} keeps the results of {ops}" for name, ops in _levels(plan.rows).items())
+    for note in (*([prefix_note(prefix)] if prefix else []), *levels, *plan.notes):
+        yield bullet(note, "*")
+
+
+def plan_cells(rows: Sequence[PlanRow], prefix: str, *, has_moves: bool) -> Iterator[list[str]]:
+    """Yields the cells of each group of equal rows: its blocks, their policy and number, cost and offloaded bytes."""
+    for name, option, group in _groups(rows, prefix):
+        cost = sum(row.extra_seconds for row in group)
+        cells = [name, option, str(len(group)), format_seconds(cost) if cost > _ROUNDING else "-"]
+        yield [*cells, bytes_or_dash(sum(row.moved_bytes for row in group))] if has_moves else cells
+
+
+def _groups(rows: Sequence[PlanRow], prefix: str = "") -> Iterator[tuple[str, str, list[PlanRow]]]:
+    names = [row.block.removeprefix(prefix) for row in rows]
+    # No periods: that a joined block belongs to the one before it shows in their order.
+    for name, members in group_names(names, [row.option for row in rows], max_period=1):
+        yield name, rows[members[0]].option, [rows[at] for at in members]
+
+
+def _levels(rows: Sequence[PlanRow]) -> dict[str, str]:
+    """Returns the ops that each level of ``selective`` keeps."""
+    values = (row.fields.get("activation_checkpointing") for row in rows)
+    levels = [value for value in values if isinstance(value, dict) and value.get("label")]
+    return dict(sorted((f"selective({v['label']})", ", ".join(map(str, v["save"]))) for v in levels))
+
+
+def print_sweep(
+    front: Sequence[tuple[int, float, Sequence[PlanRow]]], uniform: Sequence[tuple[str, int, float]]
+) -> None:
+    prefix = common_prefix(row.block for _, _, rows in front[:1] for row in rows)
+    lines = [
+        (peak, seconds, ", ".join(f"{name} {option}" for name, option, _ in _groups(rows, prefix)))
+        for peak, seconds, rows in front
+    ]
+    lines += [(peak, seconds, f"all {name}") for name, peak, seconds in uniform]
+    columns = [Column("peak", is_number=True), Column("step", is_number=True), Column("policies")]
+    cells = [(format_bytes(peak), format_seconds(seconds), text) for peak, seconds, text in sorted(lines)]
+    show([table_of(columns, cells), *([bullet(prefix_note(prefix), "*")] if prefix else [])])

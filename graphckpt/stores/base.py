@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, cast, final
 
 from graphckpt.errors import ConfigError, did_you_mean
@@ -21,33 +22,30 @@ Tier: TypeAlias = Literal["device", "host", "disk"]
 
 
 @final
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class TensorGroup:
-    """The tensors saved by one call of a block. They are offloaded together and prefetched together. Data only.
+    """The tensors saved by one call of a block. They are offloaded together and prefetched together. Data only."""
 
-    Args:
-        block: Path of the block, for messages.
-        own: Returns the block's parameters and buffers, which are never moved.
-        note: Adds a note about the block to ``explain()``.
-        traffic: Where to count, while the step is recorded.
-    """
-
-    __slots__ = ("__weakref__", "block", "note", "number", "own", "state", "traffic")
-
-    def __init__(
-        self,
-        block: str,
-        own: Callable[[], Sequence[torch.Tensor]],
-        note: Callable[[str], None],
-        traffic: Traffic | None = None,
-    ) -> None:
-        self.block = block
-        self.own = own
-        self.note = note
-        self.traffic = traffic
-        self.number = 0
-        """Position among the groups of the step."""
-        self.state: Any = None
-        """Bookkeeping of the store that opened the group. An attribute, as a look-up per tensor costs more."""
+    block: str
+    """Path of the block, for messages."""
+    own: Callable[[], Sequence[torch.Tensor]]
+    """Returns the block's parameters and buffers, which are never moved."""
+    note: Callable[[str], None]
+    """Adds a note about the block to ``explain()``."""
+    traffic: Traffic | None = None
+    """Where to count, while the step is recorded."""
+    number: int = 0
+    """Position among the groups of the step."""
+    pieces: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    """What is stored of it, by ``id``; references to what was freed may remain."""
+    unmoved: frozenset[int] | None = None
+    """``id`` of each storage that is never moved; ``None`` until the first tensor."""
+    is_prefetched: bool = False
+    """Its bytes are being reloaded."""
+    is_requested: bool = False
+    """Backward has requested one of its tensors."""
+    is_closed: bool = False
+    """The call is over: no more tensors join."""
 
 
 class Store(ABC):
@@ -213,11 +211,7 @@ class Total:
 
 @final
 class Traffic:
-    """What one block stores during a recorded step. Bytes are those of this rank.
-
-    Args:
-        totals: The sums of all blocks, by tier.
-    """
+    """What one block stores during a recorded step, as shares of ``totals`` by tier. Bytes are those of this rank."""
 
     __slots__ = ("_key", "_totals", "copy_seconds", "wait_seconds")
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 
@@ -256,16 +256,13 @@ def _shut(engine: CopyEngine, memory: PinnedPool) -> None:
         memory.release()
 
 
-@final
-class PinnedBlock:
-    __slots__ = ("begin", "buffer", "flat", "ranges")
-
-    def __init__(self, ranges: FreeRanges, begin: int, flat: torch.Tensor, buffer: HostBuffer | None) -> None:
-        self.ranges, self.begin = ranges, begin
-        """Its range, which ends after the slab if it has its own buffer."""
-        self.flat = flat
-        self.buffer = buffer
-        """Its own buffer, if it is not in the slab."""
+class PinnedBlock(NamedTuple):
+    ranges: FreeRanges
+    begin: int
+    """Begin of its range, which ends after the slab if it has its own buffer."""
+    flat: torch.Tensor
+    buffer: HostBuffer | None
+    """Its own buffer, if it is not in the slab."""
 
 
 # Note [Captured buffers are not released]
@@ -317,22 +314,20 @@ class PinnedPool:
             return None  # see Note [Tensors that exist only in a capture stay on the device]
         size = aligned(num_bytes)
         begin = self._ranges.allocate(size)
-        buffer = None
+        fits = self._slab is not None and begin + size <= self.slab_bytes
         try:
-            if self._slab is None or begin + size > self.slab_bytes:
-                buffer = self._single_buffer(num_bytes, is_captured, block)
-                if buffer is None:
-                    self._ranges.free(begin, begin + size)
-                    return None
+            buffer = None if fits else self._single_buffer(num_bytes, is_captured, block)
         except BaseException:
             self._ranges.free(begin, begin + size)
             raise
+        memory = self._slab if fits else buffer
+        if memory is None:
+            self._ranges.free(begin, begin + size)
+            return None
         self._counts[num_bytes] += 1
         self._wanted_bytes = max(self._wanted_bytes, begin + size)
-        memory = buffer or self._slab
-        assert memory is not None
         memory.is_captured |= is_captured
-        flat = buffer.flat if buffer is not None else self._view(memory, begin, num_bytes)
+        flat = self._view(memory, begin, num_bytes) if fits else memory.flat
         return PinnedBlock(self._ranges, begin, flat, buffer)
 
     def free(self, used: PinnedBlock) -> None:

@@ -34,18 +34,11 @@ def exchange(process_group: Any, members: list[int], message: bytes, *, topic: s
     """Returns the messages of all ranks, in order of rank. Blocks the host, but no stream.
 
     Unlike a collective, ranks at different points of the program do not deadlock, messages may differ in length, and
-    the ranks that did not join can be named. So it goes through the group's key-value store.
-
-    Args:
-        process_group: The group; this rank is a member.
-        members: Global ranks of the group.
-        message: This rank's message.
-        topic: The exchanges of a topic are counted: each rank's first one belongs together, and so on.
-        seconds: How long to wait for the others.
+    the ranks that did not join can be named. So it goes through the group's key-value store. The exchanges of a
+    ``topic`` are counted: each rank's first one belongs together, and so on.
 
     Raises:
         RendezvousTimeout: Some ranks did not join in time.
-        RuntimeError: The key-value store is gone.
     """
     store = process_group.get_group_store()
     own = process_group.rank()

@@ -50,12 +50,10 @@ _postponed: list[Callable[[], None]] = []  # releases that wait until no capture
 
 @final
 class HostBuffer:
-    """Host memory that asynchronous copies can use.
+    """Host memory that asynchronous copies can use: ``flat`` is ``uint8``, and ``release`` runs once.
 
-    Args:
-        flat: The bytes, as ``uint8``.
-        release: Releases them. Runs once: in ``release``, or when the buffer is garbage-collected. At exit, where
-            finalizers run in reverse order, it is left to the store, which waits for the copies first.
+    It runs when the buffer is garbage-collected at the latest. At exit, where finalizers run in reverse order, it is
+    left to the store, which waits for the copies first.
     """
 
     __slots__ = ("__weakref__", "flat", "is_captured", "release")

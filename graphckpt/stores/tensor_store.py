@@ -82,12 +82,12 @@ class TensorStore(Store):
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
         with self._lock:
-            if not self.num_alive and all((g := ref()) is None or g.state.is_closed for ref in self._groups):
+            if not self.num_alive and all((g := ref()) is None or g.is_closed for ref in self._groups):
                 self._groups.clear()
                 self._order.begin_step()
                 for store in self._open_stores():
                     store.begin_step()
-            group.number, group.state = len(self._groups), GroupState()
+            group.number = len(self._groups)
             self._groups.append(weakref.ref(group))
         return group
 
@@ -113,14 +113,12 @@ class TensorStore(Store):
                 tensor = tensor.detach().resolve_conj().resolve_neg()
             storage = tensor.untyped_storage()
             begin, end = _span(tensor)
-            piece = self._find_piece(tensor, storage, begin, end, store)
-            if piece is None:
-                piece = self._new_piece(tensor, storage, begin, end, store, group)
-            pieces = group.state.pieces
-            ref = pieces.get(id(piece))
+            covering = self._find_piece(tensor, storage, begin, end, store)
+            piece = covering or self._new_piece(tensor, storage, begin, end, store, group)
+            ref = group.pieces.get(id(piece))
             if ref is None or ref() is not piece:
-                pieces.pop(id(piece), None)  # of a freed piece; the order is that of `put`
-                pieces[id(piece)] = weakref.ref(piece)
+                group.pieces.pop(id(piece), None)  # of a freed piece; the order is that of `put`
+                group.pieces[id(piece)] = weakref.ref(piece)
             return TensorKey(piece, tensor, group)
 
     def get(self, key: object) -> torch.Tensor | None:
@@ -144,7 +142,7 @@ class TensorStore(Store):
 
     def close_group(self, group: TensorGroup | None) -> None:
         assert group is not None
-        group.state.is_closed = True
+        group.is_closed = True
         with self._lock:
             self._free_dropped()
             for store in {piece.store: None for piece in pieces_of(group)}:
@@ -161,10 +159,9 @@ class TensorStore(Store):
     def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
         if tensor.numel() < self._min_elements or type(tensor) is not torch.Tensor or tensor.is_meta:
             return True
-        state = group.state
-        if state.unmoved is None:  # in each call: under FSDP a module has other parameters in every forward
-            state.unmoved = frozenset(id(t.untyped_storage()) for t in group.own() if type(t) in _PLAIN)
-        return id(tensor.untyped_storage()) in state.unmoved
+        if group.unmoved is None:  # in each call: under FSDP a module has other parameters in every forward
+            group.unmoved = frozenset(id(t.untyped_storage()) for t in group.own() if type(t) in _PLAIN)
+        return id(tensor.untyped_storage()) in group.unmoved
 
     def _open_stores(self) -> list[ByteStore]:
         return [store for store, _ in self._byte_stores.values() if store is not None]
@@ -235,10 +232,9 @@ class TensorStore(Store):
 
     def _prefetch_from(self, group: TensorGroup) -> None:
         """On the first tensor of a group: prefetches the rest of it, and the next group while this one is used."""
-        state = group.state
-        if state.is_requested:
+        if group.is_requested:
             return
-        state.is_requested = True
+        group.is_requested = True
         self._order.record(group.number)
         self._prefetch(group)
         ahead = self._next_group(group)
@@ -250,8 +246,8 @@ class TensorStore(Store):
                     store.hint(handles, later)
 
     def _prefetch(self, group: TensorGroup) -> None:
-        if not group.state.is_prefetched:
-            group.state.is_prefetched = True
+        if not group.is_prefetched:
+            group.is_prefetched = True
             for store, handles in _handles(group).items():
                 store.prefetch(handles, group)
 
@@ -260,7 +256,7 @@ class TensorStore(Store):
         number = self._order.next_after(group.number)
         while 0 <= number < len(self._groups):
             candidate = self._groups[number]()
-            if candidate is not None and not candidate.state.is_requested and pieces_of(candidate):
+            if candidate is not None and not candidate.is_requested and pieces_of(candidate):
                 return candidate
             number -= 1
         return None
@@ -317,25 +313,8 @@ class Piece:
         self._freed.append((self.store, self.handle))  # freed later: a destructor runs in any thread, under any lock
 
 
-@final
-class GroupState:
-    __slots__ = ("is_closed", "is_prefetched", "is_requested", "pieces", "unmoved")
-
-    def __init__(self) -> None:
-        self.unmoved: frozenset[int] | None = None
-        """``id`` of each storage that is never moved; ``None`` until the first tensor."""
-        self.is_prefetched = False
-        """Its bytes are being reloaded."""
-        self.is_requested = False
-        """Backward has requested one of its tensors."""
-        self.is_closed = False
-        """The call is over: no more tensors join."""
-        self.pieces: dict[int, weakref.ref[Piece]] = {}
-        """By ``id``; references to freed pieces may remain."""
-
-
 def pieces_of(group: TensorGroup) -> list[Piece]:
-    return [piece for ref in group.state.pieces.values() if (piece := ref()) is not None]
+    return [piece for ref in group.pieces.values() if (piece := ref()) is not None]
 
 
 @final

@@ -5,12 +5,12 @@ from typing import Any
 
 from graphckpt.extras import require
 
-require("train", "numpy", "safetensors", "tokenizers", "transformers")
+require("train", "numpy", "pydantic", "safetensors", "tokenizers", "transformers", "datasets")
 
 _PUBLIC = {
     "HookBase": "loop",
     "Loop": "loop",
-    "OwnData": "data.map_datasets",
+    "OwnData": "data.samples",
     "OwnLoss": "tasks",
     "Task": "tasks",
     "TextData": "data.text_data",

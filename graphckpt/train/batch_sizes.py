@@ -73,14 +73,7 @@ def _check_divides(global_batch: int, parts: int, described: str) -> None:
 def iterations(
     *, train_iter: int, train_epoch: float, train_samples: int | None, num_samples: int, global_batch: int
 ) -> int:
-    """Returns how many updates a run makes.
-
-    Args:
-        train_iter: so many at least; alone, exactly so many.
-        train_epoch: so many times through the data; 0 means nothing.
-        train_samples: if set, so many samples and nothing else.
-        num_samples: of the data.
-        global_batch: samples of one update.
+    """Returns how many updates a run makes: ``train_iter``, more for ``train_epoch``, or those of ``train_samples``.
 
     >>> iterations(train_iter=5, train_epoch=2, train_samples=None, num_samples=25, global_batch=4)
     13

@@ -1,27 +1,32 @@
-"""Builds the model of a run: initialised from the seed, sharded over the processes, with its blocks' policies."""
+"""Builds the model of a run, sharded over its processes, and the graphs of its training and evaluation steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from graphckpt.errors import ConfigError
+from graphckpt.blocks.select import marked_layers
+from graphckpt.errors import ConfigError, bullets
+from graphckpt.graph.graph import Graph
+from graphckpt.train.data.samples import Opened
 from graphckpt.train.foreign_errors import attribute_errors
 from graphckpt.train.loss_head import NAME as LOSS_HEAD
 from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.policies import block_policies, unit_names
 from graphckpt.train.seeds import seed_all, seed_per_rank
-from graphckpt.train.settings import TrainConfig
-from graphckpt.train.tasks.base import Task
+from graphckpt.train.settings import AmpConfig, TrainConfig
+from graphckpt.train.tasks.base import Task, TextTask, sum_of_losses
 from graphckpt.train.tasks.causal_lm import CausalLM
-from graphckpt.train.units import block_policies, layer_names
 
 if TYPE_CHECKING:
-    from graphckpt.train.parallel.grad_sync import GradSync
-    from graphckpt.train.parallel.pp_schedule import Pipeline
+    from graphckpt.train.parallel.data_parallel import GradSync
+    from graphckpt.train.parallel.pipeline import Pipeline
 
 
 class BuiltModel(NamedTuple):
@@ -37,11 +42,7 @@ class BuiltModel(NamedTuple):
 def build_model(
     make_model: Callable[[], nn.Module], task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device
 ) -> BuiltModel:
-    """Returns the model that the settings describe, and seeds each rank; collective.
-
-    Raises:
-        ConfigError: no plan is known for the model, or a size is not divisible.
-    """
+    """Returns the model that the settings describe, and seeds each rank; collective."""
     seed_all(settings.seed)
     with attribute_errors("model, task", "making the model"):
         model = task.prepare(make_model())
@@ -53,15 +54,16 @@ def build_model(
     model = (model if pipeline is not None else model.to(device)).train()
     tensor_mesh, data_mesh = ranks.tensor_mesh, ranks.data_mesh
     if tensor_mesh is not None:
-        from graphckpt.train.parallel.tp_plan import shard_model  # noqa: PLC0415 - loads what one process does not need
+        from graphckpt.train.parallel.tensor_parallel import shard_model  # noqa: PLC0415 - loads what one process does not need
 
         model = shard_model(model, tensor_mesh)
     if data_mesh is not None:
-        from graphckpt.train.parallel.fsdp import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as above
+        from graphckpt.train.parallel.data_parallel import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as above
 
         broadcast_weights(model, data_mesh)
         if stage := settings.zero_optimization.active_stage:
-            layers = layer_names(model, settings.activation_checkpoint)
+            section = settings.activation_checkpoint  # units are layers, checkpointed or not
+            layers = marked_layers(model) if section.unit is None else unit_names(model, section)
             apply_fsdp(model, data_mesh, layers, stage=stage)
     seed_per_rank(settings.seed, ranks.stream)
     return BuiltModel(model, architecture, pipeline)
@@ -69,31 +71,27 @@ def build_model(
 
 def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device) -> Pipeline:
     """Reduces a model to this process's pipeline stage, in place."""
-    from graphckpt.train.parallel import pp_schedule, pp_stages  # noqa: PLC0415 - load what one process does not need
+    from graphckpt.train.parallel import pipeline  # noqa: PLC0415 - load what one process does not need
 
     if not isinstance(task, CausalLM):
         what = f"train.dist.pipeline_parallel_size: {type(task).__name__} is not supported with a pipeline"
         raise ConfigError(f"{what} · fix: task=CausalLM, or train.dist.pipeline_parallel_size=1")
     config = settings.dist
     fields = block_policies(model, settings.activation_checkpoint)
-    cut = pp_stages.split_layers(
+    cut = pipeline.split_layers(
         model, fields, num_stages=config.pipeline_parallel_size, layer_stages=config.custom_pipeline_stage_id
     )
-    pp_stages.check_split(model, cut, task.losses)
-    pp_stages.keep_stage(model, cut, ranks.stage, device)
+    pipeline.check_split(model, cut, task.losses)
+    pipeline.keep_stage(model, cut, ranks.stage, device)
     dtype = getattr(torch, settings.amp.dtype) if settings.amp.enabled else None
-    return pp_schedule.Pipeline(model, cut, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
+    return pipeline.Pipeline(model, cut, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
 
 
-def block_fields(made: BuiltModel, settings: TrainConfig, ranks: TrainRanks) -> dict[str, dict[str, Any]]:
-    """Returns the fields of each block that runs on this process, with ``partition=True`` resolved to a mesh.
-
-    Raises:
-        ConfigError: a name matches no block, or a value is invalid.
-    """
-    blocks = block_policies(made.model, settings.activation_checkpoint)
-    if made.pipeline is not None:
-        return {name: fields for name, fields in blocks.items() if made.pipeline.runs(name)}
+def block_fields(built: BuiltModel, settings: TrainConfig, ranks: TrainRanks) -> dict[str, dict[str, Any]]:
+    """Returns the fields of each block that runs on this process, with ``partition=True`` resolved to a mesh."""
+    blocks = block_policies(built.model, settings.activation_checkpoint)
+    if built.pipeline is not None:
+        return {name: fields for name, fields in blocks.items() if built.pipeline.runs(name)}
     mesh = ranks.tensor_mesh
     for fields in blocks.values() if mesh is not None else ():
         if fields.get("partition") is True:
@@ -101,10 +99,117 @@ def block_fields(made: BuiltModel, settings: TrainConfig, ranks: TrainRanks) -> 
     return blocks
 
 
+def check_task(task: Task, model: nn.Module, opened: Opened, *, runs: bool = True) -> None:
+    """Checks that a task on text fits its model and its text; ``runs`` allows it to try the model.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    if opened.text and isinstance(task, TextTask):
+        faults = list((type(task) if runs else TextTask).check(task, model, opened.text))
+        if faults:
+            raise ConfigError(bullets("model and data do not fit", faults) if len(faults) > 1 else faults[0])
+
+
 def grad_sync_of(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks) -> GradSync | None:
     """Returns how gradients are synchronized; ``None`` without data parallelism."""
     if ranks.data_mesh is None:
         return None
-    from graphckpt.train.parallel.grad_sync import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
+    from graphckpt.train.parallel.data_parallel import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
 
     return make_grad_sync(model, partial(task.losses, model), ranks, stage=settings.zero_optimization.active_stage)
+
+
+class _TaskGraph(Graph):
+    """Runs a model on batches of a task, under autocast if that is set; a pipeline does so itself."""
+
+    def __init__(
+        self, model: nn.Module, task: Task, *, amp: AmpConfig, capture: str = "auto", pipeline: Pipeline | None = None
+    ) -> None:
+        super().__init__()
+        self.config.capture = capture
+        self.model = model
+        self.task = task
+        self.pipeline = pipeline
+        if amp.enabled and pipeline is None:
+            self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
+
+
+@final
+class TrainGraph(_TaskGraph):
+    """One update of the weights: forward, backward, clip, optimizer, learning rate."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        *,
+        blocks: Mapping[str, dict[str, Any]],
+        amp: AmpConfig,
+        capture: str = "auto",
+        num_accumulation_steps: int = 1,
+        grad_sync: GradSync | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        super().__init__(model, task, amp=amp, capture=capture, pipeline=pipeline)
+        self.turn = _MicroBatchCounter(num_accumulation_steps, grad_sync)
+        for name, fields in blocks.items():
+            block = self._block_of(model.get_submodule(name))
+            block.config.update(fields)
+        self.add_optimizer(optimizer, lr_sch=scheduler)
+        if pipeline is not None:  # which splits a batch itself
+            pipeline.grad_sync = grad_sync
+            self._update.total_norm = pipeline.total_norm
+            return
+        if num_accumulation_steps > 1:
+            self.config.set_gradient_accumulation_steps(num_accumulation_steps)
+        if amp.enabled and amp.dtype == "float16":
+            self.set_grad_scaler(torch.amp.GradScaler(next(model.parameters()).device.type))
+
+    def _block_of(self, module: nn.Module) -> Any:
+        return next(block for block in self.model.modules() if block.origin is module)
+
+    def build(self, **batch: Tensor) -> dict[str, Tensor]:
+        """Returns the losses of a batch and ``total_loss``, their sum, after its backward."""
+        if self.pipeline is not None:
+            return self.pipeline.losses(batch)
+        grad_sync = self.turn.grad_sync
+        if grad_sync is None:
+            losses = self.task.losses(self.model, batch)
+            total = sum_of_losses(losses)
+            total.backward()
+        else:
+            with self.turn as is_last, grad_sync.micro_batch(is_last=is_last):
+                losses = grad_sync.losses(batch)
+                total = sum_of_losses(losses)
+                total.backward()
+        return {"total_loss": total, **losses}
+
+
+@final
+class _MicroBatchCounter:
+    """Counts the micro-batches of an update: gradients are synchronized in the last one."""
+
+    def __init__(self, count: int, grad_sync: GradSync | None) -> None:
+        self.grad_sync = grad_sync
+        self._count = count
+        self._done = 0
+
+    def __enter__(self) -> bool:
+        self._done += 1
+        return self._done == self._count
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None or self._done == self._count:
+            self._done = 0
+
+
+@final
+class EvalGraph(_TaskGraph):
+    """One forward over a held-out batch, without saving tensors for backward."""
+
+    def build(self, **batch: Tensor) -> dict[str, Tensor]:
+        """Returns the sums for the task's metrics, each with its count."""
+        return self.task.tally(self.model, batch) if self.pipeline is None else self.pipeline.tally(batch)

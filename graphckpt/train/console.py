@@ -34,14 +34,12 @@ class Report:
         self._has_complained = False
 
     def open_log(self) -> None:
-        """Writes the buffered lines, and all later ones at once."""
         if self._waiting is not None:
             text, self._waiting = "".join(self._waiting), None
             self._append(text)
 
     @classmethod
     def silent(cls) -> Report:
-        """Returns one without output, for all ranks but 0."""
         return cls(Console(quiet=True))
 
     @property
@@ -50,7 +48,7 @@ class Report:
         return cast("TextIO", self._console.file)  # rich says IO[str], a wider type
 
     def log(self, text: str) -> None:
-        """Writes to the file alone."""
+        """Writes to the file, not to the console."""
         self._append(text if text.endswith("\n") else f"{text}\n")
 
     def line(self, text: str, style: str | None = None) -> None:
@@ -60,7 +58,6 @@ class Report:
         self.log(f"[{stamp} graphckpt]: {text}")
 
     def show(self, renderable: RenderableType) -> None:
-        """Prints a table."""
         self._console.print(renderable)
         plain = io.StringIO()
         Console(file=plain, width=_LOG_WIDTH, no_color=True, force_terminal=False).print(renderable)
@@ -68,13 +65,7 @@ class Report:
 
     @contextmanager
     def progress(self, label: str, total: int, *, counts: bool = False) -> Iterator[Callable[[int], None]]:
-        """Shows a bar with the time that is left, and gives the function that moves it on.
-
-        Args:
-            label: what is going on.
-            total: how far the bar goes.
-            counts: show numbers of ``total`` and not per cent.
-        """
+        """Shows a bar, and gives the function that moves it on; ``counts`` shows numbers and not per cent."""
         amount = MofNCompleteColumn() if counts else TaskProgressColumn()
         columns = (TextColumn("{task.description}"), BarColumn(), amount, TextColumn("eta"), TimeRemainingColumn())
         quiet = not self._console.is_terminal

@@ -11,17 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
-_ITERATION = re.compile(r" iteration: (\d+)/")
-
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a path to write to, in the same folder and with the same suffix, which becomes ``path`` at the end.
 
     An error leaves ``path`` as it was, and nothing else.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     fresh = path.with_name(f".{path.name}.tmp{path.suffix}")
     try:
@@ -35,11 +30,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file by one with this text.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
     with replacing(path) as fresh:
         fresh.write_text(text, encoding="utf-8")
 
@@ -79,11 +69,11 @@ class AppendFile:
         self._waiting += text
         try:
             with self.path.open("ab", buffering=0) as file:
-                start, whole = file.seek(0, 2), self._waiting.encode()
+                start, data = file.seek(0, 2), self._waiting.encode()
                 try:
                     written = 0
-                    while written < len(whole):
-                        written += file.write(whole[written:])
+                    while written < len(data):
+                        written += file.write(data[written:])
                 except OSError:
                     file.truncate(start)
                     raise
@@ -94,40 +84,27 @@ class AppendFile:
 
 
 def cut_log(path: Path, last_iteration: int) -> None:
-    """Drops the lines of iterations after ``last_iteration`` from a log.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-
-    def is_kept(line: str) -> bool:
-        found = _ITERATION.search(line)
-        return not found or int(found[1]) <= last_iteration
-
-    _keep(path, is_kept)
+    """Drops the lines of iterations after ``last_iteration``, from 0, from a log, whose lines count from 1."""
+    iterations = re.compile(r" iteration: (\d+)/")
+    _filter(path, lambda line: all(int(number) <= last_iteration + 1 for number in iterations.findall(line)))
 
 
 def cut_metrics(path: Path, last_iteration: int) -> None:
-    """Drops rows of iterations after ``last_iteration``, and invalid rows, from a file of JSON lines.
+    """Drops rows of iterations after ``last_iteration``, and invalid rows, from a file of JSON lines."""
 
-    Raises:
-        OSError: the file cannot be written.
-    """
-
-    def is_kept(line: str) -> bool:
+    def is_valid(line: str) -> bool:
         try:
-            row = json.loads(line)
-            return int(row["iteration"]) <= last_iteration
+            return int(json.loads(line)["iteration"]) <= last_iteration
         except (ValueError, TypeError, KeyError):  # an incomplete line of a killed process
             return False
 
-    _keep(path, is_kept)
+    _filter(path, is_valid)
 
 
-def _keep(path: Path, is_kept: Callable[[str], bool]) -> None:
+def _filter(path: Path, is_valid: Callable[[str], bool]) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line if line.endswith("\n") else f"{line}\n" for line in lines if is_kept(line)]
-    if kept != lines:
-        write_text(path, "".join(kept))
+    remaining = [line if line.endswith("\n") else f"{line}\n" for line in lines if is_valid(line)]
+    if remaining != lines:
+        write_text(path, "".join(remaining))

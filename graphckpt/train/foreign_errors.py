@@ -9,22 +9,14 @@ from contextlib import contextmanager
 from graphckpt.errors import GraphckptError, first_line
 from graphckpt.graph.out_of_memory import is_out_of_memory
 from graphckpt.train.loop import TrainError
-from graphckpt.train.parallel.errors import is_connection_error
+from graphckpt.train.parallel.ranks import is_connection_error
 
-_MOST_CHARACTERS = 400  # of the error's message
+_MAX_CHARACTERS = 400  # of the error's message
 
 
 @contextmanager
 def attribute_errors(keys: str, what: str) -> Iterator[None]:
-    """Turns an error of user or third-party code into one that names the config keys, the file and the line.
-
-    Args:
-        keys: the config keys, such as ``"model, data"``.
-        what: the failed action, such as ``"iteration 3"``.
-
-    Raises:
-        TrainError: with the error as its cause.
-    """
+    """Raises a ``TrainError`` for an error of other code, with the config ``keys``, what failed, file and line."""
     try:
         yield
     except Exception as error:
@@ -32,8 +24,8 @@ def attribute_errors(keys: str, what: str) -> Iterator[None]:
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
-        said = " ".join(str(error).split())  # in one line
-        text = f"{keys}: {what} failed, {type(error).__name__}: {said[:_MOST_CHARACTERS]} (at {place})"
+        message = " ".join(str(error).split())[:_MAX_CHARACTERS]  # in one line
+        text = f"{keys}: {what} failed, {type(error).__name__}: {message} (at {place})"
         # contextlib raises a StopIteration itself in place of a RuntimeError that it is the cause of
         cause = None if isinstance(error, StopIteration) else error
         raise TrainError(f"{text} · fix: check these keys of the config") from cause
@@ -41,15 +33,7 @@ def attribute_errors(keys: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterator[None]:
-    """Replaces an allocator's out-of-memory error with advice.
-
-    Args:
-        micro_batch: samples in one forward.
-        is_checkpointed: whether activation checkpointing is on.
-
-    Raises:
-        TrainError: out of memory, with the allocator's error as its cause.
-    """
+    """Replaces an allocator's out-of-memory error by a ``TrainError`` with advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -101,8 +101,13 @@ class Loop:
 
     @property
     def iteration(self) -> int:
-        """Number of the last iteration, from 0, as in logs and names of snapshots; -1 before the first."""
+        """Number of the last iteration, from 0, as in metrics and names of snapshots; -1 before the first."""
         return self.done - 1
+
+    @property
+    def position(self) -> str:
+        """The last iteration, from 1, as lines of the log name it."""
+        return f"iteration: {self.done}/{self.train_iter}"
 
     @property
     def rows(self) -> list[tuple[int, dict[str, float]]]:
@@ -116,7 +121,7 @@ class Loop:
         self.waited_seconds += time.perf_counter() - started
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
-        """Returns the non-empty states of the hooks, by class name and index within the class."""
+        """Returns the states of the hooks that have one, by class name and index within the class."""
         return {name: state for name, hook in self._named_hooks() if (state := hook.state_dict())}
 
     def load_hook_states(self, states: Mapping[str, dict[str, Any]]) -> None:

@@ -1,28 +1,25 @@
-"""The section ``train`` of a config, as frozen dataclasses that report their faults."""
+"""The section ``train`` of a config, as frozen dataclasses.
+
+pydantic checks the types of their fields when a config is read; ``faults()`` yields what types cannot express.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
 from graphckpt.errors import ConfigError
-from graphckpt.planning import budget
+from graphckpt.planning import options as budget
 from graphckpt.planning.options import PlanOptions
 from graphckpt.rules.base import parse_rule
 from graphckpt.train.batch_sizes import BatchSizes, batch_sizes
 from graphckpt.train.optim import warmup_cosine_lr
 from graphckpt.train.parallel.config import DistConfig, ZeroConfig
-from graphckpt.train.unsupported_keys import (
-    CHECKPOINT_WITHOUT_MEANING,
-    EVALUATION_WITHOUT_MEANING,
-    WITHOUT_MEANING,
-    not_neutral,
-)
 
 _SEEDS = 2**63  # the limit of PyTorch's generators on all devices
 
@@ -45,7 +42,11 @@ class ActivationCheckpointConfig:
 
     ALIASES: ClassVar[Mapping[str, str]] = OTHER_NAMES
     """Keys of OSLO and DeepSpeed that mean the same."""
-    FOREIGN: ClassVar[Mapping[str, str]] = CHECKPOINT_WITHOUT_MEANING
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "number_checkpoints": "the first step shows how big the slab has to be",
+        "synchronize_checkpoint_boundary": "nothing needs the device to stand still",
+        "profile": "explain() shows bytes and seconds of every block",
+    }
     """Keys of DeepSpeed without meaning here, and why."""
 
     enabled: bool = False
@@ -143,25 +144,21 @@ class ActivationCheckpointConfig:
 class EvaluationConfig:
     """Evaluation on held-out samples: ``train.evaluation``."""
 
-    FOREIGN: ClassVar[Mapping[str, str]] = EVALUATION_WITHOUT_MEANING
+    FOREIGN: ClassVar[Mapping[str, str]] = {"evaluator": "the task says what is measured"}
     """Keys of libai without meaning here, and why."""
 
     enabled: bool = True
     """Whether to evaluate at all."""
-    eval_period: int = 1000
+    eval_period: PositiveInt = 1000
     """Iterations between two evaluations; one more comes at the end."""
-    eval_after_n_epoch: int | None = None
+    eval_after_n_epoch: PositiveInt | None = None
     """If set, the period in epochs."""
-    eval_iter: int | None = None
+    eval_iter: PositiveInt | None = None
     """If set, evaluates at most this many batches."""
     eval_metric: str | None = None
     """What ``model_best`` is best at, such as ``"eval_ppl"``; ``None`` is the task's own."""
     eval_mode: Literal["min", "max"] | None = None
     """Whether lower or higher is better; ``None`` is the task's own."""
-
-    def faults(self) -> Iterator[str]:
-        """Yields the faults of the fields."""
-        yield from _below_one(self, "eval_period", "eval_after_n_epoch", "eval_iter")
 
 
 @final
@@ -169,18 +166,14 @@ class EvaluationConfig:
 class CheckpointerConfig:
     """Snapshots to resume from: ``train.checkpointer``, as in libai."""
 
-    period: int = 5000
+    period: PositiveInt = 5000
     """Iterations between two snapshots; one more comes at the end."""
-    max_to_keep: int = 100
+    max_to_keep: PositiveInt = 100
     """How many periodic snapshots are kept."""
-    save_model_after_n_epoch: int | None = None
+    save_model_after_n_epoch: PositiveInt | None = None
     """If set, the period in epochs."""
     async_save: bool = False
     """Whether snapshots are written in the background, from a copy in CPU memory."""
-
-    def faults(self) -> Iterator[str]:
-        """Yields the faults of the fields."""
-        yield from _below_one(self, "period", "max_to_keep", "save_model_after_n_epoch")
 
 
 @final
@@ -203,46 +196,51 @@ class WandbConfig:
 class TrainConfig:
     """The settings of a run: ``train``. The names are libai's."""
 
-    FOREIGN: ClassVar[Mapping[str, str]] = WITHOUT_MEANING
+    FOREIGN: ClassVar[Mapping[str, str]] = {
+        "nccl_fusion_threshold_mb": "NCCL fuses for OneFlow",
+        "nccl_fusion_max_ops": "NCCL fuses for OneFlow",
+        "rdma_enabled": "PyTorch picks the transport",
+        "input_placement_device": "train.device places the input too",
+    }
     """Keys of libai without meaning in PyTorch, and why."""
 
     output_dir: str = "output"
     """Output folder of the run. A folder with a run is refused, unless it is resumed or overwritten."""
     overwrite: bool = False
     """Whether a run in ``output_dir`` is replaced, after the first iteration of this one."""
-    train_micro_batch_size: int | None = 32
+    train_micro_batch_size: PositiveInt | None = 32
     """Samples in one forward; ``None`` derives it from ``global_batch_size``."""
-    global_batch_size: int | None = None
+    global_batch_size: PositiveInt | None = None
     """Samples of one update: micro batch x data parallel x accumulation; ``None`` derives it."""
-    test_micro_batch_size: int = 32
+    test_micro_batch_size: PositiveInt = 32
     """Samples in one forward of an evaluation."""
-    num_accumulation_steps: int | None = None
+    num_accumulation_steps: PositiveInt | None = None
     """Forwards, each with its backward, before one update of the weights; ``None`` derives it, or is 1."""
-    train_iter: int = 10000
+    train_iter: PositiveInt = 10000
     """Number of updates, at least."""
-    train_epoch: float = 0
+    train_epoch: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0
     """Number of epochs, if that is more."""
-    train_samples: int | None = None
+    train_samples: PositiveInt | None = None
     """If set, the run ends after so many samples, whatever ``train_iter`` is."""
-    consumed_train_samples: int = 0
+    consumed_train_samples: NonNegativeInt = 0
     """Samples to skip at the start."""
-    consumed_valid_samples: int = 0
+    consumed_valid_samples: Literal[0] = 0
     """For compatibility with libai; an evaluation always starts with the first held-out sample."""
-    start_iter: int = 0
+    start_iter: Literal[0] = 0
     """For compatibility with libai; ``--resume`` continues from the snapshot's iteration."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the updates in which the learning rate warms up."""
     scheduler: Callable[..., LRScheduler] = field(default=warmup_cosine_lr)
     """Called with ``optimizer``, ``max_iter`` and ``warmup_iter``."""
     load_weight: str = ""
     """If set, a folder of weights to start from: a snapshot, or what Transformers saved, in one file or in shards."""
     checkpointer: CheckpointerConfig = field(default_factory=CheckpointerConfig)
-    log_period: int = 20
+    log_period: PositiveInt = 20
     """Iterations between two lines of the log."""
     tensorboard: bool = False
     """Whether to write TensorBoard events, with an optional package."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    seed: int = 1234
+    seed: NonNegativeInt = 1234
     """Seed of the initial weights, the order of the data and dropout."""
     device: str | None = None
     """The device, such as ``"cuda:0"``; ``None`` uses CUDA if available."""
@@ -268,18 +266,11 @@ class TrainConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields the faults of the fields."""
-        yield from _below_one(self, "test_micro_batch_size", "train_iter", "train_samples", "log_period")
         yield from self._size_faults()
-        yield from not_neutral(self, "a snapshot says it", "consumed_valid_samples", "start_iter")
-        for name in ("train_epoch", "consumed_train_samples"):
-            if not 0 <= getattr(self, name) < math.inf:
-                yield f"{name}: expected 0 or more, got {getattr(self, name)}"
         if self.train_samples is not None and self.train_epoch:
             yield f"train_samples: {self.train_samples}, and train_epoch is {self.train_epoch} · fix: set one of them"
-        if not 0 <= self.warmup_ratio < 1:
-            yield f"warmup_ratio: expected a share from 0 to below 1, got {self.warmup_ratio}"
-        if not 0 <= self.seed < _SEEDS:
-            yield f"seed: expected 0 or more and less than 2**63, got {self.seed}"
+        if self.seed >= _SEEDS:
+            yield f"seed: expected less than 2**63, got {self.seed}"
         yield from self._spread_faults()
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self.dist, name) > 1 and self.amp.enabled and self.amp.dtype == "float16":
@@ -306,9 +297,7 @@ class TrainConfig:
             yield f"{where}: expected one process, got {self.dist.num_processes} · fix: set train_micro_batch_size"
 
     def _size_faults(self) -> Iterator[str]:
-        faults = list(_below_one(self, "train_micro_batch_size", "global_batch_size", "num_accumulation_steps"))
-        yield from faults
-        if faults or any(self.dist.faults()):
+        if any(self.dist.faults()):
             return
         try:
             num_steps = self.sizes.accumulation
@@ -338,10 +327,3 @@ class TrainConfig:
         if is_on and checkpoint.partition and dist.tensor_parallel_size == 1:
             what = "activation_checkpoint.partition: processes that do not share matrices keep different tensors"
             yield f"{what} · fix: raise dist.tensor_parallel_size, or leave the key out"
-
-
-def _below_one(config: object, *names: str) -> Iterator[str]:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            yield f"{name}: expected 1 or more, got {value}"

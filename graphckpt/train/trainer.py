@@ -14,36 +14,51 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphckpt.errors import ConfigError, GraphError, bullets
-from graphckpt.planning.budget import Budget
+from graphckpt.errors import ConfigError, GraphError
+from graphckpt.planning.options import Budget
 from graphckpt.train.batch_sizes import epoch_period, iterations
-from graphckpt.train.build_model import BuiltModel, block_fields, build_model, grad_sync_of
+from graphckpt.train.build_model import (
+    BuiltModel,
+    EvalGraph,
+    TrainGraph,
+    block_fields,
+    build_model,
+    check_task,
+    grad_sync_of,
+)
 from graphckpt.train.console import Report
-from graphckpt.train.data.prefetch import Prefetcher, synchronize, to_device
-from graphckpt.train.data.samples import Opened, Samples
-from graphckpt.train.data.sampling import ShuffledOrder, heldout_batches
+from graphckpt.train.data.samples import (
+    Opened,
+    Prefetcher,
+    Samples,
+    ShuffledOrder,
+    heldout_batches,
+    synchronize,
+    to_device,
+)
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.foreign_errors import attribute_errors, explain_out_of_memory
-from graphckpt.train.graphs import EvalGraph, TrainGraph
 from graphckpt.train.hooks.evaluate import EvalHook, format_metrics
-from graphckpt.train.hooks.explain import ExplainHook
 from graphckpt.train.hooks.log import LogHook
-from graphckpt.train.hooks.metrics import MetricsHook
-from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook
-from graphckpt.train.hooks.start import StartHook
-from graphckpt.train.hooks.tensorboard import TensorBoardHook
-from graphckpt.train.hooks.wandb import WandbHook
+from graphckpt.train.hooks.metrics import ExplainHook, MetricsHook, TensorBoardHook, WandbHook
+from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook, SnapshotWriter, export
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel.launch import resolve_device
-from graphckpt.train.parallel.ranks import TrainRanks
-from graphckpt.train.plan_first_batch import plan_on_batch, replan_on_out_of_memory
+from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
+from graphckpt.train.policies import plan_on_batch, replan_on_out_of_memory
 from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
-from graphckpt.train.snapshot.run_folder import LOG, METRICS, PICTURE, TrainResult, written_files
 from graphckpt.train.snapshot.run_state import RunState
-from graphckpt.train.snapshot.saved_run import SavedRun, weights_folder, writing_to
+from graphckpt.train.snapshot.saved_run import (
+    LOG,
+    METRICS,
+    PICTURE,
+    SavedRun,
+    TrainResult,
+    weights_folder,
+    writing_to,
+    written_files,
+)
 from graphckpt.train.snapshot.weights import load_weights, read_weights, tensors_of
-from graphckpt.train.snapshot.writer import SnapshotWriter, export
-from graphckpt.train.tasks.base import Task, TextTask
+from graphckpt.train.tasks.base import Task
 
 
 class Trainer:
@@ -166,7 +181,6 @@ class Trainer:
             synchronize=partial(synchronize, self.device),
         )
         self._run(loop, state, step, data=writer.data)
-        writer.close()
         files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
         result = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
         self.report.show(result.table())
@@ -276,17 +290,14 @@ class Trainer:
     def _open(self, model: nn.Module) -> Opened:
         with self.ranks.main_first(), attribute_errors("data", "opening it"):
             opened = self._data.open(self._task, seed=self.settings.seed, report=self.report)
-        if opened.text and isinstance(self._task, TextTask):
-            faults = list(self._task.check(model, opened.text))
-            if faults:
-                raise ConfigError(bullets("model and data do not fit", faults) if len(faults) > 1 else faults[0])
+        check_task(self._task, model, opened)
         return opened
 
     def _hooks(
         self, built: BuiltModel, optimizer: Optimizer, graph: TrainGraph, opened: Opened, writer: SnapshotWriter
     ) -> Iterator[HookBase]:
         settings = self.settings
-        yield StartHook(self.saved.begin)
+        yield _StartHook(self.saved.begin)
         yield LogHook(
             optimizer,
             device=self.device,
@@ -308,10 +319,8 @@ class Trainer:
             yield BestHook(writer.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
         yield SnapshotHook(
             writer,
-            self.saved.snapshots,
             period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
             max_to_keep=settings.checkpointer.max_to_keep,
-            run=self.saved.run,
         )
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)
@@ -348,6 +357,26 @@ class Trainer:
             yield to_device(batch, self.device), counts
 
 
+@final
+class _StartHook(HookBase):
+    """Starts to write after the first iteration: a run that cannot start has failed by then, and writes nothing.
+
+    It runs before all hooks that write.
+
+    Args:
+        begin: called with the number of the iteration before this process.
+    """
+
+    def __init__(self, begin: Callable[[int], None]) -> None:
+        self._begin: Callable[[int], None] | None = begin
+
+    def after_step(self, loop: Loop) -> None:
+        if self._begin is not None:
+            self._begin(loop.start_iter - 1)
+            self._begin = None
+            loop.report.open_log()
+
+
 _KEYS = "model, task, data, optim, train.scheduler"  # of code that is not the trainer's, for messages
 
 
@@ -370,7 +399,7 @@ class _Step:
             plan_on_batch(self.graph, budget, config, report, saved, self.batches.get(iteration))
 
     def __call__(self, iteration: int) -> dict[str, Tensor]:
-        with attribute_errors(_KEYS, f"iteration {iteration}"), self.ranks.translate_errors():
+        with attribute_errors(_KEYS, f"iteration {iteration + 1}"), self.ranks.translate_errors():
             started = time.perf_counter()
             batch = self.batches.get(iteration)
             if self.loop is not None:

@@ -9,11 +9,11 @@ import torch
 from omegaconf import OmegaConf
 
 from graphckpt.config import LazyConfig, get_config
-from graphckpt.config.packaged import folder
+from graphckpt.config.files import packaged_folder
 from graphckpt.config.schema import check
 from graphckpt.train.settings import TrainConfig
 
-_FILES = sorted(path for path in folder().iterdir() if path.suffix in {".py", ".yaml"})
+_FILES = sorted(path for path in packaged_folder().iterdir() if path.suffix in {".py", ".yaml"})
 
 
 @pytest.mark.parametrize("path", _FILES, ids=lambda path: path.name)

@@ -6,22 +6,27 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from graphckpt.config import LazyConfig, overrides
-from graphckpt.config.fast_dev_run import shrink
-from graphckpt.config.packaged import find
-from graphckpt.config.schema import check
+from graphckpt.config import LazyConfig
+from graphckpt.config.files import find_packaged, override
+from graphckpt.config.schema import check, read
+from graphckpt.config.source import ConfigSource, shrink
+from graphckpt.errors import ConfigError
+from graphckpt.train.settings import TrainConfig
 
 
 def _shrunk(train, *words):
     config = OmegaConf.create({"train": train})
-    overrides.apply(config, words)
-    return config.train, shrink(config, words)
+    override(config, words)
+    settings, faults = read(TrainConfig, OmegaConf.to_container(config), "train")
+    assert not faults
+    return config.train, shrink(config, settings, words)
 
 
 @pytest.mark.parametrize("name", ["bert_large_pretrain.py", "gpt2_pretrain.py", "llama_pretrain.py"])
 def test_packaged_configs_become_small_and_stay_without_fault(name):
-    config = LazyConfig.load(find(name))
-    lines = shrink(config, ["train.device=cpu"])
+    config = LazyConfig.load(find_packaged(name))
+    override(config, ["train.device=cpu"])
+    lines = shrink(config, check(config)[0].train, ["train.device=cpu"])
     run, faults = check(config)
     assert not faults
     assert (run.train.sizes.global_batch, run.train.train_iter, run.train.test_micro_batch_size) == (2, 3, 2)
@@ -79,7 +84,12 @@ def test_the_shorter_type_is_left_out_where_it_is_emulated(device, expected):
         {"train_iter": "${nowhere}", "dist": []},
     ],
 )
-def test_faults_are_left_to_the_schema(train):
-    config = OmegaConf.create({"train": train})
-    shrink(config, ["nonsense"])
-    assert check(config)[1]
+def test_faults_are_those_of_the_schema(tmp_path, train):
+    config = OmegaConf.merge(LazyConfig.load(find_packaged("quickstart.yaml")), {"train": None})
+    OmegaConf.save(OmegaConf.merge(config, {"train": train}), tmp_path / "config.yaml")
+    with pytest.raises(ConfigError) as expected, ConfigSource(tmp_path / "config.yaml").checked():
+        pass
+    with pytest.raises(ConfigError) as caught:
+        ConfigSource(tmp_path / "config.yaml", fast_dev_run=True)
+    assert str(caught.value) == str(expected.value)
+    assert "train" in str(caught.value)

@@ -15,7 +15,7 @@ from helpers.yaml_bombs import BOMBS
 from omegaconf import DictConfig, OmegaConf
 
 from graphckpt.config import LazyCall, LazyConfig, get_config, instantiate, try_get_key
-from graphckpt.config.packaged import folder
+from graphckpt.config.files import packaged_folder
 from graphckpt.errors import ConfigError
 
 
@@ -140,7 +140,7 @@ def test_yaml_with_aliases(tmp_path):
 
 
 def test_saved_config_loads_and_makes_the_same(tmp_path):
-    config = LazyConfig.load(folder() / "quickstart.py")
+    config = LazyConfig.load(packaged_folder() / "quickstart.py")
     LazyConfig.save(config, tmp_path / "config.yaml")
     again = LazyConfig.load(tmp_path / "config.yaml")
     plain, plain_again = (json.dumps(OmegaConf.to_container(each, resolve=True)) for each in (config, again))

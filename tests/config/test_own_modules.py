@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from graphckpt.cli import main
-from graphckpt.config.instantiate import _imported
+from graphckpt.config.lazy import _import
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "04_own_model"
 SMALL = ["train.train_iter=2", "train.device=cpu", "train.output_dir=out", "train.evaluation.enabled=False"]
@@ -31,7 +31,7 @@ def place(tmp_path, monkeypatch):
 def _forget():
     """As in a new process."""
     sys.modules.pop("waves", None)
-    _imported.cache_clear()
+    _import.cache_clear()
 
 
 def _train(file, *words):
@@ -59,7 +59,7 @@ def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place, capsys):
     assert _train("out/config.yaml") == 2
     error = capsys.readouterr().err
     assert f"import_from: {place / 'example'}: no such folder · fix: name the folder of the modules" in error
-    assert "no module is called 'waves' · fix: install it, mend the name, or say in which folder it is" in error
+    assert "no module is called 'waves' · fix: install it, correct the name, or say in which folder it is" in error
     assert _train("out/config.yaml", "import_from=../moved", "train.overwrite=True") == 0
     assert OmegaConf.load("out/config.yaml").import_from == str(place / "moved")
 
@@ -96,5 +96,5 @@ def test_a_module_that_cannot_be_imported_is_named(place, capsys):
 
 
 def test_transformers_is_loaded_for_its_models_alone():
-    code = "import sys, graphckpt.config.planning; sys.exit('transformers' in sys.modules)"
+    code = "import sys, graphckpt.config.run; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import yaml
 
 from graphckpt.cli import main
-from graphckpt.config.packaged import get_config
+from graphckpt.config import get_config
+from graphckpt.train.settings import TrainConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +22,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict, dict
     """Returns the printed config, and the origin of each last part of a key."""
     assert main(["train", "--print-config", "--config-file", *words]) == 0
     text = capsys.readouterr().out
-    origins = dict(re.findall(r"^ *'?([\w.*]+)'?: .* # (.+)$", text, flags=re.MULTILINE))
+    origins = dict(re.findall(r"^ *'?([\w.*]+)'?: .* # ([^,\n]+)", text, flags=re.MULTILINE))
     return yaml.safe_load(text), origins
 
 
@@ -55,6 +57,35 @@ def test_the_printed_config_of_a_yaml_file_is_a_config(capsys, tmp_path, monkeyp
     config["train"]["seed"] = 7
     assert again == config
     assert (origins["lr"], origins["seed"]) == ("own.yaml", "command line")
+
+
+def test_every_key_is_printed_with_its_default(capsys, tmp_path, monkeypatch):
+    """Of an own config too, which sets few of them; an argument of a call that is not set is a comment."""
+    monkeypatch.chdir(tmp_path)
+    calls = {
+        "model": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2},
+        "optim": {"_target_": "torch.optim.SGD", "lr": 0.5},
+        "data": {"_target_": "graphckpt.train.data.TextData", "seq_length": 8},
+    }
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"train": {"seed": 7}, **calls}))
+    assert main(["train", "--print-config", "--config-file", "own.yaml"]) == 0
+    text = capsys.readouterr().out
+    comments = {line.partition(": ")[0]: line.rpartition("  # ")[2] for line in text.splitlines()}
+    assert comments["  seed"] == "own.yaml, default 1234"
+    assert comments["  seq_length"] == "own.yaml, default 256"
+    assert {comments[key] for key in ("    eval_period", "  # momentum", "  # bias", "  # paths")} == {"default"}
+    (tmp_path / "again.yaml").write_text(text)
+    config = yaml.safe_load(text)
+    train, described = config["train"], config["train"].pop("scheduler")
+    assert described == {"_target_": "graphckpt.train.optim.warmup_cosine_lr"}
+    sections = asdict(TrainConfig(seed=7))
+    del sections["scheduler"]
+    assert train == sections
+    assert (config["task"], {name: config[name] for name in calls}) == (
+        {"_target_": "graphckpt.train.tasks.causal_lm.CausalLM"},
+        calls,
+    )
+    assert printed(capsys, "again.yaml")[0] == yaml.safe_load(text)
 
 
 def test_faults_are_reported(capsys):

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 import graphckpt
 from graphckpt import blocks, graph, planning, train
 from graphckpt.cli import main
-from graphckpt.config.load import load
+from graphckpt.config import LazyConfig
 from graphckpt.config.schema import RunConfig
 from graphckpt.train.data import TextData
 from graphckpt.train.own_data import OwnData
@@ -68,7 +68,7 @@ def test_the_page_of_config_keys_describes_every_key() -> None:
 @pytest.mark.parametrize("name", ["quickstart.py", "bert_large_pretrain.py"])
 def test_every_key_of_the_packaged_configs_is_on_the_page(name: str) -> None:
     text = page("config.md")
-    missing = [key for key in set_keys(load(ROOT / "configs" / name)) if f"`{key}`" not in text]
+    missing = [key for key in set_keys(LazyConfig.load(ROOT / "configs" / name)) if f"`{key}`" not in text]
     assert [key for key in missing if not key.startswith(("model", "optim.eps"))] == []
 
 

@@ -20,8 +20,7 @@ from transformers import (
 import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import PlanError
-from graphckpt.planning.measure import real_step
+from graphckpt.planning import PlanError, steps
 
 MIB = 2**20
 
@@ -29,7 +28,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True, scope="module")
 def _timed_once():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real_step, "_TIMED_RUNS", 1)
+        patch.setattr(steps, "_TIMED_RUNS", 1)
         yield
 
 
@@ -228,7 +227,7 @@ def test_sizes_that_do_not_fit_with_everything_kept_run_under_the_plans_of_small
     case = Case(gpt2())
     smallest = case.peak(2)
     memory = smallest + 3 * (case.peak(4) - smallest)  # of a device: with everything kept 8 samples fit
-    monkeypatch.setattr(real_step, "available_bytes", lambda device, alive: memory)
+    monkeypatch.setattr(steps, "available_bytes", lambda device, alive: memory)
     found = graphckpt.fit(case.make_step)
     assert found.budget_bytes == memory
     assert max(found.measured_sizes) == found.largest_without_recompute.batch_size == 8

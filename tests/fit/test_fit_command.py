@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from graphckpt import cli
 from graphckpt.cli import main
-from graphckpt.cli import plan as cli_plan
-from graphckpt.config.planning import planner_from
+from graphckpt.config.run import planner_from
 
 CONFIG = ["--config-file", "configs/quickstart.py", "--device", "h200"]
 SMALL = ["model.config.n_layer=3", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
@@ -22,7 +22,7 @@ def run(*words, capsys):
 
 
 def test_the_command_finds_the_largest_and_the_fastest_batch(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli_plan, "_PATIENCE", 0.0)
+    monkeypatch.setattr(cli, "_SHOW_AFTER", 0.0)
     drawn = tmp_path / "fit.png"
     printed = run("--memory-budget", "4GiB", "--global-batch-size", "4096", "--plot", str(drawn), capsys=capsys)
     assert "largest batch: " in printed.out

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from graphckpt.planning.api import find_blocks
-from graphckpt.planning.measure.clock import StepClock
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.model.events import Phase
+from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.program import Phase
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.trace import Blocks, Trace
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +44,7 @@ def test_intervals_are_timed_without_waiting(model, monkeypatch):
     x = torch.randn(8, 16, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     waits = Waits(monkeypatch)
-    clock = StepClock(x.device)
+    clock = Trace(clock=x.device)
     with Blocks(find_blocks(model, "*")).marked(clock):
         model(x).sum().backward()
         optimizer.step()

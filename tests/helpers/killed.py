@@ -23,7 +23,7 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401 - seconds, which eac
 import graphckpt.config.run  # noqa: F401 - before the children start
 from graphckpt.cli import main
 from graphckpt.ledger.explanation import Explanation
-from graphckpt.train.hooks.explain import ExplainHook
+from graphckpt.train.hooks.metrics import ExplainHook
 from graphckpt.train.snapshot import folder as snapshot
 
 DIED = 77  # exit code of a child that ended itself

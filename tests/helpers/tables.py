@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from graphckpt.planning.solve.frontier import COVERED, ChainInterval, Frontier, Move, peak, seconds
+from graphckpt.planning.frontier import COVERED, ChainInterval, Frontier, Move, peak, seconds
 
 
 @dataclass

@@ -14,8 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from graphckpt import ConfigError
 from graphckpt.integrations.transformers import GraphckptCallback, fit_training_arguments
-from graphckpt.planning import PlanError
-from graphckpt.planning.measure import real_step
+from graphckpt.planning import PlanError, steps
 
 MIB = 2**20
 
@@ -23,7 +22,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True, scope="module")
 def _timed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real_step, "_TIMED_RUNS", 1)
+        patch.setattr(steps, "_TIMED_RUNS", 1)
         yield
 
 

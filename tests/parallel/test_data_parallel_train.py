@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from graphckpt.config.run import trainer_from
-from graphckpt.train.data.sampling import heldout_batches
+from graphckpt.train.data.samples import heldout_batches
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.config import DistConfig
-from graphckpt.train.parallel.fsdp import apply_fsdp
-from graphckpt.train.parallel.grad_sync import AllReduceSync, DdpSync, make_grad_sync
+from graphckpt.train.parallel.data_parallel import AllReduceSync, DdpSync, apply_fsdp, make_grad_sync
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import full_tensor_tree, is_sharded, local_shard
 

@@ -28,7 +28,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import _pipeline
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel.pp_stages import check_split, keep_stage, split_layers, tied_weights
+from graphckpt.train.parallel.pipeline import check_split, keep_stage, split_layers, tied_weights
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.tasks.causal_lm import CausalLM

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan, PlanError, budget
-from graphckpt.planning.api import find_blocks
+from graphckpt.planning import Plan, PlanError, steps
+from graphckpt.planning import options as budget
 from graphckpt.planning.candidates import options as options_of
 from graphckpt.planning.candidates import with_partition
-from graphckpt.planning.measure import real_step
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import measure
-from graphckpt.planning.planner import Planner
+from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -122,7 +121,7 @@ class Thin(nn.Module):
 
 def part(rank: int, folder: Path) -> None:
     del folder
-    real_step._TIMED_RUNS = 1
+    steps._TIMED_RUNS = 1
     predictions_hold()
     parts_take_less(rank)
     slabs_keep_the_budget(rank)
@@ -191,7 +190,7 @@ def slabs_keep_the_budget(rank: int) -> None:
 
 def agree(rank: int, folder: Path) -> None:
     del folder
-    real_step._TIMED_RUNS = 1
+    steps._TIMED_RUNS = 1
     one_is_slow(rank)
     one_has_less_memory(rank)
     one_takes_more(rank)
@@ -279,7 +278,7 @@ def compiled_layers_are_planned_together() -> None:
 
 def fail(rank: int, folder: Path) -> None:
     del folder
-    real_step._TIMED_RUNS = 1
+    steps._TIMED_RUNS = 1
     case = Case(Layer, Layer)
     plain = shared(case.plan("1GiB", **FULL).plain_peak_bytes)[0]
     one = {"head": {"heads": "full"}}

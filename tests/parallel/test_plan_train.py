@@ -9,8 +9,7 @@ from helpers.ranks import run_on_ranks
 from helpers.small_run import CONFIG, place, same_weights  # noqa: F401
 
 from graphckpt.cli import main
-from graphckpt.planning import Plan
-from graphckpt.planning.measure import real_step
+from graphckpt.planning import Plan, steps
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
@@ -27,7 +26,7 @@ ZERO = [*DATA, "train.zero_optimization.enabled=True", "train.zero_optimization.
 
 
 def runs(rank: int, folder: Path) -> None:
-    real_step._TIMED_RUNS = 1
+    steps._TIMED_RUNS = 1
     for name, words in {"data": DATA, "tensor": TENSOR, "zero": ZERO}.items():
         assert name == "zero" or train(f"{name} plain", *words) == 0
         more = [f"{CHECKPOINT}.partition=True", f"{CHECKPOINT}.contiguous=True"] if name == "tensor" else []

@@ -28,7 +28,7 @@ from transformers import (
 import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.graph.update import clip_grad_norm
-from graphckpt.train.parallel.tp_plan import shard_model, tensor_parallel_plan
+from graphckpt.train.parallel.tensor_parallel import shard_model, tensor_parallel_plan
 
 pytestmark = [pytest.mark.multi_process]
 
@@ -241,4 +241,4 @@ def test_a_model_of_ones_own_says_how_to_cut_it() -> None:
     with pytest.raises(ConfigError) as raised:
         tensor_parallel_plan(model)
     assert "down: 'diagonal' of a Linear is not supported" in str(raised.value)
-    assert "donw: there is no such layer" in str(raised.value)
+    assert "donw: matches no layer" in str(raised.value)

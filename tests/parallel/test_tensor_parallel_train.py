@@ -22,7 +22,7 @@ from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.parallel.errors import ParallelError
+from graphckpt.train.parallel.ranks import ParallelError
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import SnapshotWriteError
 

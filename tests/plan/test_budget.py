@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphckpt.planning.budget import available_bytes
+from graphckpt.planning.options import available_bytes
 
 
 def segment(total: int, allocated: int, pool: tuple[int, int] = (0, 0), device: int = 0) -> dict[str, object]:

@@ -7,13 +7,12 @@ import torch
 from helpers.cpu_burn import be_busy
 from torch import nn
 
-from graphckpt.planning.api import find_blocks
+from graphckpt.planning import trace
 from graphckpt.planning.candidates import Option
-from graphckpt.planning.measure import trace
-from graphckpt.planning.measure.clock import StepClock
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.model.events import Interval, Phase
+from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.trace import Blocks, Trace
 from graphckpt.rules import Keep
 
 BUSY = 0.05  # seconds
@@ -35,7 +34,7 @@ class Slow(nn.Module):
 
 def timed(model, x, *, after, steps=0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    clock = StepClock(x.device)
+    clock = Trace(clock=x.device)
     with Blocks(find_blocks(model, "*")).marked(clock):
         model(x).sum().backward()
         after()
@@ -70,7 +69,7 @@ def test_a_first_block_without_gradients_of_its_own_keeps_the_time():
     shift = torch.zeros(4, requires_grad=True)
     model[0].first.register_forward_hook(lambda module, args, output: output + shift)
     model.requires_grad_(False)
-    clock = StepClock(torch.device("cpu"))
+    clock = Trace(clock=torch.device("cpu"))
     with Blocks(find_blocks(model, "*")).marked(clock):
         model(torch.ones(2, 4)).sum().backward()
     clock.stop()
@@ -101,5 +100,5 @@ def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
     far = Option("keep + host", {"activation_checkpointing": False, "offload": True}, Keep(), is_far=True)
     sample = step.sample(Blocks(find_blocks(model, "*")), [far, far])
     assert len(copied) == 4, "the input and the linear layer's result, in each of two blocks, once"
-    assert sum(sample.far_bytes.values()) == 4 * x.nbytes
+    assert sum(sample.trace.far_bytes.values()) == 4 * x.nbytes
     assert sum(sample.seconds.values()) < BUSY

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.device.fake_device import FakeDevice
-from graphckpt.planning.device.profile import DeviceProfile, load_profile, profile_names
-from graphckpt.planning.device.write_profile import DeviceBenchmark, copy_rates, profile, write_profile
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.profile import DeviceProfile, load_profile, profile_names
+from graphckpt.planning.write_profile import DeviceBenchmark, copy_rates, profile, write_profile
 
 aten = torch.ops.aten
 

@@ -24,8 +24,8 @@ import graphckpt
 from graphckpt._compat import is_fake
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.device.fake_device import FakeDevice
-from graphckpt.planning.device.profile import load_profile
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.profile import load_profile
 
 aten = torch.ops.aten
 

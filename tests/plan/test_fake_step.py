@@ -6,20 +6,18 @@ import pytest
 import torch
 import transformers
 
+from graphckpt import cli
 from graphckpt.cli import main
-from graphckpt.cli import plan as cli_plan
-from graphckpt.planning.api import find_blocks
+from graphckpt.planning import sweep
 from graphckpt.planning.candidates import NEAR, options
-from graphckpt.planning.device.fake_device import FakeDevice
-from graphckpt.planning.device.profile import load_profile
-from graphckpt.planning.measure import sweep
-from graphckpt.planning.measure.fake_step import FakeStep
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import measure
+from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.planner import Planner
-from graphckpt.planning.solve.search import CopyRates
+from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.profile import load_profile
+from graphckpt.planning.search import CopyRates
+from graphckpt.planning.steps import FakeStep, RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 from graphckpt.units import format_bytes
 
 
@@ -142,7 +140,7 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
 
 @pytest.mark.parametrize("patience", [0.0, 1e6])
 def test_the_command_says_what_takes_long_and_which_budget_it_takes(patience, monkeypatch, capsys):
-    monkeypatch.setattr(cli_plan, "_PATIENCE", patience)
+    monkeypatch.setattr(cli, "_SHOW_AFTER", patience)
     words = ["model.config.n_layer=2", "train.train_micro_batch_size=2"]
     assert main(["plan", "--config-file", "configs/quickstart.py", "--device", "h200", *words]) == 0
     err = capsys.readouterr().err
@@ -179,7 +177,7 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
         (["--head", "loss_head"], "--head: expected NAME=RULE, got 'loss_head' · fix: --head loss_head=tiles:8:sum"),
         (["--head", "loss_head=tiles:8:avg"], "reduce: expected 'sum', 'mean' or None, got 'avg'"),
         (["--head", "loss_head=full:8"], "rule 'full': expected one of its settings, got 'num_tiles'"),
-        (["--head", "loss_head=tiles:8:sum"], "there is no block 'loss_head'"),
+        (["--head", "loss_head=tiles:8:sum"], "no block is called 'loss_head'"),
         (["--device", "h2000"], "did you mean 'h200'"),
         (["--memory-budget", "1 fortnight"], "unknown unit"),
         (["--memory-budget", "nan"], "is not a memory size"),

@@ -9,7 +9,7 @@ import pytest
 from helpers.tables import Table, all_outcomes, cheapest, least_peak, pareto, random_table
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve.frontier import ChainInterval, Frontier, Move, binding, levels, peak, seconds
+from graphckpt.planning.frontier import ChainInterval, Frontier, Move, binding, levels, peak, seconds
 
 
 def keep_or_recompute(num_blocks: int) -> Table:

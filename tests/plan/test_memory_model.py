@@ -16,14 +16,14 @@ from torch import nn
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.planning import steps
 from graphckpt.planning.candidates import NEAR, options
-from graphckpt.planning.measure import real_step
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import measure
+from graphckpt.planning.frontier import COVERED, peak
 from graphckpt.planning.planner import Planner
-from graphckpt.planning.solve.frontier import COVERED, peak
-from graphckpt.planning.solve.step_chain import StepChain
+from graphckpt.planning.step_chain import StepChain
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 
 FEW = {
     "albert",  # one layer that runs several times
@@ -82,7 +82,7 @@ FAST = {"albert", "fnet", "gpt2", "gptj", "llama", "qwen2_moe", "resnet"}
 
 @pytest.mark.parametrize("architecture", [pytest.param(a, id=a.name, marks=slow_unless(a.name in FAST)) for a in CASES])
 def test_predicted_is_tracked(architecture, monkeypatch):
-    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
     model = architecture.build()
     step, tracked = trained(model, architecture.inputs(), architecture.loss)
     blocks = Blocks(list(architecture.layer_modules(model).items()))
@@ -157,7 +157,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
-    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
     torch.manual_seed(seed)
     model = Odd(seed)
     x = torch.randn(160, 8)

@@ -9,8 +9,8 @@ import pytest
 from helpers.tables import Table, cheapest
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.solve.frontier import Move, levels, peak, seconds
-from graphckpt.planning.solve.offload_search import CopyTiming, OffloadChain, schedule_copies, search_offload
+from graphckpt.planning.frontier import Move, levels, peak, seconds
+from graphckpt.planning.search import CopyTiming, OffloadChain, schedule_copies, search_offload
 
 
 def a_timing(moved: list[list[int]], **settings: float) -> CopyTiming:
@@ -227,7 +227,8 @@ def test_what_waits_adds_up_along_the_windowed_chain(seed: int) -> None:
 def test_a_plan_of_many_blocks_is_near_what_waits_allow() -> None:
     rng = np.random.default_rng(0)
     chain, timing = a_chain(rng, 40)
-    none_moves = cheapest(OffloadChain(chain, timing, moves=False), 150)
+    on_device = {key: move for key, move in chain.moves.items() if key[1] != 2}
+    none_moves = cheapest(Table(chain.seconds, on_device, chain.heads, chain.base, chain.fixed_peak), 150)
     found = search_offload(chain, timing, 150, none_moves)
     assert none_moves is not None
     assert found is not None

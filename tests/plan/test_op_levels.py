@@ -10,13 +10,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import candidates
-from graphckpt.planning.api import find_blocks
+from graphckpt.planning import candidates, steps
 from graphckpt.planning.candidates import NEAR, OpTimes, options, selective_levels, with_levels
-from graphckpt.planning.measure import real_step
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import measure
+from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 from graphckpt.rules import Selective
 from graphckpt.rules.ops import OpCall, OpGraph
 
@@ -81,7 +80,7 @@ def gpt2():
 def known():
     model, step = gpt2()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real_step, "_TIMED_RUNS", 1)
+        patch.setattr(steps, "_TIMED_RUNS", 1)
         return measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
 
 

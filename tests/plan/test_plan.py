@@ -27,18 +27,16 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan, PlanError
-from graphckpt.planning.api import find_blocks
+from graphckpt.planning import Plan, PlanError, steps
 from graphckpt.planning.candidates import NEAR
-from graphckpt.planning.measure import real_step
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import measure
-from graphckpt.planning.planner import Planner
+from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plot import draw_sweep
 from graphckpt.planning.rows import PlanRow, Stage
-from graphckpt.planning.show.plot import draw_sweep
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
+from graphckpt.train.policies import block_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
-from graphckpt.train.units import block_policies
 from graphckpt.units import format_bytes
 
 D = 16  # width
@@ -47,7 +45,7 @@ D = 16  # width
 @pytest.fixture(autouse=True, scope="module")
 def _timed_once():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real_step, "_TIMED_RUNS", 1)
+        patch.setattr(steps, "_TIMED_RUNS", 1)
         yield
 
 

@@ -15,9 +15,8 @@ import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan, planner
-from graphckpt.planning.measure import real_step
-from graphckpt.planning.measure.sweep import measure
+from graphckpt.planning import Plan, planner, steps
+from graphckpt.planning.sweep import measure
 
 pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -30,7 +29,7 @@ AOT = {"backend": "aot_eager"}
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

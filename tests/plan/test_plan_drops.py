@@ -12,14 +12,12 @@ from torch import nn
 
 from graphckpt import apply, plan
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import PlanError
-from graphckpt.planning.api import find_blocks
+from graphckpt.planning import PlanError, steps
 from graphckpt.planning.candidates import NEAR
-from graphckpt.planning.measure import real_step
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import measure
-from graphckpt.planning.planner import Planner
+from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 from graphckpt.units import format_bytes
 
 D, ROWS = 16, 128  # width, rows of a batch
@@ -28,7 +26,7 @@ D, ROWS = 16, 128  # width, rows of a batch
 @pytest.fixture(autouse=True, scope="module")
 def _timed_once():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(real_step, "_TIMED_RUNS", 1)
+        patch.setattr(steps, "_TIMED_RUNS", 1)
         yield
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError, Graph
-from graphckpt.cli.plan import add_plan
-from graphckpt.config import planning as config_planning
+from graphckpt.cli import add_plan
+from graphckpt.config import run as config_run
 from graphckpt.graph.config import GraphConfig
-from graphckpt.planning import PlanOptions, api
+from graphckpt.planning import PlanOptions, planner
 from graphckpt.planning.planner import measure_all
 from graphckpt.train.settings import ActivationCheckpointConfig
 
@@ -42,7 +42,7 @@ def caught(monkeypatch):
     def catch(*args):
         raise Caught(next(value for value in args if isinstance(value, PlanOptions)))
 
-    for owner, name in ((api, "measure_all"), (config_planning, "measure_all")):
+    for owner, name in ((planner, "measure_all"), (config_run, "measure_all")):
         monkeypatch.setattr(owner, name, catch)
     return lambda: None
 
@@ -154,9 +154,9 @@ def test_faults_are_one_clear_error(options, message):
 
 
 def test_a_slab_is_in_the_plan_of_the_command_too(tmp_path):
-    planner, target = config_planning.planner_from(
+    planner, target = config_run.planner_from(
         "configs/quickstart.py", ["model.config.n_layer=2"], device="h200", options={"contiguous": True}
     )
     plan = planner.plan(target.memory_bytes)
     assert all(row.fields["contiguous"] for row in plan.rows if row.block != "loss_head")
-    assert measure_all is config_planning.measure_all
+    assert measure_all is config_run.measure_all

@@ -13,8 +13,8 @@ from torch import nn
 
 import graphckpt
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.rows import PlanRow, ShownPlan, Stage
-from graphckpt.planning.show.page import write_plans
+from graphckpt.planning.plot import write_plans
+from graphckpt.planning.rows import PlanRow, Stage
 
 MOST_BYTES = 6_000_000
 
@@ -61,13 +61,11 @@ def test_the_page_is_one_small_file(plan: Plan, tmp_path: Path):
 
 def test_a_plan_of_a_thousand_blocks_is_a_small_page(plan: Plan, tmp_path: Path):
     names = [f"model.decoder.layers.{number}" for number in range(1000)]
-    rows = [[PlanRow(block=n, option=f"option {at % 9}", fields={}) for at, n in enumerate(names)] for _ in range(40)]
-    stages = [Stage(name=f"{phase} of {n}", start_bytes=1, peak_bytes=2**33 + at) for phase in ("forward", "backward")
-              for at, n in enumerate(names)]  # fmt: skip
-    plans = [
-        ShownPlan(summary=replace(plan, predicted_peak_bytes=2**30 + number), rows=rows[number], stages=stages)
-        for number in range(40)
-    ]
+    rows = tuple(PlanRow(block=n, option=f"option {at % 9}", fields={}) for at, n in enumerate(names))
+    intervals = [(at, f"{phase} of {name}") for phase in ("forward", "backward") for at, name in enumerate(names)]
+    stages = tuple(Stage(name=name, start_bytes=1, peak_bytes=2**33 + at) for at, name in intervals)
+    shown = replace(plan, rows=rows, stages=stages)
+    plans = [replace(shown, predicted_peak_bytes=2**30 + number) for number in range(40)]
     path = write_plans(plans[7], plans, tmp_path / "plan.html")
     assert path.stat().st_size < MOST_BYTES
     assert " of 40 plans are shown." in path.read_text("utf-8")

@@ -9,17 +9,16 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan
+from graphckpt.planning import Plan, steps
 from graphckpt.planning.candidates import options, with_partition
-from graphckpt.planning.measure import real_step
-from graphckpt.planning.plan_group import _packed, _unpacked, planning_group
+from graphckpt.planning.plan_group import planning_group
 
 D = 16  # width
 
 
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch):
-    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
 
 
 def made(num_layers=6, rows=256, width=4 * D):
@@ -82,7 +81,7 @@ def test_a_plan_in_words_is_the_same_plan():
     model, step = made(num_layers=3)
     found = graphckpt.plan(model, step, memory_budget="70%", candidates=["full"], check=False)
     known = [option.fields for option in options(only=["full"])]
-    again = _unpacked(_packed(found, known), known, model)
+    again = Plan.from_message(found.to_message(known), known, model)
     assert again == found
     assert again.model is model
 

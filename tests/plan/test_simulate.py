@@ -7,9 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphckpt.planning.model.events import EventKind
-from graphckpt.planning.model.program import PrivateRun
-from graphckpt.planning.model.simulate import Change, EventSeq, LiveState
+from graphckpt.planning.memory_model import Change, EventSeq, LiveState
+from graphckpt.planning.program import EventKind, PrivateRun
 
 SIZES = (10, 7, 3)
 

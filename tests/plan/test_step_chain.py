@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from graphckpt.planning.api import find_blocks
+from graphckpt.planning import steps
 from graphckpt.planning.candidates import options
-from graphckpt.planning.measure import real_step
-from graphckpt.planning.measure.instrument import Blocks
-from graphckpt.planning.measure.real_step import RealStep
-from graphckpt.planning.measure.sweep import measure
-from graphckpt.planning.solve.frontier import peak
-from graphckpt.planning.solve.step_chain import StepChain
+from graphckpt.planning.frontier import peak
+from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.step_chain import StepChain
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 
 NUM_BLOCKS = 8
 
@@ -47,7 +47,7 @@ class Stack(nn.Module):
 @pytest.fixture
 def measured(monkeypatch):
     """Returns a step and its measurements, near and offloaded."""
-    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
     model, x = Stack([32] * NUM_BLOCKS), torch.randn(64, 32)
 
     def step():

@@ -36,9 +36,9 @@ IN_SDIST = (
 USE = """
 import graphckpt
 from graphckpt.cli import main
-from graphckpt.config.packaged import find
+from graphckpt.config.files import find_packaged
 assert "/work" in graphckpt.__file__, graphckpt.__file__
-config = str(find("quickstart.py"))
+config = str(find_packaged("quickstart.py"))
 print(config)
 main(["train", "--config-file", config, "--help"])
 """
@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
         config, _, usage = run([str(place / "bin" / "python"), "-c", USE], place).partition("\n")
         assert "--config-file" in usage
         output = run([str(place / "bin" / "graphckpt"), "train", "--config-file", config, "--fast-dev-run"], place)
-        assert "iteration: 2/3" in output, output
+        assert "iteration: 3/3" in output, output
         bare(wheel, Path(elsewhere) / "bare")
     print(f"{wheel.name}: installed, used without extras, and trained with the config that it carries")
 

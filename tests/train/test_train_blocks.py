@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from graphckpt.errors import ConfigError
+from graphckpt.train.policies import block_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
-from graphckpt.train.units import block_policies
 
 _SMALL = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
-from graphckpt.train.data.corpus import DataError, read_corpus
+from graphckpt.train.console import Report
+from graphckpt.train.data.documents import DataError, read_files, split_documents
+from graphckpt.train.data.text_data import TextData
 
 
-def _names(parts):
-    return {part.path.name for part in parts}
+def _names(documents):
+    return {document.source.name for document in documents}
+
+
+def read_corpus(paths, **options):
+    return split_documents(read_files(paths), **options)
+
+
+@pytest.fixture
+def quiet():
+    return Report(Console(file=io.StringIO()))
 
 
 @pytest.fixture
@@ -100,7 +114,7 @@ def test_standard_library_without_tests_and_tables():
     parts = (*corpus.train, *corpus.heldout)
     assert corpus.num_bytes > 5_000_000
     assert len(corpus.heldout) > 5
-    assert not any({"test", "tests", "site-packages", "encodings"} & set(part.path.parts) for part in parts)
+    assert not any({"test", "tests", "site-packages", "encodings"} & set(part.source.parts) for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +123,13 @@ def test_standard_library_without_tests_and_tables():
         (["no/such"], r"data\.paths: no/such: no such file or folder"),
         ([], r"data\.paths: no text in an empty list · fix: name text files"),
         (["empty"], r"data\.paths: no text in empty · fix: name text files"),
+        ("picture.png", r"data\.paths: no text in picture\.png · fix: name text files"),
     ],
 )
-def test_faults(tmp_path, monkeypatch, paths, message):
+def test_faults(tmp_path, monkeypatch, quiet, paths, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "nothing.txt").touch()
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
     with pytest.raises(DataError, match=message):
-        read_corpus(paths, eval_fraction=0.5)
+        TextData(paths=paths).prepare(quiet)

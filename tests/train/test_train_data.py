@@ -11,8 +11,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from graphckpt.train.console import Report
-from graphckpt.train.data.corpus import DataError
-from graphckpt.train.data.sampling import ShuffledOrder
+from graphckpt.train.data.documents import DataError
+from graphckpt.train.data.samples import ShuffledOrder
 from graphckpt.train.data.text_data import TextData
 
 _WORDS = [
@@ -104,17 +104,17 @@ def test_same_text_trains_the_same_tokenizer(data, tmp_path, quiet):
     assert one.train.batch([0, 1]).equal(two.train.batch([0, 1]))
 
 
-@pytest.mark.parametrize("name", ["train.bin", "meta.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["train.arrow", "heldout.arrow", "tokenizer.json"])
 def test_broken_cache_is_made_again(data, quiet, name):
     prepared = data().prepare(quiet)
-    whole = (prepared.tokenizer_file.parent / "train.bin").read_bytes()
+    whole = (prepared.tokenizer_file.parent / "train.arrow").read_bytes()
     broken = prepared.tokenizer_file.parent / name
     if name == "tokenizer.json":
         broken.unlink()
     else:
         broken.write_bytes(broken.read_bytes()[:-10])
     prepared = data().prepare(quiet)
-    assert (prepared.tokenizer_file.parent / "train.bin").read_bytes() == whole
+    assert (prepared.tokenizer_file.parent / "train.arrow").read_bytes() == whole
 
 
 def test_interrupted_making_leaves_nothing(data, tmp_path, quiet, monkeypatch):

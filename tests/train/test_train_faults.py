@@ -17,7 +17,7 @@ from transformers import GPT2Config
 
 from graphckpt.cli import main
 from graphckpt.config import LazyConfig
-from graphckpt.config.instantiate import parameters
+from graphckpt.config.lazy import parameters
 from graphckpt.train.settings import TrainConfig
 
 BRIEF = ["train.train_iter=2", "train.overwrite=True", "train.evaluation.eval_iter=1", "train.checkpointer.period=1"]
@@ -95,10 +95,10 @@ def test_random_values_of_random_keys(place, capsys):
     [
         (
             f"optim.params.weight_decay_bias={{{_MODULE}}}",
-            "optim.params.weight_decay_bias: expected float or null, got",
+            "optim.params.weight_decay_bias: expected float, got",
         ),
         ("train.train_iter={_target_: builtins.int}", "train.train_iter: expected int, got a call of 'builtins.int'"),
-        ("train.amp={_target_: builtins.dict}", "train.amp: expected AmpConfig, got a call of 'builtins.dict'"),
+        ("train.amp={_target_: builtins.dict}", "train.amp: expected a section, got a call of 'builtins.dict'"),
         (
             "train.train_samples=12:30:45",
             "train.train_samples: expected a plain number, got 12:30:45 · fix: write it in digits",
@@ -107,10 +107,10 @@ def test_random_values_of_random_keys(place, capsys):
         ("train.train_iter=010", "train.train_iter: expected a plain number, got 010"),
         ("optim.betas=[0.9, 12:30]", "optim.betas[1]: expected a plain number, got 12:30"),
         ("train.checkpointer={period: 1:10}", "train.checkpointer.period: expected a plain number, got 1:10"),
-        ("train.seed=1e30", "train.seed: expected int, got a number beyond 2e+19"),
-        ("train.consumed_train_samples=1e30", "train.consumed_train_samples: expected int, got a number beyond"),
+        ("train.seed=1e30", "train.seed: expected int, got 1e+30 (float)"),
+        ("train.consumed_train_samples=1e30", "train.consumed_train_samples: expected int, got 1e+30 (float)"),
         (f"optim.lr={10**400}", "optim.lr: expected "),
-        ("optim.weight_decay=.nan", "optim.weight_decay: expected float, got nan"),
+        ("optim.weight_decay=.nan", "optim.weight_decay: expected a number, got nan"),
         ("model.config.n_head=-1", "model.config.n_head: expected 1 or more, got -1"),
         ("model.config.num_hidden_layers=-2", "model.config.num_hidden_layers: expected 1 or more, got -2"),
         ("model.config.n_head=0", "model: error in call to 'transformers"),
@@ -139,7 +139,7 @@ def test_a_model_that_fails_in_its_first_forward_is_named_with_the_line(place, c
         "    def forward(self, *args, **kwargs):\n        return self.no_such_part\n"
     )
     error = one_error(capsys, "model._target_=broken_model.Broken")
-    what = "iteration 0 failed, AttributeError: 'Broken' object has no attribute 'no_such_part' (at "
+    what = "iteration 1 failed, AttributeError: 'Broken' object has no attribute 'no_such_part' (at "
     assert f"error: model, task, data, optim, train.scheduler: {what}" in error
     assert not (place / "out").exists()
 
@@ -166,7 +166,7 @@ def test_a_sample_that_raises_stop_iteration_is_named(place, capsys):
         "model.config.update(vocab_size=9, n_positions=9)\n"
     )
     error = one_error(capsys)
-    assert "error: model, task, data, optim, train.scheduler: iteration 0 failed, StopIteration: end (at " in error
+    assert "error: model, task, data, optim, train.scheduler: iteration 1 failed, StopIteration: end (at " in error
 
 
 def test_a_yaml_file_with_a_number_in_base_60_names_key_and_line(place, capsys):

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from graphckpt.config.run import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.measure import real_step
-from graphckpt.train.snapshot.run_folder import CONFIG
+from graphckpt.planning import steps
+from graphckpt.train.snapshot.saved_run import CONFIG
 
 MIB = 2**20
 SHORT = ["train.train_iter=3", "train.global_batch_size=24", "train.num_accumulation_steps=null"]
@@ -21,7 +21,7 @@ LONG = ["model.config.n_layer=4", "data.seq_length=32", "train.evaluation.enable
 
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch):
-    monkeypatch.setattr(real_step, "_TIMED_RUNS", 1)
+    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
 
 
 def saved(folder):

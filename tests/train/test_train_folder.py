@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from graphckpt.cli import main
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
-from graphckpt.train.graphs import TrainGraph
+from graphckpt.train.build_model import TrainGraph
 from graphckpt.train.loop import HookBase
 from graphckpt.train.snapshot import folder as snapshot
 

@@ -6,18 +6,15 @@ import io
 import json
 import random
 
+import datasets
 import numpy as np
 import pytest
 from rich.console import Console
 
 from graphckpt.train.console import Report
-from graphckpt.train.data.corpus import DataError
+from graphckpt.train.data.documents import DataError
 from graphckpt.train.data.text_data import TextData
 from graphckpt.train.tasks import CausalLM, SequenceClassification
-
-datasets = pytest.importorskip(
-    "datasets", reason="the package datasets is not installed: pip install 'graphckpt[datasets]'"
-)
 
 
 @pytest.fixture
@@ -53,12 +50,24 @@ def test_its_rows_are_text_with_classes(folder):
     assert len(continued.train) > 1
 
 
+def test_files_of_a_format_are_the_rows_of_their_data_set(folder):
+    report = Report(Console(file=io.StringIO()))
+    file = str(folder / "reviews" / "train.jsonl")
+    named, listed = (_data(folder, **fields).prepare(report) for fields in ({}, {"dataset": "json", "paths": [file]}))
+    assert listed.tokenizer_file == named.tokenizer_file  # the folder of its name is a hash of the text
+    lines = _data(folder, dataset="text", paths=file).prepare(report)
+    assert lines.train.num_documents + lines.heldout.num_documents == 32  # lines of JSON, without the repeated one
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"dataset_split": "tset"}, r"data\.dataset: '.*reviews': ValueError: .*tset.* · fix: check data\.dataset"),
         ({"dataset": "nowhere/at-all"}, r"data\.dataset: 'nowhere/at-all': \w+: .* · fix: check data\.dataset"),
-        ({"text_column": "txt"}, r"data\.text_column: there is no column 'txt' · did you mean 'text'"),
+        (
+            {"text_column": "txt"},
+            r"data\.text_column: expected a column of the data set, got 'txt' · did you mean 'text'",
+        ),
     ],
 )
 def test_its_errors_are_one_clear_message(folder, monkeypatch, fields, message):

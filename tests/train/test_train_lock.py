@@ -20,19 +20,20 @@ from helpers.small_run import place, train  # noqa: F401 - a fixture
 
 from graphckpt.config.run import trainer_from
 from graphckpt.errors import ConfigError
-from graphckpt.train.snapshot.lock import FolderLock
+from graphckpt.train.snapshot.saved_run import FolderLock
 
 _HOLDERS = """
 import os, signal, sys
 from pathlib import Path
 from graphckpt.errors import ConfigError
-from graphckpt.train.snapshot.lock import FolderLock
+from graphckpt.train.snapshot.saved_run import FolderLock
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
 for folder in sys.stdin:
     if os.fork() == 0:
         lock = FolderLock(Path(folder.strip()))
         try:
             lock.acquire()
+            lock.sign()
         except ConfigError:
             print(0, flush=True)
             os._exit(0)
@@ -145,8 +146,9 @@ def test_a_full_disk_locks_all_the_same(tmp_path, monkeypatch, hold):
         patch.setattr(Path, "write_text", full)
         first = FolderLock(tmp_path)
         first.acquire()
+        first.sign()
     assert hold(tmp_path) == 0
-    first.release()
+    first.release(discard=False)
     number = hold(tmp_path)
     assert number > 0
     end(number)

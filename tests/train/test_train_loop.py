@@ -18,10 +18,9 @@ from rich.console import Console
 from torch import nn
 
 from graphckpt.train.console import Report
-from graphckpt.train.hooks import memory
+from graphckpt.train.hooks import log
 from graphckpt.train.hooks.evaluate import EvalHook
-from graphckpt.train.hooks.log import LogHook
-from graphckpt.train.hooks.memory import device_used_bytes, process_memory
+from graphckpt.train.hooks.log import LogHook, device_memory, device_used_bytes, process_memory
 from graphckpt.train.hooks.metrics import MetricsHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.optim import get_default_optimizer_params, warmup_cosine_lr
@@ -132,12 +131,12 @@ def test_log_holds_the_mean_since_the_line_before(tmp_path):
     assert all(0 < row["rss_bytes"] <= row["peak_rss_bytes"] for row in rows)
     log = (tmp_path / "log.txt").read_text()
     assert log.count("samples/s") == 4
-    assert "  iteration: 3/5  consumed_samples: 12  total_loss: 2.5000  time: " in log
+    assert "  iteration: 4/5  consumed_samples: 12  total_loss: 2.5000  time: " in log
 
 
 def test_loss_that_is_no_number_ends_the_run():
     loop = Loop(lambda _: {"total_loss": torch.tensor(math.nan)}, train_iter=5, report=_report(), hooks=[_log_hook()])
-    with pytest.raises(TrainError, match=r"the loss is nan at iteration 0 · fix: lower optim\.lr"):
+    with pytest.raises(TrainError, match=r"the loss is nan at iteration 1 · fix: lower optim\.lr"):
         loop.run()
 
 
@@ -210,7 +209,7 @@ def test_the_driver_is_asked_where_it_can_be(monkeypatch):
     assert device_used_bytes(torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda device: 1234 if device == cuda else 0)
     for found, wanted in ((None, None), (object(), 1234)):
-        monkeypatch.setattr(memory, "find_spec", lambda name, found=found: found if name == "pynvml" else None)
+        monkeypatch.setattr(log, "find_spec", lambda name, found=found: found if name == "pynvml" else None)
         assert device_used_bytes(cuda) == wanted
 
 
@@ -259,7 +258,7 @@ def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(tmp_pat
     assert device_events.index("step 3") < first_wait[1] < device_events.index("step 4")
     assert device_events.index("step 5") < first_wait[2] < device_events.index("step 6")
     assert device_events.index("event 3 of xpu recorded") < first_wait[2]
-    assert "  iteration: 3/7  consumed_samples: 12  total_loss: 2.5000  time: " in (tmp_path / "log.txt").read_text()
+    assert "  iteration: 4/7  consumed_samples: 12  total_loss: 2.5000  time: " in (tmp_path / "log.txt").read_text()
 
 
 def test_on_a_device_a_loss_that_is_not_finite_ends_the_run_with_its_own_iteration(device_events):
@@ -270,7 +269,7 @@ def test_on_a_device_a_loss_that_is_not_finite_ends_the_run_with_its_own_iterati
         report=_report(),
         hooks=[hook],
     )
-    with pytest.raises(TrainError, match="the loss is nan at iteration 1 "):
+    with pytest.raises(TrainError, match="the loss is nan at iteration 2 "):
         loop.run()
     assert loop.done == 4
 
@@ -325,10 +324,10 @@ def test_memory_of_a_cuda_device_is_allocated_and_reserved(monkeypatch):
         ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     ):
         monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
-    assert memory.device_memory(torch.device("cuda", 0)) == {
+    assert device_memory(torch.device("cuda", 0)) == {
         "cuda_bytes": 0,
         "peak_cuda_bytes": 1,
         "cuda_reserved_bytes": 2,
         "peak_cuda_reserved_bytes": 3,
     }
-    assert memory.device_memory(torch.device("cpu")) == {}
+    assert device_memory(torch.device("cpu")) == {}

@@ -187,7 +187,7 @@ def last_loss(folder):
         ([f"{BUDGET}=min", f'{HEAD}={{"loss_head": null}}'], "head.loss_head: expected a rule, got None"),
         (
             [f"{BUDGET}=min", SLICED],
-            "there is no block 'loss_head' · did you mean 'lm_head'? · fix: task.loss_head=True",
+            "no block is called 'loss_head' · did you mean 'lm_head'? · fix: task.loss_head=True",
         ),
     ],
 )

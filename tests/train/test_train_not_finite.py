@@ -73,7 +73,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_snapshot(broken, capsys, monkey
     words = ["train.checkpointer.period=1", "train.checkpointer.max_to_keep=1", "train.evaluation.enabled=False"]
     assert train(*words, "train.log_period=20") == 2
     error = capsys.readouterr().err
-    assert "error: transformer.h.0.ln_1.weight is not finite after iteration 3, although the loss is; no" in error
+    assert "error: transformer.h.0.ln_1.weight is not finite after iteration 4, although the loss is; no" in error
     assert "fix: --resume from the last one, and find the op by torch.autograd.set_detect_anomaly(True), or" in error
     assert_whole(broken / "out", "model_0000002")
     assert (broken / "out" / "last_checkpoint").read_text() == "model_0000002\n"
@@ -86,7 +86,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_snapshot(broken, capsys, monkey
 def test_in_the_last_iteration_no_final_model_is_written(broken, capsys, is_async):
     words = ["train.train_iter=4", "train.checkpointer.period=2", "train.evaluation.enabled=False"]
     assert train(*words, f"train.checkpointer.async_save={is_async}") == 2
-    assert "is not finite after iteration 3" in capsys.readouterr().err
+    assert "is not finite after iteration 4" in capsys.readouterr().err
     assert_whole(broken / "out", "model_0000001")
     assert (broken / "out" / "last_checkpoint").read_text() == "model_0000001\n"
 
@@ -96,7 +96,7 @@ def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(broken
     for folder, period, done in (("rare", 20, 0), ("often", 3, 1)):
         capsys.readouterr()
         assert train(*words, f"train.output_dir={folder}", f"train.checkpointer.period={period}") == 2
-        assert "error: the loss is nan at iteration 3 · fix: lower optim.lr" in capsys.readouterr().err
+        assert "error: the loss is nan at iteration 4 · fix: lower optim.lr" in capsys.readouterr().err
         assert_whole(broken / folder, *["model_0000002"] * done)
         assert {row["iteration"] for row in rows_of(broken / folder)} == {0}
 
@@ -123,6 +123,6 @@ def test_the_first_loss_is_named_on_any_device(monkeypatch, device, period, most
     report = Report(Console(file=io.StringIO()))
     values = [1.0, 1.0, math.inf, math.nan, 1.0, 1.0, 1.0, 1.0, 1.0]
     loop = Loop(lambda done: {"total_loss": torch.tensor(values[done])}, train_iter=9, report=report, hooks=[hook])
-    with pytest.raises(TrainError, match=r"^the loss is inf at iteration 2 "):
+    with pytest.raises(TrainError, match=r"^the loss is inf at iteration 3 "):
         loop.run()
     assert loop.done == (ends_at if device == "xpu" or period > 4 else 4)

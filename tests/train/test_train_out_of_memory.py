@@ -6,7 +6,7 @@ import pytest
 from helpers.memory_limit import MemoryLimit
 from helpers.small_run import CONFIG, place, rows_of, same_weights, train
 
-from graphckpt.train.graphs import TrainGraph
+from graphckpt.train.build_model import TrainGraph
 
 __all__ = ["place"]
 WIDE = """

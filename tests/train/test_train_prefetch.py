@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphckpt.train.data.prefetch import Prefetcher
+from graphckpt.train.data.samples import Prefetcher
 
 CUDA = torch.device("cuda", 0)
 

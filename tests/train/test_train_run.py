@@ -19,10 +19,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphckpt.cli import main
-from graphckpt.config.packaged import existing
+from graphckpt.config.files import existing
 from graphckpt.config.run import trainer_from
+from graphckpt.train.build_model import TrainGraph
 from graphckpt.train.console import Report
-from graphckpt.train.graphs import TrainGraph
 from graphckpt.train.loop import HookBase
 
 _CONFIG = """
@@ -86,10 +86,10 @@ def test_a_run_learns_and_writes_all(place, pictures, capsys):
         assert re.search(r"model\.transformer\.h\.0-2 \(3x\) +full", text)
         assert "kept for backward" in text
         assert re.search(
-            r"eta: 0:00:00  iteration: 39/40  consumed_samples: 320"
+            r"eta: 0:00:00  iteration: 40/40  consumed_samples: 320"
             r"  total_loss: \d\.\d+  lm_loss: \d\.\d+  time: \S+ s/iter"
             r"  data_time: \S+ s/iter  total_throughput: \S+ samples/s  lr: \S+"
-            r"  memory: \S+ [MG]iB  peak_memory: \S+ [MG]iB",
+            r"  process_memory: \S+ [MG]iB  peak_process_memory: \S+ [MG]iB",
             text,
         )
         assert re.search(r"Overall training speed: 40 iterations in 0:00:\d\d \(\S+ s / it\)", text)
@@ -279,11 +279,14 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
             ["train.device=meta", "train.train_epoch=.inf", f"train.seed={2**63}"],
             [
                 "train.device: 'meta' holds no",
-                "train.train_epoch: expected 0 or more, got inf",
+                "train.train_epoch: expected a finite number, got inf",
                 "got 9223372036854775808",
             ],
         ),
-        (["train.capture=cudagraph"], ["train.capture: expected one of", "did you mean 'cuda_graph'"]),
+        (
+            ["train.capture=cudagraph"],
+            ["train.capture: expected 'auto', 'cuda_graph' or 'eager'", "did you mean 'cuda_graph'"],
+        ),
         (["train.capture=cuda_graph"], ["'cuda_graph' expected modules on one CUDA device, got cpu"]),
         (["train.output_dir=tiny.py"], ["train.output_dir: tiny.py: File exists"]),
         (["model.config.n_embd=33"], ["model: error in call to 'transformers", "divisible"]),

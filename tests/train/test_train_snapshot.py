@@ -13,9 +13,19 @@ from torch import nn
 
 from graphckpt.train.files import AppendFile, cut_log, cut_metrics
 from graphckpt.train.snapshot import folder as snapshot
-from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError
-from graphckpt.train.snapshot.index import Snapshots, periodic_name
+from graphckpt.train.snapshot.folder import Snapshots, SnapshotWriteError, periodic_name
+from graphckpt.train.snapshot.schema import SnapshotError
 from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, read_weights
+
+INFO = {
+    "run": "r",
+    "iteration": 0,
+    "done": 1,
+    "consumed_samples": 4,
+    "data": {"num_samples": 9, "tokens_each": 16, "tokens": None},
+    "metrics": {},
+    "machine": {"torch": "2", "threads": 1},
+}
 
 
 def _write(folder, value=1.0, run="r", **more):
@@ -23,7 +33,7 @@ def _write(folder, value=1.0, run="r", **more):
         folder,
         weights={"w": torch.full((3,), value)},
         states={"graph": {"step": 1}, "trainer": {"random": torch.get_rng_state()}},
-        info={"run": run, "done": 1},
+        info={**INFO, "run": run},
         **more,
     )
 
@@ -145,17 +155,19 @@ def test_a_broken_file_is_named_and_the_snapshot_before_it_is_offered(tmp_path, 
     _flip(tmp_path / "model_0000007" / "graph.pt")  # not whole either
     command = rf"echo model_0000003 > {tmp_path}/last_checkpoint, then --resume"
     with pytest.raises(SnapshotError, match=rf"model_0000011/{name}: {message} · fix: resume from .*{command}$"):
-        Snapshots(tmp_path).checked_last()
+        Snapshots(tmp_path).last()
     Snapshots(tmp_path).mark_last("model_0000003")  # what the command does
-    assert Snapshots(tmp_path).checked_last()[0].name == "model_0000003"
+    assert Snapshots(tmp_path).last()[0].name == "model_0000003"
 
 
 def test_a_snapshot_that_is_alone_and_broken_says_so(tmp_path):
     _write(tmp_path / "model_0000003")
     Snapshots(tmp_path).mark_last("model_0000003")
     (tmp_path / "model_0000003" / "snapshot.json").write_text("{")
-    with pytest.raises(SnapshotError, match=r"snapshot\.json: is broken .* no other snapshot here is whole"):
-        Snapshots(tmp_path).checked_last()
+    with pytest.raises(
+        SnapshotError, match=r"snapshot\.json: .* expected valid JSON: .* no other snapshot here is whole"
+    ):
+        Snapshots(tmp_path).last()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +192,10 @@ def test_last_checkpoint_that_makes_no_sense(tmp_path, text, message):
 
 @pytest.mark.parametrize(
     ("info", "message"),
-    [({"format": 99, "files": {}}, "is of another format than 2"), ([1], "is of another format than 2")],
+    [
+        ({"format": 99, "files": {}}, r"snapshot\.json: format: expected 2, got 99"),
+        ([1], r"expected .*, got \[1\]"),
+    ],
 )
 def test_a_snapshot_of_another_format(tmp_path, info, message):
     _write(tmp_path / "model_best")
@@ -223,7 +238,7 @@ def test_tied_weights_and_views_are_saved_once_and_loaded_whole(tmp_path):
     model["b"].weight = model["a"].weight
     weights = distinct_tensors(dict(model.state_dict()))
     assert list(weights) == ["a.weight"]
-    snapshot.write(tmp_path / "model_best", weights=weights, states={}, info={})
+    snapshot.write(tmp_path / "model_best", weights=weights, states={}, info=INFO)
     other = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     other["b"].weight = other["a"].weight
     load_weights(other, load_file(tmp_path / "model_best" / "model.safetensors"), "x")
@@ -276,9 +291,9 @@ def test_lines_that_a_full_disk_refused_come_with_the_next(tmp_path, monkeypatch
 def test_history_beyond_the_snapshot_is_dropped(tmp_path):
     metrics, log = tmp_path / "metrics.json", tmp_path / "log.txt"
     metrics.write_text('{"iteration": 3}\n{"iteration": 7}\n{"iteration": 9}\n{"iterat')
-    log.write_text("[x]: model\n[x]: eta: 0  iteration: 7/9  total\n[x]: eta: 0  iteration: 8/9  total\n[x]: a table")
+    log.write_text("[x]: model\n[x]: eta: 0  iteration: 8/9  total\n[x]: eta: 0  iteration: 9/9  total\n[x]: a table")
     cut_metrics(metrics, 7)
     cut_log(log, 7)
     assert metrics.read_text() == '{"iteration": 3}\n{"iteration": 7}\n'
-    assert log.read_text() == "[x]: model\n[x]: eta: 0  iteration: 7/9  total\n[x]: a table\n"
+    assert log.read_text() == "[x]: model\n[x]: eta: 0  iteration: 8/9  total\n[x]: a table\n"
     cut_log(tmp_path / "none", 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
 from dataclasses import replace
@@ -13,7 +14,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from transformers import BertConfig, BertForPreTraining, BertForSequenceClassification
 
-from graphckpt.config.typed import check_call
+from graphckpt.config.lazy import read_calls
+from graphckpt.config.schema import call_faults
 from graphckpt.errors import ConfigError
 from graphckpt.train.console import Report
 from graphckpt.train.data.text_data import TextData
@@ -49,6 +51,26 @@ def _open(data, task, seed=1):
 
 def _all(samples):
     return samples.batch(np.arange(len(samples)))
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        (CausalLM(), ("f825674d19092dc4", "a8c961354c9f75b9")),
+        (MaskedLM(), ("5b6f886dbbe7b3ae", "17c88db02d3d67ba")),
+        (MaskedLM(mask_fraction=0.4, random_fraction=0.0), ("cdcedea77619911b", "154873f8992a33cf")),
+        (SequenceClassification(), ("5d7410013e126d9a", "8e37fb558f1d1f31")),
+    ],
+)
+def test_samples_are_those_of_earlier_versions(data, task, expected):
+    """The hashes are those of 0.1, which wrote its own token files: a run that is resumed sees the same samples."""
+    opened, hashes = _open(data, task), []
+    for samples in (opened.train, opened.heldout):
+        digest = hashlib.sha256()
+        for name, values in sorted(_all(samples).items()):
+            digest.update(name.encode() + values.numpy().tobytes() + str(values.dtype).encode())
+        hashes.append(digest.hexdigest()[:16])
+    assert tuple(hashes) == expected
 
 
 def test_causal_lm_says_what_comes_next(data):
@@ -213,7 +235,7 @@ def test_task_that_is_not_for_text_says_so(data):
 
 def test_faults_of_a_task_are_those_of_the_config():
     described = {"_target_": "graphckpt.train.tasks.MaskedLM", "mask_fraction": 1.5, "random_fractoin": 0.5}
-    assert check_call(described, "task")[1] == [
+    assert list(call_faults(read_calls(described, "task", []))) == [
         "task.random_fractoin: no such key of MaskedLM · did you mean 'random_fraction' or 'mask_fraction'?",
         "task.mask_fraction: expected a share from 0 to 1, got 1.5",
     ]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from graphckpt.train.snapshot.folder import SnapshotError
+from graphckpt.train.snapshot.schema import SnapshotError
 from graphckpt.train.snapshot.weights import INDEX, load_weights, read_weights
 
 

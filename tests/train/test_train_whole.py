@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from graphckpt.train import files
 from graphckpt.train.files import cut_metrics, replacing, write_text
 from graphckpt.train.snapshot import folder as snapshot
-from graphckpt.train.snapshot.index import Snapshots
+from graphckpt.train.snapshot.folder import Snapshots
 
 _NUM_MOMENTS = 10
 
@@ -135,9 +135,9 @@ def test_dead_at_any_call_the_folder_holds_the_old_or_the_new(run, mode):
         if mode == "--resume":
             assert {"model_best", "model_final", "config.yaml", "metrics.json", "last_checkpoint", "log.txt"} <= left
             assert _rows(out)[: len(_rows(old))] == _rows(old)
-            assert snapshot.check(Snapshots(out).last())["done"] >= 4
+            assert Snapshots(out).last()[1]["done"] >= 4
         elif "last_checkpoint" in left:
-            assert Snapshots(out).checked_last()[0].is_dir()
+            assert Snapshots(out).last()[0].is_dir()
         assert [json.loads(line) for line in _rows(out)] if "metrics.json" in left else True
         if count % 4 == 0:
             assert run("train.train_iter=7", mode) == 0

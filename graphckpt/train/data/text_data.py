@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, final
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.console import Report
-from graphckpt.train.data.corpus import Corpus, DataError, Document, read_corpus, split
-from graphckpt.train.data.hub import read_rows
+from graphckpt.train.data.documents import Corpus, DataError, read_dataset, read_files, split_documents
 from graphckpt.train.data.samples import Opened, SampleMaker
-from graphckpt.train.data.token_cache import SPLITS, cache_root, documents, fresh_folder, is_whole, read_meta
-from graphckpt.train.data.token_file import PreparedText, TokenFile
-from graphckpt.train.data.tokenizer import (
+from graphckpt.train.data.tokens import (
     SMALLEST_VOCAB,
-    line_ends,
+    PreparedText,
+    new_folder,
+    open_tokens,
     read_tokenizer,
-    special_ids,
-    token_dtype,
     train_tokenizer,
     write_tokens,
 )
 from graphckpt.units import format_bytes
 
-_FORMAT = 2  # of the cache; increase it when the written files change
+_KEY_VERSION = 2  # of the hash that names cached tokens; snapshots hold it, so another one refuses to resume them
+_FORMATS = ("csv", "json", "parquet", "text")  # of files that ``datasets`` reads by the name of their format
 
 
 class Data(Protocol):
@@ -48,7 +46,8 @@ class TextData:
     paths: str | list[str] | None = None
     """Text files and folders of text files; ``None`` is the source text of Python's standard library."""
     dataset: str | None = None
-    """A Hugging Face data set by its name, instead of ``paths``, such as ``"Salesforce/wikitext"``."""
+    """A Hugging Face data set by its name, instead of ``paths``, such as ``"Salesforce/wikitext"``. Or the format of
+    ``paths``, of which each row is a text: ``"csv"``, ``"json"``, ``"parquet"``, or ``"text"`` for lines."""
     dataset_config: str | None = None
     """Which of its configurations, such as ``"wikitext-2-raw-v1"``."""
     dataset_split: str = "train"
@@ -80,8 +79,10 @@ class TextData:
             yield f"eval_fraction: expected a share between 0 and 1, got {self.eval_fraction}"
         if self.max_bytes is not None and self.max_bytes < 1:
             yield f"max_bytes: expected null or 1 or more, got {self.max_bytes}"
-        if self.dataset is not None and self.paths is not None:
+        if self.dataset is not None and self.paths is not None and self.dataset not in _FORMATS:
             yield f"dataset: {self.dataset!r}, and data.paths is set too · fix: set one of them to null"
+        if self.dataset in _FORMATS and self.paths is None:
+            yield f"dataset: {self.dataset!r} is the format of files · fix: name them in data.paths"
 
     def open(self, task: object, *, seed: int, report: Report) -> Opened:
         """Prepares the text and creates the samples of ``task``.
@@ -112,67 +113,62 @@ class TextData:
         counts = f"{len(corpus.train)} documents to train on, {len(corpus.heldout)} held out"
         report.line(f"data: {counts}, {format_bytes(corpus.num_bytes)}")
         given = read_tokenizer(self.tokenizer_file, special_tokens) if self.tokenizer_file else None
-        folder = cache_root(self.cache_dir) / f"tokens-{self._key(corpus, special_tokens, given)}"
-        if not is_whole(folder):
-            with fresh_folder(folder) as made:
-                self._write(made, corpus, special_tokens, given, report)
-        prepared = self._read(folder, special_tokens)
-        counts = f"{prepared.train.num_tokens:,} tokens to train on, {prepared.heldout.num_tokens:,} held out"
-        report.line(f"data: {counts}, vocabulary of {prepared.vocab_size:,}")
-        return prepared
+        folder = self._cache_folder / f"tokens-{self._key(corpus, special_tokens, given)}"
+        text = open_tokens(folder, self.seq_length, special_tokens)
+        if text is None:
+            with new_folder(folder, lambda: open_tokens(folder, 1, special_tokens) is not None) as fresh:
+                self._write(fresh, corpus, special_tokens, given, report)
+            text = open_tokens(folder, self.seq_length, special_tokens)
+            assert text is not None
+        if faults := list(self._too_short(text)):
+            raise DataError("\n".join(faults))
+        counts = f"{text.train.num_tokens:,} tokens to train on, {text.heldout.num_tokens:,} held out"
+        report.line(f"data: {counts}, vocabulary of {text.vocab_size:,}")
+        return text
+
+    @property
+    def _cache_folder(self) -> Path:
+        if self.cache_dir:
+            return Path(self.cache_dir).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphckpt"
 
     def _corpus(self) -> Corpus:
+        paths = [self.paths] if isinstance(self.paths, str) else self.paths
         if self.dataset is None:
-            paths = [self.paths] if isinstance(self.paths, str) else self.paths
-            return read_corpus(paths, eval_fraction=self.eval_fraction, max_bytes=self.max_bytes)
-        rows = read_rows(
-            self.dataset,
-            config=self.dataset_config,
-            split=self.dataset_split,
-            text_column=self.text_column,
-            label_column=self.label_column,
-        )
-        where = f"data.dataset: too few texts in column {self.text_column!r} of {self.dataset}"
-        return split(rows, eval_fraction=self.eval_fraction, max_bytes=self.max_bytes, where=where)
+            documents = read_files(paths)
+            where = "the standard library" if paths is None else ", ".join(paths) or "an empty list"
+            where = f"data.paths: no text in {where}"
+        else:
+            documents = read_dataset(
+                self.dataset,
+                files=paths,
+                config=self.dataset_config,
+                split=self.dataset_split,
+                text_column=self.text_column,
+                label_column=self.label_column,
+            )
+            where = f"data.dataset: too few texts in column {self.text_column!r} of {self.dataset}"
+        if not documents:
+            raise DataError(f"{where} · fix: name text files, folders or a data set that hold some")
+        return split_documents(documents, eval_fraction=self.eval_fraction, max_bytes=self.max_bytes)
 
-    def _read(self, folder: Path, special_tokens: Sequence[str]) -> PreparedText:
-        meta = read_meta(folder)
-        if faults := list(self._too_short(meta["num_tokens"])):
-            raise DataError("\n".join(faults))
-        files = {}
-        for name in SPLITS:
-            lengths, groups = documents(folder, name).T
-            dtype = np.dtype(meta["dtype"])
-            files[name] = TokenFile(folder / f"{name}.bin", dtype, self.seq_length, lengths=lengths, groups=groups)
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return PreparedText(
-            train=files["train"],
-            heldout=files["heldout"],
-            tokenizer_file=folder / "tokenizer.json",
-            seq_length=self.seq_length,
-            vocab_size=meta["vocab_size"],
-            special_ids=special_ids(tokenizer, special_tokens),
-            line_ends=line_ends(tokenizer),
-            groups=tuple(meta["groups"]),
-        )
-
-    def _too_short(self, num_tokens: dict[str, int]) -> Iterator[str]:
-        for name, what, more in (
-            ("train", "to train on", ""),
-            ("heldout", "held out for evaluation", " or raise data.eval_fraction"),
+    def _too_short(self, text: PreparedText) -> Iterator[str]:
+        for tokens, what, more in (
+            (text.train, "to train on", ""),
+            (text.heldout, "held out for evaluation", " or raise data.eval_fraction"),
         ):
-            if num_tokens[name] < self.seq_length:
-                fault = f"data: {num_tokens[name]} tokens {what}, fewer than one sequence of {self.seq_length}"
+            if tokens.num_tokens < self.seq_length:
+                fault = f"data: {tokens.num_tokens} tokens {what}, fewer than one sequence of {self.seq_length}"
                 yield f"{fault} · fix: add text, lower data.seq_length{more}"
 
     def _key(self, corpus: Corpus, special_tokens: Sequence[str], given: Tokenizer | None) -> str:
         """Returns a hash of what the tokens depend on: content, split, groups and vocabulary."""
         parts = {
-            name: [(document.digest, document.span, document.group) for document in found]
-            for name, found in (("train", corpus.train), ("heldout", corpus.heldout))
+            name: [(document.digest, document.span, document.group) for document in documents]
+            for name, documents in corpus._asdict().items()
         }
         tokenizer = given.to_str() if given else self.vocab_size
-        described = json.dumps([_FORMAT, tokenizer, list(special_tokens), parts])
+        described = json.dumps([_KEY_VERSION, tokenizer, list(special_tokens), parts])
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def _write(
@@ -184,20 +180,7 @@ class TextData:
             with report.progress("training the tokenizer", num_bytes) as advance:
                 tokenizer = train_tokenizer(corpus.train, self.vocab_size, special_tokens, advance)
         tokenizer.save(str(folder / "tokenizer.json"))
-        splits: dict[str, tuple[Document, ...]] = {"train": corpus.train, "heldout": corpus.heldout}
-        groups = sorted({document.group for found in splits.values() for document in found})
-        num_tokens = {}
+        groups = sorted({document.group for document in (*corpus.train, *corpus.heldout)})
         with report.progress("tokenizing", corpus.num_bytes) as advance:
-            for name, found in splits.items():
-                lengths = write_tokens(folder / f"{name}.bin", found, tokenizer, advance)
-                rows = [(n, groups.index(document.group)) for n, document in zip(lengths, found, strict=True)]
-                np.save(folder / f"{name}.documents.npy", np.array(rows, np.int64).reshape(-1, 2))
-                num_tokens[name] = sum(lengths)
-        vocab_size = tokenizer.get_vocab_size()
-        meta = {
-            "vocab_size": vocab_size,
-            "dtype": token_dtype(vocab_size).name,
-            "num_tokens": num_tokens,
-            "groups": groups,
-        }
-        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+            for name, documents in corpus._asdict().items():
+                write_tokens(folder / f"{name}.arrow", documents, tokenizer, groups, advance)

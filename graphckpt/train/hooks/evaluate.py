@@ -33,20 +33,21 @@ class EvalHook(HookBase):
     """Returns the sums over all processes that evaluate batches of their own."""
 
     def after_step(self, loop: Loop) -> None:
-        """Adds the metrics, such as ``eval_loss``, to those of the iteration."""
         if loop.done % self.eval_period and loop.done != loop.train_iter:
             return
         loop.synchronize()
         metrics = self.measure()
         loop.metrics |= metrics
-        loop.report.line(f"iteration: {loop.iteration}/{loop.train_iter}  held-out {format_metrics(metrics)}", "bold")
+        loop.report.line(f"{loop.position}  held-out {format_metrics(metrics)}", "bold")
 
     def measure(self) -> dict[str, float]:
         """Returns the metrics over all held-out batches, weighted by the task's counts."""
         with attribute_errors("model, task, data", "the evaluation"):
-            return self._measure()
+            totals = self.over_ranks(self._totals())
+            means = {name: float(total) / float(count) for name, (total, count) in totals.items()}
+            return dict(self.metrics(means))
 
-    def _measure(self) -> dict[str, float]:
+    def _totals(self) -> dict[str, Tensor]:
         totals: dict[str, Tensor] = {}
         was_training = self.model.training
         self.model.eval()
@@ -59,9 +60,7 @@ class EvalHook(HookBase):
                         totals[name] = totals[name] + total if name in totals else total
         finally:
             self.model.train(was_training)
-        totals = self.over_ranks(totals)
-        means = {name: float(total) / float(count) for name, (total, count) in totals.items()}
-        return dict(self.metrics(means))
+        return totals
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphckpt.train.hooks.memory import device_memory, device_used_bytes, process_memory
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.snapshot.fields import MOST, integer, is_float, item, mapping, number, sequence, tensor, text
 from graphckpt.units import format_bytes
 
+if sys.platform == "darwin":
+    import resource
+
 _MOST_LOSSES = 1000  # that wait to be looked through: a few hundred bytes each
-_IN_LINE = ("consumed_samples", "time", "data_time", "total_throughput", "lr", "rss_bytes", "peak_rss_bytes")
 
 
 @final
@@ -38,12 +41,11 @@ class _Line:
     event: torch.Event | None = None
     """Reached once the tensors are on the host; ``None`` if they are there."""
 
-    def metrics(self) -> dict[str, float]:
-        """Returns all metrics; waits for the copies."""
+    def metrics(self) -> dict[str, float]:  # waits for the copies
         if self.event is not None:
             self.event.synchronize()
-        found = {name: float(value) if isinstance(value, Tensor) else value for name, value in self.values.items()}
-        return found | {name: found[name] / self.count for name in self.losses}
+        numbers = {name: float(value) if isinstance(value, Tensor) else value for name, value in self.values.items()}
+        return numbers | {name: numbers[name] / self.count for name in self.losses}
 
 
 @final
@@ -105,45 +107,18 @@ class LogHook(HookBase):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the sums since the previous line.
-
-        Raises:
-            FieldError: a field is missing, of another type, or out of its range.
-        """
-        sums = mapping(item(state, "sums"), "hooks.LogHook-0.sums")
-        for name, value in sums.items():
-            field = f"hooks.LogHook-0.sums.{text(name, 'hooks.LogHook-0.sums: a key')}"
-            tensor(value, field, torch.zeros((), dtype=value.dtype if is_float(value) else torch.float32))
-        if sums:
-            tensor(item(sums, "total_loss"), "hooks.LogHook-0.sums.total_loss")
-        least, most = (1, MOST) if sums else (0, 0)
-        self._iterations = integer(item(state, "iterations"), "hooks.LogHook-0.iterations", least, most)
-        self._sums = {name: value.to(self._device) for name, value in sums.items()}
-        if "late" in state:
-            where = "hooks.LogHook-0.late"
-            late = mapping(state["late"], where)
-            values = {
-                name: number(value, f"{where}.metrics.{name}")
-                for name, value in mapping(item(late, "metrics"), f"{where}.metrics").items()
-            }
-            losses = sequence(item(late, "losses"), f"{where}.losses")
-            for name in (*losses, *_IN_LINE):
-                number(item(values, name), f"{where}.metrics.{name}")
-            iteration = integer(item(late, "iteration"), f"{where}.iteration")
-            self._late = _Line(iteration=iteration, values=values, losses=losses)
+        """Restores the sums since the previous line."""
+        self._sums = {name: value.to(self._device) for name, value in state["sums"].items()}
+        self._iterations = state["iterations"]
+        if (late := state.get("late")) is not None:
+            self._late = _Line(iteration=late["iteration"], values=late["metrics"], losses=late["losses"])
 
     def before_step(self, loop: Loop) -> None:
-        """Starts the clock."""
         self._seconds += loop.waited_seconds  # device time of steps counted already
         loop.data_seconds = loop.waited_seconds = 0.0
         self._started = time.perf_counter()
 
     def after_step(self, loop: Loop) -> None:
-        """Adds the losses, ``lr``, the speed and the bytes of memory to the metrics.
-
-        Raises:
-            TrainError: the loss is not finite.
-        """
         for name, loss in loop.losses.items():
             value = loss.detach()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -181,7 +156,6 @@ class LogHook(HookBase):
                 self._late = line
 
     def after_train(self, loop: Loop) -> None:
-        """Writes a line that is still pending, and the speed of all iterations."""
         self._write_late(loop)
         iterations = loop.done - loop.start_iter
         seconds = self._overall_seconds + self._seconds + loop.waited_seconds
@@ -190,10 +164,7 @@ class LogHook(HookBase):
             loop.report.line(f"Overall training speed: {speed}")
 
     def _to_host(self) -> tuple[dict[str, Tensor], Any, torch.Event | None]:
-        """Starts to copy the sums and the learning rate to the host; returns them with the event that marks the end.
-
-        On the CPU they are there.
-        """
+        """Starts to copy the sums and the learning rate to the host; returns them with the event that marks the end."""
         lr = self._optimizer.param_groups[0]["lr"]
         if self._device.type == "cpu":
             return self._sums, lr, None
@@ -227,26 +198,28 @@ class LogHook(HookBase):
             loop.late_metrics.append((line.iteration, self._written(line, loop)))
 
     def _written(self, line: _Line, loop: Loop) -> dict[str, float]:
-        """Writes a line of the log, and returns its metrics."""
         metrics = line.metrics()
         mean_loss = metrics.get("total_loss", 0.0)
         if not math.isfinite(mean_loss):
             _check_finite(line.each)
             raise _not_finite(mean_loss, line.iteration)
-        memory = "cuda_bytes" if "cuda_bytes" in metrics else "rss_bytes"
-        reserved = metrics.get("cuda_reserved_bytes")
+        kind = "cuda" if "cuda_bytes" in metrics else "rss"
+        whose = {"cuda": "cuda", "rss": "process"}[kind]
+        memory = {
+            f"{whose}_memory": metrics[f"{kind}_bytes"],
+            f"reserved_{whose}_memory": metrics.get(f"{kind}_reserved_bytes"),
+            f"peak_{whose}_memory": metrics[f"peak_{kind}_bytes"],
+        }
         parts = (
             f"eta: {_clock((loop.train_iter - line.iteration - 1) * metrics['time'])}",
-            f"iteration: {line.iteration}/{loop.train_iter}",
+            f"iteration: {line.iteration + 1}/{loop.train_iter}",
             f"consumed_samples: {metrics['consumed_samples']}",
             *(f"{name}: {metrics[name]:.4f}" for name in line.losses),
             f"time: {metrics['time']:.4f} s/iter",
             f"data_time: {metrics['data_time']:.4f} s/iter",
             f"total_throughput: {metrics['total_throughput']:.2f} samples/s",
             f"lr: {metrics['lr']:.2e}",
-            f"memory: {format_bytes(int(metrics[memory]))}",
-            *([] if reserved is None else [f"reserved_memory: {format_bytes(int(reserved))}"]),
-            f"peak_memory: {format_bytes(int(metrics[f'peak_{memory}']))}",
+            *(f"{name}: {format_bytes(int(value))}" for name, value in memory.items() if value is not None),
         )
         loop.report.line("  ".join(parts))
         return metrics
@@ -260,7 +233,7 @@ def _check_finite(losses: Sequence[tuple[int, Tensor]]) -> None:
 
 def _not_finite(loss: float, iteration: int) -> TrainError:
     fix = "lower optim.lr, lengthen train.warmup_ratio, or set train.amp.enabled=False"
-    return TrainError(f"the loss is {loss} at iteration {iteration} · fix: {fix}")
+    return TrainError(f"the loss is {loss} at iteration {iteration + 1} · fix: {fix}")
 
 
 def _clock(seconds: float) -> str:
@@ -270,3 +243,35 @@ def _clock(seconds: float) -> str:
     '0:01:15'
     """
     return str(timedelta(seconds=int(seconds)))
+
+
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Returns the bytes of tensors on a CUDA device, and those that PyTorch has reserved there, also for captures."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "cuda_bytes": torch.cuda.memory_allocated(device),
+        "peak_cuda_bytes": torch.cuda.max_memory_allocated(device),
+        "cuda_reserved_bytes": torch.cuda.memory_reserved(device),
+        "peak_cuda_reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
+
+
+def device_used_bytes(device: torch.device) -> int | None:
+    """Returns the bytes that all processes use on a CUDA device; ``None`` without ``nvidia-ml-py``."""
+    if device.type != "cuda" or find_spec("pynvml") is None:
+        return None
+    return int(torch.cuda.device_memory_used(device))
+
+
+def process_memory() -> dict[str, int]:
+    """Returns the bytes of resident memory, now and at the peak; 0 if they are not reported."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        fields = dict(line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines() if ":" in line)
+        now, peak = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+        return {"rss_bytes": now, "peak_rss_bytes": max(now, peak)}
+    peak = 0
+    if sys.platform == "darwin":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"rss_bytes": peak, "peak_rss_bytes": peak}

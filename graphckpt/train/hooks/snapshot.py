@@ -1,22 +1,201 @@
-"""Takes snapshots: periodically, at the end, when the user stops the run, and at the best evaluation."""
+"""Writes snapshots: periodically, at the end, when the user stops the run, and at the best evaluation.
+
+Sharded tensors are written by each rank. ``model_best`` and ``model_final`` also contain the full weights in the file
+that Transformers loads; for periodic snapshots that would cost an extra all-gather.
+"""
 
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, final
 
-from graphckpt.train.loop import HookBase, Loop
-from graphckpt.train.snapshot.fields import item, number
-from graphckpt.train.snapshot.folder import SnapshotWriteError
-from graphckpt.train.snapshot.index import BEST, FINAL, Snapshots, periodic_name
-from graphckpt.train.snapshot.writer import SnapshotWriter
+from torch import Tensor
+
+from graphckpt.train.data.tokens import END_OF_TEXT
+from graphckpt.train.files import hidden
+from graphckpt.train.files import remove as remove_path
+from graphckpt.train.loop import HookBase, Loop, TrainError
+from graphckpt.train.parallel.sharding import on_cpu
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.folder import BEST, FINAL, SnapshotWriteError, periodic_name
+from graphckpt.train.snapshot.run_state import RunState
+from graphckpt.train.snapshot.saved_run import CONFIG, SavedRun, rounding_environment
+from graphckpt.train.snapshot.schema import OPTIMIZER, SHARDS
 from graphckpt.units import format_seconds
 
-SaveSnapshot = Callable[[str, Loop, Callable[[], None]], None]
-"""Writes the snapshot of a name and then calls a function; see ``SnapshotWriter.save``."""
+
+@final
+class SnapshotWriter:
+    """Writes snapshots of a state, synchronously or in the background. All methods but ``poll`` are collective.
+
+    Args:
+        saved: the run on disk.
+        state: what to write.
+        data: plain values that differ if the data does.
+        companions: writes more files into the folder that it is called with.
+        is_async: write a copy in the background.
+    """
+
+    def __init__(
+        self,
+        saved: SavedRun,
+        state: RunState,
+        *,
+        data: dict[str, Any],
+        companions: Callable[[Path], None],
+        is_async: bool = False,
+    ) -> None:
+        self.saved = saved
+        self._ranks = saved.ranks
+        self._state = state
+        self.data = data
+        """Plain values that differ if the data does."""
+        self._companions = companions
+        self._thread = ThreadPoolExecutor(1, "snapshot") if is_async else None
+        self._pending: tuple[Future[None], Callable[[], None]] | None = None
+
+    def save(self, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
+        """Writes the snapshot of this name, and calls ``then`` on each rank once it is complete.
+
+        Returns ``False``, after a line in the log, if it cannot be written; in the background, ``join`` raises that.
+        """
+        where = loop.position
+        loop.synchronize()
+        started = time.perf_counter()
+
+        def done() -> None:
+            loop.report.line(f"{where}  saved {name} in {format_seconds(time.perf_counter() - started)}")
+            then()
+
+        try:
+            self.join()
+        except SnapshotWriteError as error:  # of the previous one: this one is written all the same
+            loop.report.line(f"{error} · the snapshot before this one is missing", "red")
+        try:
+            self._save(name, loop, done)
+        except SnapshotWriteError as error:
+            self.complain(error, loop)
+            return False
+        return True
+
+    def complain(self, error: SnapshotWriteError, loop: Loop) -> None:
+        """Reports that a snapshot is missing."""
+        where = f"snapshot at {loop.position}"
+        text = "no snapshot was saved; training continues, and the last good snapshot is kept"
+        loop.report.line(f"{where}: {error} · {text}", "red")
+
+    def _save(self, name: str, loop: Loop, done: Callable[[], None]) -> None:
+        hooks = loop.hook_states()  # raises if a loss is not finite
+        self._check_weights(loop.done)
+        folder = self.saved.folder / name
+        shards: dict[str, Tensor] | None = {} if self._state.is_sharded else None
+        states = self._state.states(shards)
+        states["trainer"]["hooks"] = hooks
+        weights = self._state.weights() if shards is None or name in {BEST, FINAL} else None
+        begun = None if shards is None else self._write_shards(folder, shards)
+        write = partial(
+            snapshot.write,
+            folder,
+            info=self._info(loop, states["graph"]),
+            companions=self._add_files,
+            has_shards=shards is not None,
+        )
+        if self._thread is None:
+            self._ranks.run_on_main(partial(write, weights=weights, states=states), SnapshotWriteError)
+            done()
+            return
+        is_main = self._ranks.is_main
+        parts = {"weights": on_cpu(weights, copy=True), "states": on_cpu(states, copy=True)} if is_main else {}
+        self._pending = self._thread.submit(_finish, begun, folder, partial(write, **parts) if is_main else None), done
+
+    def poll(self) -> None:
+        """Calls ``then`` for a snapshot that was completed in the background."""
+        if self._pending is not None and self._pending[0].done() and self._pending[0].exception() is None:
+            (future, done), nothing = self._pending, lambda: None
+            self._pending = future, nothing  # all ranks have to join it at the same time
+            done()
+
+    def join(self) -> None:
+        """Waits for a snapshot that is being written."""
+        if self._pending is None:
+            return
+        (future, done), self._pending = self._pending, None
+        fault: str | None = None
+        try:
+            future.result()
+        except SnapshotWriteError as error:
+            fault = str(error)
+        if (fault := self._ranks.broadcast(fault)) is not None:
+            raise SnapshotWriteError(fault)
+        done()
+
+    def _check_weights(self, iteration: int) -> None:
+        """Raises on all ranks if a weight of one is not finite: of a gradient that was not, although the loss was."""
+        names = [name for part in self._ranks.all_gather(self._state.not_finite()) for name in part]
+        if names:
+            what = f"{names[0]} is not finite after iteration {iteration}, although the loss is"
+            fix = "--resume from the last one, and find the op by torch.autograd.set_detect_anomaly(True)"
+            raise TrainError(f"{what}; no snapshot is written · fix: {fix}, or lower optim.lr")
+
+    def _write_shards(self, folder: Path, tensors: dict[str, Tensor]) -> Future[Any] | None:
+        from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
+
+        parts = dcp.full_where_packed(tensors)
+        fresh = hidden(folder, "tmp")
+        self._ranks.run_on_main(partial(remove_path, fresh), SnapshotWriteError)  # before any rank writes there
+        if self._thread is not None:
+            return dcp.write_later(fresh / SHARDS, parts, self._ranks.background)
+        dcp.write(fresh / SHARDS, parts, self._ranks.control)
+        return None
+
+    def _add_files(self, folder: Path) -> None:
+        self._companions(folder)
+        if (self.saved.folder / CONFIG).exists():
+            shutil.copyfile(self.saved.folder / CONFIG, folder / "run.yaml")
+
+    def _info(self, loop: Loop, graph: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "run": self.saved.run,
+            "iteration": loop.iteration,
+            "done": loop.done,
+            "consumed_samples": self.saved.consumed_samples(loop.done),
+            "data": self.data,
+            "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
+            "machine": rounding_environment(self._ranks),
+            "optimizer_states": len(graph[OPTIMIZER]["state"]),
+        }
+
+
+def _finish(begun: Future[Any] | None, folder: Path, write: Callable[[], None] | None) -> None:
+    """Waits for the shards of all ranks, and writes the rest on rank 0."""
+    if begun is not None:
+        from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
+
+        dcp.wait(begun, folder)
+    if write is not None:
+        write()
+
+
+def export(model: Any, architecture: str, tokenizer_file: Path | None, folder: Path, *, seq_length: int) -> None:
+    """Writes the config of a Transformers model, if it is one, and the tokenizer, if any, into ``folder``."""
+    if any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        model.config.architectures = [architecture]
+        model.config.save_pretrained(folder)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+    if tokenizer_file is not None:
+        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - takes seconds, for those who need it
+
+        file, length = str(tokenizer_file), seq_length
+        PreTrainedTokenizerFast(tokenizer_file=file, eos_token=END_OF_TEXT, model_max_length=length).save_pretrained(
+            folder
+        )
 
 
 @final
@@ -27,14 +206,11 @@ class SnapshotHook(HookBase):
     even if the run is killed right after it.
     """
 
-    def __init__(
-        self, writer: SnapshotWriter, snapshots: Snapshots, *, period: int, max_to_keep: int, run: str
-    ) -> None:
+    def __init__(self, writer: SnapshotWriter, *, period: int, max_to_keep: int) -> None:
         self._writer = writer
-        self._snapshots = snapshots
+        self._saved = writer.saved
         self._period = period
         self._max_to_keep = max_to_keep
-        self._run = run
         self._saved_at = -1
 
     def after_step(self, loop: Loop) -> None:
@@ -44,35 +220,31 @@ class SnapshotHook(HookBase):
             self._take(periodic_name(loop.iteration), loop)
 
     def after_train(self, loop: Loop) -> None:
-        """Saves ``model_final``, or the current state if the user stopped the run.
-
-        Raises:
-            SnapshotWriteError: the last state could not be saved.
-        """
+        """Saves ``model_final``, or the current state if the user stopped the run."""
         if loop.done not in {loop.start_iter, self._saved_at}:
             self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
         try:
             self._writer.join()
         except SnapshotWriteError as error:
-            _complain(loop, str(error))
+            self._writer.complain(error, loop)
             self._saved_at = -1
-        if loop.done == loop.start_iter:
-            return
-        if self._saved_at != loop.done:
+        if self._saved_at != loop.done != loop.start_iter:
             fix = "make room or name another train.output_dir, and run again with --resume if there is a snapshot"
-            raise SnapshotWriteError(f"{self._snapshots.folder}: what was trained could not be saved · fix: {fix}")
+            raise SnapshotWriteError(f"{self._saved.folder}: what was trained could not be saved · fix: {fix}")
 
     def _take(self, name: str, loop: Loop) -> None:
-        if _saves(self._writer.save, name, loop, partial(self._mark, name, loop)):
+        if self._writer.save(name, loop, partial(self._mark, name, loop)):
             self._saved_at = loop.done
 
     def _mark(self, name: str, loop: Loop) -> None:
+        if not self._saved.ranks.is_main:
+            return
         try:
-            self._snapshots.mark_last(name)
+            self._saved.snapshots.mark_last(name)
             if name != FINAL:
-                self._snapshots.prune(name, self._max_to_keep, self._run)
+                self._saved.snapshots.prune(name, self._max_to_keep, self._saved.run)
         except OSError as error:
-            what = f"{self._snapshots.folder}: {error.strerror or error}"
+            what = f"{self._saved.folder}: {error.strerror or error}"
             loop.report.line(f"{name} was saved, but not all around it could be written: {what}", "red")
 
 
@@ -81,12 +253,12 @@ class BestHook(HookBase):
     """Saves ``model_best`` when an evaluation metric improves; runs right before ``SnapshotHook``.
 
     Args:
-        save: writes a snapshot.
+        save: writes a snapshot; see ``SnapshotWriter.save``.
         metric: name among the metrics of the evaluation.
         mode: whether less or more is better.
     """
 
-    def __init__(self, save: SaveSnapshot, *, metric: str, mode: Literal["min", "max"]) -> None:
+    def __init__(self, save: Callable[[str, Loop], bool], *, metric: str, mode: Literal["min", "max"]) -> None:
         self._save = save
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
@@ -94,17 +266,10 @@ class BestHook(HookBase):
         self._has_complained = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value so far."""
         return {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the best value so far.
-
-        Raises:
-            FieldError: it is not a number.
-        """
-        best = item(state, "best")
-        self._best = None if best is None else number(best, "hooks.BestHook-0.best")
+        self._best = state["best"]
 
     def after_step(self, loop: Loop) -> None:
         """Saves if this iteration was evaluated, and is the best."""
@@ -113,7 +278,7 @@ class BestHook(HookBase):
             self._complain_of_name(loop)
         elif math.isfinite(value) and (self._best is None or value * self._sign > self._best * self._sign):
             before, self._best = self._best, value
-            if not _saves(self._save, BEST, loop):
+            if not self._save(BEST, loop):
                 self._best = before
 
     def _complain_of_name(self, loop: Loop) -> None:
@@ -123,27 +288,3 @@ class BestHook(HookBase):
             fix = f"use one of {', '.join(measured)}"
             where = f"train.evaluation.eval_metric: {self._metric!r} was not measured"
             loop.report.line(f"{where}, so there will be no {BEST} · fix: {fix}", "yellow")
-
-
-def _saves(save: SaveSnapshot, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
-    loop.synchronize()
-    started = time.perf_counter()
-    where = f"iteration: {loop.iteration}/{loop.train_iter}"
-
-    def done() -> None:
-        seconds = format_seconds(time.perf_counter() - started)
-        loop.report.line(f"{where}  saved {name} in {seconds}")
-        then()
-
-    try:
-        save(name, loop, done)
-    except SnapshotWriteError as error:
-        _complain(loop, str(error))
-        return False
-    return True
-
-
-def _complain(loop: Loop, what: str) -> None:
-    where = f"iteration: {loop.iteration}/{loop.train_iter}"
-    text = "no snapshot was saved; training continues, and the last good snapshot is kept"
-    loop.report.line(f"snapshot at {where}: {what} · {text}", "red")

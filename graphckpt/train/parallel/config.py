@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from graphckpt.train.unsupported_keys import not_neutral
-
 _STAGES = (1, 2, 3)
 _LONGEST_SECONDS = 10**9  # a timeout of PyTorch counts microseconds, of which 64 bits do not hold much more
 
@@ -49,7 +47,9 @@ class DistConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields what is not supported."""
-        yield from not_neutral(self, "a pipeline splits all layers of the model", "pipeline_num_layers")
+        if self.pipeline_num_layers is not None:
+            why = "a pipeline splits all layers of the model"
+            yield f"pipeline_num_layers: {self.pipeline_num_layers} is not supported, {why} · fix: leave the key out"
         for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "timeout_seconds"):
             if getattr(self, name) < 1:
                 yield f"{name}: expected 1 or more, got {getattr(self, name)}"

@@ -1,9 +1,10 @@
-"""The processes of a run: their process groups, and the collectives between them."""
+"""The processes of a run: their launch, their devices, their process groups, and collectives of plain values."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,24 +14,83 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from graphckpt.errors import GraphckptError
+from graphckpt.errors import ConfigError, GraphckptError, first_line
 from graphckpt.train.parallel.config import DistConfig
-from graphckpt.train.parallel.errors import ParallelError, connection_errors
-from graphckpt.train.parallel.launch import check_world_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+_LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "nccl", "gloo", "socket")
 _PATIENCE = timedelta(days=7)  # while one process prepares the data; if it dies, the others see that at once
+
+
+@final
+class ParallelError(GraphckptError, RuntimeError):
+    """Another process of the run is gone, or does not answer."""
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Returns whether ``error`` says that another process is gone or does not answer."""
+    if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
+        return False
+    line = first_line(error).lower()
+    return isinstance(error, dist.DistError) or any(word in line for word in _LOST)
+
+
+def resolve_device(name: str | None, config: DistConfig) -> torch.device:
+    """Returns the device of this process: ``train.device``, or CUDA if available.
+
+    Raises:
+        ConfigError: it cannot be used, or there are fewer devices than processes on this machine.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.num_processes > 1 and name.startswith("cuda"):
+        local, local_size = (int(os.environ.get(key, default)) for key, default in _LOCAL)
+        if name != "cuda":
+            fix = "train.device=cuda, and each process takes one of its own"
+            raise ConfigError(f"train.device: {name!r} is one device for all processes · fix: {fix}")
+        if (count := torch.cuda.device_count()) < local_size:
+            fix = "start fewer, or set train.device=cpu"
+            raise ConfigError(f"train.device: {local_size} processes and {count} CUDA devices here · fix: {fix}")
+        torch.cuda.set_device(local)
+        name = f"cuda:{local}"
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        fix = "leave train.device out, and the device is picked"
+        raise ConfigError(f"train.device: {name!r} cannot be used ({first_line(error)}) · fix: {fix}") from error
+
+
+def check_world_size(config: DistConfig) -> None:
+    wanted = config.num_processes
+    started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else _world_size()
+    if wanted > 1 and not dist.is_available():
+        fix = "leave the section out, or use another build"
+        raise ConfigError(f"train.dist: this PyTorch has no torch.distributed · fix: {fix}")
+    if started == wanted:
+        return
+    what = f"train.dist: {config.describe()} is {wanted}"
+    launch = f"torchrun --nproc-per-node {wanted} -m graphckpt train ..."
+    if started == 1:
+        raise ConfigError(f"{what}, and 1 process was started · fix: {launch}")
+    fixes = [launch]
+    others = config.tensor_parallel_size * config.pipeline_parallel_size
+    if started % others == 0:
+        fixes.insert(0, f"train.dist.data_parallel_size={started // others}")
+    raise ConfigError(f"{what}, and {started} processes were started · fix: {', or '.join(fixes)}")
+
+
+def _world_size() -> int:
+    value = os.environ.get("WORLD_SIZE", "1")
+    return int(value) if value.isdigit() else 1
 
 
 @final
 class TrainRanks:
     """The processes of a run, as seen from this one; a single one unless ``train.dist`` sets more.
-
-    Args:
-        config: the section ``train.dist``.
-        device: the device of this process.
 
     Raises:
         ConfigError: the world size differs from that of ``config``.
@@ -53,7 +113,6 @@ class TrainRanks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
@@ -73,17 +132,14 @@ class TrainRanks:
 
     @property
     def stage_mesh(self) -> DeviceMesh | None:
-        """The mesh of this process's pipeline; ``None`` without one."""
         return self.mesh["pp"] if self.mesh is not None and self.config.pipeline_parallel_size > 1 else None
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """The tensor-parallel mesh of this process; ``None`` without tensor parallelism."""
         return self.mesh["tp"] if self.mesh is not None and self.config.tensor_parallel_size > 1 else None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
-        """The data-parallel mesh of this process; ``None`` without data parallelism."""
         return self.mesh["dp"] if self.mesh is not None and self.config.data_parallel_size > 1 else None
 
     @property
@@ -95,7 +151,6 @@ class TrainRanks:
         return self._background
 
     def describe(self, device: torch.device) -> str:
-        """Describes the processes and the device of the run."""
         if self.size == 1:
             return str(device)
         is_mixed = 1 < self.config.data_parallel_size < self.size or self.config.pipeline_parallel_size > 1
@@ -188,24 +243,22 @@ class TrainRanks:
     def gather_tensors(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gathers tensors on rank 0, on the CPU; of several with one name, that of the lowest rank. Others get nothing.
 
-        Args:
-            tensors: of this process.
-            like: a tensor of the same shape and dtype for each possible name, in the same order on all ranks.
+        ``like`` has a tensor of the same shape and dtype for each possible name, in the same order on all ranks.
         """
-        held = [set(names) for names in self.all_gather(list(tensors))]
-        found: dict[str, Tensor] = {}
+        owners = [set(names) for names in self.all_gather(list(tensors))]
+        gathered: dict[str, Tensor] = {}
         for name, shape in like.items():
-            owner = next((rank for rank, names in enumerate(held) if name in names), None)
-            if self.rank == owner:
-                found[name] = tensors[name].detach().cpu().contiguous()
-            elif self.is_main and owner is not None:
-                found[name] = torch.empty(shape.shape, dtype=shape.dtype)
+            owner = next((rank for rank, names in enumerate(owners) if name in names), None)
+            if owner is not None and self.rank == owner:
+                gathered[name] = tensors[name].detach().cpu().contiguous()
+            elif owner is not None and self.is_main:
+                gathered[name] = torch.empty(shape.shape, dtype=shape.dtype)
             with self.translate_errors():
                 if owner and self.rank == owner:
-                    dist.send(found.pop(name), 0, group=self.control)
+                    dist.send(gathered.pop(name), 0, group=self.control)
                 elif owner and self.is_main:
-                    dist.recv(found[name], owner, group=self.control)
-        return found
+                    dist.recv(gathered[name], owner, group=self.control)
+        return gathered
 
     def local_samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the samples of this data-parallel rank: equal parts, in the order of one process."""
@@ -234,9 +287,22 @@ class TrainRanks:
         own = rows[-parts :: self.config.tensor_parallel_size]
         return {name: torch.tensor([row[name] for row in own], dtype=torch.float64).sum(0) for name in own[0]}
 
-    def translate_errors(self) -> AbstractContextManager[None]:
-        """Returns a context that turns connection errors into a ``ParallelError`` with advice."""
-        return nullcontext() if self.size == 1 else connection_errors(self.rank, self.config.timeout_seconds)
+    @contextmanager
+    def translate_errors(self) -> Iterator[None]:
+        """Turns the error of a backend about a lost connection into one that says what to do.
+
+        Raises:
+            ParallelError: another process is gone, or has not answered in time.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, GraphckptError) or not is_connection_error(error):
+                raise
+            seconds = self.config.timeout_seconds
+            what = f"another process is gone, or has not answered for {seconds} s ({first_line(error)})"
+            fix = "see the errors of the other processes, and use --resume; if one is slow, raise "
+            raise ParallelError(f"rank {self.rank}: {what} · fix: {fix}train.dist.timeout_seconds") from error
 
     def close(self) -> None:
         """Waits for all ranks and destroys the process group; call it last, and not after an error."""

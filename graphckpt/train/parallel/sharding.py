@@ -24,7 +24,7 @@ def is_packed(tensor: Any) -> bool:
 
 
 def on_other_stage(tensor: Tensor) -> bool:
-    """Whether another pipeline stage holds a tensor; ``pp_stages.py`` leaves its name and shape here."""
+    """Whether another pipeline stage holds a tensor; ``pipeline.py`` leaves its name and shape here."""
     return tensor.is_meta
 
 
@@ -40,13 +40,7 @@ def map_leaves(
     *,
     is_leaf: Callable[[Any], bool] = lambda value: False,
 ) -> Any:
-    """Returns nested plain containers with every leaf changed.
-
-    Args:
-        state: dicts, lists and tuples of anything; it stays as it is.
-        change: returns what takes the place of a leaf, from the leaf and its name.
-        name: of ``state``, and the beginning of the names in it.
-        is_leaf: says which containers are leaves themselves.
+    """Returns nested dicts, lists and tuples with every leaf changed; ``name`` begins the names of the leaves.
 
     >>> map_leaves({"a": [1, 2]}, lambda leaf, name: f"{name}={leaf}", "x")
     {'a': ['x.a.0=1', 'x.a.1=2']}
@@ -62,11 +56,8 @@ def map_leaves(
 def full_tensor_tree(state: Any, *, keep: bool = True) -> Any:
     """Returns nested plain containers with every sharded tensor gathered, on the CPU, one by one.
 
-    All processes have to call this, with the same names in the same order.
-
-    Args:
-        state: what to gather; a tensor that is not sharded is returned as it is.
-        keep: ``False`` takes part, and returns an empty tensor in place of each.
+    All processes have to call this, with the same names in the same order. With ``keep=False`` this one takes part, and
+    gets an empty tensor in place of each.
     """
 
     def gather(leaf: Any, _: str) -> Any:
@@ -118,14 +109,7 @@ def shard_like(like: Tensor, value: Tensor) -> Tensor:
 
 
 def extract_sharded(state: Any, name: str, into: dict[str, Tensor], takes: Callable[[Any], bool] = is_sharded) -> Any:
-    """Returns nested plain containers without the tensors that are sharded, which are put by name into ``into``.
-
-    Args:
-        state: what to take apart; it stays as it is.
-        name: of it, and the beginning of the names in it.
-        into: where to put tensors.
-        takes: says which.
-    """
+    """Returns nested plain containers without the tensors that are sharded, which are put by name into ``into``."""
 
     def extract(leaf: Any, name: str) -> Any:
         if not takes(leaf):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from graphckpt.errors import first_line
+from graphckpt.errors import GraphckptError, first_line
 from graphckpt.train.parallel.sharding import full_tensor_tree, is_packed, is_sharded, on_other_stage
-from graphckpt.train.snapshot.folder import SnapshotError, SnapshotWriteError
+from graphckpt.train.snapshot.folder import SnapshotWriteError
+from graphckpt.train.snapshot.schema import SnapshotError
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -38,10 +40,8 @@ _CLASSES = {
     "collections": {"OrderedDict"},
 }
 """All classes that the metadata may contain."""
-_BROKEN = (
-    *(AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError),
-    pickle.UnpicklingError,
-)
+_FAULTS = (CheckpointException, OSError, RuntimeError)
+_BROKEN = (*_FAULTS, AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError, pickle.UnpicklingError)
 
 
 def full_where_packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,83 +55,48 @@ def full_where_packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
-    """Writes what ``full_where_packed`` returned; collective, and a failure on one rank is raised on all.
-
-    Args:
-        folder: created if missing.
-        tensors: by name; a tensor that is not sharded is written once.
-        group: a gloo group of all ranks.
-
-    Raises:
-        SnapshotWriteError: a disk is full, or the folder cannot be written.
-    """
-    try:
-        save(dict(tensors), storage_writer=_writer(folder), process_group=group)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
+    """Writes what ``full_where_packed`` returned; collective, and a failure on one rank is raised on all."""
+    with _naming(folder, SnapshotWriteError, _FAULTS):
+        save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=True), process_group=group)
 
 
 def write_later(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Future[Any]:
     """As ``write``, but in the background, from a copy made now."""
-    future = async_save(dict(tensors), storage_writer=_writer(folder), process_group=group)
-    return cast("Future[Any]", future)
+    writer = FileSystemWriter(folder, sync_files=True)
+    return cast("Future[Any]", async_save(dict(tensors), storage_writer=writer, process_group=group))
 
 
 def wait(future: Future[Any], folder: Path) -> None:
-    """Waits for what ``write_later`` began.
-
-    Raises:
-        SnapshotWriteError: as ``write`` does.
-    """
-    try:
+    """Waits for what ``write_later`` began, and raises as ``write`` does."""
+    with _naming(folder, SnapshotWriteError, _FAULTS):
         future.result()
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
 
 
 def read(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[str, Tensor]:
     """Reads tensors, each sharded like its template; without a template, the full tensor.
 
     For tensors of another pipeline stage, only shape and dtype are read.
-
-    Args:
-        folder: what ``write`` made.
-        like: templates by name; only shape, device and sharding are used.
-        group: a group of all ranks, which all call this; ``None`` to read alone.
-
-    Raises:
-        SnapshotError: a name is missing, or a file is broken.
     """
-    reader = _Reader(folder)
-    sizes = _sizes(folder, reader)
+    sizes = _sizes(folder)
     if missing := [name for name in like if name not in sizes]:
         raise SnapshotError(f"{folder}: has no {', '.join(missing[:3])} · fix: it was written for another model")
-    try:
-        found = {name: _target(sizes[name], tensor) for name, tensor in like.items()}
-        targets = {name: tensor for name, tensor in found.items() if not on_other_stage(tensor)}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` says
-            load(cast("dict[str, Any]", targets), storage_reader=reader, process_group=group, no_dist=group is None)
-    except (CheckpointException, *_BROKEN) as error:
-        raise SnapshotError(f"{folder}: cannot be read ({_reason(error)})") from error
-    return found
+    with _naming(folder, SnapshotError, _BROKEN), warnings.catch_warnings():
+        tensors = {name: _target(sizes[name], tensor) for name, tensor in like.items()}
+        here: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not on_other_stage(tensor)}
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `no_dist` says
+        load(here, storage_reader=_Reader(folder), process_group=group, no_dist=group is None)
+    return tensors
 
 
 def names(folder: Path) -> list[str]:
-    """Returns the names of the tensors in a folder.
-
-    Raises:
-        SnapshotError: it is missing or broken.
-    """
-    return list(_sizes(folder, _Reader(folder)))
+    """Returns the names of the tensors in a folder."""
+    return list(_sizes(folder))
 
 
-def _sizes(folder: Path, reader: _Reader) -> dict[str, TensorStorageMetadata]:
-    try:
-        found = reader.read_metadata().state_dict_metadata
-    except _BROKEN as error:
-        raise SnapshotError(f"{folder}: cannot be read ({_reason(error)})") from error
-    return {name: kind for name, kind in found.items() if isinstance(kind, TensorStorageMetadata)}
+def _sizes(folder: Path) -> dict[str, TensorStorageMetadata]:
+    with _naming(folder, SnapshotError, _BROKEN):
+        entries = _Reader(folder).read_metadata().state_dict_metadata
+        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _target(size: TensorStorageMetadata, like: Tensor | None) -> Tensor:
@@ -143,8 +108,16 @@ def _target(size: TensorStorageMetadata, like: Tensor | None) -> Tensor:
     return torch.zeros(size.size, dtype=dtype)
 
 
-def _writer(folder: Path) -> FileSystemWriter:
-    return FileSystemWriter(folder, sync_files=True)
+@contextmanager
+def _naming(folder: Path, kind: type[GraphckptError], faults: tuple[type[BaseException], ...]) -> Iterator[None]:
+    """Names the folder in the message of the first rank that failed, without that rank's traceback."""
+    try:
+        yield
+    except faults as error:
+        failures = [inner for inner, _ in getattr(error, "failures", {}).values()]
+        cause = failures[0] if failures else error
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(cause)
+        raise kind(f"{folder}: {reason if kind is SnapshotWriteError else f'cannot be read ({reason})'}") from error
 
 
 @final
@@ -156,11 +129,6 @@ class _Reader(FileSystemReader):
         self._file = folder / ".metadata"
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the metadata.
-
-        Raises:
-            UnpicklingError: it contains another class.
-        """
         del args, kwargs
         with self._file.open("rb") as file:
             metadata = _Unpickler(file).load()
@@ -176,13 +144,3 @@ class _Unpickler(pickle.Unpickler):
         if name not in _CLASSES.get(module, set()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a list of tensors never contains")
         return getattr(importlib.import_module(module), name)
-
-
-def _reason(error: BaseException) -> str:
-    """Returns the message of the first rank that failed, without its traceback."""
-    failures: Mapping[int, Any] = getattr(error, "failures", {})
-    for inner, _ in failures.values():
-        if isinstance(inner, OSError) and inner.strerror:
-            return str(inner.strerror)
-        return first_line(inner)
-    return str(error.strerror) if isinstance(error, OSError) and error.strerror else first_line(error)

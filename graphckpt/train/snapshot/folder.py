@@ -1,13 +1,13 @@
-"""One snapshot: a folder that is whole or absent. Knows no run, only tensors, plain values and files."""
+"""Snapshots on disk: each a folder that is complete or absent; in an output folder, one of them is the last."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -16,19 +16,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError, first_line
-from graphckpt.train.files import hidden, sync
+from graphckpt.train.files import hidden, sync, write_text
 from graphckpt.train.files import remove as remove_path
+from graphckpt.train.snapshot.schema import (
+    FORMAT,
+    MANIFEST,
+    OWN_CHECKSUMS,
+    STATE,
+    WEIGHTS,
+    RunInfo,
+    SnapshotError,
+    reading,
+    validate,
+)
 
-WEIGHTS = "model.safetensors"
-"""File of the weights, which Transformers finds by this name too."""
-SHARDS = "shares"
-"""Folder of sharded tensors, written by each rank; see ``dcp.py``."""
-STATE = "{}.pt"
-"""File of a state, by its name."""
-MANIFEST = "snapshot.json"
-"""Written last; holds size and checksum of every other file."""
-_OWN_CHECKSUMS = ".distcp"  # a share, which has checksums within
-_FORMAT = 2  # of the folder; a change of what is written needs a new number
+BEST, FINAL = "model_best", "model_final"
+LAST = "last_checkpoint"
+"""libai's name: a text file that holds the name of a folder."""
+_PERIODIC = re.compile(r"model_\d{7,}")
 _RUST_IO = re.compile(r"I/O error: (.*?) \(os error \d+\)")  # how safetensors words what the system says
 _LEFT = re.compile(  # hidden names that a run writes under, and moves aside to
     r"\.(?P<name>model_(?:\d{7,}|best|final)|last_checkpoint|log\.txt|metrics\.json|config\.yaml|plan\.yaml|step\.png)"
@@ -38,32 +43,8 @@ _CHUNK_BYTES = 1 << 22  # a file is checked in pieces of this size
 
 
 @final
-class SnapshotError(GraphckptError, RuntimeError):
-    """A snapshot is missing, broken, or of another model."""
-
-
-@final
 class SnapshotWriteError(GraphckptError, OSError):
     """A snapshot could not be written; nothing of it is left, and what was there before still is."""
-
-
-def begin(folder: Path) -> None:
-    """Makes the folder for the shards of a snapshot, to be written before ``write`` is called.
-
-    Raises:
-        SnapshotWriteError: it cannot be made.
-    """
-    fresh = hidden(folder, "tmp")
-    try:
-        remove_path(fresh)
-        (fresh / SHARDS).mkdir(parents=True)
-    except OSError as error:
-        raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
-
-
-def shards_folder(folder: Path) -> Path:
-    """Returns the folder that ``begin`` creates, on any rank."""
-    return hidden(folder, "tmp") / SHARDS
 
 
 def write(
@@ -82,14 +63,11 @@ def write(
 
     Args:
         folder: the snapshot; one that is there is replaced.
-        weights: of the model, none of which shards memory with another; ``None`` if the shards alone hold them.
+        weights: of the model, none of which shares memory with another; ``None`` if the shards alone hold them.
         states: tensors and plain values by the name of their file; what ``weights_only`` loads.
         info: metadata of the snapshot, as JSON.
         companions: writes more files into the folder that it is called with.
-        has_shards: ``begin`` was called, and the shards are there.
-
-    Raises:
-        SnapshotWriteError: the disk is full, the folder cannot be written, or a state cannot be saved.
+        has_shards: the shards are in ``hidden(folder, "tmp")`` already.
     """
     fresh = hidden(folder, "tmp")
     try:
@@ -104,7 +82,7 @@ def write(
         companions(fresh)
         paths = sorted(path for path in fresh.rglob("*") if path.is_file())
         files = {path.relative_to(fresh).as_posix(): _file_entry(path) for path in paths}
-        manifest = json.dumps({"format": _FORMAT, **info, "files": files}, indent=2)
+        manifest = json.dumps({"format": FORMAT, **info, "files": files}, indent=2)
         (fresh / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         if weights is not None:
             (fresh / WEIGHTS).chmod((fresh / MANIFEST).stat().st_mode)  # safetensors makes it the owner's alone
@@ -116,12 +94,47 @@ def write(
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
 
 
-def recover(folder: Path) -> None:
-    """Repairs what a killed process left in an output folder; other hidden files are kept.
+def _file_entry(path: Path) -> dict[str, int]:
+    num_bytes = path.stat().st_size
+    return {"bytes": num_bytes} if path.suffix == OWN_CHECKSUMS else {"bytes": num_bytes, "crc32": _crc32(path)}
 
-    Raises:
-        OSError: the folder cannot be written.
-    """
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _put_in_place(fresh: Path, folder: Path) -> None:
+    old = hidden(folder, "old")
+    remove_path(old)
+    if folder.exists():
+        folder.rename(old)
+    try:
+        fresh.rename(folder)
+    except (OSError, KeyboardInterrupt):
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    sync(folder.parent)
+    remove_path(old)
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the system's message, which PyTorch's writer wraps in an error of its own."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    match = _RUST_IO.search(str(error))
+    return match[1] if match else first_line(error)
+
+
+def recover(folder: Path) -> None:
+    """Repairs what a killed process left in an output folder; other hidden files are kept."""
     for path in list(folder.glob(".*")):
         left = _LEFT.fullmatch(path.name)
         if left is None:
@@ -140,69 +153,39 @@ def remove(folder: Path) -> None:
     remove_path(trash)
 
 
-def read_info(folder: Path) -> dict[str, Any]:
-    """Returns the metadata of a snapshot, without reading its other files.
-
-    Raises:
-        SnapshotError: it is missing, not a snapshot, or of another format.
-    """
+def read_info(folder: Path) -> RunInfo:
+    """Returns the metadata of a snapshot, without reading its other files."""
     if not folder.is_dir():
         raise SnapshotError(f"{folder}: no such snapshot")
     try:
-        info: Any = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = (folder / MANIFEST).read_bytes()
     except FileNotFoundError as error:
         raise SnapshotError(f"{folder}: expected a snapshot, found no {MANIFEST}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise SnapshotError(f"{folder / MANIFEST}: is broken ({error})") from error
-    known: dict[str, Any] = info if isinstance(info, dict) else {}
-    if type(known.get("format")) is not int or known["format"] != _FORMAT:
-        raise SnapshotError(f"{folder / MANIFEST}: is of another format than {_FORMAT}, the one that is known")
-    if not isinstance(known.get("files"), dict):
-        raise SnapshotError(f"{folder / MANIFEST}: files: expected a mapping, got {str(known.get('files'))[:60]!r}")
-    return known
+    except OSError as error:
+        raise SnapshotError(f"{folder / MANIFEST}: cannot be read ({error.strerror})") from error
+    with reading(folder / MANIFEST):
+        info: RunInfo = validate(RunInfo, content, is_json=True)
+    return info
 
 
-def check(folder: Path) -> dict[str, Any]:
-    """Reads every byte of a snapshot once, and returns what ``read_info`` does.
-
-    Raises:
-        SnapshotError: a file is missing or corrupted.
-    """
+def check(folder: Path) -> RunInfo:
+    """Reads every byte of a snapshot once, and returns what ``read_info`` does."""
     info = read_info(folder)
-    for name, written in info["files"].items():
-        if fault := _entry_fault(name, written):
-            raise SnapshotError(f"{folder / MANIFEST}: files[{name!r}]: {fault}")
-        path = folder / (Path(SHARDS) if name.startswith(f"{SHARDS}/") else "") / Path(name).name
+    for name, entry in info["files"].items():
+        path = folder / name
         try:
             num_bytes = path.stat().st_size
-            if num_bytes != written["bytes"]:
-                raise SnapshotError(f"{path}: is broken, {num_bytes:,} bytes of {written['bytes']:,}")
-            if "crc32" in written and _crc32(path) != written["crc32"]:
+            if num_bytes != entry["bytes"]:
+                raise SnapshotError(f"{path}: is broken, {num_bytes:,} bytes of {entry['bytes']:,}")
+            if "crc32" in entry and _crc32(path) != entry["crc32"]:
                 raise SnapshotError(f"{path}: is broken, its checksum is not the one that was written")
         except OSError as error:
             raise SnapshotError(f"{path}: {error.strerror}") from error
     return info
 
 
-def _entry_fault(name: str, written: Any) -> str | None:
-    if Path(name).name != name.removeprefix(f"{SHARDS}/") or Path(name).name in {"", ".", ".."}:
-        return f"expected the name of a file in the folder or in {SHARDS}, got another path"
-    if not isinstance(written, dict):
-        return f"expected a mapping, got {str(written)[:60]!r}"
-    limits = {"bytes": 2**63} if name.endswith(_OWN_CHECKSUMS) else {"bytes": 2**63, "crc32": 2**32}
-    for key, limit in limits.items():
-        value = written.get(key)
-        if type(value) is not int or not 0 <= value < limit:
-            return f"{key}: expected an int from 0 to below {limit}, got {str(value)[:60]!r}"
-    return None
-
-
 def read_state(folder: Path, name: str) -> Any:
-    """Reads a state, on the CPU. Only tensors and plain values are ever unpickled.
-
-    Raises:
-        SnapshotError: the file is missing or broken, or holds objects of another kind.
-    """
+    """Reads a state, on the CPU. Only tensors and plain values are ever unpickled."""
     path = folder / STATE.format(name)
     try:
         with warnings.catch_warnings():
@@ -212,46 +195,90 @@ def read_state(folder: Path, name: str) -> Any:
         raise SnapshotError(f"{path}: cannot be read ({first_line(error)})") from error
 
 
-def _put_in_place(fresh: Path, folder: Path) -> None:
-    old = hidden(folder, "old")
-    remove_path(old)
-    if folder.exists():
-        folder.rename(old)
-    try:
-        fresh.rename(folder)
-    except (OSError, KeyboardInterrupt):
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise
-    sync(folder.parent)
-    if old.exists():
-        with suppress(OSError):  # the new one is whole by now; what is left of the old one is removed the next time
-            trash = hidden(folder, "trash")
-            remove_path(trash)
-            old.rename(trash)
-            remove_path(trash)
+def periodic_name(iteration: int) -> str:
+    """Returns the name of the snapshot that is taken after ``iteration``, counted from 0.
+
+    >>> periodic_name(19)
+    'model_0000019'
+    """
+    return f"model_{iteration:07d}"
 
 
-def _crc32(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while piece := file.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(piece, checksum)
-    return checksum
+def _iteration(name: str) -> int:
+    return int(name.removeprefix("model_"))
 
 
-def _file_entry(path: Path) -> dict[str, int]:
-    """Returns the manifest entry of a file; shards contain checksums of their own."""
-    num_bytes = path.stat().st_size
-    return {"bytes": num_bytes} if path.suffix == _OWN_CHECKSUMS else {"bytes": num_bytes, "crc32": _crc32(path)}
+@final
+class Snapshots:
+    """The snapshots in an output folder."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-def _reason(error: BaseException) -> str:
-    """Returns the system's message, which PyTorch's writer wraps in an error of its own."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    found = _RUST_IO.search(str(error))
-    return found[1] if found else first_line(error)
+    def names(self) -> list[str]:
+        """Returns the names of all snapshots, periodic ones first, in their order."""
+        names = {path.name for path in self.folder.iterdir() if path.is_dir()} if self.folder.is_dir() else set()
+        periodic = sorted((name for name in names if _PERIODIC.fullmatch(name)), key=_iteration)
+        return [*periodic, *(name for name in (BEST, FINAL) if name in names)]
+
+    def last_name(self) -> str:
+        """Returns the name in ``last_checkpoint``; whether there is such a snapshot is another question."""
+        path = self.folder / LAST
+        try:
+            name = path.read_text(encoding="utf-8").strip()
+        except FileNotFoundError as error:
+            what = f"train.output_dir: {self.folder} holds no {LAST}, so there is nothing to resume"
+            fix = self._offer() or "start without --resume, or name the folder of the run"
+            raise SnapshotError(f"{what} · fix: {fix}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise SnapshotError(f"{path}: cannot be read ({error})") from error
+        if name in {"", ".."} or Path(name).name != name or not name.isprintable():
+            raise SnapshotError(f"{path}: expected the name of a folder, got {name!r} · fix: {self._fix()}")
+        return name
+
+    def last(self) -> tuple[Path, RunInfo]:
+        """Returns the snapshot that ``last_checkpoint`` names, after reading every byte of it, and its metadata."""
+        path = self.folder / self.last_name()
+        try:
+            return path, check(path)
+        except SnapshotError as error:
+            what = error if path.is_dir() else f"{self.folder / LAST}: names {path.name}, which is not there"
+            raise SnapshotError(f"{what} · fix: {self._fix(path.name)}") from error
+
+    def mark_last(self, name: str) -> None:
+        """Makes ``name`` the one that ``last`` returns."""
+        write_text(self.folder / LAST, f"{name}\n")
+
+    def prune(self, newest: str, max_to_keep: int, run: str) -> None:
+        """Keeps ``newest`` and the ``max_to_keep - 1`` periodic snapshots of the same run before it.
+
+        Those of other runs stay; those beyond ``newest`` do, until the run that was taken back reaches them.
+        """
+        own = [name for name in self._before(newest) if self._run_of(name) == run]
+        for name in own[: max(0, len(own) - (max_to_keep - 1))]:
+            remove(self.folder / name)
+
+    def _run_of(self, name: str) -> str | None:
+        try:
+            return read_info(self.folder / name)["run"]
+        except SnapshotError:
+            return None
+
+    def _before(self, newest: str) -> list[str]:
+        """Returns the names of periodic snapshots before one; of all others, if it is not periodic."""
+        names = [name for name in self.names() if _PERIODIC.fullmatch(name)]
+        return [name for name in names if not _PERIODIC.fullmatch(newest) or _iteration(name) < _iteration(newest)]
+
+    def _fix(self, broken: str = "") -> str:
+        return self._offer(broken) or "no other snapshot here is whole; start without --resume"
+
+    def _offer(self, broken: str = "") -> str:
+        """Returns how to resume from the newest intact snapshot before ``broken``, or an empty string."""
+        for name in (*reversed(self._before(broken)), *({BEST} & set(self.names()) - {broken})):
+            try:
+                check(self.folder / name)
+            except SnapshotError:
+                continue
+            command = f"echo {name} > {shlex.quote(str(self.folder / LAST))}"
+            return f"resume from {name}, the previous one: {command}, then --resume"
+        return ""

@@ -28,18 +28,30 @@ from graphckpt.train.parallel.sharding import (
     merge_stage_states,
     on_cpu,
     on_other_stage,
+    restore_sharded,
     shard_optimizer_state,
 )
 from graphckpt.train.seeds import seed_per_rank
-from graphckpt.train.snapshot.fields import reading
-from graphckpt.train.snapshot.folder import STATE, SnapshotError
-from graphckpt.train.snapshot.state_fields import MismatchedStateError, check_graph, check_trainer, is_of_states
+from graphckpt.train.snapshot.schema import (
+    OPTIMIZER,
+    SCHEDULER,
+    SHARDS,
+    STAGES,
+    STATE,
+    STEP,
+    RunInfo,
+    SnapshotError,
+    check_graph,
+    check_trainer,
+    is_of_states,
+    reading,
+)
 from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, read_weights, tensors_of
 
 if TYPE_CHECKING:
     from graphckpt.graph.graph import Graph
 
-_STAGES = "pipeline_parallel_size"
+_FIX = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
 
 
 @final
@@ -64,7 +76,7 @@ class RunState:
     """Names of buffers and frozen weights that are not finite from the start."""
 
     def __post_init__(self) -> None:
-        scheduler, kind = self.graph._update.schedulers[0], type(self.optimizer)
+        scheduler, kind = self._scheduler, type(self.optimizer)
         groups = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         parts = {"groups": groups, "schedule": {} if scheduler is None else scheduler.state_dict()}
         self.settings = {
@@ -75,27 +87,39 @@ class RunState:
         trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
         self._masks = set(self.not_finite()) - trained
 
-    def weights(self) -> dict[str, Tensor]:
-        """Returns the state of the model, with each tied tensor once and none sharing memory.
+    @property
+    def _scheduler(self) -> Any:
+        return self.graph._update.schedulers[0]
 
-        Sharded tensors are gathered; collective.
-        """
-        kept = distinct_tensors(self._local_tensors())
-        if self.ranks.stage_mesh is not None:
-            return self.ranks.gather_tensors(kept, like=tensors_of(self.model))
-        return {name: full_tensor_tree(tensor, keep=self.ranks.is_main) for name, tensor in kept.items()}
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are sharded or split over stages."""
+        return self.ranks.stage_mesh is not None or any(map(is_sharded, self._parameters))
+
+    def _local_tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in tensors_of(self.model).items() if not on_other_stage(tensor)}
+
+    def _unsaved_buffers(self) -> dict[str, Tensor]:
+        """Returns the non-persistent buffers: some models change them in training."""
+        saved = self.model.state_dict().keys()
+        own = {name: buffer for name, buffer in self.model.named_buffers() if name not in saved}
+        return {name: buffer for name, buffer in own.items() if not on_other_stage(buffer)}
+
+    # ---- taken
 
     def not_finite(self) -> list[str]:
         """Returns the names of weights on this process that are not finite, without what was so before training.
 
         Waits for the device once.
         """
-        shards = {
-            name: local_shard(tensor) for name, tensor in self._local_tensors().items() if name not in self._masks
-        }
+        tensors = {name: tensor for name, tensor in self._local_tensors().items() if name not in self._masks}
         floats = {
             name: shard if shard.itemsize > 1 else shard.float()  # 8-bit floats have no order
-            for name, shard in shards.items()
+            for name, shard in ((name, local_shard(tensor)) for name, tensor in tensors.items())
             if shard.is_floating_point() and shard.numel()
         }
         ends = [torch.stack([shard.min(), shard.max()]) for shard in floats.values()]  # both are nan if a value is
@@ -103,132 +127,78 @@ class RunState:
         are_finite = torch.stack(flags).tolist() if flags else []
         return [name for name, is_finite in zip(floats, are_finite, strict=True) if not is_finite]
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether weights are sharded or split over stages."""
-        return self.ranks.stage_mesh is not None or any(map(is_sharded, self._parameters()))
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the state of the model, with each tied tensor once and none sharing memory.
 
-    def _local_tensors(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in tensors_of(self.model).items() if not on_other_stage(tensor)}
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        Sharded tensors are gathered; collective.
+        """
+        distinct = distinct_tensors(self._local_tensors())
+        if self.ranks.stage_mesh is not None:
+            return self.ranks.gather_tensors(distinct, like=tensors_of(self.model))
+        return {name: full_tensor_tree(tensor, keep=self.ranks.is_main) for name, tensor in distinct.items()}
 
     def states(self, shards: dict[str, Tensor] | None = None) -> dict[str, Any]:
         """Returns the rest of the state, by the name of its file: tensors and plain values only.
 
         Collective.
-
-        Args:
-            shards: receives the weights and what else is sharded; ``None`` gathers the rest instead.
         """
-        graph = self.graph.state_dict()
+        graph = dict(self.graph.state_dict())
         own = graph.pop("model")
-        extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
         if shards is not None:
             shards |= {f"model.{name}": tensor for name, tensor in distinct_tensors(self._local_tensors()).items()}
         everywhere = self.ranks.all_gather(self._take_random())
         each = everywhere[:: self.ranks.config.tensor_parallel_size]  # tensor-parallel ranks have equal states
-        trainer = {"random": everywhere[0], "buffers": self._unsaved_buffers(), "extra": extra}
-        trainer["settings"] = self.settings
-        if len(each) > 1:
-            trainer["random_of_each"] = each
+        trainer = {
+            "random": everywhere[0],
+            "buffers": self._unsaved_buffers(),
+            "extra": {name: value for name, value in own.items() if not isinstance(value, Tensor)},
+            "settings": self.settings,
+            **({"random_of_each": each} if len(each) > 1 else {}),
+        }
         if self.ranks.stage_mesh is not None:
-            return {"graph": self._graph_of_all_stages(graph, shards), "trainer": self._of_all_stages(trainer)}
-        rest = (
-            full_tensor_tree(dict(graph), keep=self.ranks.is_main)
-            if shards is None
-            else extract_sharded(dict(graph), "graph", shards)
-        )
-        return {"graph": rest, "trainer": trainer}
+            buffers = self.ranks.all_gather(on_cpu(trainer["buffers"]))
+            trainer["buffers"] = {name: value for stage in reversed(buffers) for name, value in stage.items()}
+            trainer[STAGES] = self.ranks.config.pipeline_parallel_size
+            if shards is not None:  # all but the step counts, which are as small as a placeholder
+                graph = extract_sharded(graph, "graph", shards, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim > 0)
+            graph = merge_stage_states(self.ranks.all_gather(on_cpu(graph)))
+        elif shards is None:
+            graph = full_tensor_tree(graph, keep=self.ranks.is_main)
+        else:
+            graph = extract_sharded(graph, "graph", shards)
+        return {"graph": graph, "trainer": trainer}
 
-    def _graph_of_all_stages(self, graph: dict[str, Any], shards: dict[str, Tensor] | None) -> dict[str, Any]:
-        """Returns the state of one process; with ``shards``, all tensors but step counts are moved there."""
-        if shards is not None:
-            graph = extract_sharded(graph, "graph", shards, lambda value: isinstance(value, Tensor) and value.ndim > 0)
-        return merge_stage_states(self.ranks.all_gather(on_cpu(graph)))
-
-    def _of_all_stages(self, trainer: dict[str, Any]) -> dict[str, Any]:
-        buffers = self.ranks.all_gather(on_cpu(trainer["buffers"]))
-        everywhere = {name: value for held in reversed(buffers) for name, value in held.items()}
-        return {**trainer, "buffers": everywhere, _STAGES: self.ranks.config.pipeline_parallel_size}
+    # ---- restored
 
     def load_weights(self, folder: Path) -> None:
-        """Sets the model's weights to those of a snapshot; collective.
-
-        Raises:
-            SnapshotError: they cannot be read, or belong to another model; nothing was changed.
-        """
+        """Sets the model's weights to those of a snapshot; collective."""
         weights = read_weights(folder, like=tensors_of(self.model), group=self.ranks.control)
         load_weights(self.model, weights, str(folder))
 
-    def load_templates(self, graph: dict[str, Any]) -> dict[str, Tensor | None]:
-        """Returns a template for each tensor that was extracted from ``graph``, by its name among the shards."""
-        parameters = self._parameters()
-        found: dict[str, Tensor | None] = dict.fromkeys(extracted_shapes(graph))
-        for key in [key for key in graph if "Optimizer" in key]:
-            for number, state in graph[key]["state"].items():
-                for name, shape in extracted_shapes(state).items():
-                    like = parameters[int(number)] if int(number) < len(parameters) else None
-                    found[name] = like if like is not None and list(like.shape) == shape else None
-        return found
-
-    def local_part(self, graph: dict[str, Any]) -> dict[str, Any]:
-        """Returns the graph state without the optimizer states of other stages' weights."""
-        away = {number for number, weight in enumerate(self._parameters()) if on_other_stage(weight)}
-        own = dict(graph)
-        for key in [key for key in graph if "Optimizer" in key]:
-            states = {number: state for number, state in graph[key]["state"].items() if int(number) not in away}
-            own[key] = {**graph[key], "state": states}
-        return own
-
-    def check(self, graph: Any, trainer: Any, folder: Path, *, done: int, num_states: int | None) -> None:
-        """Checks each field that ``read_state`` returned, before any of them is set.
-
-        Args:
-            graph: of ``graph.pt``.
-            trainer: of ``trainer.pt``.
-            folder: of the snapshot.
-            done: iterations done at the snapshot.
-            num_states: number of parameters with optimizer state, if known.
-
-        Raises:
-            SnapshotError: a field is missing, of a wrong type or out of range, or of another optimizer or schedule, or
-                a setting has changed that cannot take effect in a resumed run.
-        """
+    def check(self, graph: Any, trainer: Any, folder: Path, info: RunInfo) -> None:
+        """Checks each field that ``read_state`` returned, before any of them is set."""
         like = self.graph.state_dict()
-        own = like.pop("model")
+        extra = [name for name, value in like.pop("model").items() if not isinstance(value, Tensor)]
         with reading(folder / STATE.format("trainer")):
             check_trainer(
                 trainer,
                 buffers=dict(self.model.named_buffers()),
                 unsaved=self._unsaved_buffers(),
-                extra=[name for name, value in own.items() if not isinstance(value, Tensor)],
+                extra=extra,
+                machine=info["machine"],
             )
         if faults := list(self._setting_faults(trainer["settings"])):
             what = bullets("settings have changed", faults) if len(faults) > 1 else faults[0]
             fix = f"resume with the former value, or start a run from the weights: train.load_weight={folder}"
             raise SnapshotError(f"{folder}: {what} · fix: {fix}")
-        try:
-            with reading(folder / STATE.format("graph")):
-                check_graph(
-                    graph,
-                    like,
-                    self.optimizer,
-                    self.graph._update.schedulers[0],
-                    done=done,
-                    num_states=num_states,
-                    has_changed=bool(self.changes(trainer["settings"])),
-                )
-        except MismatchedStateError as error:
-            raise mismatch_error(str(folder), ValueError(f"{STATE.format('graph')}: {error}")) from error
+        has_changed = bool(self.changes(trainer["settings"]))
+        done, num_states = info["done"], info.get("optimizer_states")
+        with reading(folder / STATE.format("graph"), _FIX):
+            parts = self.optimizer, self._scheduler
+            check_graph(graph, like, *parts, done=done, num_states=num_states, has_changed=has_changed)
 
     def changes(self, then: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Returns what has changed of the param groups and the schedule since a snapshot: the former and the new value.
-
-        Args:
-            then: the settings of the snapshot.
-        """
+        """Returns what has changed of param groups and schedule since a snapshot: the former and the new value."""
         now = self.settings
         changes: dict[str, tuple[Any, Any]] = {}
         for before, after in zip(then["groups"], now["groups"], strict=False):
@@ -249,12 +219,9 @@ class RunState:
             if is_of_states(self.optimizer, key, before, after):
                 yield f"optim.{key}: expected {before}, with which the optimizer's states were made, got {after}"
 
-    def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], where: str) -> None:
-        """Restores what ``states`` returned; call it last, since it also sets the random generators.
-
-        Raises:
-            SnapshotError: the state belongs to another optimizer or schedule.
-        """
+    def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], folder: Path) -> None:
+        """Restores what ``states`` returned; call it last, since it also sets the random generators. Collective."""
+        graph = self._local_graph(graph, folder)
         try:
             if trainer["extra"]:
                 self.model.load_state_dict({**self.model.state_dict(), **trainer["extra"]})
@@ -270,31 +237,44 @@ class RunState:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 if isinstance(rate, Tensor):  # kept on its device: a captured step reads this tensor
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
-            self._restore_rng(trainer, done=int(graph["System-Train-TrainStep"]))
+            self._restore_random(trainer, done=int(graph[STEP]))
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise mismatch_error(where, error) from error
+            what = f"{folder}: its optimizer or schedule is another ({first_line(error)})"
+            raise SnapshotError(f"{what} · fix: {_FIX}") from error
+
+    def _local_graph(self, graph: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Returns the graph state without the optimizer states of other stages' weights, with this rank's shards."""
+        parameters = self._parameters
+        every = graph[OPTIMIZER]["state"].items()
+        states = {number: state for number, state in every if not on_other_stage(parameters[number])}
+        graph = {**graph, OPTIMIZER: {**graph[OPTIMIZER], "state": states}}
+        if not (folder / SHARDS).is_dir():
+            return graph
+        from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
+
+        templates: dict[str, Tensor | None] = dict.fromkeys(extracted_shapes(graph))
+        for number, state in states.items():
+            like, shapes = parameters[number], extracted_shapes(state)
+            templates |= {name: like for name, shape in shapes.items() if list(like.shape) == shape}
+        local: dict[str, Any] = restore_sharded(graph, dcp.read(folder / SHARDS, templates, self.ranks.control))
+        return local
 
     def _with_own_settings(self, graph: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a snapshot with this run's param groups and schedule, as they are at its iteration."""
-        scheduler = self.graph._update.schedulers[0]
+        scheduler = self._scheduler
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped before
-            for _ in range(int(graph["System-Train-TrainStep"]) if scheduler is not None else 0):
+            for _ in range(int(graph[STEP]) if scheduler is not None else 0):
                 scheduler.step()  # most schedules compute a learning rate from the one before
         own = self.graph._update.state_dict()
-        parts = {key: value for key, value in own.items() if "LRScheduler" in key}
-        parts |= {key: {**own[key], "state": graph[key]["state"]} for key in own if "Optimizer" in key}
-        return {**graph, **parts}
+        schedule = {SCHEDULER: own[SCHEDULER]} if SCHEDULER in own else {}
+        return {**graph, **schedule, OPTIMIZER: {**own[OPTIMIZER], "state": graph[OPTIMIZER]["state"]}}
 
-    def _restore_rng(self, trainer: dict[str, Any], done: int) -> None:
-        """Restores the random generators; with another number of processes, all but the first are seeded anew."""
-        each, config = trainer.get("random_of_each", [trainer["random"]]), self.ranks.config
-        sizes = config.pipeline_parallel_size, config.data_parallel_size
-        if (trainer.get(_STAGES, 1), len(each)) == (sizes[0], math.prod(sizes)):
-            self._set_random(each[self.ranks.stream])
-            return
-        self._set_random(trainer["random"])
-        seed_per_rank(self.seed, self.ranks.stream, done=done)
+    # ---- random generators
+
+    def _devices(self) -> tuple[torch.device, ...]:
+        tensors = (*self.model.parameters(), *self.model.buffers(), torch.empty(0, device=self.device))
+        return rng_devices(tensors)
 
     def _take_random(self) -> dict[str, Any]:
         cpu, devices, _ = get_rng_state(self._devices())
@@ -305,6 +285,16 @@ class RunState:
             "numpy": [str(kind), [int(key) for key in keys], *rest],
             "python": random.getstate(),
         }
+
+    def _restore_random(self, trainer: dict[str, Any], done: int) -> None:
+        """Restores the random generators; with another number of processes, all but the first are seeded anew."""
+        each, config = trainer.get("random_of_each", [trainer["random"]]), self.ranks.config
+        sizes = config.pipeline_parallel_size, config.data_parallel_size
+        if (trainer.get(STAGES, 1), len(each)) == (sizes[0], math.prod(sizes)):
+            self._set_random(each[self.ranks.stream])
+            return
+        self._set_random(trainer["random"])
+        seed_per_rank(self.seed, self.ranks.stream, done=done)
 
     def _set_random(self, state: dict[str, Any]) -> None:
         here = self._devices()
@@ -317,16 +307,6 @@ class RunState:
         np.random.set_state((kind, np.array(keys, np.uint32), *rest))  # noqa: NPY002
         random.setstate(state["python"])
 
-    def _devices(self) -> tuple[torch.device, ...]:
-        tensors = (*self.model.parameters(), *self.model.buffers(), torch.empty(0, device=self.device))
-        return rng_devices(tensors)
-
-    def _unsaved_buffers(self) -> dict[str, Tensor]:
-        """Returns the non-persistent buffers: some models change them in training."""
-        saved = self.model.state_dict().keys()
-        own = {name: buffer for name, buffer in self.model.named_buffers() if name not in saved}
-        return {name: buffer for name, buffer in own.items() if not on_other_stage(buffer)}
-
 
 def _plain(value: Any) -> Any:
     """Returns a setting as a snapshot can record it; of an object, the name of its class."""
@@ -335,9 +315,3 @@ def _plain(value: Any) -> Any:
     kinds = (bool, int, float, str)  # also of a subclass, such as a number of NumPy
     kind = next((kind for kind in kinds if isinstance(value, kind)), None)
     return kind(value) if kind is not None else None if value is None else type(value).__qualname__
-
-
-def mismatch_error(where: str, error: Exception) -> SnapshotError:
-    """Returns the error for a snapshot that is intact but belongs to another run configuration."""
-    fix = "resume with the config that it was written with, or start from its weights: train.load_weight=..."
-    return SnapshotError(f"{where}: its optimizer or schedule is another ({first_line(error)}) · fix: {fix}")

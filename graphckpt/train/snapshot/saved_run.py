@@ -1,28 +1,91 @@
-"""A run on disk: finds the snapshot to resume from, and restores the state."""
+"""A run in its output folder: one process at a time, nothing replaced unasked, and resumed from its last snapshot."""
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
+import socket
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
+from filelock import FileLock, Timeout
+from rich.table import Table
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.console import Report
 from graphckpt.train.files import cut_log, cut_metrics
 from graphckpt.train.loop import Loop
 from graphckpt.train.parallel.ranks import TrainRanks
-from graphckpt.train.parallel.sharding import restore_sharded
 from graphckpt.train.snapshot import folder as snapshot
-from graphckpt.train.snapshot.fields import item, mapping, reading
-from graphckpt.train.snapshot.folder import SnapshotError
-from graphckpt.train.snapshot.index import Snapshots
-from graphckpt.train.snapshot.run_folder import LOG, METRICS, RunFolder
-from graphckpt.train.snapshot.run_info import RunInfo
+from graphckpt.train.snapshot.folder import BEST, FINAL, LAST, Snapshots
 from graphckpt.train.snapshot.run_state import RunState
+from graphckpt.train.snapshot.schema import STATE, RunInfo, SnapshotError, reading
+
+LOG, METRICS, CONFIG = "log.txt", "metrics.json", "config.yaml"
+PLAN, PICTURE = "plan.yaml", "step.png"
+LOCK = "run.lock"
+"""The locked file. It remains in the folder: only the lock on it matters, not that it exists."""
+_SCALARS = "events.out.tfevents.*"  # of TensorBoard
+_FILES = {
+    "weights, config, tokenizer": FINAL,
+    "best at the evaluation": BEST,
+    "last snapshot, for --resume": LAST,
+    "memory of a step": PICTURE,
+    "metrics": METRICS,
+    "log": LOG,
+    "config": CONFIG,
+}
+
+
+@final
+class FolderLock:
+    """A lock on a folder that one process at a time holds; other objects in the same process share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / LOCK
+        self._lock = FileLock(self.file, mode=0o644, thread_local=False, is_singleton=True, blocking=False)
+        self._is_new = False
+        self._release: weakref.finalize[[], FolderLock] | None = None
+
+    def acquire(self) -> None:
+        """Takes the lock, if it is not taken yet. A file system without locks lets every process in."""
+        if self._lock.is_locked:
+            return
+        self._is_new = not self.file.exists()
+        try:
+            self._lock.acquire()
+        except Timeout:
+            holder = self.file.read_text("utf-8", errors="replace").strip()
+            number = holder.split()[1] if holder.count(" ") >= 3 else "its number"
+            what = f"train.output_dir: {self.file.parent}: {holder or 'another process'} is training in this folder"
+            end = f"wait until it ends, or end it (kill {number} stops it with a snapshot)"
+            raise ConfigError(f"{what} · fix: {end}, or name another folder: train.output_dir=...") from None
+        except OSError as error:
+            if error.errno not in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
+                raise
+            return
+        self._release = weakref.finalize(self, self._lock.release, force=True)  # others may refer to the lock
+        self._release.atexit = False  # the kernel releases it; the end of a forked process must not
+
+    def sign(self) -> None:
+        """Notes this process as the holder."""
+        with suppress(OSError):  # on a full disk it is locked all the same, by a process without a name
+            self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+
+    def release(self, *, discard: bool) -> None:
+        """Releases the lock if this object took it; with ``discard``, removes the file if this object created it."""
+        if self._release is None or not self._release.alive:
+            return
+        if discard and self._is_new:
+            with suppress(OSError):
+                self.file.unlink()
+        self._release()
 
 
 @final
@@ -30,68 +93,107 @@ class SavedRun:
     """A run in its output folder: a new one or a resumed one.
 
     Args:
-        folder: of the run.
+        folder: of the run; it need not exist yet.
         resume: resume from the snapshot that ``last_checkpoint`` names; it is checked here.
         overwrite: replace an existing run.
         eval_only: change nothing.
         batch_size: sequences in one iteration.
         ranks: the processes of the run; rank 0 writes.
-
-    Raises:
-        ConfigError: another process trains in the folder, or it contains another run.
-        SnapshotError: ``resume``, and there is no snapshot, or it is broken.
-        OSError: the folder cannot be written.
     """
 
     def __init__(
         self, folder: Path, *, resume: bool, overwrite: bool, eval_only: bool, batch_size: int, ranks: TrainRanks
     ) -> None:
         self.folder = folder
-        self.snapshots = Snapshots(folder, is_writer=ranks.is_main)
+        self.snapshots = Snapshots(folder)
         self.ranks = ranks
         self.has_begun = False
         """Whether this run has written files to the folder."""
-        self._run_folder = RunFolder(folder, resume=resume, overwrite=overwrite)
-        self._at_start: list[Callable[[], None]] = []
+        self._resume = resume
+        self._overwrite = overwrite
         self._batch_size = batch_size
+        self._at_start: list[Callable[[], None]] = []
+        self._lock = FolderLock(folder)
+        self._is_claimed = False
+        self._new_folders: list[Path] = []
         self.source: Path | None = None
         """The snapshot to resume from; ``None`` for a new run."""
         self._info: RunInfo | None = None
         if not eval_only and ranks.is_main:  # reading while another process writes is safe
-            self._run_folder.claim()
+            self._claim()
         try:
             if resume and not eval_only:
-                self.source, self._info = self.snapshots.last_run()
+                self.source, self._info = self.snapshots.last()
         except BaseException:
-            self._run_folder.release()
+            self._release()
             raise
-        info = self._info
-        self.run = info.run if info else secrets.token_hex(8)
+        self.run = self._info["run"] if self._info else secrets.token_hex(8)
         """An id of the run and of all runs resumed from it."""
-        self.start_iter = info.done if info else 0
+        self.start_iter = self._info["done"] if self._info else 0
         """Iterations done before this process."""
-        self._start_samples = info.consumed_samples if info else 0
 
     def consumed_samples(self, done: int) -> int:
         """Returns the samples consumed by ``done`` iterations, also if the batch size was another before."""
-        return self._start_samples + (done - self.start_iter) * self._batch_size
+        before = self._info["consumed_samples"] if self._info else 0
+        return before + (done - self.start_iter) * self._batch_size
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other processes from training in the folder, until the context ends.
+        """Keeps other processes from training in the folder, until the context ends."""
 
-        Raises:
-            ConfigError: another process trains there, the folder contains another run, or it cannot be written.
-        """
-        self.ranks.run_on_main(self._claim, ConfigError)
+        def claim() -> None:
+            with writing_to(self.folder):
+                self._claim()
+
+        self.ranks.run_on_main(claim, ConfigError)
         try:
             yield
         finally:
-            self._run_folder.release()
+            self._release()
 
     def _claim(self) -> None:
-        with writing_to(self.folder):
-            self._run_folder.claim()
+        """Locks the folder if a run may start here; otherwise writes nothing."""
+        if self._is_claimed:
+            return
+        try:
+            if self._lock.file.exists():  # of a process that trains here, the number is told, not what it has written
+                self._lock.acquire()
+            self._check_free()
+            self._new_folders = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            self._lock.sign()
+            self._is_claimed = True
+            if self._resume:
+                snapshot.recover(self.folder)
+        except BaseException:
+            self._release()
+            raise
+
+    def _check_free(self) -> None:
+        """Raises an error if another run is here, or none that could be resumed."""
+        if self._resume:
+            self.snapshots.last_name()
+            return
+        files = [name for name in (LAST, METRICS, LOG, CONFIG) if (self.folder / name).exists()]
+        names = [] if self._overwrite else [*self.snapshots.names(), *files]
+        if not names:
+            return
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        fixes = "another train.output_dir, or train.overwrite=True to replace it"
+        go_on = "--resume to continue it, " if LAST in names else ""
+        none = "" if LAST in names else " (--resume needs a snapshot, and there is none)"
+        what = f"train.output_dir: {self.folder} already contains a run: {listed}"
+        raise ConfigError(f"{what} · fix: {go_on}{fixes}{none}")
+
+    def _release(self) -> None:
+        """Unlocks the folder; removes it again if the run has not begun."""
+        self._lock.release(discard=not self.has_begun)
+        for folder in [] if self.has_begun else self._new_folders:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+        self._is_claimed = False
+        self._new_folders = []
 
     def at_start(self, action: Callable[[], None]) -> None:
         """Calls ``action``, which writes into the folder, on rank 0 once the run begins."""
@@ -104,68 +206,66 @@ class SavedRun:
         """Begins to write; a failure before the first iteration is done leaves the folder unchanged.
 
         Collective.
-
-        Args:
-            last_iteration: the last one before this process; later lines of the log and the metrics are dropped.
-
-        Raises:
-            ConfigError: the folder or its log files cannot be written.
         """
         self.ranks.run_on_main(lambda: self._begin(last_iteration), ConfigError)
         self.has_begun = True
 
     def _begin(self, last_iteration: int) -> None:
         with writing_to(self.folder):
-            self._run_folder.begin()
+            if not self._resume:
+                self._clear()
             cut_log(self.folder / LOG, last_iteration)
             cut_metrics(self.folder / METRICS, last_iteration)
             for action in self._at_start:
                 action()
 
+    def _clear(self) -> None:
+        """Removes the files of a run that is to be replaced, ``last_checkpoint`` first."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_free()
+        names = (LAST, METRICS, LOG, CONFIG, PLAN, PICTURE)
+        for file in (*map(self.folder.joinpath, names), *self.folder.glob(_SCALARS)):
+            file.unlink(missing_ok=True)
+        for name in self.snapshots.names():
+            snapshot.remove(self.folder / name)
+        snapshot.recover(self.folder)
+
     def restore(self, state: RunState, loop: Loop, *, data: dict[str, Any], report: Report) -> None:
-        """Restores the state of a resumed run; call it right before the loop.
-
-        Args:
-            state: the state to restore.
-            loop: the loop whose hooks are restored too.
-            data: plain values that identify the data.
-            report: receives what happened.
-
-        Raises:
-            SnapshotError: the snapshot does not fit the model, the optimizer or the schedule.
-        """
+        """Restores the state of a resumed run; call it right before the loop."""
         source, info = self.source, self._info
         if source is None or info is None:
             return
         trainer, graph = (snapshot.read_state(source, name) for name in ("trainer", "graph"))
-        now = rounding_environment(self.ranks)
         state.load_weights(source)
-        state.check(graph, trainer, source, done=info.done, num_states=info.optimizer_states)
-        with reading(source / snapshot.STATE.format("trainer")):
-            mapping(item(trainer["hooks"], "LogHook-0"), "hooks.LogHook-0")  # present in every run
+        state.check(graph, trainer, source, info)
+        with reading(source / STATE.format("trainer")):
             loop.load_hook_states(trainer["hooks"])
-        state.load_states(self._graph_state(graph, source, state), trainer, str(source))
-        report.line(f"resumed from {source}, after iteration: {loop.iteration}/{loop.train_iter}")
+        state.load_states(graph, trainer, source)
+        report.line(f"resumed from {source}, after {loop.position}")
         if names := [name for name in state.changes(trainer["settings"]) if name != "initial_lr"]:
             report.line(f"optim, train.scheduler: {', '.join(names)} changed since, which takes effect now", "yellow")
-        if (then := info.data) != data:
-            text = f"the data changed since: {_changes(then, data)}"
-            report.line(f"{text}; the run sees other text from now on", "yellow")
-        if (then := info.machine) != now:
-            text = f"the machine or the processes changed since: {_changes(then, now)}"
-            report.line(f"{text}; sums may be rounded differently, so results may not be bitwise equal", "yellow")
+        now = rounding_environment(self.ranks)
+        for what, then, other, effect in (
+            ("data", info["data"], data, "the run sees other text from now on"),
+            ("machine or the processes", info["machine"], now, _ROUNDED),
+        ):
+            if then != other:
+                report.line(f"the {what} changed since: {_changes(then, other)}; {effect}", "yellow")
         if loop.is_last:
             report.line("already finished · fix: raise train.train_iter to train on", "yellow")
 
-    def _graph_state(self, graph: dict[str, Any], source: Path, state: RunState) -> dict[str, Any]:
-        graph = state.local_part(graph)
-        if not (source / snapshot.SHARDS).is_dir():
-            return graph
-        from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
-        found = dcp.read(source / snapshot.SHARDS, state.load_templates(graph), self.ranks.control)
-        whole: dict[str, Any] = restore_sharded(graph, found)
-        return whole
+_ROUNDED = "sums may be rounded differently, so results may not be bitwise equal"
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describes what has changed.
+
+    >>> _changes({"torch": "2.13.0", "threads": 1}, {"torch": "2.13.0", "threads": 2})
+    'threads 1 -> 2'
+    """
+    names = [name for name in dict.fromkeys([*then, *now]) if then.get(name) != now.get(name)]
+    return ", ".join(f"{name} {then.get(name)} -> {now.get(name)}" for name in names)
 
 
 def rounding_environment(ranks: TrainRanks) -> dict[str, Any]:
@@ -178,11 +278,7 @@ def rounding_environment(ranks: TrainRanks) -> dict[str, Any]:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Names the output folder in the error if it cannot be written.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Names the output folder in the error if it cannot be written."""
     try:
         yield
     except OSError as error:
@@ -191,24 +287,35 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def weights_folder(name: str, folder: Path) -> Path:
-    """Returns the folder of the weights to evaluate: the named one, or the last snapshot.
-
-    Raises:
-        SnapshotError: there is neither.
-    """
+    """Returns the folder of the weights to evaluate: the named one, or the last snapshot."""
     if name:
         return Path(name).expanduser()
     try:
-        return Snapshots(folder).checked_last()[0]
+        return Snapshots(folder).last()[0]
     except SnapshotError as error:
         raise SnapshotError(f"nothing to evaluate: {error} · or name weights: train.load_weight=folder") from error
 
 
-def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes what has changed.
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """The result of a run."""
 
-    >>> _changes({"torch": "2.13.0", "threads": 1}, {"torch": "2.13.0", "threads": 2})
-    'threads 1 -> 2'
-    """
-    names = [name for name in dict.fromkeys([*then, *now]) if then.get(name) != now.get(name)]
-    return ", ".join(f"{name} {then.get(name)} -> {now.get(name)}" for name in names)
+    iterations: int
+    is_stopped: bool
+    """Whether the user stopped the run."""
+    files: dict[str, Path]
+    """The files of the run, by description."""
+
+    def table(self) -> Table:
+        """Returns a table of the files."""
+        title = f"{'stopped' if self.is_stopped else 'done'} after {self.iterations} iterations"
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        for what, path in self.files.items():
+            table.add_row(what, str(path))
+        return table
+
+
+def written_files(folder: Path) -> dict[str, Path]:
+    """Returns the files in an output folder, by description."""
+    return {what: folder / name for what, name in _FILES.items() if (folder / name).exists()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphckpt.train.data.samples import Samples
-from graphckpt.train.data.token_file import PreparedText, TokenFile
+from graphckpt.train.data.tokens import PreparedText, Tokens
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
@@ -48,7 +48,7 @@ class TextTask(Task):
     """Special tokens that the task inserts."""
 
     @abstractmethod
-    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
+    def samples(self, tokens: Tokens, text: PreparedText, seed: int) -> Samples:
         """Returns the samples of one token file; ``seed`` makes random choices reproducible."""
 
     def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from graphckpt.train.data.samples import Samples
-from graphckpt.train.data.token_file import PreparedText, TokenFile
+from graphckpt.train.data.tokens import PreparedText, Tokens
 from graphckpt.train.loss_head import add_loss_head, differences, loss_of
 from graphckpt.train.tasks.base import TextTask, perplexity, summed
 
@@ -19,7 +19,7 @@ from graphckpt.train.tasks.base import TextTask, perplexity, summed
 @final
 @dataclass(frozen=True, slots=True)
 class _Sequences:
-    tokens: TokenFile
+    tokens: Tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -58,7 +58,7 @@ class CausalLM(TextTask):
         if self._has_head and not faults:
             yield from differences(model)
 
-    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
+    def samples(self, tokens: Tokens, text: PreparedText, seed: int) -> Samples:
         """Returns the sequences of the file unchanged."""
         del text, seed
         return _Sequences(tokens)

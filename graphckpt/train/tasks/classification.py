@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from graphckpt.train.data.samples import Samples
-from graphckpt.train.data.token_file import PreparedText, TokenFile
+from graphckpt.train.data.tokens import PreparedText, Tokens
 from graphckpt.train.tasks.base import TextTask, summed
 
 _PAD, _CLS, _SEP = "[PAD]", "[CLS]", "[SEP]"
@@ -22,7 +22,7 @@ _PAD, _CLS, _SEP = "[PAD]", "[CLS]", "[SEP]"
 @final
 @dataclass(frozen=True, slots=True)
 class _Excerpts:
-    tokens: TokenFile
+    tokens: Tokens
     text: PreparedText
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class SequenceClassification(TextTask):
     metric: ClassVar[str] = "eval_acc"
     metric_mode: ClassVar[Literal["min", "max"]] = "max"
 
-    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
+    def samples(self, tokens: Tokens, text: PreparedText, seed: int) -> Samples:
         """Returns an excerpt for each sequence of the file, of the document in which it begins."""
         del seed
         return _Excerpts(tokens, text)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from graphckpt.train.data.samples import Samples
-from graphckpt.train.data.token_file import PreparedText, TokenFile
+from graphckpt.train.data.tokens import PreparedText, Tokens
 from graphckpt.train.tasks.base import TextTask, perplexity, summed
 
 # Legend: B samples, T tokens of a sample
@@ -29,7 +29,7 @@ _Ids = NDArray[np.int64]
 class _Pairs:
     """``[CLS] first [SEP] second [SEP]``, with some tokens masked; determined by sample and seed."""
 
-    tokens: TokenFile
+    tokens: Tokens
     text: PreparedText
     seed: int
     mask_fraction: float
@@ -114,7 +114,7 @@ class MaskedLM(TextTask):
             if not 0 <= getattr(self, name) <= 1:
                 yield f"{name}: expected a share from 0 to 1, got {getattr(self, name)}"
 
-    def samples(self, tokens: TokenFile, text: PreparedText, seed: int) -> Samples:
+    def samples(self, tokens: Tokens, text: PreparedText, seed: int) -> Samples:
         """Returns a pair of texts for each sequence of the file, of the document in which it begins."""
         return _Pairs(tokens, text, seed, self.mask_fraction, self.random_fraction)
 

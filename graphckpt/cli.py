@@ -1,0 +1,561 @@
+"""The command line: ``graphckpt train``, ``plan``, ``fit`` and ``profile-device``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, final
+
+from rich.console import Console
+
+from graphckpt.errors import ConfigError, GraphckptError
+from graphckpt.extras import LazyPackage
+
+if TYPE_CHECKING:
+    import yaml
+
+    from graphckpt.planning.fit_result import Fit
+    from graphckpt.planning.planner import Planners
+else:
+    yaml = LazyPackage("yaml", "plan")
+
+_Commands = argparse._SubParsersAction
+
+_FAULT = 2  # exit code for user errors, as in argparse
+_INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT, as in shells
+_SHOW_AFTER = 2.0  # seconds after which a command says what it is doing
+
+_TRAIN_EXAMPLES = """\
+examples:
+  graphckpt train --config-file configs/quickstart.py
+  graphckpt train --config-file configs/quickstart.py --fast-dev-run
+  graphckpt train --config-file configs/quickstart.py --resume
+  graphckpt train --config-file configs/quickstart.py --eval-only
+  graphckpt train --config-file configs/quickstart.py train.train_iter=1000 optim.lr=3e-4
+  graphckpt train --config-file configs/quickstart.py 'data.paths=[~/texts, notes.txt]'
+  graphckpt train --config-file configs/quickstart.py train.activation_checkpoint.enabled=False
+  torchrun --nproc-per-node 2 -m graphckpt train --config-file configs/quickstart.py train.dist.tensor_parallel_size=2
+  graphckpt train --config-file configs/quickstart.py \\
+      'train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpointing": "selective"}}'
+
+sections of a config:
+  data    texts or a data set, tokenizer, sequence length
+  model   the model and its arguments
+  optim   the optimizer and its arguments, weight decay, gradient clipping
+  train   iterations, batch sizes, evaluation, snapshots, parallelism, train.activation_checkpoint
+  task    how the loss is computed
+  hooks   more hooks of the training loop
+
+--print-config lists every key with its value. docs/reference/config.md describes them. The packaged configs
+(quickstart, bert_large_pretrain, gpt2_pretrain, llama_pretrain, text_classification) are found by name from any folder:
+--config-file quickstart.py. Unknown keys and values of the wrong type are reported before anything runs.
+
+exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C after a snapshot
+"""
+
+_PLAN_EXAMPLES = """\
+examples:
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 24GiB
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 48GiB \\
+      train.train_micro_batch_size=64
+  graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 50% --save plan.yaml
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
+      --head loss_head=tiles:8:sum task.loss_head=True
+
+The device need not be present, and no tensor allocates memory. The file of --save has a section `blocks` for
+train.activation_checkpoint.
+
+exit codes: 0 done, 2 invalid input, such as a budget that no plan fits, 130 stopped by Ctrl-C
+"""
+
+_FIT_EXAMPLES = """\
+examples:
+  graphckpt fit --config-file configs/gpt2_pretrain.py --device h200
+  graphckpt fit --config-file configs/gpt2_pretrain.py --device rtx4090 --global-batch-size 512 --plot fit.png
+  graphckpt fit --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 40GiB --batch-sizes 8,16,32
+  graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 --batch-sizes 1:64 --json
+  graphckpt fit --config-file configs/llama_pretrain.py --device h100 --sequence-lengths 1024,2048,4096
+  graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 task.loss_head=True --head loss_head=tiles:8:sum
+
+The device need not be present, and no tensor allocates memory. The step is simulated at each batch size of the table,
+under all policies and then under its plan. The largest batch is exact: with one sample more, no plan fits.
+
+exit codes: 0 done, 2 invalid input, such as a budget that no batch fits, 130 stopped by Ctrl-C
+"""
+
+_PROFILE_EXAMPLES = """\
+examples:
+  graphckpt profile-device my_gpu.yaml
+  graphckpt profile-device my_cpu.yaml --device cpu --seconds 0.1
+  graphckpt plan --config-file quickstart.py --device my_gpu.yaml
+
+exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 0, 2 for a user error, or 130 after Ctrl-C."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if not hasattr(parsed, "overrides") and rest:
+        parser.error(f"unexpected argument {rest[0]!r} · see 'graphckpt {parsed.command} --help'")
+    parsed.overrides = getattr(parsed, "overrides", [])
+    parsed.overrides += [word for word in rest if not word.startswith("-")]  # flags may be placed between overrides
+    if unknown := [word for word in rest if word.startswith("-")]:
+        parser.error(f"unknown option {', '.join(unknown)} · see 'graphckpt {parsed.command} --help'")
+    try:
+        code: int = parsed.run(parsed)
+    except GraphckptError as error:
+        who = f" on rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else ""  # torchrun's name for it
+        text = f"error{who}: {error}"
+        Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its own report with this
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # noqa: PLC0415 - as below
+
+            get_error_handler().record_exception(error)
+        return _FAULT
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted", style="yellow")
+        return _INTERRUPTED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="graphckpt",
+        description="Choose, block by block, what a PyTorch training step saves, recomputes or offloads.",
+    )
+    parser.add_argument("--version", action="version", version=f"graphckpt {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    add_train(commands)
+    add_plan(commands)
+    add_fit(commands)
+    add_profile_device(commands)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("graphckpt")
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
+
+
+def _add_command(
+    commands: _Commands[argparse.ArgumentParser], name: str, run: Callable[[argparse.Namespace], int], **texts: Any
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands,
+        "train",
+        _train,
+        help="train the model of a config file",
+        description="Trains the model of a config file, and shows what checkpointing saved.",
+        epilog=_TRAIN_EXAMPLES,
+    )
+    parser.add_argument(
+        "--config-file",
+        required=True,
+        metavar="FILE",
+        help="config to run: .py or .yaml, or the name of a packaged one",
+    )
+    parser.add_argument(
+        "--fast-dev-run",
+        action="store_true",
+        help="run 3 iterations and two evaluations of small batches, to check that all parts work",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="resume from the last snapshot in train.output_dir; results are bitwise equal to an uninterrupted run",
+    )
+    parser.add_argument(
+        "--eval-only", action="store_true", help="evaluate train.load_weight, or the last snapshot, without training"
+    )
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print every key of the config as YAML, with its default and where it is set, and exit",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the config, such as optim.lr=3e-4"
+    )
+
+
+def add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _add_step_command(
+        commands,
+        "plan",
+        _plan,
+        budget_help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), min, or "
+        "50%% of the activations of the plain step",
+        help="choose the policy of each block for a memory budget",
+        description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
+        epilog=_PLAN_EXAMPLES,
+    )
+    parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
+    parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png, .svg or .html")
+    parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
+
+
+def add_fit(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _add_step_command(
+        commands,
+        "fit",
+        _fit,
+        budget_help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), or 50%% of "
+        "that",
+        help="find the largest and the fastest batch size for a memory budget",
+        description="Finds the largest batch for a memory budget, the fastest one, and the policies of each size.",
+        epilog=_FIT_EXAMPLES,
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        default=None,
+        metavar="SIZES",
+        help="micro-batch sizes: 1,2,4,8, or 1:64 to search from 1 to 64; by default the largest that fits is searched",
+    )
+    parser.add_argument(
+        "--global-batch-size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="samples of one update: find the fastest micro-batch x accumulation; by default that of the config",
+    )
+    parser.add_argument(
+        "--sequence-lengths",
+        default=None,
+        metavar="LENGTHS",
+        help="fit for each of these lengths, such as 512,1024, in place of data.seq_length",
+    )
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, and no table")
+    parser.add_argument(
+        "--plot", default=None, metavar="FILE", help="draw throughput, peak and policies over the batch: .png or .svg"
+    )
+
+
+def _add_step_command(
+    commands: _Commands[argparse.ArgumentParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    budget_help: str,
+    **texts: Any,
+) -> argparse.ArgumentParser:
+    """Adds a command that simulates the step of a config: with its device, its budget, and the planner's options."""
+    parser = _add_command(commands, name, run, **texts)
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the step: .py or .yaml")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="device profile: a packaged name (a100-80g, h100, h200, rtx3090, rtx4090, cpu), or a file of "
+        "'graphckpt profile-device'",
+    )
+    parser.add_argument("--memory-budget", default=None, metavar="SIZE", help=budget_help)
+    for option, kind, meaning in _planner_options():
+        flag: dict[str, Any] = {"metavar": "VALUE", "help": meaning}
+        if kind == "bool":
+            flag = {"action": argparse.BooleanOptionalAction, "help": meaning}
+        elif "Mapping" in kind or "Iterable" in kind:
+            example = "loss_head=tiles:8:sum" if "Mapping" in kind else "full, or '{rule: selective, save: matmul}'"
+            text = f"{meaning.partition(': ')[0]}: {example}; several may be given"
+            flag = {"action": "append", "metavar": "NAME=RULE" if "Mapping" in kind else "RULE", "help": text}
+        parser.add_argument(f"--{option.replace('_', '-')}", dest=option, default=None, **flag)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    return parser
+
+
+def _planner_options() -> Iterator[tuple[str, str, str]]:
+    """Yields name, type and meaning of each option of :class:`~graphckpt.planning.PlanOptions` that is a flag.
+
+    From the text of the class: to import it takes seconds, which ``--help`` can do without.
+    """
+    text = (Path(__file__).parent / "planning" / "options.py").read_text(encoding="utf-8")
+    (options,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "PlanOptions")
+    assert isinstance(options, ast.ClassDef)
+    for node, doc in pairwise(options.body):
+        if isinstance(node, ast.AnnAssign) and "'command'" not in ast.unparse(node) and isinstance(doc, ast.Expr):
+            assert isinstance(node.target, ast.Name)
+            meaning = " ".join(re.sub('``True`` or |``|"', "", ast.literal_eval(doc.value)).split())
+            sentence, *_ = re.split(r"[.;] |, as ", meaning.removesuffix("."))
+            yield node.target.id, ast.unparse(node.annotation), sentence[:1].lower() + sentence[1:]
+
+
+def add_profile_device(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _add_command(
+        commands,
+        "profile-device",
+        _profile,
+        help="measure the device of this machine for the planner",
+        description="Measures the rates and the allocator of a device, and writes a profile for 'graphckpt plan'.",
+        epilog=_PROFILE_EXAMPLES,
+    )
+    parser.add_argument("file", metavar="FILE", help="where to write the profile: a .yaml")
+    parser.add_argument("--device", default=None, metavar="NAME", help="such as cuda:0; the accelerator by default")
+    parser.add_argument("--name", default=None, help="the name of the profile")
+    parser.add_argument("--seconds", type=float, default=0.5, help="the least time for which each rate is measured")
+    parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    if parsed.print_config:
+        from graphckpt.config.source import ConfigSource  # noqa: PLC0415 - as below
+
+        source = ConfigSource(parsed.config_file, parsed.overrides, fast_dev_run=parsed.fast_dev_run)
+        print(source.describe(), end="")
+        return 0
+    from graphckpt.config.run import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
+
+    trainer = trainer_from(
+        parsed.config_file,
+        parsed.overrides,
+        fast_dev_run=parsed.fast_dev_run,
+        resume=parsed.resume,
+        eval_only=parsed.eval_only,
+    )
+    is_stopped = False
+    if parsed.eval_only:
+        trainer.evaluate()
+    else:
+        is_stopped = trainer.train().is_stopped
+    trainer.ranks.close()
+    return _INTERRUPTED if is_stopped else 0
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from graphckpt.config.run import planner_from  # noqa: PLC0415 - as above
+    from graphckpt.planning.options import check_budget  # noqa: PLC0415
+    from graphckpt.units import format_bytes  # noqa: PLC0415
+
+    budget = check_budget(_budget_of(parsed.memory_budget))
+    with Progress() as progress:
+        progress.begin("loading the config and its model")
+        planner, target = planner_from(
+            parsed.config_file,
+            parsed.overrides,
+            device=parsed.device,
+            options=_plan_options_of(parsed),
+            progress=lambda done, total: progress.begin(f"simulated run {done} of {total}"),
+        )
+        if parsed.memory_budget is None:
+            size = format_bytes(target.memory_bytes)
+            print(f"--memory-budget is not set: planning for all memory of {target.name}, {size}", file=sys.stderr)
+        progress.begin(f"choosing the policies of {len(planner.plain.measured.names)} blocks")
+        if parsed.sweep:
+            _sweep(planner, parsed.sweep)
+        plan = planner.plan(planner.bytes_of(budget, target.memory_bytes))
+    plan.explain()
+    if parsed.save:
+        plan.save(parsed.save)
+        print(f"written: {parsed.save}")
+    if parsed.plot:
+        plan.plot(parsed.plot)
+        print(f"drawn: {parsed.plot}")
+    return 0
+
+
+def _sweep(planner: Planners, path: str) -> None:
+    from graphckpt.planning.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
+    from graphckpt.planning.rows import print_sweep  # noqa: PLC0415
+
+    front = planner.front()
+    uniform = planner.uniform()
+    print_sweep([(peak, seconds, plan.rows) for peak, seconds, plan in front], uniform)
+    draw_sweep([(peak, seconds) for peak, seconds, _ in front], uniform, path)
+    print(f"drawn: {path}")
+
+
+def _fit(parsed: argparse.Namespace) -> int:
+    from graphckpt.config.run import fit_from  # noqa: PLC0415 - as above
+    from graphckpt.planning.fit import check_fit_budget  # noqa: PLC0415
+
+    budget = check_fit_budget(_budget_of(parsed.memory_budget))
+    sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)
+    lengths = [None] if parsed.sequence_lengths is None else _numbers(parsed.sequence_lengths, "--sequence-lengths")
+    if parsed.plot is not None:
+        from graphckpt.ledger.plot import file_of  # noqa: PLC0415
+
+        file_of(parsed.plot)  # raises now, not after the measurements
+    fits: list[tuple[int | None, Fit]] = []
+    with Progress() as progress:
+        for length in lengths:
+            progress.begin("loading the config and its model")
+            fit = fit_from(
+                parsed.config_file,
+                [*parsed.overrides, *([] if length is None else [f"data.seq_length={length}"])],
+                device=parsed.device,
+                memory_budget=budget,
+                batch_sizes=sizes,
+                global_batch=parsed.global_batch_size,
+                options=_plan_options_of(parsed),
+                progress=progress.begin,
+            )
+            fits.append((length, fit))
+    if parsed.json:
+        rows = [fit.to_dict() if one is None else {"sequence_length": one, **fit.to_dict()} for one, fit in fits]
+        print(json.dumps(rows[0] if len(rows) == 1 else rows, indent=1))
+    for length, fit in fits:
+        if not parsed.json:
+            if length is not None:
+                print(f"sequence length {length}")
+            fit.explain()
+        if parsed.plot is not None:
+            path = Path(parsed.plot)
+            path = fit.plot(path if length is None else path.with_name(f"{path.stem}_{length}{path.suffix}"))
+            print(f"drawn: {path}", file=sys.stderr if parsed.json else sys.stdout)
+    return 0
+
+
+def _profile(parsed: argparse.Namespace) -> int:
+    from graphckpt.planning.write_profile import write_profile  # noqa: PLC0415 - loads torch
+
+    write_profile(
+        parsed.file,
+        parsed.device,
+        name=parsed.name,
+        seconds=parsed.seconds,
+        folder=parsed.folder,
+        report=partial(print, flush=True),
+    )
+    print(f"written: {parsed.file} · use it: graphckpt plan --device {parsed.file} ...")
+    return 0
+
+
+def batch_sizes_of(text: str) -> range | list[int]:
+    """Reads batch sizes.
+
+    >>> batch_sizes_of("1,2,4"), batch_sizes_of("8:64")
+    ([1, 2, 4], range(8, 65))
+    """
+    first, colon, last = text.partition(":")
+    if not colon:
+        return _numbers(text, "--batch-sizes")
+    (low,), (high,) = _numbers(first, "--batch-sizes", 1), _numbers(last, "--batch-sizes", 1)
+    return range(low, high + 1)
+
+
+def _numbers(text: str, flag: str, count: int | None = None) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts) or count not in (None, len(parts)):
+        fix = "8,16,32, or 1:64" if flag == "--batch-sizes" else "512,1024"
+        raise ConfigError(f"{flag}: expected whole numbers, got {text!r} · fix: {flag} {fix}")
+    return [int(part) for part in parts]
+
+
+def _budget_of(text: str | None) -> int | float | str:
+    """Reads a number, for on a command line all is text; without a budget it is ``"max"``."""
+    if text is None:
+        return "max"
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    if not math.isfinite(number):
+        return text
+    return number if "." in text else int(number)
+
+
+def _plan_options_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    values = {option: getattr(parsed, option) for option, _, _ in _planner_options()}
+    if values["candidates"] is not None:
+        values["candidates"] = [yaml.safe_load(rule) for rule in values["candidates"]]
+    if values["head"] is not None:
+        values["head"] = _heads(values["head"])
+    return {option: value for option, value in values.items() if value is not None}
+
+
+def _heads(rules: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """Reads ``NAME=RULE``, where ``tiles`` may have a number of slices and how to join their results after it.
+
+    >>> _heads(["loss_head=tiles:8:sum"])
+    {'loss_head': [{'rule': 'tiles', 'num_tiles': 8, 'reduce': 'sum'}]}
+    """
+    from graphckpt.rules import parse_rule  # noqa: PLC0415 - loads torch
+
+    heads: dict[str, list[dict[str, Any]]] = {}
+    for text in rules:
+        name, _, rule_text = text.partition("=")
+        rule, *settings = rule_text.split(":")
+        if not name or not rule:
+            raise ConfigError(f"--head: expected NAME=RULE, got {text!r} · fix: --head loss_head=tiles:8:sum")
+        fields: dict[str, Any] = {"rule": rule}
+        fields |= {"num_tiles" if s.isdigit() else "reduce": int(s) if s.isdigit() else s for s in settings}
+        try:
+            parse_rule(fields)
+        except ConfigError as error:
+            raise ConfigError(f"--head {text!r}: {error}") from None
+        heads.setdefault(name, []).append(fields)
+    return heads
+
+
+@final
+class Progress:
+    """Prints on stderr what is being done, once it has taken a while, and ends it on Ctrl-C.
+
+    Python swallows a ``KeyboardInterrupt`` that is raised within a destructor: it is then raised where the next thing
+    begins.
+    """
+
+    def __init__(self) -> None:
+        self._is_interrupted = False
+        self._handles_interrupts = False
+        self._began = time.monotonic()
+        self._text = ""
+        self._timer = threading.Timer(_SHOW_AFTER, self._show)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        if threading.current_thread() is threading.main_thread():  # others cannot set a handler
+            self._handles_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._handles_interrupts:
+            signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._handles_interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if kind is None:
+            self._check_interrupts()
+
+    def begin(self, text: str) -> None:
+        """Names what begins now."""
+        self._check_interrupts()
+        self._text = text
+        if time.monotonic() - self._began >= _SHOW_AFTER:
+            self._show()
+
+    def _interrupt(self, *_: object) -> None:
+        self._is_interrupted = True
+        raise KeyboardInterrupt
+
+    def _check_interrupts(self) -> None:
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+
+    def _show(self) -> None:
+        print(f"planning, {time.monotonic() - self._began:.0f} s: {self._text}", file=sys.stderr, flush=True)

@@ -1,0 +1,407 @@
+"""Config files: YAML, or Python whose relative imports go by path; overrides of their values, and where each is set."""
+
+from __future__ import annotations
+
+import builtins
+import linecache
+import math
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, final
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from graphckpt.config.lazy import dotted_name, importable, is_call
+from graphckpt.errors import ConfigError, GraphckptError, bullets, did_you_mean, first_line
+from graphckpt.yaml_text import compose
+
+_SUFFIXES = (".py", ".yaml", ".yml")
+_ODD_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|0[0-9_]+)")
+"""What YAML 1.1 reads differently than it looks: 12:30:45 is 45045, and 010 is 8."""
+
+
+@final
+class LazyConfig:
+    """Loads, saves and overrides configs, as in libai."""
+
+    @staticmethod
+    def load(filename: str | Path) -> DictConfig:
+        """Returns the top-level dicts and lists of a ``.py`` or ``.yaml`` file that are not named ``_...``.
+
+        Raises:
+            ConfigError: no such file, or it raised; the message shows its own line.
+        """
+        config, _ = load_with_origins(Path(filename))
+        return config
+
+    @staticmethod
+    def apply_overrides(config: DictConfig, overrides: Iterable[str]) -> DictConfig:
+        """Applies overrides such as ``"optim.lr=3e-4"`` to ``config`` in place, and returns it.
+
+        Raises:
+            ConfigError: with every override that cannot be applied.
+        """
+        if faults := override(config, overrides):
+            raise ConfigError(bullets("the overrides have faults", faults))
+        return config
+
+    @staticmethod
+    def save(config: DictConfig, filename: str | Path) -> None:
+        """Writes ``config`` as YAML, each callable as its dotted name, so that ``load`` reads it back.
+
+        Warns:
+            UserWarning: a callable cannot be imported by a name, so that ``load`` will not find it again.
+        """
+        Path(filename).write_text(OmegaConf.to_yaml(OmegaConf.create(plain_values(config))), encoding="utf-8")
+
+
+def try_get_key(config: DictConfig, *keys: str, default: Any = None) -> Any:
+    """Returns the value of the first of ``keys`` (dotted) in ``config``, or ``default``.
+
+    >>> try_get_key(OmegaConf.create({"train": {"seed": 7}}), "seed", "train.seed")
+    7
+    """
+    missing = object()
+    for key in keys:
+        try:
+            value = OmegaConf.select(config, key, default=missing)
+        except OmegaConfBaseException:
+            continue
+        if value is not missing:
+            return value
+    return default
+
+
+def packaged_folder() -> Path:
+    """Returns the folder of the packaged configs.
+
+    Raises:
+        ConfigError: the installation holds none.
+    """
+    package = Path(__file__).parents[1]
+    for candidate in (package / "configs", package.parent / "configs"):  # of a wheel, of a checkout
+        if (candidate / "common").is_dir():
+            return candidate
+    raise ConfigError(f"there are no configs in {package} · fix: install graphckpt again")
+
+
+def find_packaged(name: str) -> Path:
+    """Returns the path of a packaged config, such as ``"common/train.py"``, or ``"quickstart"`` for short.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    root = packaged_folder()
+    for path in (root / name, root / f"{name}.py"):
+        if path.is_file():
+            return path
+    names = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
+    hint = did_you_mean(name, names) or f" · fix: use one of {', '.join(names)}"
+    raise ConfigError(f"no packaged config is called {name!r}{hint}")
+
+
+def existing(path: Path) -> Path:
+    """Returns ``path``, or the packaged config of this name if it does not exist."""
+    if path.exists() or path.is_absolute():
+        return path
+    is_prefixed = path.parts[:1] == ("configs",)
+    try:
+        return find_packaged((path.relative_to("configs") if is_prefixed else path).as_posix())
+    except ConfigError as error:
+        raise ConfigError(f"{path}: no such config file; {error}") from error
+
+
+def get_config(name: str) -> DictConfig:
+    """Loads a packaged config; ``get_config("common/train.py").train`` is its section ``train``.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    return LazyConfig.load(find_packaged(name))
+
+
+@final
+class Origins:
+    """Where each value of a config was last set, by its dotted key."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[str, str]] = {}  # by key: the text of the value, and where it is set
+
+    def note(self, config: Any, origin: str) -> None:
+        """Notes that the values that are new or have changed are set at ``origin``."""
+        for key, text in _leaves(plain_values(config)):
+            if self._entries.get(key, ("", ""))[0] != text:
+                self._entries[key] = text, origin
+
+    def of(self, key: str) -> str | None:
+        """Returns where a value is set; ``None`` if it is not."""
+        return self._entries.get(key, ("", None))[1]
+
+
+def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
+    """Returns the dicts, lists and calls of a config file, and the file that sets each value.
+
+    Raises:
+        ConfigError: no such file, another kind of file, or it raised; the message shows its own line.
+    """
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such config file")
+    with importable_from(path.resolve().parent):
+        if path.suffix == ".py":
+            return _run_python(path)
+        config = _read_yaml(path)
+    origins = Origins()
+    origins.note(config, str(path.resolve()))
+    return config, origins
+
+
+@contextmanager
+def importable_from(*folders: Path) -> Iterator[None]:
+    """Makes modules in some folders importable, after installed ones, within the context."""
+    names = [str(folder) for folder in folders]
+    sys.path += names
+    try:
+        yield
+    finally:
+        for name in names:
+            sys.path.remove(name)
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        odd_values = list(_odd_numbers(path.read_text("utf-8")))  # first: it refuses what would never end to load
+        config = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        at = error.problem_mark
+        place = f"{path}:{at.line + 1}" if at else str(path)
+        raise ConfigError(f"{place}: {error.problem or error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if faults := [f"{key} in line {line}: {_odd_number_fault(text)}" for key, text, line in odd_values]:
+        raise ConfigError(bullets(str(path), faults) if len(faults) > 1 else f"{path}: {faults[0]}")
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path}: expected a mapping at the top level, got a list")
+    config._set_flag("allow_objects", True)
+    return config
+
+
+def _run_python(path: Path) -> tuple[DictConfig, Origins]:
+    files = _PythonFiles()
+    try:
+        module = files.execute(path)
+    except GraphckptError as error:
+        line = files.line_of(error)
+        raise ConfigError(f"{line}: {error}" if line else str(error)) from error
+    except SyntaxError as error:
+        source = f"\n    {error.text.rstrip()}" if error.text else ""
+        raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}{source}") from error
+    except Exception as error:
+        text = first_line(error) if isinstance(error, OmegaConfBaseException) else str(error)
+        raise ConfigError(f"{files.line_of(error) or path}: {type(error).__name__}: {text}") from error
+    return OmegaConf.create(_configs_in(module), flags={"allow_objects": True}), files.origins
+
+
+def _configs_in(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_config(value)}
+
+
+def _is_config(value: object) -> bool:
+    is_list_of_calls = isinstance(value, list) and any(is_call(item) for item in value)
+    return is_list_of_calls or isinstance(value, dict | DictConfig | ListConfig)
+
+
+class _PythonFiles:
+    """The Python config files that one load has run, and those still running."""
+
+    def __init__(self) -> None:
+        self.origins = Origins()
+        self._files: list[str] = []
+        self._running: list[Path] = []
+
+    def execute(self, path: Path) -> ModuleType:
+        """Runs a config file as a module outside of ``sys.modules``, so that every load runs it anew."""
+        self._files.append(str(path))
+        linecache.checkcache(str(path))
+        code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+        module = ModuleType(path.stem)
+        module.__file__ = str(path)
+        # An import statement looks here for its function: the process's own import stays untouched.
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._importer(path)}
+        self._running.append(path)
+        exec(code, vars(module))  # noqa: S102 - a config file is a program of the user's
+        self._running.pop()
+        for name, value in list(vars(module).items()):
+            if isinstance(value, dict) and not name.startswith("_"):
+                setattr(module, name, OmegaConf.create(value, flags={"allow_objects": True}))
+        self.origins.note(_configs_in(module), str(path.resolve()))
+        return module
+
+    def line_of(self, error: Exception) -> str:
+        """Returns ``file:line`` and the source of the innermost config line that ``error`` went through."""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in self._files]
+        return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+    def _importer(self, path: Path) -> Callable[..., Any]:
+        def import_by_path(
+            name: str,
+            globals: Mapping[str, Any] | None = None,  # noqa: A002 - the names of the built-in function
+            locals: Mapping[str, Any] | None = None,  # noqa: A002
+            fromlist: Sequence[str] = (),
+            level: int = 0,
+        ) -> Any:
+            if level == 0:
+                return builtins.__import__(name, globals, locals, fromlist, level)
+            if not name:
+                fix = "name the file, as in 'from .common.train import train'"
+                raise ConfigError(f"'from . import' names a folder · fix: {fix}")
+            imported = path.parents[level - 1].joinpath(*name.split(".")).with_suffix(".py")
+            if not imported.is_file():
+                raise ConfigError(f"no config file {imported} · fix: a relative import goes by this file's folder")
+            if imported in self._running:
+                raise ConfigError(f"{imported} imports this file, and this file imports it")
+            return self.execute(imported)
+
+        return import_by_path
+
+
+def override(config: DictConfig, overrides: Iterable[str]) -> list[str]:
+    """Applies ``key=value`` overrides in order, in place, and returns the faults. Values are YAML.
+
+    A mapping is merged into the mapping at its key; any other value replaces the one at its key.
+    A key that does not exist yet is added: whether it may exist at all is for the schema to say.
+
+    >>> config = OmegaConf.create({"train": {"log_period": 20}})
+    >>> override(config, ["train.log_period=5", "train.seed"])
+    ["override 'train.seed': expected key=value"]
+    >>> config.train.log_period
+    5
+    """
+    return [fault for word in overrides if (fault := _override_one(config, word))]
+
+
+def _override_one(config: DictConfig, word: str) -> str:
+    key, equals, text = word.partition("=")
+    key = key.strip()
+    if not equals or not key or not all(key.split(".")):
+        return f"override {word!r}: expected key=value"
+    try:
+        odd = next(_odd_numbers(text), None)
+        value = OmegaConf.from_dotlist([f"value={text}"])["value"]
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        return f"{key}: expected a YAML value, got {text!r} · fix: quote it ({first_line(error)})"
+    if odd is not None:
+        inner = f".{odd[0]}" if odd[0] and not odd[0].startswith("[") else odd[0]
+        return f"{key}{inner}: {_odd_number_fault(odd[1])}"
+    if fault := _section_fault(config, key):
+        return fault
+    try:
+        OmegaConf.update(config, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError, TypeError, IndexError) as error:
+        return f"{key}: {first_line(error)}"
+    return ""
+
+
+def _section_fault(config: DictConfig, key: str) -> str:
+    """Returns a fault if a parent of ``key`` is a plain value."""
+    node: object = config
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        above = ".".join(parts[:depth])
+        if isinstance(node, ListConfig):
+            if not part.isdecimal() or int(part) >= len(node):
+                return f"{key}: expected an index of {above} below {len(node)}, got {part!r}"
+            node = node[int(part)]
+        elif isinstance(node, DictConfig):
+            if part not in node or OmegaConf.is_interpolation(node, part):
+                return ""
+            node = node[part]
+        elif node is None:
+            return ""
+        else:
+            return f"{key}: {above} is a value ({node!r}), not a section"
+    return ""
+
+
+def _odd_number_fault(text: str) -> str:
+    fix = "write it in digits, without ':' and without a zero in front, or quote it"
+    return f"expected a plain number, got {text} · fix: {fix}"
+
+
+def _odd_numbers(text: str) -> Iterator[tuple[str, str, int]]:
+    """Yields key, value and line, from 1, of each number in base 60 or with a zero in front, unless it is quoted.
+
+    Raises:
+        YAMLError: The text cannot be read.
+
+    >>> list(_odd_numbers("a: {b: 12:30:45, c: '12:30', d: 10}"))
+    [('a.b', '12:30:45', 1)]
+    """
+    nodes = [("", compose(text))]
+    visited: set[int] = set()
+    while nodes:
+        key, node = nodes.pop()
+        if node is None or id(node) in visited:  # an alias
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            children = [(f"{key}.{name.value}" if key else str(name.value), value) for name, value in node.value]
+            nodes += reversed(children)
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += reversed([(f"{key}[{number}]", value) for number, value in enumerate(node.value)])
+        elif node.style is None and node.tag.endswith((":int", ":float")) and _ODD_NUMBER.fullmatch(node.value):
+            yield key, node.value, node.start_mark.line + 1
+
+
+def plain_values(node: Any) -> Any:
+    """Returns a config as dicts, lists and plain values, other objects as their dotted name or text.
+
+    Warns:
+        UserWarning: A callable cannot be imported by a name.
+    """
+    if OmegaConf.is_config(node):
+        node = OmegaConf.to_container(node, resolve=False)
+    if isinstance(node, Mapping):
+        return {key: plain_values(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [plain_values(value) for value in node]
+    if node is None or isinstance(node, bool | int | float | str | bytes):
+        return node
+    if not callable(node):
+        return str(node)
+    name = dotted_name(node)
+    if not importable(node):
+        warnings.warn(f"{name} cannot be imported by this name: the saved config will not load", stacklevel=2)
+    return name
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the dotted key and the YAML text of each value in a section.
+
+    >>> dict(_leaves({"train": {"seed": 1, "betas": [0.9, 0.95]}}))
+    {'train.seed': '1', 'train.betas': '[0.9, 0.95]'}
+    """
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, yaml_text(node)
+
+
+def yaml_text(value: Any) -> str:
+    """Returns a value as YAML on one line.
+
+    >>> yaml_text("*.h"), yaml_text(None), yaml_text({"rule": "full"})
+    ("'*.h'", 'null', '{rule: full}')
+    """
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    return str(text).removesuffix("...\n").rstrip("\n")

@@ -1,1 +1,0 @@
-"""Descriptions of devices, and stand-ins for devices that are absent."""

@@ -1,0 +1,392 @@
+"""Runs a step on fake tensors, with the kernels of another device in place of the CPU's.
+
+The tensors are on the CPU: fake tensors on a device that the process does not have abort the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import sqrt
+from types import ModuleType
+from typing import Any, Self, final
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import swap_tensors
+
+from graphckpt._compat import TRUNCATED_NORMAL, FakeTensors, NoValueError, backward_within, forget_fake, is_fake
+from graphckpt.errors import ConfigError
+from graphckpt.planning.profile import DeviceProfile
+
+_READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
+_HERE = ("cpu", "meta")
+
+
+@final
+class FakeDevice:
+    """A device that may be absent. Inside of ``with``, tensors allocate no memory, and a step runs as on that device.
+
+    It is reentrant: a model that is built in one ``with`` block runs in another one of the same object.
+
+    Args:
+        machine: the profile of the device.
+        is_padded: whether attention masks may contain padding. If not, Transformers omits a mask of ones, as it does on
+            a device where it can read the mask.
+
+    >>> from graphckpt.planning.profile import load_profile
+    >>> device = FakeDevice(load_profile("h200"))
+    >>> with device:
+    ...     layer = torch.nn.Linear(2**20, 2**20, dtype=torch.bfloat16)  # 2 TiB
+    ...     layer(torch.zeros(8, 2**20, dtype=torch.bfloat16)).shape
+    torch.Size([8, 1048576])
+    """
+
+    def __init__(self, machine: DeviceProfile, *, is_padded: bool = True) -> None:
+        self.machine = machine
+        self._is_padded = is_padded
+        self._tensors = FakeTensors(allow_non_fake_inputs=True)
+        self._functions = _FunctionOverrides(CudaKernels(machine) if machine.kind == "cuda" else None)
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(_transformers_as_eager(is_padded=self._is_padded))
+            if self.machine.kind == "cuda":
+                stack.enter_context(_autocast_here())
+                stack.enter_context(_foreach_optimizers())
+            stack.enter_context(swapped(torch.utils, {"swap_tensors": self._swap}))
+            stack.enter_context(swapped(torch.nn.init, {TRUNCATED_NORMAL: _normal}))
+            stack.enter_context(self._tensors)
+            stack.enter_context(self._functions)
+            stack.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]
+
+    def _swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """``module.to(...)`` calls this."""
+        forget_fake(self._tensors, one, other)
+        swap_tensors(one, other)
+
+
+@final
+class _FunctionOverrides(TorchFunctionMode):
+    """Intercepts calls of PyTorch before they become ops, as the CPU's kernels are chosen there."""
+
+    def __init__(self, kernels: CudaKernels | None) -> None:
+        super().__init__()
+        self._instead = {} if kernels is None else kernels.instead
+        self._by_name = (
+            {} if kernels is None else {"scaled_dot_product_attention": kernels.attention, "dropout": dropout}
+        )
+        self._emulates_autocast = kernels is not None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        instead = self._instead.get(func)
+        if instead is not None:
+            return instead(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with swapped(F, self._by_name):  # PyTorch disables the mode while it runs
+                return func(*args, **kwargs)
+        if self._emulates_autocast and func in FULL_PRECISION and torch.is_autocast_enabled("cpu"):
+            return in_full_precision(func, args, kwargs)
+        args, kwargs = _here(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NoValueError:
+            if func in _READS and args[0].is_floating_point():
+                return 1.0  # a printed loss or a gradient norm: no shape depends on it
+            raise ConfigError(
+                f"the step reads the value of a tensor by {resolve_name(func) or func}, and fake tensors have none · "
+                "fix: remove it from the step, or plan on the device"
+            ) from None
+
+
+def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replaces devices in arguments by the CPU, where the fake tensors are."""
+    if func is torch.Tensor.cuda:
+        return args[:1], {}
+    if any(map(_is_elsewhere, args)):
+        args = tuple(torch.device("cpu") if _is_elsewhere(value) else value for value in args)
+    if _is_elsewhere(kwargs.get("device")):
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    return args, kwargs
+
+
+def _is_elsewhere(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type not in _HERE
+    return isinstance(value, str) and value.split(":")[0] == "cuda"
+
+
+def _normal(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Draws once, as a fake tensor has no values to compare with the bounds of ``trunc_normal_``."""
+    with torch.no_grad():
+        return tensor.normal_()
+
+
+@contextmanager
+def swapped(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
+    """Makes Transformers' mask code take the branch for masks that can be read: no packed sequences.
+
+    See :mod:`graphckpt.graph.capture`, which does so for captures.
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    if module is None:
+        yield
+        return
+
+    def without_packing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def find(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            return None if is_fake(found) else found
+
+        return find
+
+    def without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+        def is_left_out(padding_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return original(None if is_fake(padding_mask) else padding_mask, *args, **kwargs)
+
+        return is_left_out
+
+    changes = {"find_packed_sequence_indices": without_packing}
+    if not is_padded:
+        changes |= dict.fromkeys(("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), without_padding)
+    found = {name: change(getattr(module, name)) for name, change in changes.items() if hasattr(module, name)}
+    with swapped(module, found):
+        yield
+
+
+@contextmanager
+def _autocast_here() -> Iterator[None]:
+    """Enables ``torch.autocast("cuda")``, which disables itself without the device."""
+    original = torch.autocast.__init__
+
+    def begin(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, *args, **kwargs)
+
+    with swapped(torch.autocast, {"__init__": begin}):
+        yield
+
+
+@contextmanager
+def _foreach_optimizers() -> Iterator[None]:
+    """Makes optimizers use their ``foreach`` implementation by default, as on CUDA."""
+    chosen: list[dict[str, Any]] = []
+
+    def choose(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            has_choice = "foreach" in group and group["foreach"] is None
+            if has_choice and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
+                chosen.append(group)
+
+    def forget(*_: Any) -> None:
+        while chosen:
+            chosen.pop()["foreach"] = None
+
+    handles = register_optimizer_step_pre_hook(choose), register_optimizer_step_post_hook(forget)
+    try:
+        yield
+    finally:
+        forget()
+        for handle in handles:
+            handle.remove()
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_aten = torch.ops.aten
+_BIAS_ALIGN = 8  # elements; PyTorch pads masks of the efficient kernel to multiples of it
+
+_FULL_PRECISION = """
+acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity cross_entropy cumprod
+cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log_softmax log1p log2
+margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow
+prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum renorm tan triplet_margin_loss
+"""
+FULL_PRECISION = frozenset(
+    getattr(owner, name)
+    for owner in (torch, F, torch.Tensor)
+    for name in _FULL_PRECISION.split()
+    if hasattr(owner, name)
+)
+"""Functions that autocast runs in float32 on CUDA (docs.pytorch.org/docs/stable/amp.html), but not on the CPU."""
+
+
+@final
+class CudaKernels:
+    """The kernels of one device, in the order of its profile."""
+
+    def __init__(self, machine: DeviceProfile) -> None:
+        self._order = machine.attention
+        self._capability = machine.capability or (8, 0)
+        self.instead: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: self.attention,
+            F.dropout: dropout,
+            torch.dropout: dropout,
+        }
+        """Replacements of PyTorch functions."""
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Replaces ``scaled_dot_product_attention``, with the first kernel that supports the call."""
+        if torch.is_autocast_enabled("cpu"):
+            low = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(low), key.to(low), value.to(low)
+            if attn_mask is not None and attn_mask.is_floating_point():
+                attn_mask = attn_mask.to(low)
+        call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        kernels = (kernel for kernel in self._order if kernel == "math" or call.is_supported(kernel, self._capability))
+        run: Callable[[], torch.Tensor] = getattr(call, next(kernels, "math"))
+        return run()
+
+
+@final
+@dataclass(slots=True)
+class _AttentionCall:
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    is_causal: bool
+    scale: float | None
+    is_grouped: bool
+
+    def is_supported(self, kernel: str, capability: tuple[int, int]) -> bool:
+        """Whether a fused kernel supports the shapes and types of the tensors, and is enabled."""
+        query, key, value = self.query, self.key, self.value
+        width, is_half = query.shape[-1], query.dtype in _HALF
+        is_plain = (
+            query.dim() == key.dim() == value.dim() == 4
+            and query.dtype is key.dtype is value.dtype
+            and query.shape[-1] == key.shape[-1] == value.shape[-1]
+            and query.shape[0] == key.shape[0] == value.shape[0]
+            and (query.shape[1] == key.shape[1] or self.is_grouped)
+        )
+        if not is_plain:
+            return False
+        if kernel == "flash":
+            is_wide = width > 256 or (width > 192 and capability in ((8, 6), (8, 9)) and self._needs_grad)
+            is_enabled = torch.backends.cuda.flash_sdp_enabled() and capability >= (8, 0)
+            return is_enabled and is_half and not is_wide and self.mask is None
+        if kernel == "cudnn":
+            is_enabled = torch.backends.cuda.cudnn_sdp_enabled() and capability >= (8, 0)
+            return is_enabled and is_half and width <= 128 and width % 8 == 0
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and (is_half or query.dtype is torch.float32)
+            and query.shape[1] == key.shape[1]
+            and width * query.element_size() % 16 == 0
+        )
+
+    @property
+    def _needs_grad(self) -> bool:
+        tensors = (self.query, self.key, self.value, self.mask)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    def flash(self) -> torch.Tensor:
+        """Pads heads to a width of 8 n; grouped keys and values are not expanded."""
+        width = self.query.shape[-1]
+        scale = 1 / sqrt(width) if self.scale is None else self.scale
+        missing = -width % 8
+        tensors = [F.pad(t, (0, missing)) if missing else t for t in (self.query, self.key, self.value)]
+        found = _aten._scaled_dot_product_flash_attention(*tensors, self.dropout, self.is_causal, False, scale=scale)
+        out: torch.Tensor = found[0]
+        return out[..., :width] if missing else out
+
+    def cudnn(self) -> torch.Tensor:
+        found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_cudnn_attention(
+            self.query, self.key, self.value, self._additive_mask(), self._needs_grad, self.dropout, self.is_causal,
+            False, scale=self.scale,
+        )  # fmt: skip
+        return found[0]
+
+    def efficient(self) -> torch.Tensor:
+        """Saves the mask, which all heads may share."""
+        mask = self._additive_mask()
+        if mask is not None and mask.shape[-1] % _BIAS_ALIGN:
+            length = mask.shape[-1]
+            mask = F.pad(mask, (0, -length % _BIAS_ALIGN))[..., :length]
+        if mask is not None:
+            mask = mask.expand(*self.query.shape[:-1], self.key.shape[-2])
+        found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_efficient_attention(
+            self.query, self.key, self.value, mask, self._needs_grad, self.dropout, self.is_causal, scale=self.scale
+        )
+        return found[0]
+
+    def math(self) -> torch.Tensor:
+        found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_attention_math(
+            self.query, self.key, self.value, self.mask, self.dropout, self.is_causal,
+            scale=self.scale, enable_gqa=self.is_grouped,
+        )  # fmt: skip
+        return found[0]
+
+    def _additive_mask(self) -> torch.Tensor | None:
+        mask = self.mask
+        if mask is None or mask.dtype is not torch.bool:
+            return mask
+        return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def dropout(
+    input: torch.Tensor,  # noqa: A002 - PyTorch's name
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool | None = None,
+) -> torch.Tensor:
+    """Replaces ``dropout`` with one kernel that saves a mask of one byte per element."""
+    training = training if train is None else train  # the name in `torch.dropout`
+    if inplace:
+        return torch.dropout_(input, p, training)
+    if not training or not 0 < p < 1 or input.numel() == 0:
+        return torch.dropout(input, p, training)
+    dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return dropped
+
+
+def in_full_precision(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls ``func`` in float32, as autocast does on CUDA."""
+
+    def raised(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype in _HALF:
+            return value.float()
+        return type(value)(map(raised, value)) if type(value) in (list, tuple) else value
+
+    with torch.autocast("cpu", enabled=False):
+        return func(*map(raised, args), **{key: raised(value) for key, value in kwargs.items()})

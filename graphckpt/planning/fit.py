@@ -1,0 +1,494 @@
+"""Finds the batch sizes that fit into a memory budget, and the plan of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from graphckpt.blocks.select import Selector
+from graphckpt.errors import ConfigError, PlanError
+from graphckpt.planning import options as budgets
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.fit_result import BatchFit, Fit
+from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan_group import PlanGroup
+from graphckpt.planning.planner import Planner, find_blocks, measure_all, plan_and_check
+from graphckpt.planning.profile import DeviceProfile, load_profile
+from graphckpt.planning.steps import FakeStep, RealStep, on_optimizer_step
+
+MakeStep = Callable[[int], tuple[nn.Module, Callable[[], object]]]
+
+_FIRST_FAKE = 8  # larger than where kernels change with small batches
+_FIRST_REAL = 2  # with one sample some copies are views
+_MAX_ROWS = 8  # of sizes that were not listed
+_MAX_SPREAD = 32  # of these sizes, the ratio of the largest to the smallest
+_MAX_ON_LINES = 8  # sizes that are measured where a line leads before the search bisects
+_MAX_SIZE = 2**20  # samples in a batch: what fits beyond this does not depend on the batch
+_ROUNDING = 512  # bytes; CUDA's caching allocator
+_SLACK = 1.1  # of the available memory: a step that is predicted to need more is not run at all
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SizedStep:
+    step: RealStep | FakeStep
+    model: nn.Module
+    blocks: Sequence[tuple[str, nn.Module]]
+
+
+class StepSource(Protocol):
+    """Makes the step of each batch size."""
+
+    is_real: bool
+    """Whether steps run, so that they may need more memory than there is."""
+    can_accumulate: bool
+    """Whether a step can accumulate gradients."""
+    notes: list[str]
+    """What plans should mention."""
+
+    def step(self, size: int, accumulation: int = 1) -> SizedStep: ...
+
+
+@final
+class UserSteps:
+    """Steps that a function makes, on the device of their model or, with ``machine``, on one that may be absent."""
+
+    def __init__(
+        self,
+        make_step: MakeStep,
+        machine: DeviceProfile | None = None,
+        selectors: Selector | Iterable[Selector] | None = None,
+    ) -> None:
+        self.is_real = machine is None
+        self.can_accumulate = False
+        self.notes: list[str] = []
+        self._make_step = make_step
+        self._selectors = selectors
+        self._fake = None if machine is None else FakeDevice(machine)
+
+    def step(self, size: int, accumulation: int = 1) -> SizedStep:
+        assert accumulation == 1
+        step: RealStep | FakeStep
+        if self._fake is None:
+            model, step_fn = self._model_and_step(size)
+            step = RealStep(model, step_fn)
+        else:
+            optimizers: dict[int, Optimizer] = {}
+            with self._fake, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
+                model, step_fn = self._model_and_step(size)
+                step_fn()  # creates the state of the optimizers
+            step = FakeStep(self._fake, model, step_fn, list(optimizers.values()))
+        return SizedStep(step, model, find_blocks(model, self._selectors))
+
+    def _model_and_step(self, size: int) -> tuple[nn.Module, Callable[[], object]]:
+        pair: Any = self._make_step(size)
+        kinds = type(pair).__name__
+        if isinstance(pair, tuple) and len(pair) == 2:
+            model, step_fn = pair
+            if isinstance(model, nn.Module) and callable(step_fn):
+                return model, step_fn
+            kinds = f"{type(model).__name__} and {type(step_fn).__name__}"
+        fix = "def make_step(batch_size): ...; return model, step_fn"
+        raise ConfigError(f"make_step: expected a model and a step function, got {kinds} · fix: {fix}")
+
+
+def fit_steps(
+    source: StepSource,
+    batch_sizes: Iterable[int] | None,
+    memory_budget: budgets.Budget,
+    options: PlanOptions,
+    *,
+    global_batch: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Fit:
+    budget = check_fit_budget(memory_budget)
+    sizes = _checked_sizes(batch_sizes, global_batch)
+    sized = _SizedRows(source, budget, options, progress or (lambda _: None))
+    if isinstance(sizes, list):
+        for size in sizes:
+            sized.row(size)
+        shown = sizes
+    else:
+        shown = _search(sized, sizes, global_batch)
+    fit = sized.fit(shown, global_batch)
+    _ = fit.largest  # raises if there is none
+    if global_batch is not None and source.can_accumulate:
+        sized.check_accumulating(fit, global_batch)
+        fit = sized.fit(shown, global_batch)
+    return fit
+
+
+def check_fit_budget(budget: budgets.Budget) -> int | str:
+    if budget == "min":
+        fix = "fix: memory_budget='12GiB', '50%' or 'max'"
+        raise ConfigError(f"memory_budget: 'min' is a different number of bytes for each batch size · {fix}")
+    return budgets.check_budget(budget)
+
+
+def _checked_sizes(sizes: Iterable[int] | None, global_batch: int | None) -> range | list[int] | None:
+    if global_batch is not None and (isinstance(global_batch, bool) or global_batch < 1):
+        raise ConfigError(f"global_batch: expected 1 or more, got {global_batch!r} · fix: global_batch=512")
+    if sizes is None:
+        return None
+    fix = "fix: batch_sizes=[1, 2, 4, 8], or range(1, 65)"
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
+        raise ConfigError(f"batch_sizes: expected whole numbers, got {sizes!r} · {fix}")
+    if isinstance(sizes, range):
+        if sizes.start < 1 or sizes.step != 1 or not sizes:
+            raise ConfigError(f"batch_sizes: expected a range from 1 or more with step 1, got {sizes!r} · {fix}")
+        return sizes
+    listed = list(sizes)
+    if not listed or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in listed):
+        raise ConfigError(f"batch_sizes: expected whole numbers of 1 or more, got {listed!r} · {fix}")
+    between = range(min(listed), max(listed) + 1) if global_batch is not None else ()
+    return sorted({*listed, *(size for size in between if (global_batch or 1) % size == 0)})
+
+
+def _search(sized: _SizedRows, sizes: range | None, global_batch: int | None) -> list[int]:
+    """Measures until the largest size that fits is known, and some below it; returns those that fit.
+
+    The largest with everything kept is searched first. It is often the fastest, and larger sizes may have to run under
+    its plans.
+    """
+    low, high = (1, None) if sizes is None else (sizes[0], sizes[-1])
+    first = max(low, min(sized.first_size, high or sized.first_size))
+    largest(sized.plain_bytes, low, high, [first, min(2 * first, high or 2 * first)])
+    top = largest(sized.needed_bytes, low, high, [sized.sizes[0], sized.sizes[-1]])  # far apart: their line errs least
+    if top < low:
+        return [low]
+    bottom = low if high is not None else max(min(first, top), top // _MAX_SPREAD)
+    if global_batch is not None:
+        more = [size for size in range(bottom, top + 1) if global_batch % size == 0][-_MAX_ROWS:]
+    else:
+        sizes_so_far = [size for size in sized.sizes if low <= size <= top]
+        powers = [2**power for power in range(bottom.bit_length() - 1, top.bit_length())]
+        more = [size for size in powers if bottom <= size <= top and size not in sizes_so_far]
+        more = more[max(0, len(more) + len(sizes_so_far) - _MAX_ROWS) :]
+    for size in [low, *more] if high is not None else more:
+        sized.row(size)
+    return [size for size in sized.sizes if low <= size <= top]
+
+
+@final
+class _SizedRows:
+    """The rows of batch sizes. Each step is measured, planned, and runs under its plan."""
+
+    def __init__(
+        self, source: StepSource, budget: int | str, options: PlanOptions, progress: Callable[[str], None]
+    ) -> None:
+        self._source = source
+        self._budget = budget
+        self._options = options
+        self._progress = progress
+        self._rows: dict[int, BatchFit] = {}
+        self._device_name = ""
+        self._available = 0
+        self.limit = 0
+        self._static_bytes = 0
+        self._gradient_bytes = 0
+        self.first_size = _FIRST_REAL if source.is_real else _FIRST_FAKE
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted(self._rows)
+
+    def fit(self, sizes: Iterable[int], global_batch: int | None) -> Fit:
+        rows = tuple(self.row(size) for size in sizes)
+        notes = dict.fromkeys(note for row in rows if row.plan is not None for note in row.plan.notes)
+        return Fit(
+            rows=rows,
+            budget_bytes=self.limit,
+            device=self._device_name,
+            global_batch=global_batch,
+            measured_sizes=tuple(size for size in self.sizes if self._rows[size].is_measured),
+            notes=tuple(notes),
+        )
+
+    def needed_bytes(self, size: int) -> int:
+        row = self.row(size)
+        return row.floor_bytes - self.limit if row.fits else max(1, row.floor_bytes - self.limit)
+
+    def plain_bytes(self, size: int) -> int:
+        row = self.row(size)
+        above = row.plain_peak_bytes - self.limit
+        return above if row.is_measured else max(1, above)
+
+    def row(self, size: int) -> BatchFit:
+        if size not in self._rows:
+            self._rows[size] = self._new_row(size)
+        return self._rows[size]
+
+    def check_accumulating(self, fit: Fit, global_batch: int) -> None:
+        """Runs a step of two micro-batches, since any more take as much memory."""
+        try:
+            row = fit.at_global_batch(global_batch)
+        except PlanError:
+            return
+        size = row.batch_size
+        if row.accumulation == 1 or row.plan is None or _offloads(row.plan):
+            return
+        self._progress(f"running two steps of batch size {size} for one update")
+        sized = self._source.step(size, 2)
+        with row.plan.apply(sized.model):
+            peak, _ = sized.step.run()
+        self._rows[size] = replace(self._rows[size], checked_accumulating_bytes=peak)
+
+    def _new_row(self, size: int) -> BatchFit:
+        smaller = [self._rows[one] for one in self.sizes if one < size]
+        failed = next((row for row in smaller if not row.fits), None)
+        base = next((row for row in reversed(smaller) if row.fits and row.is_measured), None)
+        if self._source.is_real and failed is not None:
+            return replace(failed, batch_size=size, is_measured=False)
+        if not self._source.is_real or base is None:
+            return self._measured(size)
+        if self._scaled(base.plain_peak_bytes, base, size) <= self._available:
+            try:
+                return self._measured(size)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+        return self._run_as(base, size)
+
+    def _scaled(self, num_bytes: int, base: BatchFit, size: int) -> int:
+        """Returns what a peak becomes at another size if all but the static bytes grow with the size."""
+        return self._static_bytes + (num_bytes - self._static_bytes) * size // base.batch_size
+
+    def _measured(self, size: int) -> BatchFit:
+        self._progress(f"measuring the step at batch size {size}")
+        sized = self._source.step(size)
+        step, model = sized.step, sized.model
+        with step.restoring(), _gradients_missing_in_forward(model, sized.blocks[0][1]) as missing:
+            planners = measure_all(step, model, sized.blocks, self._options, PlanGroup(), self._source.notes)
+            self._set_limit(step, planners.plain.measured.model.static_bytes)
+            self._gradient_bytes = missing[-1] if missing else 0
+
+            def plan_of(planner: Planner) -> Plan:
+                if isinstance(step, FakeStep):
+                    return planner.plan(self.limit)
+                return plan_and_check(planner, model, step, self.limit, PlanGroup(), planners.policy_fields)
+
+            row = BatchFit(
+                batch_size=size,
+                plan=None,
+                plain_peak_bytes=planners.plain.plain.peak,
+                floor_bytes=planners.bytes_of("min", 0),
+                is_measured=True,
+                optimizer_seconds=planners.plain.measured.optimizer_seconds,
+            )
+            try:
+                row = self._with_plan(row, sized, planners.best_of(plan_of))
+                correction = self._gradient_bytes + (0 if row.plan is None else max(0, row.plan.correction_bytes))
+                more = planners.best_of(lambda planner: planner.plan(self.limit, correction=correction))
+            except PlanError:
+                return row
+        return replace(row, accumulating_plan=self._portable(more) if row.fits else None)
+
+    def _with_plan(self, row: BatchFit, sized: SizedStep, plan: Plan) -> BatchFit:
+        """Runs the step under its plan, unless it is a fake one that offloads: traces do not show what copies take."""
+        if isinstance(sized.step, FakeStep) and _offloads(plan):
+            return replace(row, plan=self._portable(plan))
+        with plan.apply(sized.model):
+            peak, seconds = sized.step.run()
+        if peak > self.limit:
+            return replace(row, floor_bytes=max(row.floor_bytes, self.limit + 1))
+        factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
+        row = replace(row, plan=self._portable(plan), time_factor=factor)
+        return replace(row, checked_peak_bytes=peak, checked_seconds=seconds)
+
+    def _run_as(self, base: BatchFit, size: int) -> BatchFit:
+        """Runs the step of a size at which it does not fit with everything kept, under the plans of a smaller size.
+
+        The fastest that keeps the budget counts.
+        """
+        assert base.plan is not None
+        assert base.plan.front is not None
+        lowest, *others = base.plan.front()
+        row = BatchFit(
+            batch_size=size,
+            plan=None,
+            plain_peak_bytes=base.plain_peak_bytes,
+            floor_bytes=self._scaled(lowest.predicted_peak_bytes, base, size),
+            is_measured=False,
+            optimizer_seconds=base.optimizer_seconds,
+        )
+        if row.floor_bytes > _SLACK * self._available:
+            return row
+        self._progress(f"running the step at batch size {size} under plans of batch size {base.batch_size}")
+        sized = self._source.step(size)
+
+        @cache
+        def run(number: int) -> Plan:
+            plan = [lowest, *others][number]
+            try:
+                with plan.apply(sized.model):
+                    peak, seconds = sized.step.run()
+            except torch.OutOfMemoryError:
+                peak, seconds = max(self._available, self.limit) + 1, float("inf")
+            return replace(
+                plan,
+                predicted_peak_bytes=peak,
+                predicted_step_seconds=seconds,
+                budget_bytes=self.limit,
+                model=sized.model,
+                stages=(),
+                front=None,
+            )
+
+        def fastest(limit: int) -> Plan | None:
+            fitting = [
+                n for n, plan in enumerate(others, 1) if self._scaled(plan.predicted_peak_bytes, base, size) <= limit
+            ]
+            return next((run(n) for n in [*reversed(fitting), 0] if run(n).predicted_peak_bytes <= limit), None)
+
+        with sized.step.restoring():
+            plan = fastest(self.limit)
+            more = None if plan is None else fastest(self.limit - self._gradient_bytes)
+        if plan is None:
+            return replace(row, floor_bytes=run(0).predicted_peak_bytes)
+        if more is not None:
+            more = replace(more, predicted_peak_bytes=more.predicted_peak_bytes + self._gradient_bytes)
+        peak, seconds = plan.predicted_peak_bytes, plan.predicted_step_seconds
+        row = replace(row, plan=plan, accumulating_plan=more, floor_bytes=min(row.floor_bytes, peak))
+        return replace(row, checked_peak_bytes=peak, checked_seconds=seconds)
+
+    def _set_limit(self, step: RealStep | FakeStep, static: int) -> None:
+        if self.limit:
+            return
+        self._device_name, self._static_bytes = step.device_name, static
+        self._available = available = step.available_bytes(static)
+        self.limit = budgets.budget_bytes(self._budget, floor=0, static=0, plain_peak=available, available=available)
+
+    def _portable(self, plan: Plan) -> Plan:
+        """Returns a plan without the model, if that exists only while fake tensors do."""
+        return plan if self._source.is_real else replace(plan, model=None)
+
+
+def _offloads(plan: Plan) -> bool:
+    return any(row.moved_bytes for row in plan.rows)
+
+
+@contextmanager
+def _gradients_missing_in_forward(model: nn.Module, block: nn.Module) -> Iterator[list[int]]:
+    """Yields a list of the bytes of gradients that do not exist at each forward of a block.
+
+    A step with ``zero_grad(set_to_none=True)``, which is the default, has none there.
+    """
+    sizes: list[int] = []
+
+    def add(*_: object) -> None:
+        missing = (p for p in model.parameters() if p.requires_grad and p.grad is None)
+        sizes.append(sum(-(-p.nbytes // _ROUNDING) * _ROUNDING for p in missing))
+
+    hook = block.register_forward_pre_hook(add)
+    try:
+        yield sizes
+    finally:
+        hook.remove()
+
+
+def largest(bytes_of: Callable[[int], int], low: int, high: int | None, start: Iterable[int]) -> int:
+    """Returns the largest size from ``low`` to ``high`` that fits, or ``low - 1`` if none does.
+
+    The next size to measure is where the line through the last two reaches the limit, so that few are needed where the
+    bytes are nearly affine.
+
+    Args:
+        bytes_of: returns the bytes above the limit, 0 or less if a size fits; they do not become fewer with it.
+        low: the smallest size.
+        high: the largest size; ``None`` sets no limit.
+        start: the sizes to measure first.
+
+    >>> largest(lambda size: 100 + 7 * size - 1000, 1, None, [8, 16]), largest(lambda size: size - 83, 1, 64, [8])
+    (128, 64)
+    >>> largest(lambda size: size * size - 1000, 1, None, [8, 16]), largest(lambda size: size - 3, 4, None, [8])
+    (31, 3)
+    """
+    fits, above = low - 1, (_MAX_SIZE if high is None else high) + 1
+    points: list[tuple[int, int]] = []
+    queue = list(start)
+    while above - fits > 1:
+        if queue:
+            size = queue.pop(0)
+            if not fits < size < above:
+                continue
+        elif 2 <= len(points) <= _MAX_ON_LINES and points[-1][1] != points[-2][1]:
+            (before, value_before), (size, value) = points[-2:]
+            size -= value * (size - before) // (value - value_before)
+        else:
+            size = 2 * max(fits, 1) if above > _MAX_SIZE else (fits + above) // 2
+        size = min(max(size, fits + 1), above - 1)
+        points.append((size, bytes_of(size)))
+        if points[-1][1] <= 0:
+            fits = size
+        else:
+            above = size
+    return fits
+
+
+def fit(
+    make_step: MakeStep,
+    *,
+    batch_sizes: Iterable[int] | None = None,
+    memory_budget: budgets.Budget = "max",
+    device: str | Path | DeviceProfile | None = None,
+    global_batch: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Fit:
+    """Finds the largest batch that fits into a memory budget, the fastest one, and the plan of each batch size.
+
+    The step is measured at each size that is shown, and runs under its plan. The largest size is searched until it fits
+    and one more sample does not. A size at which the memory of the device is too small for the step with everything
+    kept runs under the plans of the largest size at which it is not.
+
+    Args:
+        make_step: called with a batch size; returns the model and a function that runs one training step of that many
+            samples, as :func:`graphckpt.plan` takes them. The model may be the same each time, which takes less memory.
+        batch_sizes: the micro-batch sizes to plan. A ``range`` are the bounds of a search for the largest that fits,
+            and ``None`` searches from 1 on; then there are rows for the sizes of the search and some powers of two.
+        memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"max"`` is the memory of the device,
+            and ``"50%"`` half of it.
+        device: ``None`` runs the steps on the device of the model. The name of a device profile such as ``"h200"``, a
+            profile file or a profile runs no step: ``make_step`` is called where tensors allocate no memory, and has to
+            build the model there.
+        global_batch: samples of one update; sizes that divide it are planned too, of a search the eight largest that
+            fit, for :meth:`~graphckpt.planning.fit_result.Fit.at_global_batch`.
+        progress: called with a line about each measurement before it begins.
+        options: fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
+
+    Raises:
+        ConfigError: an argument cannot be used, or no layers were found in the model.
+        PlanError: not even the smallest batch fits.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    >>> model = nn.Sequential(*layers)
+    >>> def make_step(batch_size):
+    ...     x = torch.ones(batch_size, 64)
+    ...     return model, lambda: model(x).sum().backward()
+    >>> found = fit(make_step, memory_budget="8MiB")
+    >>> found.largest.batch_size > found.largest_without_recompute.batch_size
+    True
+    """
+    if isinstance(make_step, nn.Module) or not callable(make_step):
+        fix = "def make_step(batch_size): ...; return model, step_fn"
+        raise ConfigError(f"make_step: expected a function, got {type(make_step).__name__} · fix: {fix}")
+    wanted = PlanOptions.of(options, "fit")
+    has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if has_group and wanted.group is not False:
+        fix = "fit in one process and pass the batch size on, or group=False"
+        raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
+    wanted = replace(wanted, group=False)
+    machine = device if device is None or isinstance(device, DeviceProfile) else load_profile(device)
+    source = UserSteps(make_step, machine, wanted.blocks)
+    return fit_steps(source, batch_sizes, memory_budget, wanted, global_batch=global_batch, progress=progress)

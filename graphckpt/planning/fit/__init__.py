@@ -1,1 +1,0 @@
-"""Finds the batch sizes that fit into a memory budget, and the plan of each."""

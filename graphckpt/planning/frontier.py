@@ -1,0 +1,353 @@
+"""Chooses an option for each block of a chain under a bound on the peak. Integers and numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, final
+
+from graphckpt.errors import ConfigError
+from graphckpt.extras import LazyPackage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    _Labels = tuple[NDArray[np.int64], NDArray[np.int64]]
+else:
+    np = LazyPackage("numpy", "plan")
+
+ChainPlan = tuple[int, ...]
+"""The option of each block; ``COVERED`` if the option of an earlier block includes it."""
+
+COVERED = -1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The effect of an option of one or several consecutive blocks on the memory level, in bytes."""
+
+    forward_peak: int
+    """Highest level in the block's forward and in what follows it before the next block, above the level before it."""
+    kept: int
+    """How much the block's forward raises the level; may be 0 or negative."""
+    backward_peak: int
+    """Highest level in the block's backward, above the level after its forward."""
+    held: Hashable
+    """The state for the next block: the tensors shared with later blocks that blocks hold so far."""
+    waits: float = 0.0
+    """Seconds that the option waits because of earlier options."""
+    length: int = 1
+    """The number of blocks that the option includes: this one, and those after it."""
+
+
+class Chain(Protocol):
+    """A step as a chain of blocks with options."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def start(self) -> Hashable: ...
+
+    @property
+    def base(self) -> int: ...
+
+    @property
+    def fixed_peak(self) -> int:
+        """The peak of the intervals that no option changes, such as the optimizer, in bytes."""
+
+    def options(self, block: int) -> Sequence[float]:
+        """The seconds of each option of a block, forward and backward, of all blocks that it includes."""
+
+    def move(self, block: int, option: int, held: Hashable) -> Move | None:
+        """The effect of the option; ``None`` if it is not allowed here."""
+
+    def head_peak(self, held: Hashable) -> int:
+        """Highest level between the last forward and the first backward, above the level then, in bytes."""
+
+
+@final
+class ChainInterval(NamedTuple):
+    """A part of the step.
+
+    >>> str(ChainInterval("backward", 3)), str(ChainInterval("head"))
+    ('backward of block 3', 'head')
+    """
+
+    kind: Literal["forward", "head", "backward", "fixed"]
+    block: int | None = None
+
+    def __str__(self) -> str:
+        """For messages."""
+        return self.kind if self.block is None else f"{self.kind} of block {self.block}"
+
+
+def levels(
+    chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None
+) -> list[tuple[ChainInterval, int]]:
+    """Returns the highest level of each interval in bytes, in the order of time, and the fixed intervals last.
+
+    ::
+
+        level |     F1 __        head     __ B1       F_i: level before block i + forward_peak
+              |  F0 __|  |_____--____----|  |__ B0    B_i: level after block i + backward_peak
+              |  __|  |__|               |__|  |__    so both follow from the options of blocks 0..i
+              +----------------------------------> time
+
+    Args:
+        chain: The step.
+        plan: An option for each block.
+        in_flight: Additional bytes of the forwards in their order, of the head, and of the backwards in theirs.
+
+    Raises:
+        ConfigError: The chain does not allow an option.
+    """
+    level, held = chain.base, chain.start
+    forward: list[tuple[ChainInterval, int]] = []
+    backward: list[tuple[ChainInterval, int]] = []
+    for block, option in enumerate(plan):
+        if option == COVERED:
+            continue
+        move = _allowed(chain, block, option, held)
+        forward.append((ChainInterval("forward", block), level + move.forward_peak))
+        level, held = level + move.kept, move.held
+        backward.append((ChainInterval("backward", block), level + move.backward_peak))
+    rows = [*forward, (ChainInterval("head"), level + chain.head_peak(held)), *reversed(backward)]
+    if in_flight is not None:
+        rows = [(interval, high + more) for (interval, high), more in zip(rows, in_flight, strict=True)]
+    return [*rows, (ChainInterval("fixed"), chain.fixed_peak)]
+
+
+def binding(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> tuple[ChainInterval, int]:
+    """Returns the first interval that reaches the peak, and the peak in bytes."""
+    return max(levels(chain, plan, in_flight), key=lambda row: row[1])
+
+
+def peak(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> int:
+    """Returns the peak of a plan in bytes; the arguments are those of :func:`levels`."""
+    return binding(chain, plan, in_flight)[1]
+
+
+def seconds(chain: Chain, plan: Sequence[int]) -> float:
+    held, spent = chain.start, []
+    for block, option in enumerate(plan):
+        if option == COVERED:
+            continue
+        move = _allowed(chain, block, option, held)
+        spent += [chain.options(block)[option], move.waits]
+        held = move.held
+    return fsum(spent)
+
+
+def _allowed(chain: Chain, block: int, option: int, held: Hashable) -> Move:
+    move = chain.move(block, option, held)
+    if move is None:
+        raise ConfigError(f"block {block}: option {option} is not allowed after {held!r} · fix: choose another one")
+    return move
+
+
+MOST_LABELS = 4096
+"""Labels per block and state. With fewer, all are kept, and the result is exact."""
+
+_TICK = 1e-12  # seconds; sums of integers do not depend on their order, so that equal plans are equal
+_MOST_TICKS = 2**62  # fits an int64
+
+
+@final
+class Frontier:
+    """The Pareto-optimal plans of a chain, for any budget.
+
+    A plan of blocks ``i`` to the end needs bytes above the level before block ``i``::
+
+        need = max(forward_peak, kept + backward_peak, kept + need of the blocks after it)
+
+    Less need and fewer seconds after block ``i`` are never worse, so only the Pareto-optimal pairs (labels) are kept:
+    from the last block to the first, for each state. This does not depend on a budget.
+
+    If there are more than ``most_labels``, they are divided into that many bands along the curve, and the fastest of
+    each band is kept with its own need: no plan needs more than predicted, and a larger budget is never slower.
+
+    Raises:
+        ConfigError: No plan of the chain is allowed.
+    """
+
+    def __init__(self, chain: Chain, most_labels: int = MOST_LABELS) -> None:
+        self._chain = chain
+        self.is_exact = True
+        """Whether no label was dropped."""
+        self._moves, highest = _reach(chain)
+        num_blocks = chain.num_blocks
+        ends = {held: chain.head_peak(held) for held in highest[num_blocks]}
+        least = _least_need(self._moves, ends)
+        if least is None:
+            raise ConfigError("no plan of the chain is allowed · fix: let each block have one option that always is")
+        lowest_peak = max(chain.fixed_peak, chain.base + least)
+        self._labels: list[dict[Hashable, _Labels]] = [{} for _ in range(num_blocks + 1)]
+        self._labels[num_blocks] = {
+            held: (np.array([need], np.int64), np.zeros(1, np.int64)) for held, need in ends.items()
+        }
+        for block in reversed(range(num_blocks)):
+            labels = self._labels[block]
+            for held, moves in self._moves[block].items():
+                # Every plan reaches the lowest peak, so needs that stay below it from the highest possible level here
+                # are equivalent.
+                alike = lowest_peak - chain.base - highest[block][held]
+                merged = _merge(
+                    [_before(move, ticks, alike, self._labels[block + move.length]) for _, ticks, move in moves]
+                )
+                if len(merged[0]) > most_labels:
+                    self.is_exact = False
+                    merged = _thin(merged, most_labels)
+                labels[held] = merged
+
+    def fastest(self, budget: int) -> ChainPlan | None:
+        """Returns the plan of least seconds whose peak is at most ``budget`` bytes; ``None``: no plan fits.
+
+        Of plans that take equally long it is the one with the lower peak, then the one that comes first in order.
+        """
+        needs, _ = self._labels[0][self._chain.start]
+        label = int(np.searchsorted(needs, budget - self._chain.base, "right")) - 1
+        if label < 0:  # the fixed peak is in every need
+            return None
+        return self._plan(label)
+
+    def least_peak(self) -> tuple[ChainPlan, int, ChainInterval]:
+        plan = self._plan(0)
+        interval, highest = binding(self._chain, plan)
+        return plan, highest, interval
+
+    def plans(self, most: int = 64) -> list[ChainPlan]:
+        """Returns plans of which none is better in both peak and seconds, from the lowest peak up.
+
+        Args:
+            most: How many; if there are more, those at equal distances in bytes, the ends among them.
+        """
+        needs, _ = self._labels[0][self._chain.start]
+        chosen = list(range(len(needs)))
+        if len(needs) > most:
+            marks = np.linspace(needs[0], needs[-1], max(2, most))
+            chosen = sorted({int(np.searchsorted(needs, mark, "right")) - 1 for mark in marks})
+        return [self._plan(label) for label in chosen]
+
+    def _plan(self, label: int) -> ChainPlan:
+        """Follows a label from the first block to the last, taking the first option that leads to its seconds."""
+        chain = self._chain
+        needs, all_ticks = self._labels[0][chain.start]
+        limit, remaining = max(chain.fixed_peak, chain.base + int(needs[label])), int(all_ticks[label])
+        level, held = chain.base, chain.start
+        plan: list[int] = []
+        while len(plan) < chain.num_blocks:
+            for option, ticks, move in self._moves[len(plan)][held]:
+                after = level + move.kept
+                if max(level + move.forward_peak, after + move.backward_peak) > limit:
+                    continue
+                needs, all_ticks = self._labels[len(plan) + move.length][move.held]
+                found = len(needs) - 1 - int(np.searchsorted(all_ticks[::-1], remaining - ticks))
+                if found >= 0 and all_ticks[found] == remaining - ticks and after + needs[found] <= limit:
+                    plan += [option] + [COVERED] * (move.length - 1)
+                    level, held, remaining = after, move.held, remaining - ticks
+                    break
+            else:
+                raise AssertionError("no option leads to a label")
+        return tuple(plan)
+
+
+_Moves = list[dict[Hashable, list[tuple[int, int, Move]]]]
+
+
+def _reach(chain: Chain) -> tuple[_Moves, list[dict[Hashable, int]]]:
+    """Returns option, ticks and move by block and state, and the highest level above the base that each state has."""
+    all_moves: list[dict[Hashable, list[tuple[int, float, Move]]]] = []
+    highest: list[dict[Hashable, int]] = [{chain.start: 0}, *({} for _ in range(chain.num_blocks))]
+    slowest = []
+    for block in range(chain.num_blocks):
+        options = chain.options(block)
+        moves_of: dict[Hashable, list[tuple[int, float, Move]]] = {}
+        for held, level in highest[block].items():
+            moves_of[held] = [
+                (option, duration + move.waits, move)
+                for option, duration in enumerate(options)
+                if (move := chain.move(block, option, held)) is not None
+            ]
+            for _, _, move in moves_of[held]:
+                after = highest[block + move.length]
+                after[move.held] = max(level + move.kept, after.get(move.held, level + move.kept))
+        slowest.append(max((spent / m.length for moves in moves_of.values() for _, spent, m in moves), default=0.0))
+        all_moves.append(moves_of)
+    tick = max(_TICK, fsum(slowest) / _MOST_TICKS)
+    return [
+        {
+            held: _worth([(option, round(spent / tick), move) for option, spent, move in moves])
+            for held, moves in moves_of.items()
+        }
+        for moves_of in all_moves
+    ], highest
+
+
+def _worth(moves: list[tuple[int, int, Move]]) -> list[tuple[int, int, Move]]:
+    return [row for row in moves if not any(_dominates(other, row) for other in moves)]
+
+
+def _dominates(one: tuple[int, int, Move], other: tuple[int, int, Move]) -> bool:
+    """Whether a plan with ``other`` is always slower than the same plan with ``one``, and needs no less."""
+    (_, ticks, a), (_, other_ticks, b) = one, other
+    return (
+        ticks < other_ticks
+        and a.kept <= b.kept
+        and a.forward_peak <= b.forward_peak
+        and a.kept + a.backward_peak <= b.kept + b.backward_peak
+        and a.held == b.held
+        and a.length == b.length
+    )
+
+
+def _least_need(all_moves: _Moves, ends: dict[Hashable, int]) -> int | None:
+    least: list[dict[Hashable, int]] = [{} for _ in all_moves] + [dict(ends)]
+    for block, moves_of in reversed(list(enumerate(all_moves))):
+        for held, moves in moves_of.items():
+            needs = [
+                max(move.forward_peak, move.kept + move.backward_peak, move.kept + after[move.held])
+                for _, _, move in moves
+                if move.held in (after := least[block + move.length])
+            ]
+            if needs:
+                least[block][held] = min(needs)
+    return next(iter(least[0].values()), None)
+
+
+def _before(move: Move, ticks: int, alike: int, after: dict[Hashable, _Labels]) -> _Labels:
+    needs, all_ticks = after[move.held]
+    bound = max(move.forward_peak, move.kept + move.backward_peak, alike)
+    first = max(0, int(np.searchsorted(needs, bound - move.kept, "right")) - 1)  # all before it need the bound as well
+    return np.maximum(needs[first:] + move.kept, bound), all_ticks[first:] + ticks
+
+
+def _merge(parts: list[_Labels]) -> _Labels:
+    """Returns the labels of which none is better in both, by need; their ticks fall."""
+    if not parts:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    needs = np.concatenate([part[0] for part in parts])
+    ticks = np.concatenate([part[1] for part in parts])
+    if not len(needs):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    order = np.argsort(needs)
+    needs, ticks = needs[order], ticks[order]
+    better = np.ones(len(needs), np.bool_)
+    np.less(ticks[1:], np.minimum.accumulate(ticks)[:-1], out=better[1:])
+    needs, ticks = needs[better], ticks[better]
+    last_of_need = np.ones(len(needs), np.bool_)
+    np.not_equal(needs[1:], needs[:-1], out=last_of_need[:-1])
+    return needs[last_of_need], ticks[last_of_need]
+
+
+def _thin(labels: _Labels, most: int) -> _Labels:
+    """Keeps the fastest label of each band, and the one with the least need; bands are even in bytes plus seconds."""
+    needs, ticks = labels
+    along = (needs - needs[0]) / (needs[-1] - needs[0]) + (ticks[0] - ticks) / (ticks[0] - ticks[-1])
+    band = np.floor(along * ((most - 2) / 2)).astype(np.int64)
+    last_of_band = np.concatenate([band[1:] != band[:-1], [True]])
+    last_of_band[0] = True
+    return needs[last_of_band], ticks[last_of_band]

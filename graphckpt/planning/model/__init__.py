@@ -1,1 +1,0 @@
-"""The memory of a step under any plan, from traces. Integers only."""

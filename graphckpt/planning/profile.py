@@ -1,0 +1,332 @@
+"""Device profiles: memory, rates and kernels of a device, by name or from a file.
+
+A profile is a YAML file with the fields of :class:`DeviceProfile`. Data sheets state peak rates, so each has an
+efficiency; a measured rate has efficiency 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.extras import LazyPackage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import yaml
+else:
+    yaml = LazyPackage("yaml", "plan")
+
+_aten = torch.ops.aten
+
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention: False,
+    _aten._scaled_dot_product_flash_attention_for_cpu: False,
+    _aten._scaled_dot_product_efficient_attention: False,
+    _aten._scaled_dot_product_cudnn_attention: False,
+    _aten._scaled_dot_product_flash_attention_backward: True,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: True,
+    _aten._scaled_dot_product_efficient_attention_backward: True,
+    _aten._scaled_dot_product_cudnn_attention_backward: True,
+}
+"""Attention ops, and whether each is a backward, whose gradient argument precedes query, key and value."""
+
+_CONVOLUTION = {_aten.convolution, _aten._convolution, _aten.convolution_backward}
+_MAKES_NOTHING = {
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh,
+    _aten._local_scalar_dense, _aten.resize_, _aten.set_,
+}  # fmt: skip
+_PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}  # read of their table what they return
+
+
+def efficiency_kind(func: Any) -> str:
+    packet = func.overloadpacket
+    if packet in _ATTENTION:
+        return "attention"
+    return "convolution" if packet in _CONVOLUTION else "matmul"
+
+
+def rate_name(func: Any, args: tuple[Any, ...]) -> str:
+    """Returns the key of an op's peak rate: its dtype, or ``"tf32"`` where the user allows it."""
+    dtype = next((t.dtype for t in _tensors(args) if t.dtype.is_floating_point), torch.float32)
+    if dtype is torch.float32:
+        backends: Any = torch.backends
+        backend = backends.cudnn.conv if func.overloadpacket in _CONVOLUTION else backends.cuda.matmul
+        return "tf32" if backend.fp32_precision == "tf32" else "float32"
+    return str(dtype).removeprefix("torch.")
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Returns the floating point operations of a matrix product, convolution or attention; 0 for all other ops."""
+    packet: Any = getattr(func, "overloadpacket", None)
+    is_backward = _ATTENTION.get(packet)
+    if is_backward is not None:
+        return _attention_flops(func, args, kwargs, is_backward)
+    formula = flop_registry.get(packet)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+
+
+def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int | None:
+    """Returns the bytes that an op reads and writes; ``None`` if it runs no kernel, as a view does."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace == "prim" or func.overloadpacket in _MAKES_NOTHING:
+        return None
+    if not schema.is_mutable and _is_view(schema, args, result):
+        return None
+    written = sum(_bytes(tensor) for tensor in _tensors(result))
+    if func.overloadpacket in _PICKS:
+        return 2 * written
+    read = sum(_bytes(tensor) for tensor in (*_tensors(args), *_tensors(tuple(kwargs.values()))))
+    if not schema.returns:  # in-place ops such as `_foreach_add_`
+        written = sum(_bytes(t) for t in _tensors(args[:1]))
+    return read + written or None
+
+
+def extra_bytes_on_cuda(func: Any, args: tuple[Any, ...]) -> int:
+    count = _EXTRA.get(getattr(func, "overloadpacket", func))
+    return 0 if count is None else count(args)
+
+
+def _flash_backward(args: tuple[Any, ...]) -> int:
+    """`mha_bwd` of PyTorch's flash_api.cpp: gradient of the query and row sums in float32; of grouped heads, all."""
+    _, query, key, *_ = args
+    batch, heads, length, width = query.shape
+    length_rounded = _up(length, 128)
+    width_rounded = _up(width, 32) if width <= 192 else 256
+    accumulated = 4 * batch * heads * length_rounded * (width_rounded + 1)
+    expanded = 0
+    if key.shape[1] != heads:
+        expanded = 2 * batch * heads * key.shape[2] * width * query.element_size()
+    return int(accumulated + expanded)
+
+
+def _efficient_backward(args: tuple[Any, ...]) -> int:
+    """`_efficient_attention_backward` of PyTorch's attention_backward.cu: row sums in float32."""
+    batch, heads, length, _ = args[1].shape
+    return 4 * int(batch * heads * length)
+
+
+def _cudnn_backward(args: tuple[Any, ...]) -> int:
+    """Gradient of the query and row sums in float32, as flash attention has: an assumption, cuDNN documents nothing."""
+    _, query, *_ = args
+    batch, heads, length, width = query.shape
+    return 4 * int(batch * heads * length * (width + 1))
+
+
+def _embedding_backward(args: tuple[Any, ...]) -> int:
+    """`embedding_dense_backward_cuda`: above 3072 indices it sorts them, through buffers of twice the size."""
+    count = args[1].numel()
+    return 4 * 8 * int(count) if count > 3072 else 0
+
+
+_EXTRA: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+    _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward: _cudnn_backward,
+    _aten.embedding_dense_backward: _embedding_backward,
+}
+
+
+def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_backward: bool) -> float:
+    """Two matrix products over all pairs of positions, five in backward; a causal kernel skips half of the pairs."""
+    query, key, value = args[is_backward : is_backward + 3]
+    pairs = prod(query.shape[:-1]) * key.shape[-2]
+    q_width, v_width = query.shape[-1], value.shape[-1]
+    flops = 2.0 * pairs * ((3 * q_width + 2 * v_width) if is_backward else (q_width + v_width))
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal" and (args[position] if position < len(args) else kwargs.get("is_causal")):
+            return float(flops / 2)
+    return float(flops)
+
+
+def _is_view(schema: Any, args: tuple[Any, ...], result: Any) -> bool:
+    if any(returned.alias_info is not None for returned in schema.returns):
+        return True
+    first = next(_tensors(args), None)  # `_unsafe_view` returns a view that its schema does not declare
+    return (
+        isinstance(result, torch.Tensor)
+        and first is not None
+        and result.layout is torch.strided is first.layout
+        and result.untyped_storage() is first.untyped_storage()
+    )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+    return prod(sizes) * tensor.element_size()
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+_PROFILES = Path(__file__).parent / "profiles"
+_KINDS = ("cuda", "cpu")
+_ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "rounding")
+_FROM_ZERO_ON = ("copy_out", "copy_in", "disk_write", "disk_read", "workspace_bytes", "launch_seconds")
+_KERNELS = ("flash", "cudnn", "efficient", "math")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """The memory, rates and kernels of one device.
+
+    >>> h200 = load_profile("h200")
+    >>> h200.rounded(1), h200.workspace_bytes
+    (512, 33554432)
+    """
+
+    name: str
+    kind: str
+    """``"cuda"`` or ``"cpu"``: selects the kernels."""
+    memory_bytes: int
+    flops: Mapping[str, float]
+    """Floating point operations per second in dense matrix products, by dtype: ``"bfloat16"``, ``"tf32"``, ..."""
+    memory_bandwidth: float
+    """Bytes per second, read or written, of the memory of the device."""
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the peak rates that are reached, of ``matmul, convolution, attention, bandwidth``; 1 if missing."""
+    copy_out: float = 0.0
+    """Bytes per second from the device to pinned host memory; 0: not known."""
+    copy_in: float = 0.0
+    """Bytes per second from pinned host memory to the device; 0: not known."""
+    disk_write: float = 0.0
+    """Bytes per second to the disk; 0: not known."""
+    disk_read: float = 0.0
+    """Bytes per second from the disk; 0: not known."""
+    rounding: int = 1
+    """The allocator rounds sizes up to multiples of this."""
+    workspace_bytes: int = 0
+    """Bytes that the matrix library keeps on each stream."""
+    launch_seconds: float = 0.0
+    """Overhead of each op."""
+    attention: tuple[str, ...] = ("math",)
+    """Kernels of ``scaled_dot_product_attention``; the first one that supports a call runs it."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of a CUDA device, such as ``(9, 0)``."""
+
+    def __post_init__(self) -> None:
+        faults = _faults(self)
+        if faults:
+            raise ConfigError(bullets(f"device profile {self.name!r}", faults))
+
+    def rounded(self, num_bytes: int) -> int:
+        """Returns the bytes that the allocator reserves for ``num_bytes``."""
+        return -(-num_bytes // self.rounding) * self.rounding
+
+    def op_seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+        """Returns the seconds of one op: the longer of its arithmetic and its memory traffic, plus the overhead."""
+        num_bytes = moved_bytes(func, args, kwargs, result)
+        if num_bytes is None:
+            return 0.0
+        seconds = num_bytes / (self.memory_bandwidth * self.efficiency.get("bandwidth", 1.0))
+        flops = flops_of(func, args, kwargs, result)
+        if flops:
+            peak = self._peak(rate_name(func, args))
+            seconds = max(seconds, flops / (peak * self.efficiency.get(efficiency_kind(func), 1.0)))
+        return seconds + self.launch_seconds
+
+    def op_extra_bytes(self, func: Any, args: tuple[Any, ...]) -> int:
+        """Returns the temporary bytes inside of an op, which dispatch modes do not see; 0 if not known."""
+        return extra_bytes_on_cuda(func, args) if self.kind == "cuda" else 0
+
+    def save(self, path: str | Path, *, comment: str = "") -> None:
+        """Writes a file that :func:`load_profile` reads."""
+        values = asdict(self)
+        values["attention"] = list(self.attention)
+        values["capability"] = None if self.capability is None else list(self.capability)
+        head = "".join(f"# {line}\n" for line in comment.splitlines())
+        Path(path).write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+
+    def _peak(self, dtype: str) -> float:
+        return self.flops.get(dtype) or self.flops["float32"]
+
+
+def load_profile(name_or_path: str | Path) -> DeviceProfile:
+    """Returns a device by the name of its packaged profile, or from a profile file.
+
+    Raises:
+        ConfigError: There is no such profile, or values are invalid; the message lists all of them.
+    """
+    path = Path(name_or_path)
+    if not (path.suffix in (".yaml", ".yml") or path.is_file()):
+        known = profile_names()
+        if str(name_or_path) not in known:
+            raise ConfigError(
+                f"device: there is no profile {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)} · "
+                f"fix: use one of {', '.join(known)}, or a profile file that `graphckpt profile-device` wrote"
+            )
+        path = _PROFILES / f"{name_or_path}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"device: there is no file {path} · fix: write one with `graphckpt profile-device`")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        fix = "write it with `graphckpt profile-device`"
+        raise ConfigError(f"device profile {path}: expected YAML · fix: {fix}\n{error}") from error
+    return _parsed(values, path)
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in _PROFILES.glob("*.yaml"))
+
+
+def _parsed(values: Any, path: Path) -> DeviceProfile:
+    if not isinstance(values, dict):
+        raise ConfigError(f"device profile {path}: expected fields, one per line · fix: write 'name: ...' and the rest")
+    known = [f.name for f in fields(DeviceProfile)]
+    faults = [f"{key}: there is no such field{did_you_mean(str(key), known)}" for key in values if key not in known]
+    needed = ("name", "kind", "memory_bytes", "flops", "memory_bandwidth")
+    faults += [f"{key}: is missing" for key in needed if key not in values]
+    if faults:
+        raise ConfigError(bullets(f"device profile {path}", faults))
+    values = dict(values)
+    if isinstance(values.get("attention"), (list, str)):
+        attention = values["attention"]
+        values["attention"] = (attention,) if isinstance(attention, str) else tuple(attention)
+    if isinstance(values.get("capability"), list):
+        values["capability"] = tuple(values["capability"])
+    return DeviceProfile(**values)
+
+
+def _faults(device: DeviceProfile) -> list[str]:
+    faults = []
+    if device.kind not in _KINDS:
+        faults.append(f"kind: expected one of {', '.join(_KINDS)}, got {device.kind!r}")
+    for name in _ABOVE_ZERO + _FROM_ZERO_ON:
+        value = getattr(device, name)
+        if not _is_number(value) or value < 0 or (value == 0 and name in _ABOVE_ZERO):
+            least = "above 0" if name in _ABOVE_ZERO else "from 0 on"
+            faults.append(f"{name}: expected a number {least}, got {value!r}")
+    for name, values in (("flops", device.flops), ("efficiency", device.efficiency)):
+        if not isinstance(values, dict) or not all(_is_number(value) and value > 0 for value in values.values()):
+            faults.append(f"{name}: expected numbers above 0 by name, got {values!r}")
+        elif name == "flops" and "float32" not in values:
+            faults.append("flops: float32 is missing")
+    unknown = [kernel for kernel in device.attention if kernel not in _KERNELS]
+    if unknown:
+        faults.append(f"attention: expected {', '.join(_KERNELS)}, got {unknown[0]!r}")
+    return faults
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

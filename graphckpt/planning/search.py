@@ -1,0 +1,453 @@
+"""Searches for the fastest policies of a measured step within a budget in bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import permutations
+from typing import NamedTuple, final
+
+from graphckpt.errors import ConfigError
+from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
+from graphckpt.planning.memory_model import IntervalLevel, JoinedRuns, MeasuredStep, Runs, with_gathers
+from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.step_chain import StepChain
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTiming:
+    """The seconds and offloaded bytes of options; the first index is the block, the second the option.
+
+    Note [The window counts blocks that offload]: a host store frees a block's tensors when the next block that offloads
+    ends its forward, and prefetches the previous block *that offloads* in backward. Blocks between them, which offload
+    nothing, trigger neither, and the bytes stay on the device while they run.
+
+    Raises:
+        ConfigError: A rate is not above 0.
+    """
+
+    forward_seconds: Sequence[Sequence[float]]
+    """Seconds of the block's forward."""
+    backward_seconds: Sequence[Sequence[float]]
+    """Seconds of the block's backward, with the recomputation, without waiting."""
+    moved_bytes: Sequence[Sequence[int]]
+    """Bytes that are offloaded; 0 if the option offloads nothing."""
+    out_rate: float
+    """Bytes per second to the host, during a computation."""
+    back_rate: float
+    """Bytes per second from the host."""
+
+    def __post_init__(self) -> None:
+        if not (self.out_rate > 0 and self.back_rate > 0):
+            got = f"{self.out_rate}, {self.back_rate}"
+            raise ConfigError(f"rates: expected above 0, got {got} · fix: give bytes per second")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CopySchedule:
+    forward_ends: tuple[float, ...]
+    backward_ends: tuple[float, ...]
+    out_ends: dict[int, float]
+    """Of the copies to the host, by block."""
+    back_ends: dict[int, float]
+    """Of the copies back. The last block that offloads has none: its bytes are still on the device."""
+    in_flight: tuple[int, ...]
+    """Bytes that other blocks hold on the device, in the order of :func:`~graphckpt.planning.frontier.levels`."""
+    seconds: float
+
+
+def schedule_copies(timing: CopyTiming, plan: Sequence[int]) -> CopySchedule:
+    """Returns the times of a plan with one copy engine in each direction.
+
+    ::
+
+        compute  F0 |F1 |F2 .. wait |F3 |head |B3 |B2 .. wait |B1 |B0      F3 waits until block 1 has been copied
+        out         |o0 |o1      |o2 |                                     r1 begins when B2 would begin
+        back                                  |r2     |r1     |r0
+
+    A copy to the host begins when the block's forward and the copy before it have ended. After its forward, a block
+    that offloads waits for the copy of the previous one, see Note [The window counts blocks that offload]. When
+    backward reaches a block that offloads, it loads that block, unless it was prefetched, and prefetches the one before
+    it.
+    """
+    num_blocks = len(plan)
+    sizes = [timing.moved_bytes[block][option] for block, option in enumerate(plan)]
+    moving = [block for block in range(num_blocks) if sizes[block] > 0]
+    now = engine = 0.0
+    forward_ends, out_ends, in_flight, done = [], {}, [], 0
+    for block, option in enumerate(plan):
+        in_flight.append(sizes[moving[done - 1]] if done else 0)
+        now += timing.forward_seconds[block][option]
+        forward_ends.append(now)
+        if sizes[block] > 0:
+            out_ends[block] = engine = max(engine, now) + sizes[block] / timing.out_rate
+            done += 1
+            if done > 1:
+                now = max(now, out_ends[moving[done - 2]])
+    on_device = set(moving[-1:])  # of blocks whose backward is to come
+    in_flight.append(sum(sizes[other] for other in on_device))
+    backward_ends, back_ends, engine = [0.0] * num_blocks, {}, 0.0
+    for block in reversed(range(num_blocks)):
+        if sizes[block] > 0:
+            done -= 1
+            for other in reversed(moving[max(0, done - 1) : done + 1]):
+                if other not in on_device:
+                    on_device.add(other)
+                    back_ends[other] = engine = max(engine, now) + sizes[other] / timing.back_rate
+            on_device.remove(block)
+            now = max(now, back_ends.get(block, now))
+        in_flight.append(sum(sizes[other] for other in on_device))
+        now += timing.backward_seconds[block][plan[block]]
+        backward_ends[block] = now
+    return CopySchedule(tuple(forward_ends), tuple(backward_ends), out_ends, back_ends, tuple(in_flight), now)
+
+
+_NUM_SIZES = 6  # that are distinguished: each is a state, and the time grows with the states
+
+
+@final
+class OffloadChain:
+    """A chain whose states include the bytes in flight and the remaining copy times.
+
+    The time that a block waits follows from the previous block that offloads::
+
+        forward    | i ...... | j |wait|        j ends after the copy of i, which began when i had ended (and waited)
+        out               | i          |
+        backward   | j ...... |wait| i |        i begins after its copy, which began when j did
+        back       | i             |
+
+    So block ``j`` waits ``out seconds of i - forward seconds of i+1..j``, and block ``i`` waits ``back seconds of i -
+    backward seconds of j..i+1``; both are known when ``j`` is chosen, and add up.
+
+    Bytes are rounded up to one of a few sizes, so a plan may need less than this, but never more.
+    """
+
+    def __init__(self, inner: Chain, timing: CopyTiming, *, quantum: float = 0.0) -> None:
+        self._inner = inner
+        self._timing = timing
+        self._quantum = quantum  # seconds; the remaining ones are rounded to its multiples, which limits the states
+        most = max((size for row in timing.moved_bytes for size in row), default=0)
+        sizes = {size for row in timing.moved_bytes for size in row if size > 0}
+        grid = [-(-most * (step + 1) // _NUM_SIZES) for step in range(_NUM_SIZES)]
+        self._grid = sorted(sizes) if len(sizes) <= _NUM_SIZES else grid
+        self.num_blocks = inner.num_blocks
+        self.base, self.fixed_peak = inner.base, inner.fixed_peak
+        self.start: Hashable = (inner.start, 0, 0.0, 0.0)
+
+    def options(self, block: int) -> list[float]:
+        tables = self._timing.forward_seconds[block], self._timing.backward_seconds[block]
+        return [forward + backward for forward, backward in zip(*tables, strict=True)]
+
+    def move(self, block: int, option: int, held: Hashable) -> Move | None:
+        assert isinstance(held, tuple)
+        inner_held, in_flight, out_left, back_left = held
+        timing = self._timing
+        size = timing.moved_bytes[block][option]
+        move = self._inner.move(block, option, inner_held)
+        if move is None:
+            return None
+        out_left = max(0.0, out_left - timing.forward_seconds[block][option])
+        back_left = max(0.0, back_left - timing.backward_seconds[block][option])
+        waits, after = move.waits, in_flight
+        if size:
+            waits += out_left + back_left
+            out_left, back_left = size / timing.out_rate, size / timing.back_rate
+            after = next(level for level in self._grid if level >= size)
+        peaks = move.forward_peak + in_flight, move.kept, move.backward_peak + in_flight
+        return Move(*peaks, (move.held, after, self._rounded(out_left), self._rounded(back_left)), waits)
+
+    def head_peak(self, held: Hashable) -> int:
+        assert isinstance(held, tuple)
+        return self._inner.head_peak(held[0]) + int(held[1])
+
+    def _rounded(self, left: float) -> float:
+        return round(left / self._quantum) * self._quantum if self._quantum else left
+
+
+_BLOCKS_PER_SECOND = 20_000  # that are evaluated, over all plans, for each second of a search
+_LABELS = 512  # fewer than usual, as there are many states
+
+
+class OffloadPlan(NamedTuple):
+    bytes_over_budget: int
+    seconds: float
+    """Seconds with all waiting."""
+    peak: int
+    """Bytes, with those of copies in flight."""
+    plan: ChainPlan
+
+
+def search_offload(
+    chain: Chain, timing: CopyTiming, budget: int, plan: Sequence[int] | None = None, limit_seconds: float = 1.0
+) -> OffloadPlan | None:
+    """Searches for a fast plan whose peak, with copies in flight, fits; ``None`` if there is none.
+
+    The result is never slower than ``plan``, if that fits, and never over the budget: :func:`schedule_copies` and
+    :func:`~graphckpt.planning.frontier.peak` evaluate every candidate. The best one of the dynamic programme over
+    :class:`OffloadChain` and ``plan`` is improved by swaps of near blocks and changes of one, as long as one helps.
+
+    The same input gives the same plan: the effort is counted in trials.
+
+    Args:
+        chain: The step; offloaded bytes are not in ``kept``, but in ``backward_peak``.
+        timing: The seconds and offloaded bytes of options.
+        budget: The bound on the peak, in bytes.
+        plan: A first candidate.
+        limit_seconds: About how long the search around the best candidate takes.
+    """
+
+    @cache
+    def judge(candidate: ChainPlan) -> OffloadPlan:
+        times = schedule_copies(timing, candidate)
+        try:
+            highest = peak(chain, candidate, times.in_flight)
+        except ConfigError:  # an option is not allowed after those before it
+            highest = 2 * budget + 2**62
+        return OffloadPlan(max(0, highest - budget), times.seconds, highest, candidate)
+
+    starts: list[ChainPlan] = [] if plan is None else [tuple(plan)]
+    quantum = min((second for row in timing.forward_seconds for second in row), default=0.0) / 2
+    with suppress(ConfigError):  # no plan of the chain is allowed
+        fastest = Frontier(OffloadChain(chain, timing, quantum=quantum), _LABELS).fastest(budget)
+        starts += [] if fastest is None else [fastest]
+    if not starts:
+        return None
+    best = min(map(judge, starts))
+    trials = int(limit_seconds * _BLOCKS_PER_SECOND / max(1, chain.num_blocks))
+    candidates = _neighbours(best.plan, chain)
+    for _ in range(trials):
+        candidate = next(candidates, None)
+        if candidate is None:
+            break
+        if judge(candidate) < best:
+            best = judge(candidate)
+            candidates = _neighbours(best.plan, chain)
+    return best if best.bytes_over_budget == 0 else None
+
+
+def _neighbours(plan: ChainPlan, chain: Chain) -> Iterator[ChainPlan]:
+    for distance in (1, 2, 3):
+        for block in range(len(plan) - distance):
+            one, other = plan[block], plan[block + distance]
+            if one != other and max(one, other) < min(len(chain.options(b)) for b in (block, block + distance)):
+                yield (*plan[:block], other, *plan[block + 1 : block + distance], one, *plan[block + distance + 1 :])
+    for block in range(len(plan)):
+        for option in range(len(chain.options(block))):
+            if option != plan[block]:
+                yield (*plan[:block], option, *plan[block + 1 :])
+
+
+_CUTS = 16  # positions at which one option may end and another begin
+_BUDGETS_WITH_COPIES = 12  # each search takes about a second
+_ATTEMPTS = 6  # a step whose backward takes another order than its forward needs more than one
+
+
+class CopyRates(NamedTuple):
+    """Bytes per second from and to a device."""
+
+    out: float
+    back: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    plan: tuple[int, ...]
+    peak: int
+    interval: Interval
+    seconds: float
+    """Seconds of all blocks, with the time that the step waits for copies."""
+    runs: Runs = ()
+    """Joined blocks; in ``plan`` each of them is recomputed."""
+
+
+@final
+class PolicySearch:
+    """Searches for the fastest policies of a measured step, for any budget."""
+
+    def __init__(
+        self,
+        measured: MeasuredStep,
+        rates: CopyRates | None = None,
+        host_budget: int | None = None,
+        *,
+        joins: bool = True,
+    ) -> None:
+        self.measured = measured
+        self.joined_runs = JoinedRuns(measured) if joins else None
+        """The events of joined blocks."""
+        self._rates = rates
+        self._host_budget = host_budget
+        offloading = [number for number, option in enumerate(measured.options) if option.is_far]
+        self._offloading = frozenset((block, number) for block in range(len(measured.names)) for number in offloading)
+        """Blocks and options that offload, to ban where nothing should be offloaded."""
+        self._repeated = [block for block, count in Counter(StepChain(measured).blocks).items() if count > 1]
+
+    @cached_property
+    def fronts(self) -> list[tuple[StepChain, Frontier]]:
+        """The Pareto-optimal plans, for each option of the blocks that run several times, which must be equal."""
+        banned = self._offloading if self._rates is not None else frozenset()
+        return [(chain, Frontier(chain)) for chain in self._chains(banned, self.joined_runs)]
+
+    @cached_property
+    def baselines(self) -> list[PolicyChoice]:
+        """Choices without copies that a search in a chain may miss: one option for all blocks, or for the first ones.
+
+        Two options are combined if blocks run several times, since a chain has one option for all of these.
+        """
+        options = [number for number, option in enumerate(self.measured.options) if not option.is_far]
+        num_blocks = len(self.measured.names)
+        plans = [(option,) * num_blocks for option in options]
+        if len(self._repeated) > 1:
+            cuts = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
+            plans += [(a,) * cut + (b,) * (num_blocks - cut) for a, b in permutations(options, 2) for cut in cuts]
+        return [self.evaluate(plan) for plan in plans]
+
+    def floor(self) -> PolicyChoice:
+        """Returns the choice with the lowest peak, without copies."""
+        found = [self._evaluate(chain, front.least_peak()[0]) for chain, front in self.fronts]
+        return min(found + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
+
+    def fastest(self, budget: int) -> PolicyChoice | None:
+        found = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget)) is not None]
+        found += [choice for choice in (self.floor(), *self.baselines) if choice.peak <= budget]
+        best = min(found, key=_better, default=None)
+        if self._rates is None:
+            return best
+        moved = self._with_copies(budget, best)
+        return min((c for c in (best, moved) if c is not None), key=_better, default=None)
+
+    def pareto(self, most: int = 24) -> list[PolicyChoice]:
+        candidates = [self._evaluate(chain, plan) for chain, f in self.fronts for plan in f.plans(most)]
+        candidates += self.baselines
+        if self._rates is not None and candidates:
+            low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
+            most = min(most, _BUDGETS_WITH_COPIES)
+            steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * most) for n in range(most + 1)]
+            candidates += [choice for budget in steps if (choice := self.fastest(budget)) is not None]
+        front: list[PolicyChoice] = []
+        for choice in sorted(candidates, key=lambda c: (c.peak, c.seconds, c.plan)):
+            if not front or choice.seconds < front[-1].seconds:
+                front.append(choice)
+        return front
+
+    def uniform(self) -> Iterator[tuple[int, PolicyChoice]]:
+        for option in range(len(self.measured.options)):
+            yield option, self.evaluate((option,) * len(self.measured.names))
+
+    def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
+        plan = tuple(plan)
+        seconds, flight = self._seconds(plan)
+        highest = max(self.levels(plan, runs), key=lambda level: level.peak)
+        if self.joined_runs is not None:
+            seconds += self.joined_runs.seconds(runs)
+        return PolicyChoice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
+
+    def extra_seconds(self, choice: PolicyChoice) -> list[float]:
+        known = self.measured
+        extra = [
+            forward[option] + backward[option] - forward[0] - backward[0]
+            for option, forward, backward in zip(
+                choice.plan, known.forward_seconds, known.backward_seconds, strict=True
+            )
+        ]
+        for first, end in choice.runs:
+            assert self.joined_runs is not None
+            for block in range(first, end - 1):
+                extra[block] += self.joined_runs.extra_seconds[block]
+        return extra
+
+    def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[IntervalLevel]:
+        joined = {} if self.joined_runs is None else self.joined_runs.steps_of(runs)
+        return self.measured.model.levels(plan, with_gathers(self.measured, plan, joined))
+
+    def _evaluate(self, chain: StepChain, choices: Sequence[int]) -> PolicyChoice:
+        return self.evaluate(chain.plan(choices), chain.runs(choices))
+
+    def _fitting(self, chain: StepChain, front: Frontier, budget: int) -> PolicyChoice | None:
+        """The chain assumes that backward visits the blocks in reverse order; the memory model has the real one."""
+        limit = budget
+        for _ in range(_ATTEMPTS):
+            plan = front.fastest(limit)
+            if plan is None:
+                return None
+            choice = self._evaluate(chain, plan)
+            if choice.peak <= budget:
+                return choice
+            limit -= max(1, choice.peak - budget)
+        return None
+
+    def _with_copies(self, budget: int, best: PolicyChoice | None) -> PolicyChoice | None:
+        """Returns the fastest choice with copies that fits on the device and on the host."""
+        banned: set[tuple[int, int]] = set()
+        for _ in range(len(self.measured.names) + 1):
+            found = None
+            for chain in self._chains(frozenset(banned)):
+                timing = self._timing(chain)
+                start = None if best is None or best.runs else [best.plan[block] for block in chain.blocks]
+                improved = search_offload(chain, timing, budget, start)
+                if improved is not None and (found is None or improved.seconds < found.seconds):
+                    plan = chain.plan(improved.plan)
+                    highest = max(self.levels(plan, ()), key=lambda level: level.peak)
+                    peak = max(improved.peak, highest.peak)
+                    if peak <= budget:
+                        found = PolicyChoice(plan, peak, highest.interval, improved.seconds)
+            if found is None or self._host_budget is None:
+                return found
+            moved = [self.measured.far_bytes[block][option] for block, option in enumerate(found.plan)]
+            if sum(moved) <= self._host_budget:
+                return found
+            largest = max(range(len(moved)), key=lambda block: (moved[block], block))
+            banned |= {(b, o) for b, o in self._offloading if b == largest}
+        return None
+
+    def _chains(self, banned: frozenset[tuple[int, int]], joined_runs: JoinedRuns | None = None) -> list[StepChain]:
+        if not self._repeated:
+            return [StepChain(self.measured, banned=banned, joined_runs=joined_runs)]
+        allowed = [o for o in range(len(self.measured.options)) if (self._repeated[0], o) not in banned]
+        return [StepChain(self.measured, dict.fromkeys(self._repeated, option), banned) for option in allowed]
+
+    def _timing(self, chain: StepChain) -> CopyTiming:
+        assert self._rates is not None
+        known = self.measured
+        return CopyTiming(
+            forward_seconds=[known.forward_seconds[block] for block in chain.blocks],
+            backward_seconds=[known.backward_seconds[block] for block in chain.blocks],
+            moved_bytes=[known.far_bytes[block] for block in chain.blocks],
+            out_rate=self._rates.out,
+            back_rate=self._rates.back,
+        )
+
+    def _seconds(self, plan: Sequence[int]) -> tuple[float, int]:
+        """Returns the seconds of all blocks, and the most bytes that copies hold on the device."""
+        known = self.measured
+        if self._rates is not None and any(known.far_bytes[b][o] for b, o in enumerate(plan)):
+            chain = StepChain(known)
+            times = schedule_copies(self._timing(chain), [plan[block] for block in chain.blocks])
+            return times.seconds, max(times.in_flight, default=0)
+        return sum(known.forward_seconds[b][o] + known.backward_seconds[b][o] for b, o in enumerate(plan)), 0
+
+
+def interval_name(interval: Interval, names: Sequence[str], block_of_call: Sequence[int]) -> str:
+    """Returns the name of an interval for tables and messages.
+
+    >>> interval_name(Interval(Phase.BACKWARD, 1), ["h.0", "h.1", "h.2"], [0, 1, 2])
+    'backward of h.1'
+    >>> interval_name(Interval(Phase.AFTER_FORWARD, 2), ["h.0", "h.1", "h.2"], [0, 1, 2])
+    'the head and the loss, after h.2'
+    """
+    if interval.call < 0 or interval.phase is Phase.OPTIMIZER:
+        return interval.phase.value
+    name = names[block_of_call[interval.call]]
+    if interval.phase is Phase.AFTER_FORWARD and interval.call == len(block_of_call) - 1:
+        return f"the head and the loss, after {name}"
+    return f"{interval.phase.value} {name}"
+
+
+def _better(choice: PolicyChoice) -> tuple[float, int, tuple[int, ...]]:
+    return choice.seconds, choice.peak, choice.plan

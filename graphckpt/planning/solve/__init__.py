@@ -1,1 +1,0 @@
-"""Chooses an option for each block of a measured step."""

@@ -1,0 +1,329 @@
+"""A measured step as a chain of blocks, in which each option depends on what earlier blocks hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import fsum
+from typing import final
+
+from graphckpt.planning.frontier import COVERED, Move
+from graphckpt.planning.memory_model import LENGTHS, Change, EventSeq, JoinedRuns, LiveState, MeasuredStep, Runs
+from graphckpt.planning.program import EventKind, Interval, Phase
+
+Held = frozenset[int]
+
+_Release = int | tuple[int, int, int] | None
+"""Where a storage is released: the interval, the place in it, and the bytes; itself if unknown; ``None``: too late."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The events of one block, or of a run of blocks, in forward and backward."""
+
+    steps: Sequence[Sequence[EventSeq]]
+    """By interval, with the events before the next interval of a block."""
+    holds: Held
+    handed: Held
+    """What the blocks of a run pass to one another."""
+    storages: Held
+    """All shared storages of the events."""
+    after: Interval
+    """Begins when its forward has ended."""
+
+
+@final
+class StepChain:
+    """The last forward and backward of a step as a chain of blocks: backward goes through them in reverse order.
+
+    The level before the forward of a block is what is constant there under any plan, plus what the blocks before it
+    hold; the level before its backward is the same sum. So the effect of an option depends on earlier options only.
+
+    Args:
+        measured: the step.
+        fixed: the option of some blocks, by number, that must not be changed.
+        banned: blocks and options that are not allowed.
+        joined_runs: the events of joined blocks; ``None`` joins none.
+    """
+
+    def __init__(
+        self,
+        measured: MeasuredStep,
+        fixed: Mapping[int, int] | None = None,
+        banned: Collection[tuple[int, int]] = (),
+        joined_runs: JoinedRuns | None = None,
+    ) -> None:
+        self._model = model = measured.model
+        self._joined_runs = joined_runs
+        self._seconds = [
+            [one + other for one, other in zip(*pair, strict=True)]
+            for pair in zip(measured.forward_seconds, measured.backward_seconds, strict=True)
+        ]
+        self._fixed = dict(fixed or {})
+        self._banned = frozenset(banned)
+        self._calls = last_pass(model.intervals)
+        self.blocks = [model.block_of_call[call] for call in self._calls]
+        self.num_blocks = len(self._calls)
+        self.start: Held = frozenset()
+        self.base = 0
+        self._constants, self._others, self._unborn = self._simulate_constants()
+        self._until: dict[Interval, Sequence[Interval]] = {}
+        self._stretches: dict[EventSeq, EventSeq] = {}
+        self._spans: dict[tuple[int, int], _Span] = {}
+        self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
+        self._effects: dict[tuple[int, int, Held], tuple[int, int, int]] = {}
+        self._order = {interval: number for number, interval in enumerate(model.intervals)}
+        self._last_use = self._last_uses(len(measured.options))
+        self._release_of = self._releases()
+        self._released: dict[_Release, list[int]] = {}
+        for storage, release in sorted(self._release_of.items()):  # by birth: those that live come first
+            self._released.setdefault(release, []).append(storage)
+        first = self._order[Interval(Phase.FORWARD, self._calls[0])]
+        last = Interval(Phase.BACKWARD, self._calls[0])
+        after = self._order[last] if last in self._order else len(model.intervals) - 1
+        around = [*model.intervals[:first], *model.intervals[after + 2 :]]
+        self.fixed_peak = max((self._constant_peak(interval) for interval in around), default=0)
+
+    def options(self, block: int) -> Sequence[float]:
+        """Returns the seconds of each option of a block; a module that is called several times counts once.
+
+        They are followed by those of runs of two blocks, three, and so on.
+        """
+        number = self.blocks[block]
+        if number in self.blocks[:block]:
+            return [0.0] * len(self._seconds[number])
+        if self._joined_runs is None:
+            return self._seconds[number]
+        joined = self._joined_runs
+        runs = [(number, number + length) for length in joined.lengths(number)]
+        return self._seconds[number] + [
+            fsum([joined.seconds((run,)), *(self._seconds[n][joined.full] for n in range(*run))]) for run in runs
+        ]
+
+    def plan(self, choices: Sequence[int]) -> tuple[int, ...]:
+        plan = [0] * len(self._seconds)
+        for first, end, choice in self._decided(choices):
+            for block in range(first, end):
+                plan[self.blocks[block]] = choice if end - first == 1 else self._full
+        return tuple(plan)
+
+    def runs(self, choices: Sequence[int]) -> Runs:
+        return tuple(
+            (self.blocks[first], self.blocks[first] + end - first)
+            for first, end, _ in self._decided(choices)
+            if end - first > 1
+        )
+
+    def move(self, block: int, option: int, held: Hashable) -> Move | None:
+        key = block, option, held
+        if key not in self._moves:
+            self._moves[key] = self._move(block, option, held)
+        return self._moves[key]
+
+    def _move(self, block: int, option: int, held: Hashable) -> Move | None:
+        assert isinstance(held, frozenset)
+        length = self._length(block, option)
+        chosen = option if length == 1 else self._full
+        numbers = self.blocks[block : block + length]
+        if any(self._fixed.get(n, chosen) != chosen or (n, chosen) in self._banned for n in numbers):
+            return None
+        calls = range(self._calls[block], self._calls[block] + length)
+        span = self._spans.get((block, option)) or self._spans.setdefault((block, option), self._span(calls, chosen))
+        local = held & span.storages  # equal blocks after equal ones differ in the rest of the state alone
+        key = block, option, local
+        effect = self._effects.get(key) or self._effects.setdefault(key, self._effect(calls, span, local))
+        forward_peak, kept, backward_peak = effect
+        if len(span.steps) > length:
+            backward_peak += self._released_bytes(held, span.after, calls[-1])
+            backward_peak -= self._released_bytes(local, span.after, calls[-1])
+        still = self._still_of_use(held | span.holds, block + length - 1, span.after)
+        return Move(forward_peak, kept, backward_peak, still, length=length)
+
+    def _span(self, calls: range, option: int) -> _Span:
+        if len(calls) == 1:
+            own, handed = self._model.holds(calls[0], option), frozenset[int]()
+            intervals = [interval for interval in _intervals(calls[0]) if interval in self._order]
+            steps: list[tuple[Interval, Sequence[EventSeq]]] = [(i, (self._model.steps(i, option),)) for i in intervals]
+        else:
+            assert self._joined_runs is not None
+            own, handed = self._joined_runs.holds(calls), self._joined_runs.inputs(calls)  # freed, and recomputed
+            steps = list(self._joined_runs.steps(calls))
+        whole = [self._with_next(interval, parts) for interval, parts in steps]
+        storages = frozenset(storage for parts in whole for part in parts for storage in part.storages)
+        return _Span(whole, own, handed, storages | own, self._next_start(Interval(Phase.FORWARD, calls[-1])))
+
+    def _effect(self, calls: range, span: _Span, held: Held) -> tuple[int, int, int]:
+        first, after = Interval(Phase.FORWARD, calls[0]), span.after
+        state = LiveState(self._constants[first], self._others[first], held, self._unborn[first])
+        for part in chain.from_iterable(span.steps[: len(calls)]):
+            state.advance(part)
+        peak = 0
+        if span.steps[len(calls) :]:
+            backward = Interval(Phase.BACKWARD, calls[-1])
+            now_held = held | span.holds
+            level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
+            state_back = LiveState(level, self._others[backward] - span.handed, held)
+            state_back.hold(span.holds)
+            for part in chain.from_iterable(span.steps[len(calls) :]):
+                state_back.advance(part)
+            peak = state_back.peak
+        return state.peak, state.level - self._constants[after], peak
+
+    def _with_next(self, interval: Interval, parts: Sequence[EventSeq]) -> Sequence[EventSeq]:
+        """Returns the events of an interval of a block with those of the intervals before the next block."""
+        *again, own = parts
+        stretch = self._stretches.get(own)
+        if stretch is None:
+            others = (self._model.steps(each, 0) for each in self._until_next(interval)[1:])
+            stretch = self._stretches[own] = self._model.steps_of(step for each in (own, *others) for step in each)
+        return (*again, stretch)
+
+    def _released_bytes(self, held: Held, after: Interval, call: int) -> int:
+        """Returns the bytes that only blocks hold when the backward of a call begins, and other code held ``after``."""
+        released = self._others[after] - self._others[Interval(Phase.BACKWARD, call)]
+        return sum(self._model.base.sizes.get(storage, 0) for storage in held & released)
+
+    @property
+    def _full(self) -> int:
+        return 0 if self._joined_runs is None else self._joined_runs.full
+
+    def _length(self, block: int, option: int) -> int:
+        number = option - len(self._seconds[self.blocks[block]])
+        return 1 if number < 0 else LENGTHS[number]
+
+    def _decided(self, choices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        for block, choice in enumerate(choices):
+            if choice != COVERED:
+                yield block, block + self._length(block, choice), choice
+
+    def head_peak(self, held: Hashable) -> int:
+        """Returns 0: the interval between the last forward and the first backward counts for the last block."""
+        del held
+        return 0
+
+    def _until_next(self, interval: Interval) -> Sequence[Interval]:
+        """Returns an interval of a block and those after it, up to the next one of a block."""
+        found = self._until.get(interval)
+        if found is None:
+            number = self._order[interval]
+            end = number + 1
+            intervals = self._model.intervals
+            while end < len(intervals) and not (
+                intervals[end].is_of_block or intervals[end].phase in (Phase.OPTIMIZER, Phase.BEFORE)
+            ):
+                end += 1
+            found = self._until[interval] = intervals[number:end]
+        return found
+
+    def _next_start(self, interval: Interval) -> Interval:
+        *_, last = self._until_next(interval)
+        number = self._order[last] + 1
+        return self._model.intervals[number] if number < len(self._model.intervals) else last
+
+    def _unseen(self, held: Iterable[int], at: Interval) -> int:
+        """Returns the bytes that are held by blocks only at the start of an interval."""
+        not_only = self._others[at] | self._unborn[at]
+        return sum(self._model.base.sizes.get(storage, 0) for storage in held if storage not in not_only)
+
+    def _still_of_use(self, held: Held, block: int, after: Interval) -> Held:
+        """Drops storages that later blocks do not use and only blocks hold: they count as private from here on.
+
+        What later blocks do not use and other code holds as well matters only where that code releases it. Of such
+        storages with equal bytes that are released at one place, the number matters, and the first ones stand for them.
+        """
+        others = self._others[after]
+        used = {s for s in held if self._last_use.get(s, -1) > block}
+        releases = Counter(self._release_of.get(s, s) for s in (held & others) - used)
+        unused = (s for release, count in releases.items() for s in self._first_unused(release, count, block, others))
+        return frozenset(used.union(unused))
+
+    def _first_unused(self, release: _Release, count: int, block: int, others: Held) -> Iterator[int]:
+        """Yields ``count`` storages of a release which code outside of blocks holds and no later block uses."""
+        if release is None:
+            return iter(())
+        alike = self._released.get(release, (release,))
+        return islice((s for s in alike if s in others and self._last_use.get(s, -1) <= block), count)
+
+    def _releases(self) -> dict[int, _Release]:
+        """Returns where code outside of blocks releases each storage: the interval, the place there, and the bytes.
+
+        Releases have one place if nothing is allocated between them. After the backward of the first block the place
+        does not matter.
+        """
+        model = self._model
+        end = self._order.get(Interval(Phase.BACKWARD, self._calls[0]), len(model.intervals))
+        releases: dict[int, _Release] = dict.fromkeys(s for s in model.base.shared if not model.base.is_gone(s))
+        for number, interval in enumerate(model.intervals):
+            allocations = 0
+            for step in () if interval.is_of_block else model.steps(interval, 0):
+                if isinstance(step, Change) and step.kind is EventKind.GONE:
+                    releases[step.storage] = (number, allocations, step.num_bytes) if number < end else None
+                else:
+                    allocations += isinstance(step, Change) or step.peak > 0
+        return releases
+
+    def _last_uses(self, num_options: int) -> dict[int, int]:
+        uses: dict[int, int] = {}
+        for block, call in enumerate(self._calls):
+            for option in range(num_options):
+                for storage in self._model.holds(call, option):
+                    uses[storage] = block
+        return uses
+
+    def _simulate_constants(self) -> tuple[dict[Interval, int], dict[Interval, Held], dict[Interval, Held]]:
+        """Returns, for the start of each interval, the bytes alive under any plan, and the shared storages in them.
+
+        The last value has those that are not allocated yet, although blocks may hold them.
+        """
+        constants: dict[Interval, int] = {}
+        others: dict[Interval, Held] = {}
+        unborn: dict[Interval, Held] = {}
+        sizes = self._model.base.sizes
+        alive: set[int] = set()
+        waiting = set(self._model.base.reached)
+        outside = 0
+        for interval in self._model.intervals:
+            constants[interval] = outside + sum(sizes.get(storage, 0) for storage in alive)
+            others[interval] = frozenset(alive)
+            unborn[interval] = frozenset(waiting)
+            for step in self._model.steps(interval, 0):
+                if isinstance(step, Change):
+                    if step.kind is EventKind.BORN:
+                        alive.add(step.storage)
+                        waiting.discard(step.storage)
+                    elif step.kind is EventKind.GONE:
+                        alive.discard(step.storage)
+                elif not interval.is_of_block:
+                    outside += step.change
+        return constants, others, unborn
+
+    def _constant_peak(self, interval: Interval) -> int:
+        state = LiveState(self._constants[interval], self._others[interval])
+        state.advance(self._model.steps(interval, 0))
+        return state.peak
+
+
+def _intervals(call: int) -> tuple[Interval, Interval]:
+    return Interval(Phase.FORWARD, call), Interval(Phase.BACKWARD, call)
+
+
+def last_pass(intervals: Sequence[Interval]) -> list[int]:
+    """Returns the calls of the last forwards without a backward between them: of the last batch of a step.
+
+    >>> forwards = [Interval(Phase.FORWARD, call) for call in range(4)]
+    >>> backwards = [Interval(Phase.BACKWARD, call) for call in range(4)]
+    >>> last_pass([*forwards[:2], backwards[1], backwards[0], *forwards[2:], backwards[3], backwards[2]])
+    [2, 3]
+    """
+    calls: list[int] = []
+    is_over = False
+    for phase, call in intervals:
+        if phase is Phase.BACKWARD:
+            is_over = True
+        elif phase is Phase.FORWARD:
+            calls = [call] if is_over else [*calls, call]
+            is_over = False
+    return calls

@@ -1,0 +1,470 @@
+"""Steps that can be measured: a user's on the device of its model, and one on fake tensors for an absent device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphckpt.engine.call_state import RNGState, get_rng_state, rng_devices, set_rng_state
+from graphckpt.planning.candidates import OpTimes, Option
+from graphckpt.planning.memory_model import StepSample
+from graphckpt.planning.options import available_bytes
+from graphckpt.planning.program import Interval
+from graphckpt.planning.trace import Blocks, PathError, RecordingStore, Trace, TracedStore, now, record_ops
+from graphckpt.planning.write_profile import copy_rates
+from graphckpt.stores.base import Offload, Store, TensorGroup
+from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
+from graphckpt.stores.placement import Placement
+from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
+from graphckpt.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from graphckpt.planning.candidates import Option
+    from graphckpt.planning.fake_device import FakeDevice
+    from graphckpt.planning.trace import Blocks
+    from graphckpt.stores.base import Offload
+
+_TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
+_MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
+_TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one
+
+
+@final
+class RealStep:
+    no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
+
+    def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
+        self._model = model
+        self._step_fn = step_fn
+        self._min_elements = min_elements
+        tensors = list(self._model_tensors())
+        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        self._optimizers: dict[int, Optimizer] = {}
+        self._parts: dict[str, PartitionStore] = {}
+        """By option: what the ranks have compared holds for blocks that save equal tensors."""
+        self._copy_bytes = 0
+        self._random: RNGState | None = None
+
+    def _step(self) -> None:
+        if self._random is not None:
+            set_rng_state(self._random)
+        self._step_fn()
+
+    @property
+    def device_name(self) -> str:
+        return str(self.device)
+
+    def copy_rates(self, target: Offload) -> tuple[float, float] | None:
+        """Measures the rates; ``None`` if the model is in host memory already."""
+        is_there = self.device.type == "cpu" and target.tier == "host"
+        return None if is_there else copy_rates(self.device, target.tier)
+
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
+        """Runs the step with one option on each block: once to warm up, once traced, and a few times to time it.
+
+        Each timed run is paired with one without policies, so that other load affects both alike.
+
+        Raises:
+            PathError: these runs call the blocks in different orders.
+        """
+        store = TracedStore(_far_blocks(blocks, options), self._min_elements)
+        parts = self._parts_of(options)
+        stores = [parts[option.name] if option.is_part else store for option in options]
+        with on_optimizer_step(self._remember), blocks.under(options, stores) as without:
+            self._step()
+            settle(parts.values(), self._step)
+            trace = self._trace()
+            with blocks.traced(trace, stores):
+                self._step()
+            clocks, plain = [], []
+            are_compiled = any("compile" in option.fields for option in options)
+            for _ in range(_TIMED_RUNS * (_TIMED_COMPILED if are_compiled else 1)):
+                clocks.append(self._timed(blocks))
+                with without():
+                    plain.append(self._timed(blocks))
+        orders = [each.order for each in (trace, *clocks, *plain)]
+        if any(order != orders[0] for order in orders):
+            raise PathError(orders)
+        total = min(clock.total for clock in plain)
+        return StepSample(trace, _fastest(clocks), total, _fastest(plain))
+
+    def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
+        names = dict.fromkeys(option.name for option in options if option.is_part)
+        for option in options:
+            if option.is_part and option.name not in self._parts:
+                self._parts[option.name] = PartitionStore(option.fields["partition"])
+        return {name: self._parts[name] for name in names}
+
+    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
+        def run() -> None:
+            for _ in range(_TIMED_RUNS):
+                self._step()
+
+        return record_ops(blocks, run, self.device)
+
+    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
+        """Lets all later runs draw the random numbers of one that calls all blocks; returns whether there is one.
+
+        ``orders`` are those in which runs have called blocks, which must leave out calls of that one.
+        """
+        orders = list(orders)
+        for _ in range(_MOST_PATHS):
+            self._random = None
+            random = get_rng_state(rng_devices(self._model_tensors()), host=True)
+            orders.append(self._timed(blocks).order)
+            if len(set(orders[-1])) == len(blocks.names):
+                self._random = random
+                orders.append(self._timed(blocks).order)
+                return orders[-1] == orders[-2] and all(_is_part(order, orders[-1]) for order in orders)
+        return False
+
+    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
+        """Yields False: a real step runs whole, since its times are measured on many blocks."""
+        del blocks, numbers
+        return nullcontext(False)
+
+    def peak(self) -> int:
+        """Returns the peak of live bytes during a step.
+
+        On CUDA it is the allocator's, with earlier allocations and temporaries of ops, but without the copies from
+        which the step is restored; elsewhere it is counted as in the traced runs.
+        """
+        with on_optimizer_step(self._remember):
+            self._step()
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+                self._step()
+                return int(torch.cuda.max_memory_allocated(self.device)) - self._copy_bytes
+            trace = self._trace()
+            with trace:
+                self._step()
+        return trace.peak_bytes
+
+    def run(self) -> tuple[int, float]:
+        """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""
+        return self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS))
+
+    def _seconds(self) -> float:
+        begin = now(self.device)
+        self._step()
+        return now(self.device) - begin
+
+    def available_bytes(self, static: int) -> int:
+        return available_bytes(self.device, static)
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """Restores parameters, buffers, gradients, optimizers and random state at the end."""
+        return self.excluding_copies(self._restoring())
+
+    @contextmanager
+    def excluding_copies(self, restoring: AbstractContextManager[None]) -> Iterator[None]:
+        """Enters ``restoring``; what that allocates, to restore the step at its end, is not counted in peaks within."""
+        with ExitStack() as stack:
+            with self._copying():
+                stack.enter_context(restoring)
+            yield
+        self._copy_bytes = 0
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        before = self._allocated_bytes()
+        yield
+        self._copy_bytes += self._allocated_bytes() - before
+
+    def _allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    @contextmanager
+    def _restoring(self) -> Iterator[None]:
+        state = TrainingState(self._model_tensors())
+        gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
+
+        def add(optimizer: Optimizer) -> None:
+            with self._copying():
+                state.add(optimizer)
+
+        try:
+            with on_optimizer_step(add):
+                yield
+        finally:
+            with torch.no_grad():
+                for parameter, grad, old in gradients:
+                    parameter.grad = grad
+                    if grad is not None and old is not None:
+                        grad.copy_(old)
+            state.restore()
+
+    def _remember(self, optimizer: Optimizer) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+
+    def _trace(self) -> Trace:
+        trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else None)
+        trace.track(_state_tensors(self._model, self._optimizers.values()))
+        return trace
+
+    def _timed(self, blocks: Blocks) -> Trace:
+        clock = Trace(clock=self.device)
+        with blocks.marked(clock):
+            self._step()
+        clock.stop()
+        return clock
+
+    def _model_tensors(self) -> Iterable[torch.Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
+
+def _state_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor | None]:
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    state = (value for each in states for value in each.values() if isinstance(value, torch.Tensor))
+    return [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters()), *state]
+
+
+def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
+    return [name for name, option in zip(blocks.names, options, strict=True) if option.is_far]
+
+
+def _fastest(clocks: Sequence[Trace]) -> dict[Interval, float]:
+    return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
+
+
+def _is_part(order: Sequence[int], longest: Sequence[int]) -> bool:
+    rest = iter(longest)
+    return all(block in rest for block in order)
+
+
+@contextmanager
+def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _rounded_on_cuda(num_bytes: int) -> int:
+    return -(-num_bytes // 512) * 512  # what CUDA's caching allocator hands out
+
+
+_MOST_RUNS = 3  # of a step that keeps something new each time
+
+
+@final
+class PartitionStore(RecordingStore):
+    """Partitions saved tensors, with a store for each block, and records in a trace what blocks hold whole.
+
+    A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
+    backward runs. Here each block has its own, so that a trace shows what the block alone does;
+    :func:`~graphckpt.planning.memory_model.with_gathers` then adds what is prefetched.
+    """
+
+    label = "part"
+
+    def __init__(self, partition: Any) -> None:
+        self._partition = parse_partition(partition)
+        self._stores: dict[str, Store] = {}
+        self.has_compared = False
+        """Whether a tensor was kept whole until the ranks had compared it; they do so once for equal tensors."""
+
+    def open_group(self, group: TensorGroup) -> TensorGroup | None:
+        if group.block not in self._stores:
+            self._stores[group.block] = Placement(None, self._partition).store
+        return self._stores[group.block].open_group(group)
+
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
+        assert group is not None
+        store = self._stores[group.block]
+        return _PartitionKey(store, store.put(tensor, group), self.trace)
+
+    def get(self, key: object) -> torch.Tensor | None:
+        assert isinstance(key, _PartitionKey)
+        return key.store.get(key.key)
+
+    def close_group(self, group: TensorGroup | None) -> None:
+        assert group is not None
+        num_whole = len(_pieces(group, is_cut=False))
+        with warnings.catch_warnings():  # an option that partitions little shows in its bytes
+            warnings.filterwarnings("ignore", message=".*already sharded, left whole")
+            self._stores[group.block].close_group(group)
+        self.has_compared |= len(_pieces(group, is_cut=False)) < num_whole
+        cut = _pieces(group, is_cut=True)
+        sizes = [
+            piece.store.gathered_bytes(piece.handle.num_bytes) for piece in cut if isinstance(piece.store, ShardedStore)
+        ]
+        if len(sizes) > 1:
+            sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in cut))  # as one buffer
+        if sizes and self.trace is not None:
+            self.trace.ahead_bytes[len(self.trace.calls) - 1] += sum(sizes)
+
+
+def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
+    """Runs a step until the ranks have compared all of its tensors; they do so equally often."""
+    for _ in range(_MOST_RUNS):
+        if not any(store.has_compared for store in stores):
+            break
+        for store in stores:
+            store.has_compared = False
+        step()
+
+
+def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
+    return [piece for piece in pieces_of(group) if (unsplit_bytes(piece.handle) is None) == is_cut]
+
+
+@final
+class _PartitionKey:
+    __slots__ = ("__weakref__", "_held", "_trace", "key", "store")
+
+    def __init__(self, store: Store, key: object, trace: Trace | None) -> None:
+        self.store = store
+        self.key = key
+        self._trace = trace
+        self._held = [] if trace is None else [trace.hold(tensor) for tensor in _whole(key)]
+
+    def __del__(self) -> None:
+        for held in self._held:
+            assert self._trace is not None
+            self._trace.release(held)
+
+
+def _whole(key: object) -> Iterator[torch.Tensor]:
+    if isinstance(key, torch.Tensor):
+        yield key
+    elif isinstance(key, WrappedKey):
+        for inner in key.keys:
+            yield from _whole(inner)
+    elif isinstance(key, TensorKey):
+        whole = unsplit_bytes(key.piece.handle)
+        if whole is not None:
+            yield whole
+
+
+@final
+class FakeStep:
+    """A training step whose model, optimizer and inputs were created inside of ``device``."""
+
+    def __init__(
+        self,
+        device: FakeDevice,
+        model: nn.Module,
+        step_fn: Callable[[], object],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._step_fn = step_fn
+        self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        with device:
+            self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
+            self._make_optimizer_state()
+
+    @property
+    def device_name(self) -> str:
+        return self._device.machine.name
+
+    @property
+    def no_copies(self) -> str:
+        return f"offload: {self.device_name} has no rates of copies in its profile"
+
+    def copy_rates(self, target: Offload) -> tuple[float, float] | None:
+        rates = target.rates(self._device.machine)
+        return rates if min(rates) > 0 else None
+
+    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
+        store = TracedStore(_far_blocks(blocks, options))
+        learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
+        with self._device, blocks.under(options, [store] * len(options), learns=learns):
+            if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
+                self._step_fn()
+            trace = self._trace()
+            with blocks.traced(trace, [store]):
+                self._step_fn()
+        return StepSample(trace, trace.seconds, sum(trace.seconds.values()))
+
+    def available_bytes(self, static: int) -> int:
+        del static
+        return self._device.machine.memory_bytes
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """Does nothing: a fake step has no values."""
+        return nullcontext()
+
+    def run(self) -> tuple[int, float]:
+        """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""
+        with self._device:
+            if any(buffer.is_floating_point() for buffer in self._model.buffers()):
+                self._step_fn()  # finds those that change
+            trace = self._trace()
+            with trace:
+                self._step_fn()
+        return trace.peak_bytes, sum(trace.seconds.values())
+
+    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
+        with self._device:
+            return record_ops(blocks, self._step_fn, torch.device("cpu"), self._device.machine.op_seconds)
+
+    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
+        """Returns False: a fake step draws no numbers."""
+        del blocks, orders
+        return False
+
+    @contextmanager
+    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
+        """Removes the other blocks from their ``nn.ModuleList``, and yields whether the step runs without them."""
+        chosen = {id(blocks.modules[number]) for number in numbers}
+        others = {id(module) for module in blocks.modules} - chosen
+        lists = [m for m in self._model.modules() if others & {id(child) for child in m.children()}]
+        if not lists or not all(isinstance(each, nn.ModuleList) for each in lists):
+            yield False
+            return
+        whole = [(each, dict(each._modules)) for each in lists]
+        try:
+            for each, modules in whole:
+                rest = [module for module in modules.values() if id(module) not in others]
+                each._modules.clear()
+                each._modules.update({str(number): module for number, module in enumerate(rest)})
+            yield self._runs()
+        finally:
+            for each, modules in whole:
+                each._modules.clear()
+                each._modules.update(modules)
+
+    def _runs(self) -> bool:
+        try:
+            with self._device:
+                self._step_fn()
+        except Exception:
+            return False
+        return True
+
+    def _trace(self) -> Trace:
+        machine = self._device.machine
+        trace = Trace(
+            "meta",
+            is_fake=True,
+            rounded=machine.rounded,
+            seconds=machine.op_seconds,
+            extra_bytes=machine.op_extra_bytes,
+        )
+        trace.track([self._workspace, *_state_tensors(self._model, self._optimizers)])
+        return trace
+
+    def _make_optimizer_state(self) -> None:
+        for optimizer in self._optimizers:
+            if optimizer.state:
+                continue
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,299 @@
+"""Measures the rates of a device, and writes its profile."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, final
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphckpt.errors import ConfigError
+from graphckpt.planning.profile import DeviceProfile, flops_of
+from graphckpt.units import format_bytes, format_seconds
+
+_MIB = 2**20
+_MIN_RUNS = 3
+_KERNELS = ("flash", "cudnn", "efficient")
+_SLOW_PRODUCT_SECONDS = 1e-3  # of 256 x 256 in float16; one of 4096 x 4096 would take 4 s
+_MAX_PRODUCTS = 64
+
+
+class DeviceBenchmark:
+    """Measures the rates of a CPU, in units per second; a subclass measures CUDA devices."""
+
+    name = "cpu"
+    dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
+    sizes: tuple[int, ...] = (256, 512, 1024)
+    block_bytes = 64 * _MIB
+    disk_bytes = 64 * _MIB
+    rounding = 1
+    capability: tuple[int, int] | None = None
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.device = device
+        self.memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._seconds = seconds
+
+    def matmul(self, dtype: str) -> float:
+        """Returns the best rate of all sizes."""
+        best = 0.0
+        for size in self.sizes:
+            a = torch.zeros(size, size, dtype=getattr(torch, dtype), device=self.device)
+            took = self.time(lambda a=a: a @ a)  # type: ignore[misc]
+            best = max(best, 2 * size**3 / took)
+            if took > self._seconds:
+                break  # no fast units for the dtype: the next size takes eight times as long
+        return best
+
+    def bandwidth(self) -> float:
+        one = torch.zeros(self.block_bytes, dtype=torch.uint8, device=self.device)
+        other = torch.zeros_like(one)
+        return 2 * self.block_bytes / self.time(lambda: other.copy_(one))
+
+    def host_copies(self) -> tuple[float, float]:
+        return (self.bandwidth() / 2,) * 2
+
+    def launch(self) -> float:
+        x = torch.zeros(1, device=self.device)
+        return self.time(lambda: [x.add_(1) for _ in range(1000)]) / 1000
+
+    def efficiency(self, flops: dict[str, float]) -> dict[str, float]:
+        dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        query = torch.zeros(2, 8, 4 * self.sizes[0], 64, dtype=getattr(torch, dtype), device=self.device)
+        image = torch.zeros(8, 64, 56, 56, dtype=getattr(torch, dtype), device=self.device)
+        weight = torch.zeros(64, 64, 3, 3, dtype=image.dtype, device=self.device)
+        rates = {
+            "attention": self._rate(lambda: F.scaled_dot_product_attention(query, query, query)),
+            "convolution": self._rate(lambda: F.conv2d(image, weight, padding=1)),
+        }
+        return {kind: min(1.0, rate / flops[dtype]) for kind, rate in rates.items() if rate}
+
+    def workspace(self) -> int:
+        return 0
+
+    def attention(self) -> tuple[str, ...]:
+        """Returns the kernels of attention in the order in which PyTorch prefers them."""
+        return ("flash", "math")
+
+    def time(self, run: Callable[[], Any]) -> float:
+        run()
+        self.wait()
+        taken: list[float] = []
+        while len(taken) < _MIN_RUNS or sum(taken) < self._seconds:
+            begin = perf_counter()
+            run()
+            self.wait()
+            taken.append(perf_counter() - begin)
+        return median(taken)
+
+    def wait(self) -> None:
+        """Does nothing: the host computes."""
+
+    def _rate(self, run: Callable[[], Any]) -> float:
+        with _FlopCounter() as counter:
+            run()
+        return float(counter.flops / self.time(run))
+
+
+@final
+class CudaBenchmark(DeviceBenchmark):
+    dtypes = ("float32", "tf32", "float64", "bfloat16", "float16")
+    sizes: tuple[int, ...] = (2048, 4096, 8192)
+    block_bytes = 512 * _MIB
+    disk_bytes = 512 * _MIB
+    rounding = 512
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        super().__init__(device, seconds)
+        properties = torch.cuda.get_device_properties(device)
+        self.name = re.sub(r"[^a-z0-9]+", "-", properties.name.lower()).strip("-")
+        self.capability = (properties.major, properties.minor)
+        self.memory_bytes = int(properties.total_memory)
+        small = torch.zeros(256, 256, dtype=torch.float16, device=device)
+        if self.time(lambda: small @ small) > _SLOW_PRODUCT_SECONDS:
+            self.sizes, self.block_bytes, self.disk_bytes = super().sizes, super().block_bytes, super().disk_bytes
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def matmul(self, dtype: str) -> float:
+        """Returns the best rate; ``"tf32"`` is float32 with fewer bits in the products."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        try:
+            return super().matmul("float32" if dtype == "tf32" else dtype)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def host_copies(self) -> tuple[float, float]:
+        there = torch.zeros(self.block_bytes, dtype=torch.uint8, device=self.device)
+        here = torch.zeros(self.block_bytes, dtype=torch.uint8, pin_memory=True)
+        a = torch.zeros(self.sizes[1], self.sizes[1], dtype=torch.float16, device=self.device)
+        copies = torch.cuda.Stream(self.device)
+        copy_seconds = self.time(lambda: here.copy_(there, non_blocking=True))
+        num_products = min(_MAX_PRODUCTS, 1 + int(2 * copy_seconds / self.time(lambda: a @ a)))
+        rates = []
+        for target, source in ((here, there), (there, here)):
+            taken = []
+            for _ in range(_MIN_RUNS + 1):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                self.wait()
+                for _ in range(num_products):
+                    a @ a  # keeps the device busy
+                with torch.cuda.stream(copies):
+                    begin.record()
+                    target.copy_(source, non_blocking=True)
+                    end.record()
+                self.wait()
+                taken.append(begin.elapsed_time(end) / 1000)
+            rates.append(self.block_bytes / median(taken[1:]))
+        return rates[0], rates[1]
+
+    def workspace(self) -> int:
+        a = torch.zeros(256, 256, dtype=torch.float16, device=self.device)
+        out = torch.empty_like(a)
+        self.wait()
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            before = torch.cuda.memory_allocated(self.device)
+            torch.mm(a, a, out=out)
+            self.wait()
+            return torch.cuda.memory_allocated(self.device) - before
+
+    def attention(self) -> tuple[str, ...]:
+        """Returns the kernel of the plain call first, then those of calls that it does not support."""
+        query = torch.zeros(2, 4, 128, 64, dtype=torch.float16, device=self.device, requires_grad=True)
+        mask = torch.zeros(2, 1, 128, 128, dtype=torch.float16, device=self.device)
+        wide = query.detach().float().requires_grad_()
+        order: dict[str, None] = {}
+        for given, bias in ((query, None), (query, mask), (wide, None)):
+            with _FlopCounter() as counter:
+                F.scaled_dot_product_attention(given, given, given, attn_mask=bias)
+            order.update(dict.fromkeys(k for k in _KERNELS if any(f"_{k}_attention" in op for op in counter.names)))
+        rest = (kernel for kernel in ("flash", "efficient") if kernel not in order)
+        return (*order, *rest, "math")
+
+
+@final
+class _FlopCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        self.flops += flops_of(func, args, kwargs or {}, result)
+        return result
+
+
+def profile(
+    device: str | torch.device | None = None,
+    *,
+    name: str | None = None,
+    seconds: float = 0.5,
+    folder: str | Path | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> DeviceProfile:
+    """Measures a device, with nothing else running on it.
+
+    Args:
+        device: The device; by default the accelerator if there is one, else the CPU.
+        name: The name of the profile; by default that of the device.
+        seconds: The least time for which each rate is measured.
+        folder: A folder on the disk to measure; by default that of temporary files.
+        report: Called with a line of text after each measurement.
+
+    Raises:
+        ConfigError: There is no such device, or it cannot be measured.
+    """
+    place = _device(device)
+    bench = _bench(place, seconds)
+    flops = {}
+    for dtype in bench.dtypes:
+        flops[dtype] = bench.matmul(dtype)
+        report(f"{dtype} matrix products: {flops[dtype] / 1e12:.3g} TFLOP/s")
+    bandwidth = bench.bandwidth()
+    report(f"memory: {format_bytes(int(bandwidth))}/s")
+    copy_out, copy_in = bench.host_copies()
+    report(f"to the host: {format_bytes(int(copy_out))}/s, back: {format_bytes(int(copy_in))}/s")
+    disk_write, disk_read = _disk(Path(folder or tempfile.gettempdir()), bench.disk_bytes)
+    report(f"disk: writes {format_bytes(int(disk_write))}/s, reads {format_bytes(int(disk_read))}/s")
+    launch = bench.launch()
+    report(f"an op costs {format_seconds(launch)} at least")
+    efficiency = bench.efficiency(flops)
+    report(", ".join(f"{kind}: {share:.0%} of the rate of matrix products" for kind, share in efficiency.items()))
+    workspace = bench.workspace()
+    attention = bench.attention()
+    report(f"attention: {', '.join(attention)}; workspace: {format_bytes(workspace)}")
+    return DeviceProfile(
+        name=name or bench.name,
+        kind=place.type,
+        memory_bytes=bench.memory_bytes,
+        flops=flops,
+        memory_bandwidth=bandwidth,
+        efficiency=efficiency,
+        copy_out=copy_out,
+        copy_in=copy_in,
+        disk_write=disk_write,
+        disk_read=disk_read,
+        rounding=bench.rounding,
+        workspace_bytes=workspace,
+        launch_seconds=launch,
+        attention=attention,
+        capability=bench.capability,
+    )
+
+
+def write_profile(path: str | Path, device: str | torch.device | None = None, **options: Any) -> DeviceProfile:
+    """Measures a device and writes a profile file; ``options`` are those of :func:`profile`."""
+    path = Path(path)
+    if not path.parent.is_dir():  # before the minutes that measuring takes
+        raise ConfigError(f"profile: there is no folder {path.parent} · fix: create it, or name another one")
+    measured = profile(device, **options)
+    measured.save(path, comment=f"Measured by `graphckpt profile-device`, torch {torch.__version__}.")
+    return measured
+
+
+def copy_rates(device: str | torch.device, tier: str) -> tuple[float, float]:
+    """Measures the rates of copies from a device to a tier and back, in bytes per second."""
+    bench = _bench(_device(device), seconds=0.1)
+    return bench.host_copies() if tier == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
+
+
+def _bench(device: torch.device, seconds: float) -> DeviceBenchmark:
+    return CudaBenchmark(device, seconds) if device.type == "cuda" else DeviceBenchmark(device, seconds)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    found = torch.accelerator.current_accelerator()
+    place = torch.device(device) if device is not None else found or torch.device("cpu")
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"profile: expected a CUDA device or the CPU, got {place} · fix: use 'cuda' or 'cpu'")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("profile: expected a CUDA device, found none · fix: run this on a CUDA machine, or use 'cpu'")
+    return place
+
+
+def _disk(folder: Path, num_bytes: int) -> tuple[float, float]:
+    data = os.urandom(_MIB) * (num_bytes // _MIB)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        begin = perf_counter()
+        file.write(data)
+        os.fsync(file.fileno())
+        written = perf_counter() - begin
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the page cache is read
+        file.seek(0)
+        begin = perf_counter()
+        while file.read(8 * _MIB):
+            pass
+        return num_bytes / written, num_bytes / (perf_counter() - begin)
