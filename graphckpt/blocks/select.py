@@ -59,14 +59,22 @@ def _matches_nothing(model: nn.Module, selector: Selector, named: Sequence[tuple
         return f"a {type(selector).__name__} is not a module of {owner} · fix: select a module of the model"
     classes = {type(module).__name__ for _, module in named}
     word = describe(selector)
+    patterns = dict.fromkeys(_with_stars(name) for name, _ in named)
+    example = next((name for name in patterns if name.endswith("*")), None) or next(filter(None, patterns), owner)
     if isinstance(selector, type):
         described, names, hint = f"class {word}", classes, did_you_mean(word, classes)
     else:
-        described, names = repr(word), {_with_stars(name) for name, _ in named}
+        if word in dict(model.named_parameters()):
+            module = word.rpartition(".")[0]
+            return f"{word!r} is a parameter of {owner}, expected a module · fix: use {module!r}"
+        described, names = repr(word), set(patterns)
         names |= {name for name, _ in named if "*" not in word}
-        hint = did_you_mean(word, names) or did_you_mean(word, classes)
+        # names of modules are in lower case, those of classes are not
+        kinds = (names, classes) if word.islower() else (classes, names)
+        hint = did_you_mean(word, kinds[0]) or did_you_mean(word, kinds[1])
     hint = hint or f" · the model has {', '.join(map(repr, sorted(names)[:8]))}{', ...' if len(names) > 8 else ''}"
-    return f"{described} matches no module of {owner}{hint} · fix: use a name or class of model.named_modules()"
+    fix = f"use a name or class of model.named_modules(), such as {example!r}"
+    return f"{described} matches no module of {owner}{hint} · fix: {fix}"
 
 
 def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -77,7 +85,8 @@ def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         return re.compile(selector[3:])
     except re.error as error:
-        raise ConfigError(f"{selector!r} is not a valid regular expression: {error} · fix: correct it") from None
+        fix = "fix: correct it, such as 're:layers[.][0-3]'"
+        raise ConfigError(f"{selector!r} is not a valid regular expression: {error} · {fix}") from None
 
 
 def _outermost(matches: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -258,6 +258,12 @@ UNMATCHED: list[tuple[Any, str]] = [
     ),
     (nn.Conv2d, "class Conv2d matches no module of Model · the model has 'Dropout', 'GELU', 'Linear', 'Mlp'"),
     ("Mpl", "'Mpl' matches no module of Model · did you mean 'Mlp'"),
+    ("GELUs", "'GELUs' matches no module of Model · did you mean 'GELU'"),
+    ("zzz", "fix: use a name or class of model.named_modules(), such as 'encoder.*'"),
+    (
+        "decoder.0.up.weight",
+        "'decoder.0.up.weight' is a parameter of Model, expected a module · fix: use 'decoder.0.up'",
+    ),
     (nn.LSTM, "class LSTM matches no module of Model"),
     (7, "expected a name pattern, a regular expression, a class or a module, got 7 · fix: a name of model.n"),
     (None, "expected a name pattern, a regular expression, a class or a module, got None"),
