@@ -44,7 +44,8 @@ _EXPECTED = {
     "list_type": "a list",
     "literal_error": "{expected}",
     "string_type": "str",
-    "too_short": "more values",
+    "too_long": "{max_length} values",
+    "too_short": "{min_length} values",
     "tuple_type": "a list",
 }
 """What was expected, by pydantic's name of the error; its own text for all others."""
@@ -278,6 +279,8 @@ def _rejections(error: ValidationError, hint: Any, holder: dict[str, Any], key: 
     by_path: dict[tuple[Any, ...], _Rejection] = {}
     for details in error.errors(include_url=False, include_input=False):
         one = _rejection(details, hint, holder, key)
+        if one.kind == "too_short":  # there is an error for each value that is missing; the last one has their number
+            by_path.pop(one.path, None)
         by_path.setdefault(one.path, one._replace(expected=[])).expected.extend(one.expected)
     for path in list(by_path):  # a list that is wrong in one item is also rejected by the other members of a union
         for length in range(1, len(path)):
@@ -287,7 +290,7 @@ def _rejections(error: ValidationError, hint: Any, holder: dict[str, Any], key: 
 
 def _rejection(details: ErrorDetails, owner: Any, holder: dict[str, Any], key: str) -> _Rejection:
     """Follows the location of an error, which names the members of unions too."""
-    kind, steps = details["type"], details["loc"]
+    kind, steps, context = details["type"], details["loc"], details.get("ctx", {})
     path: list[Any] = [key]
     value = holder[key]
     for step in steps:
@@ -298,9 +301,10 @@ def _rejection(details: ErrorDetails, owner: Any, holder: dict[str, Any], key: s
             owner = inner if is_dataclass(inner) else owner
             path.append(step)
         elif kind == "missing" and step == steps[-1]:
-            path += [step] if isinstance(value, dict) else []
-            kind = kind if isinstance(value, dict) else "too_short"
-    context = details.get("ctx", {})
+            if isinstance(value, dict):
+                path.append(step)
+            elif isinstance(step, int):  # of a tuple
+                kind, context = "too_short", {"min_length": step + 1}
     if isinstance(context.get("gt"), int):
         kind, context = "greater_than_equal", {"ge": context["gt"] + 1}
     kind = "invalid_key" if steps[-1:] == ("[key]",) else kind

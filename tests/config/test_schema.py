@@ -74,7 +74,9 @@ def test_good_values_become_frozen_fields():
         ({"needed": 1, "maybe": "x"}, "t.maybe: expected int, got 'x' (str)"),
         ({"needed": 1, "names": 3}, "t.names: expected str or a list, got 3 (int)"),
         ({"needed": 1, "names": ["a", 3]}, "t.names[1]: expected str, got 3 (int)"),
-        ({"needed": 1, "pair": [1]}, "t.pair: expected more values, got [1] (list)"),
+        ({"needed": 1, "pair": [1]}, "t.pair: expected 2 values, got [1] (list)"),
+        ({"needed": 1, "pair": []}, "t.pair: expected 2 values, got [] (list)"),
+        ({"needed": 1, "pair": [1, 2, 3]}, "t.pair: expected 2 values, got [1, 2, 3] (list)"),
         ({"needed": 1, "pair": 5}, "t.pair: expected a list, got 5 (int)"),
         ({"needed": 1, "table": {"x": 3}}, "t.table.x: expected a mapping, got 3 (int)"),
         (
