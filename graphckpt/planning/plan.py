@@ -111,7 +111,7 @@ class Plan(PlanData):
         ]
         return {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}
 
-    def to_message(self, policy_fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _to_message(self, policy_fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the plan as JSON; values of policies that are not, such as a process group, as their numbers.
 
         Args:
@@ -129,10 +129,10 @@ class Plan(PlanData):
         return result
 
     @classmethod
-    def from_message(
+    def _from_message(
         cls, message: Mapping[str, Any], policy_fields: Sequence[Mapping[str, Any]], model: nn.Module | None
     ) -> Self:
-        """Returns the plan of :meth:`to_message`."""
+        """Returns the plan of :meth:`_to_message`."""
         values = _values(policy_fields)
 
         def shared(value: dict[str, Any]) -> Any:

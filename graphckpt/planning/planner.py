@@ -507,8 +507,8 @@ def plan_and_check(
     def agree_on(action: Callable[[], Plan]) -> Plan:
         if group.size == 1:
             return action()
-        message = group.from_leader(lambda: action().to_message(policy_fields))
-        return Plan.from_message(message, policy_fields, model)
+        message = group.from_leader(lambda: action()._to_message(policy_fields))
+        return Plan._from_message(message, policy_fields, model)
 
     peaks: dict[tuple[str, ...], int] = {}  # by the options of a plan
     fitting: list[Plan] = []

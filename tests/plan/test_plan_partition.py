@@ -81,7 +81,7 @@ def test_a_plan_in_words_is_the_same_plan():
     model, step = made(num_layers=3)
     found = graphckpt.plan(model, step, memory_budget="70%", candidates=["full"], check=False)
     known = [option.fields for option in options(only=["full"])]
-    again = Plan.from_message(found.to_message(known), known, model)
+    again = Plan._from_message(found._to_message(known), known, model)
     assert again == found
     assert again.model is model
 
