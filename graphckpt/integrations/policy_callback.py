@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
-from graphckpt.blocks.select import Selector, layers
+from graphckpt.blocks.select import Selector, layers, select
 from graphckpt.engine.call_state import HostRNGState
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
@@ -112,12 +112,18 @@ class PolicyCallback:
 
     def _apply(self, model: nn.Module) -> None:
         self._start()
-        rules: dict[Selector, Any] = {}
+        units: dict[Selector, Any] = {}
         if any(value is not None for value in self._fields.values()):
-            rules = dict.fromkeys(self._units(model), self._fields)
+            units = dict.fromkeys(self._units(model), self._fields)
+        rules: dict[Selector, Any] = {}
         for selector, value in self._blocks.items():
-            rules[selector] = {**rules.pop(selector, {}), **fields_of(value)}  # last, so that it comes on top
-        self.handle = apply(model, rules)
+            fields = fields_of(value)
+            rules[selector] = {**units.pop(selector, {}), **fields}
+            if fields.keys() >= self._fields.keys():
+                with suppress(ConfigError):  # apply() raises it, with those of other selectors
+                    for name, _ in select(model, selector):
+                        units.pop(name, None)  # apply() refuses policies that later ones replace in full
+        self.handle = apply(model, {**units, **rules})
         self._disable_own_checkpointing()
 
     def _plan(self, model: nn.Module, step_fn: Callable[[], object]) -> list[str]:

@@ -272,6 +272,16 @@ def test_keys_name_units_blocks_and_places(tmp_path: Path) -> None:
     assert rows["transformer.h.2"] == ("selective(matmul+attention)", "device")
 
 
+def test_a_pattern_of_blocks_replaces_the_rule_of_its_layers(tmp_path: Path) -> None:
+    callback = GraphckptCallback(blocks={"*.h.[13]": False}, report=False)
+    train(gpt2(), tmp_path, callback)
+    assert callback.explanation is not None
+    rules = {row.block: row.rule for row in callback.explanation.rows if ".h." in row.block}
+    assert [rules[f"transformer.h.{number}"] for number in range(4)] == ["full", "keep", "full", "keep"]
+    with pytest.raises(ConfigError, match=r"'\*\.g\.1' matches no module"):
+        train(gpt2(), tmp_path, GraphckptCallback(blocks={"*.g.1": False}))
+
+
 def test_transformers_own_checkpointing_is_noticed_and_set_aside(tmp_path: Path) -> None:
     model, plain_model = gpt2(), gpt2()
     train(plain_model, tmp_path)
