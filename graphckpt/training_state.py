@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.engine.call_state import get_rng_state, rng_devices, set_rng_state
 from graphckpt.engine.objects import ABSENT, CONTAINERS, Objects, differs, fill
+from graphckpt.thread_state import get_rng_state, rng_devices, set_rng_state
 from graphckpt.tree import ATOMS
 
 _OF_TORCH = frozenset(nn.Module().__dict__)

@@ -29,14 +29,6 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.call_state import (
-    RNGState,
-    enter_ambient,
-    get_rng_state,
-    is_autocast,
-    set_rng_state,
-    take_ambient,
-)
 from graphckpt.engine.objects import Objects, copy_objects, differs, put_back
 from graphckpt.engine.saved import (
     KEEP_ON_DEVICE,
@@ -53,6 +45,7 @@ from graphckpt.engine.saved import (
 )
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import DeviceStore
+from graphckpt.thread_state import RNGState, enter_ambient, get_rng_state, is_autocast, set_rng_state, take_ambient
 from graphckpt.tree import flatten_call, tensors_in
 
 if TYPE_CHECKING:

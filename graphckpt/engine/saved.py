@@ -20,10 +20,11 @@ from torch import nn
 from graphckpt._compat import version_sharing_detach
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
-from graphckpt.engine.call_state import CallState, ModuleState, RNGState, has_changed
+from graphckpt.engine.call_state import CallState, ModuleState, has_changed
 from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, swap
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import DeviceStore
+from graphckpt.thread_state import RNGState
 from graphckpt.tree import ATOMS, build_value, flatten_call, flatten_value, tensors_in
 
 if TYPE_CHECKING:

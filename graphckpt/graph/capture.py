@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from graphckpt._compat import abandon_capture, assert_on_device, clear_cublas_workspaces, override_stale_capture_stream
-from graphckpt.engine.call_state import get_rng_state, set_rng_state
 from graphckpt.errors import ConfigError, GraphckptError, GraphError
 from graphckpt.stores.pinned import streams_of
+from graphckpt.thread_state import get_rng_state, set_rng_state
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import ATOMS, flatten_call, tensors_in
 

@@ -16,7 +16,6 @@ from torch.backends import cuda, cudnn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt._compat import silence_capturable
-from graphckpt.engine.call_state import take_ambient
 from graphckpt.errors import GraphError
 from graphckpt.graph.capture import (
     AttentionMasks,
@@ -29,6 +28,7 @@ from graphckpt.graph.capture import (
 )
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.update import Update, clip, step_scaled, zero
+from graphckpt.thread_state import take_ambient
 from graphckpt.tree import build_value, flatten_value
 from graphckpt.units import format_bytes
 

@@ -13,7 +13,6 @@ from torch import nn
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.select import Selector, layers, select
-from graphckpt.engine.call_state import HostRNGState
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.explanation import Explanation
@@ -24,6 +23,7 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.rows import summary_lines
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Keep
+from graphckpt.thread_state import HostRNGState
 from graphckpt.units import format_bytes
 
 Value = Mapping[str, Any] | Rule | bool | str | None

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphckpt.engine.call_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.planning.candidates import OpTimes, Option
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import available_bytes
@@ -23,6 +22,7 @@ from graphckpt.stores.base import Offload, Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
 from graphckpt.stores.placement import Placement
 from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
+from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.training_state import TrainingState
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ import torch
 
 from graphckpt._compat import WithoutValues, call_with_autocast, is_fake, pytree, storage_of, version_sharing_detach
 from graphckpt._compat_compiler import DispatchMode, never_compiled
-from graphckpt.engine.call_state import RNGState, get_rng_state, set_rng_state
 from graphckpt.engine.frame import Contexts, Frame, Recomputation, ScheduleMismatch, modes_paused, running
 from graphckpt.engine.objects import mutated_by
 from graphckpt.engine.saved import SavedTensor, are_mutated, may_be_filled_later, take_all
 from graphckpt.errors import RecomputeError
+from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 
 _MAX_SCHEDULES = 16  # of a block: one for each set of argument shapes
 _MAX_MISMATCHES = 16  # calls of a block that did not follow their schedule, before schedules are disabled for it

@@ -22,8 +22,8 @@ from torch.nn.functional import embedding, linear
 from transformers.pytorch_utils import Conv1D
 
 from graphckpt._compat import packed_shard
-from graphckpt.engine.call_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.errors import ConfigError, bullets
+from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 
 # Legend: B samples, T tokens, I inputs of a layer, O its outputs, N processes
 

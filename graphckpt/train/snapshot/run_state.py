@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphckpt.engine.call_state import get_rng_state, rng_devices, set_rng_state
 from graphckpt.errors import bullets, first_line
+from graphckpt.thread_state import get_rng_state, rng_devices, set_rng_state
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import (
     extract_sharded,

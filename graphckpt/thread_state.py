@@ -1,0 +1,142 @@
+"""The settings of a thread that a block depends on: RNG states, autocast, default device, attention kernels."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from graphckpt._compat import has_function_modes
+
+RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
+"""State of PyTorch's CPU generator, of each device's default generator, and of Python and NumPy if it was asked for."""
+
+_STATELESS = frozenset({"cpu", "meta"})  # device types with no generator beside the CPU's
+
+
+class HostRNGState(NamedTuple):
+    """State of the global generators of Python and NumPy. To read both takes 40 us, most of it in NumPy."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | None
+    """``None`` if NumPy is not imported."""
+
+    @classmethod
+    def read(cls) -> HostRNGState:
+        numpy = _numpy_random()
+        return cls(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            _numpy_random().set_state(self.numpy)
+
+    def changes(self) -> list[str]:
+        """Returns which libraries have drawn since: ``"Python's random"``, ``"NumPy"``."""
+        now = HostRNGState.read().fingerprints()
+        return [library for library, number in self.fingerprints().items() if now[library] != number]
+
+    def fingerprints(self) -> dict[str, int]:
+        hashes = {"Python's random": hash(self.python)}
+        if self.numpy is not None:
+            values = (*self.numpy.values(), *self.numpy["state"].values())  # the key of MT19937 is an array
+            hashes["NumPy"] = hash(
+                tuple(v.tobytes() if hasattr(v, "tobytes") else v for v in values if v is not self.numpy["state"])
+            )
+        return hashes
+
+
+def rng_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+    return tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in _STATELESS))
+
+
+def get_rng_state(devices: tuple[torch.device, ...], *, host: bool = False) -> RNGState:
+    cpu_state = torch.default_generator.get_state()
+    host_state = HostRNGState.read() if host else None
+    if not devices:
+        return cpu_state, (), host_state
+    return cpu_state, tuple([(d, _device_module(d).get_rng_state(*_index(d))) for d in devices]), host_state
+
+
+def set_rng_state(state: RNGState) -> None:
+    cpu_state, device_states, host_state = state
+    torch.default_generator.set_state(cpu_state)
+    for device, device_state in device_states:
+        _device_module(device).set_rng_state(device_state, *_index(device))
+    if host_state is not None:
+        host_state.restore()
+
+
+def _device_module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # torch.mps has one device and takes no index
+
+
+def _numpy_random() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random  # NumPy imports it on first use, which may be in the block
+
+
+Ambient: TypeAlias = tuple[object, ...]
+"""``(default device, attention kernels, (device type, enabled, dtype, weight cache), ...)``."""
+
+
+def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
+    kernels = tuple([is_enabled() for is_enabled in _KERNELS_ENABLED])
+    device = torch.get_default_device() if has_function_modes() else _CPU
+    if not devices:
+        return device, kernels, _autocast("cpu")
+    kinds = dict.fromkeys(device.type for device in devices)
+    return device, kernels, _autocast("cpu"), *(_autocast(kind) for kind in kinds)
+
+
+def enter_ambient(stack: ExitStack, wanted: Ambient, now: Ambient) -> None:
+    """Applies ``wanted`` on ``stack``, touching only what differs from ``now``."""
+    device, kernels, *autocasts = wanted
+    if device != now[0]:
+        stack.enter_context(device)  # type: ignore[arg-type]  # a torch.device is a context manager
+    if kernels != now[1]:
+        stack.enter_context(sdpa_kernel([k for k, on in zip(_KERNELS, kernels, strict=True) if on]))  # type: ignore[call-overload]
+    if is_autocast(now):
+        # `backward()` was called in a region of autocast, maybe by another thread. The cache is the process's, and has
+        # the casts of the forward of that region, which clears it; no region that ends in this thread may do so before.
+        torch.autocast_increment_nesting()
+        stack.callback(torch.autocast_decrement_nesting)
+    if tuple(autocasts) == now[2:]:
+        return
+    for autocast in autocasts:
+        kind, enabled, *how = autocast  # type: ignore[misc]
+        stack.enter_context(torch.autocast(kind, enabled=enabled, **dict(zip(_HOW, how, strict=False))))  # type: ignore[has-type]
+
+
+def is_autocast(ambient: Ambient) -> bool:
+    return any(autocast[1] for autocast in ambient[2:])  # type: ignore[index]
+
+
+_CPU = torch.device("cpu")
+_KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+_cuda = torch.backends.cuda
+_KERNELS_ENABLED = (
+    _cuda.math_sdp_enabled,
+    _cuda.flash_sdp_enabled,
+    _cuda.mem_efficient_sdp_enabled,
+    _cuda.cudnn_sdp_enabled,
+)
+_HOW = ("dtype", "cache_enabled")
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
+def _autocast(kind: str) -> tuple[object, ...]:
+    if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
+        return kind, False
+    return kind, True, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
