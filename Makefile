@@ -8,8 +8,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SITE := $(VENV)/.installed-site
 LOWEST ?= .venv-lowest
+NEWEST ?= .venv-newest
 
-.PHONY: demo test test-all lint format unit slow coverage fresh-context lowest gpu simulated-gpu fuzz matrix docs wheel clean
+.PHONY: demo test test-all lint format unit slow coverage fresh-context lowest newest gpu simulated-gpu fuzz matrix docs wheel clean
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
@@ -76,6 +77,17 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	    pytest pytest-xdist hypothesis -e ".[train,transformers-trainer,lightning]"
 	touch $(LOWEST)/.installed
 
+# What pip installs today, without constraints, which takes gigabytes with PyTorch's CUDA build: by hand, before a release.
+# The tests of `make test`, then each command, which must print nothing to stderr but its progress, and the demo.
+newest:
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E "^(torch|transformers|triton|lightning|peft|accelerate) "
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/pytest $(XDIST)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/pytest $(XDIST) -m slow tests/test_command.py
+	$(MAKE) demo INSTALLED= BIN=$(NEWEST)/bin
+
 # On a machine with a CUDA device, where torch, transformers, pytest and matplotlib are installed: see docs/gpu.md.
 # `make gpu GPU='--part 1 --out gpu'` measures every goal; without words it names the commands of all parts.
 GPU ?=
@@ -122,4 +134,4 @@ $(SITE): $(INSTALLED)
 	touch $(SITE)
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist output
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) build dist output
