@@ -158,13 +158,14 @@ def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(p
     model = chain("mlp")
     counter = CompileCounterWithBackend("aot_eager")
     for number in (1, 2, 3):
-        model[number].up.compile(backend=counter)  # a class of PyTorch, whose own code the compiler passes over
+        model[number].up.compile(backend=counter)  # a class of PyTorch, whose code the compiler passes over up to 2.13
     fields = policy if isinstance(policy, dict) else {"activation_checkpointing": policy}
     with graphckpt.apply(model, {"[123]": fields}) as handle:
         assert differing(run_steps(model), plain) == []
         with handle.measure():
             model(torch.randn(300, 16)).sum().backward()
-    assert counter.frame_count == 0, "a hook of ours was compiled"
+    ops = {node.target for graph in counter.graphs for node in graph.graph.nodes if node.op == "call_function"}
+    assert ops <= {F.linear}, "a hook of ours was compiled"
 
 
 class Layer(nn.Module):
