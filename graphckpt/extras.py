@@ -92,9 +92,12 @@ class Registry(Generic[T]):
         Raises:
             TypeError: Another class has this name.
         """
-        known = self._classes.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise TypeError(f"{self._base}.name: expected a new name, got {name!r}, which is {known} · fix: rename it")
+        registered = self._classes.get(name)
+        if registered is not None and (registered.__module__, registered.__qualname__) != (
+            cls.__module__,
+            cls.__qualname__,
+        ):
+            raise TypeError(f"{self._base}.name: expected a new name, got {name!r}, which is {registered} · fix: rename it")
         self._classes[name] = cls
 
     def classes(self) -> dict[str, type[T]]:

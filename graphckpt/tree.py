@@ -54,7 +54,7 @@ def flatten_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any]
     """Returns every leaf of the arguments in order, and the shape that puts them together again.
 
     Lists, tuples, dicts, dataclasses with tensors and every container that is registered with ``torch.utils._pytree``
-    are taken apart. What else is no tensor stays one leaf and passes by reference.
+    are taken apart. Any other object stays one leaf and passes by reference.
     """
     leaves = [*args, *kwargs.values()] if kwargs else list(args)
     for leaf in leaves:
