@@ -92,12 +92,9 @@ class Registry(Generic[T]):
         Raises:
             TypeError: Another class has this name.
         """
-        registered = self._classes.get(name)
-        if registered is not None and (registered.__module__, registered.__qualname__) != (
-            cls.__module__,
-            cls.__qualname__,
-        ):
-            raise TypeError(f"{self._base}.name: expected a new name, got {name!r}, which is {registered} · fix: rename it")
+        other = self._classes.get(name)
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{self._base}.name: expected a new name, got {name!r}, which is {other} · fix: rename it")
         self._classes[name] = cls
 
     def classes(self) -> dict[str, type[T]]:
