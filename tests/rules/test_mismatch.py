@@ -1,4 +1,4 @@
-"""A recomputation that differs from the original forward is an error that names block, op and argument, and leaves nothing behind."""
+"""A recomputation that differs from the original forward is one error, which names block, op and argument."""
 
 from __future__ import annotations
 
