@@ -121,9 +121,7 @@ which means the same
         del args, control, kwargs
         self._show(self._explain_once(is_last=True), state)
         if self._plans and self.plan is None and state.is_local_process_zero:
-            self._write(
-                "graphckpt: training ended after one update, before there was a plan; all blocks were recomputed"
-            )
+            self._write("graphckpt: training ended before there was a plan; all blocks were recomputed")
         self._remove()
 
 

@@ -24,6 +24,7 @@ from graphckpt.engine.objects import copy_objects
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import NEAR, OpTimes, Option
 from graphckpt.planning.memory_model import StepSample
+from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.trace import Blocks, Trace, TracedStore
 from graphckpt.rules.basic import Full
@@ -215,7 +216,8 @@ class RecordedStep:
         self._trace: Trace | None = None
         self._numbers: frozenset[int] = frozenset()
         self._had_gradient: set[int] = set()
-        self._twins: Mapping[int, nn.Parameter] = {}
+        self._originals: Mapping[int, int] = {}
+        """The ids of the model's parameters, by those of the parameters that replace them."""
         self._num_states = -1
 
     @contextmanager
@@ -320,20 +322,28 @@ class RecordedStep:
                         fix = "graphckpt.plan before the model is sharded, or rule='full'"
                         raise PlanError(f"memory_budget: {what} in {type(module).__name__} · fix: {fix}")
                     module._parameters[name] = twins.setdefault(id(parameter), nn.Parameter(parameter.detach()))
-            self._twins = twins
+            self._originals = {id(twin): number for number, twin in twins.items()}
             yield
         finally:
-            self._twins = {}
+            self._originals = {}
             state.restore()
 
     def _replay(self) -> None:
-        for number, twin in self._twins.items():
-            twin.grad = torch.zeros_like(twin) if number in self._had_gradient else None
         assert self._trace is not None
-        borders = self._trace.calls
-        for recorded, border in zip(self._calls, borders, strict=True):
+        backwards = [s.interval.call for s in self._trace.stretches if s.interval.phase is Phase.BACKWARD]
+        first_of: dict[int, int] = {}
+        for number in backwards:
+            first_of.setdefault(self._calls[number].block, number)
+        for number, (recorded, border) in enumerate(zip(self._calls, self._trace.calls, strict=True)):
             if recorded.block in self._numbers:
+                self._set_gradients(recorded.block, accumulates=first_of.get(recorded.block) != number)
                 self._repeat(recorded, sorted(border.gradients))
+
+    def _set_gradients(self, block: int, *, accumulates: bool) -> None:
+        for twin in self._blocks.modules[block].parameters():
+            if (number := self._originals.get(id(twin))) is not None:
+                has_gradient = accumulates or number in self._had_gradient
+                twin.grad = torch.zeros_like(twin) if has_gradient else None
 
     def _repeat(self, recorded: _RecordedCall, wanted: Sequence[int]) -> None:
         """Calls a block as it was called, and runs its backward from gradients of the outputs ``wanted``."""
