@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from graphckpt.engine.objects import replaced
-from graphckpt.errors import ConfigError
 from graphckpt.extras import MissingPackageError
 from graphckpt.integrations.policy_callback import PolicyCallback, saved_metrics
+from graphckpt.ledger.explanation import Explanation
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -27,8 +25,8 @@ class GraphckptCallback(PolicyCallback, Callback):
         unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them; names are the ``LightningModule``'s.
         memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
-            it with the first batch, in place of ``rule`` and ``blocks``, and ``fields`` are those of
-            :class:`~graphckpt.planning.PlanOptions`.
+            it on the second update, in place of ``rule`` and ``blocks``, and ``fields`` are those of
+            :class:`~graphckpt.planning.PlanOptions`, except ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the first batch with optimizer
             states, ``True`` one line of it, ``False`` nothing; no batch is measured then.
         plot: File for a picture of the live bytes over the same batch, ``.png``, ``.svg`` or ``.html``.
@@ -39,37 +37,34 @@ class GraphckptCallback(PolicyCallback, Callback):
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Applies the policies; with a memory budget, the first batch does."""
-        del trainer
-        self._is_planned = not self._plans
-        if self._is_planned:
+        """Applies the policies; with a memory budget, those that take least until two updates were measured."""
+        self._num_updates = 0
+        if self._plans:
+            is_silent = not (self._report and trainer.is_global_zero)
+            self._start_plan(pl_module, _write_nothing if is_silent else trainer.print)
+        else:
             self._apply(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measures two batches op by op: Lightning may call ``training_step`` without the module's hooks."""
-        if not self._is_planned:
-            lines = self._plan(pl_module, _step_fn(trainer, pl_module, batch, batch_idx))
-            self._is_planned = True
-            if trainer.is_global_zero:
-                trainer.print("\n".join(lines))
-        if self._report or self._plot is not None:
-            self._measure(trainer.global_step)
+        del pl_module, batch, batch_idx
+        self._begin_step(trainer.global_step, measures=bool(self._report) or self._plot is not None)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Reports once what a batch saved."""
         del pl_module, outputs, batch, batch_idx
-        self._show(trainer)
+        is_update, self._num_updates = trainer.global_step != self._num_updates, trainer.global_step
+        self._show(trainer, self._end_step(is_update=is_update))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reports what the first batch saved, if there was no second."""
         del pl_module
-        self._show(trainer, is_last=True)
+        self._show(trainer, self._explain_once(is_last=True))
 
-    def _show(self, trainer: Trainer, *, is_last: bool = False) -> None:
-        seen = self._explain_once(is_last=is_last) if self._report or self._plot is not None else None
-        if seen is None:
+    def _show(self, trainer: Trainer, seen: Explanation | None) -> None:
+        if seen is None or not (self._report or self._plot):
             return
         for logger in trainer.loggers:
             logger.log_metrics(saved_metrics(seen), step=trainer.global_step)
@@ -87,27 +82,5 @@ class GraphckptCallback(PolicyCallback, Callback):
         self._remove()
 
 
-def _log_nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _step_fn(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> Callable[[], None]:
-    """Returns a training step on a batch, whose metrics are not logged."""
-    if not module.automatic_optimization:
-        fix = "graphckpt.plan and GraphckptCallback(None, blocks=plan.blocks)"
-        raise ConfigError(f"GraphckptCallback.memory_budget: expected automatic optimization · fix: {fix}")
-
-    def step() -> None:
-        with (
-            replaced([module], "log", _log_nothing),
-            replaced([module], "log_dict", _log_nothing),
-            trainer.precision_plugin.train_step_context(),
-        ):
-            output = module.training_step(batch, batch_idx)
-        loss = output["loss"] if isinstance(output, Mapping) else output
-        loss.backward()
-        for optimizer in trainer.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
+def _write_nothing(text: str) -> None:
+    del text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Keep
 from graphckpt.thread_state import HostRNGState
 from graphckpt.units import format_bytes
+
+if TYPE_CHECKING:
+    from graphckpt.planning.live_plan import LivePlan
 
 Value = Mapping[str, Any] | Rule | bool | str | None
 
@@ -75,6 +78,8 @@ class PolicyCallback:
         self._measuring = ExitStack()
         self._is_reported = self._is_first = False
         self._disabled = ExitStack()
+        self._live: LivePlan | None = None
+        self._report_line: Callable[[str], None] = print
         self.handle: Handle | None = None
         """The handle of the policies of the last training, which are removed at its end; ``None`` before it."""
         self.plan: Plan | None = None
@@ -126,17 +131,55 @@ class PolicyCallback:
         self.handle = apply(model, {**units, **rules})
         self._disable_own_checkpointing()
 
-    def _plan(self, model: nn.Module, step_fn: Callable[[], object]) -> list[str]:
-        from graphckpt.planning.planner import plan  # noqa: PLC0415 - of use with a budget alone
+    def _start_plan(self, model: nn.Module, report: Callable[[str], None]) -> None:
+        """Begins to plan on the steps of the training; ``report`` is called with each line of news."""
+        from graphckpt.planning.live_plan import LivePlan  # noqa: PLC0415 - of use with a budget alone
 
         self._start()
         assert self._budget is not None
-        options = {"blocks": self._units(model), **self._options}
-        self.plan = plan(model, step_fn, memory_budget=self._budget, **options)
-        handle = self.plan.apply(model)
-        assert isinstance(handle, Handle)
-        self.handle = handle
-        return [f"graphckpt: plan: {line}" for line in summary_lines(self.plan)] if self._report else []
+        options = PlanOptions.of({"blocks": self._units(model), **self._options}, self._owner)
+        has_own = [module for module in model.modules() if module.__dict__.get(_OWN_FLAG)]
+        self._disabled.enter_context(replaced(has_own, _OWN_FLAG, value=False))
+        if has_own:
+            report("graphckpt: the plan replaces the model's own gradient checkpointing")
+        self._report_line = report
+        try:
+            self._live = LivePlan(model, self._budget, options, lambda line: report(f"graphckpt: {line}"))
+        except BaseException:
+            self._remove()
+            raise
+
+    def _begin_step(self, num_updates: int, *, measures: bool) -> None:
+        """Measures the step if ``measures``, or if it is the first one under a plan."""
+        if self._live is not None:
+            self._live.begin_step()
+            measures = measures or self._live.checks
+            num_updates += 1  # a plan begins after the first
+        if measures:
+            self._measure(num_updates)
+
+    def _end_step(self, *, is_update: bool = True) -> Explanation | None:
+        """Returns what the measured step saved, once."""
+        live = self._live
+        try:
+            if live is not None:
+                is_planned = live.end_step(is_update=is_update)
+                if is_planned or live.handle is not self.handle:
+                    self._measuring.close()  # of a step that did not run under one plan
+                    self._take_over(live, is_planned=is_planned)
+                    return None
+            seen = self._explain_once()
+            if live is not None and seen is not None and live.correct(seen.peak_bytes or 0):
+                self._take_over(live, is_planned=True)
+        except BaseException:
+            self._remove()
+            raise
+        return seen
+
+    def _take_over(self, live: LivePlan, *, is_planned: bool) -> None:
+        self.plan, self.handle = live.plan, live.handle
+        if is_planned and self.plan is not None:
+            self._report_line("\n".join(f"graphckpt: plan: {line}" for line in summary_lines(self.plan)))
 
     def _units(self, model: nn.Module) -> list[Selector]:
         if self._unit is not None:
@@ -161,7 +204,7 @@ class PolicyCallback:
 
     def _start(self) -> None:
         self._remove()  # left by a training that ended in an error
-        self.explanation = None
+        self.explanation = self.plan = self.handle = None
         self._is_reported = self._is_first = False
 
     def _measure(self, num_updates: int) -> None:
@@ -195,6 +238,9 @@ class PolicyCallback:
         return str(seen) if self._report == "table" else saved_line(seen)
 
     def _remove(self) -> None:
+        if self._live is not None:
+            self._live.close()
+            self._live = None
         self._measuring.close()
         self._disabled.close()
         if self.handle is not None:

@@ -6,15 +6,16 @@ import copy
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, final
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
-from graphckpt.errors import ConfigError, GraphckptError, first_line
+from graphckpt.engine.objects import replaced
+from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng, saved_metrics
 from graphckpt.ledger.explanation import Explanation
@@ -43,8 +44,8 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
         memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
-            it when training starts, in place of ``rule`` and ``blocks``, and ``fields`` are those of
-            :class:`~graphckpt.planning.PlanOptions`. The trainer's loss has to be ``model(**batch).loss``.
+            it on the second update of the training, in place of ``rule`` and ``blocks``, and ``fields`` are those of
+            :class:`~graphckpt.planning.PlanOptions`, except ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
             optimizer states, ``True`` one line after the first step, ``False`` nothing.
         plot: File for a picture of the live bytes over the second step, ``.png``, ``.svg`` or ``.html``.
@@ -74,35 +75,37 @@ which means the same
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Applies the policies."""
-        del control
+        """Applies the policies; with a memory budget, those that take least until two steps were measured."""
+        del control, kwargs
         assert model is not None
         if self._plans:
-            trainer = _calling_trainer()
-            lines = self._plan(model, _step_fn(model, args, kwargs["train_dataloader"], kwargs["optimizer"], trainer))
-            _warn_of_own_loss(trainer)
-            if state.is_local_process_zero:
-                tqdm.write("\n".join(lines))
+            self._start_plan(model, self._write if state.is_local_process_zero else _write_nothing)
         else:
             self._apply(model)
-        if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
-            text = "graphckpt acts on the blocks that have a policy, Transformers on the others"
-            fix = "leave activation_checkpointing out of TrainingArguments"
-            found = f"{type(self).__name__}: the model's own checkpointing is on as well"
-            warnings.warn(f"{found}: {text} · fix: {fix}", stacklevel=2)
+            if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
+                text = "graphckpt acts on the blocks that have a policy, Transformers on the others"
+                fix = "leave activation_checkpointing out of TrainingArguments"
+                found = f"{type(self).__name__}: the model's own checkpointing is on as well"
+                warnings.warn(f"{found}: {text} · fix: {fix}", stacklevel=2)
+        trainer = _calling_trainer()
+        if trainer is not None:
+            self._disabled.enter_context(_on_error(trainer, self._remove))
+
+    def _write(self, text: str) -> None:
+        if self._report:
+            tqdm.write(text)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measures the first two steps, if they are to be shown as a table or a picture."""
+        """Measures the first two steps, if they are to be shown as a table or a picture, or are planned on."""
         del args, control, kwargs
-        if self._report == "table" or self._plot is not None:
-            self._measure(state.global_step)
+        self._begin_step(state.global_step, measures=self._report == "table" or self._plot is not None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Reports once what a step saved."""
         del args, control, kwargs
-        self._show(self._explain_once(), state)
+        self._show(self._end_step(), state)
 
     def _show(self, seen: Explanation | None, state: TrainerState) -> None:
         if seen is None or not self._report:
@@ -117,51 +120,29 @@ which means the same
         """Removes the policies."""
         del args, control, kwargs
         self._show(self._explain_once(is_last=True), state)
+        if self._plans and self.plan is None and state.is_local_process_zero:
+            self._write("graphckpt: training ended before there was a plan; all blocks were recomputed")
         self._remove()
 
 
-def _step_fn(
-    model: nn.Module, args: TrainingArguments, loader: DataLoader[Any], optimizer: Optimizer, trainer: Trainer | None
-) -> Callable[[], None]:
-    """Returns a training step on the first samples of the data set.
+def _write_nothing(text: str) -> None:
+    del text
 
-    Raises:
-        ConfigError: the samples have no order, or the trainer's loss is not that of the model; the step raises it too.
-    """
-    if args.label_smoothing_factor:
-        raise _loss_error(trainer, f" with label_smoothing_factor={args.label_smoothing_factor}")
-    if trainer is not None and trainer.compute_loss_func is not None:
-        raise _loss_error(trainer, " with a compute_loss_func")
-    data = loader.dataset
-    if isinstance(data, IterableDataset):
-        fix = "a data set with len(), or graphckpt.plan and GraphckptCallback(None, blocks=plan.blocks)"
-        raise ConfigError(f"GraphckptCallback.memory_budget: expected a map-style data set to plan on · fix: {fix}")
-    with restored_rng():
-        samples = [data[number % len(data)] for number in range(args.train_batch_size)]  # type: ignore[arg-type]
-        batch: Any = loader.collate_fn(samples)
-    if not isinstance(batch, Mapping):
-        raise _loss_error(trainer, f" with batches of type {type(batch).__name__}")
-    batch = {name: value.to(args.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
-    def mean_loss() -> Tensor:  # returns before the backward, as in the Trainer, so that it does not hold the logits
+@contextmanager
+def _on_error(trainer: Trainer, clean_up: Callable[[], None]) -> Iterator[None]:
+    """Calls ``clean_up`` if a training step raises: a trainer does not tell its callbacks."""
+    training_step = trainer.training_step
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
-            output = model(**batch)
-            loss = output["loss"] if isinstance(output, Mapping) else output[0]
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, GraphckptError):
-                raise
-            raise _loss_error(trainer, f" ({type(error).__name__}: {first_line(error)})") from error
-        if not isinstance(loss, Tensor) or loss.dim() > 1:  # one of several devices is a vector
-            raise _loss_error(trainer, ", for whose batches the model returns no loss")
-        return loss.mean()
+            return training_step(*args, **kwargs)
+        except BaseException:
+            clean_up()
+            raise
 
-    def step() -> None:
-        for _ in range(min(2, args.gradient_accumulation_steps)):  # any more take as much memory
-            mean_loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    with replaced([trainer], "training_step", guarded):
+        yield
 
 
 def _calling_trainer() -> Trainer | None:
@@ -177,28 +158,6 @@ def _calling_trainer() -> Trainer | None:
             return caller
         frame = frame.f_back
     return None
-
-
-def _warn_of_own_loss(trainer: Trainer | None) -> None:
-    """Warns if the trainer's class may compute another loss than the model, although the model returns one."""
-    if trainer is None:
-        return
-    from transformers import Trainer  # noqa: PLC0415 - the callback needs less
-
-    plain = {"compute_loss": Trainer.compute_loss, "training_step": Trainer.training_step}
-    if own := [name for name, method in plain.items() if getattr(getattr(trainer, name), "__func__", None) != method]:
-        what = f"{type(trainer).__name__} has its own {' and '.join(own)}, and the plan is for model(**batch).loss"
-        fix = "compare the peak of report='table'; if it is higher, use graphckpt.plan with the trainer's own step"
-        warnings.warn(f"GraphckptCallback.memory_budget: {what} · fix: {fix}", stacklevel=3)
-
-
-def _loss_error(trainer: Trainer | None, why: str) -> ConfigError:
-    name = "a trainer" if trainer is None else type(trainer).__name__
-    what = f"expected a trainer whose loss is model(**batch).loss, got {name}{why}"
-    fix = "rule='full' or 'selective'; or graphckpt.plan with its own step"
-    return ConfigError(
-        f"GraphckptCallback.memory_budget: {what} · fix: {fix}, and GraphckptCallback(None, blocks=plan.blocks)"
-    )
 
 
 def fit_training_arguments(

@@ -30,6 +30,7 @@ from graphckpt.planning.memory_model import MeasuredStep
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup, planning_group
+from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import CopyRates, PolicyChoice, PolicySearch, interval_name
 from graphckpt.planning.steps import FakeStep, RealStep
@@ -109,6 +110,48 @@ def plan_step(
         )
 
 
+def plan_recorded(
+    step: RecordedStep,
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    memory_budget: Budget,
+    options: PlanOptions,
+    group: PlanGroup,
+    *,
+    extra_bytes: int = 0,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Plans a step that the training loop has run, on all processes of ``group``; the step does not run again.
+
+    ``extra_bytes`` is what an earlier plan took beyond its prediction.
+    """
+    budget = budgets.check_budget(memory_budget)
+    group.check_equal(memory_budget=budgets.budget_kind(budget))
+    with step.standing_alone():
+        planners = measure_all(step, model, blocks, options, group, notes)
+    limit = _limit_of(budget, planners.plain, step, group)
+    policy_fields = planners.policy_fields
+
+    def agree(planner: Planner) -> Plan:
+        option = step.option_of(planner.measured.options)
+        known = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
+        surplus = group.max(max(0, step.peak_bytes - known)) + extra_bytes
+        bound = planner.floor.peak + surplus if limit is None else limit
+        return _agree_on(lambda: planner.plan(bound, surplus), group, policy_fields, model)
+
+    return planners.best_of(agree, floor_of=lambda planner: group.from_leader(planner.least))
+
+
+def _agree_on(
+    action: Callable[[], Plan], group: PlanGroup, policy_fields: Sequence[Mapping[str, Any]], model: nn.Module
+) -> Plan:
+    """Returns the plan that ``action`` returns on the leader."""
+    if group.size == 1:
+        return action()
+    message = group.from_leader(lambda: action()._to_message(policy_fields))
+    return Plan._from_message(message, policy_fields, model)
+
+
 def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
     """Returns the blocks to plan, none inside of another.
 
@@ -145,7 +188,7 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     return found
 
 
-def _limit_of(budget: int | str, planner: Planner, step: RealStep, group: PlanGroup) -> int | None:
+def _limit_of(budget: int | str, planner: Planner, step: RealStep | RecordedStep, group: PlanGroup) -> int | None:
     """Returns the bytes that a step of any process may take; ``None`` is the lowest possible peak.
 
     With a percentage it is the leader's limit, otherwise the smallest of all processes.
@@ -160,7 +203,7 @@ def _limit_of(budget: int | str, planner: Planner, step: RealStep, group: PlanGr
 
 
 def measure_all(
-    step: RealStep | FakeStep,
+    step: RealStep | FakeStep | RecordedStep,
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     options: PlanOptions,
@@ -505,10 +548,7 @@ def plan_and_check(
         raise PlanError(planner.infeasible(limit or 0, min(peaks.values())))
 
     def agree_on(action: Callable[[], Plan]) -> Plan:
-        if group.size == 1:
-            return action()
-        message = group.from_leader(lambda: action()._to_message(policy_fields))
-        return Plan._from_message(message, policy_fields, model)
+        return _agree_on(action, group, policy_fields, model)
 
     peaks: dict[tuple[str, ...], int] = {}  # by the options of a plan
     fitting: list[Plan] = []

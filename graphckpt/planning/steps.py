@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphckpt.planning.candidates import OpTimes, Option
+from graphckpt.planning.candidates import KEEP, OpTimes, Option
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import available_bytes
 from graphckpt.planning.program import Interval
@@ -80,10 +80,10 @@ class RealStep:
         store = TracedStore(_far_blocks(blocks, options), self._min_elements)
         parts = self._parts_of(options)
         stores = [parts[option.name] if option.is_part else store for option in options]
-        with on_optimizer_step(self._remember), blocks.under(options, stores) as without:
+        with on_optimizer_step(self.remember), blocks.under(options, stores) as without:
             self._step()
             settle(parts.values(), self._step)
-            trace = self._trace()
+            trace = self.new_trace()
             with blocks.traced(trace, stores):
                 self._step()
             clocks, plain = [], []
@@ -97,6 +97,11 @@ class RealStep:
             raise PathError(orders)
         total = min(clock.total for clock in plain)
         return StepSample(trace, _fastest(clocks), total, _fastest(plain))
+
+    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
+        """Runs the step with everything kept; returns it, and the number of that option."""
+        del options
+        return self.sample(blocks, [KEEP] * len(blocks.names)), 0
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         names = dict.fromkeys(option.name for option in options if option.is_part)
@@ -139,13 +144,13 @@ class RealStep:
         On CUDA it is the allocator's, with earlier allocations and temporaries of ops, but without the copies from
         which the step is restored; elsewhere it is counted as in the traced runs.
         """
-        with on_optimizer_step(self._remember):
+        with on_optimizer_step(self.remember):
             self._step()
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
                 self._step()
                 return int(torch.cuda.max_memory_allocated(self.device)) - self._copy_bytes
-            trace = self._trace()
+            trace = self.new_trace()
             with trace:
                 self._step()
         return trace.peak_bytes
@@ -204,10 +209,10 @@ class RealStep:
                         grad.copy_(old)
             state.restore()
 
-    def _remember(self, optimizer: Optimizer) -> None:
+    def remember(self, optimizer: Optimizer) -> None:
         self._optimizers[id(optimizer)] = optimizer
 
-    def _trace(self) -> Trace:
+    def new_trace(self) -> Trace:
         trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else None)
         trace.track(_state_tensors(self._model, self._optimizers.values()))
         return trace
@@ -390,6 +395,10 @@ class FakeStep:
             with blocks.traced(trace, [store]):
                 self._step_fn()
         return StepSample(trace, trace.seconds, sum(trace.seconds.values()))
+
+    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
+        del options
+        return self.sample(blocks, [KEEP] * len(blocks.names)), 0
 
     def available_bytes(self, static: int) -> int:
         del static

@@ -11,6 +11,7 @@ from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import KEEP, Option, with_levels
 from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
 from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, with_holds
+from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.basic import Keep
@@ -21,7 +22,7 @@ _MOST_TIMED = 16
 
 
 def measure(
-    step: RealStep | FakeStep,
+    step: RealStep | FakeStep | RecordedStep,
     blocks: Blocks,
     options: Sequence[Option],
     progress: Callable[[int, int], None] | None = None,
@@ -36,14 +37,14 @@ def measure(
     """
     assert options[0] is KEEP
     every = range(len(blocks.names))
-    kept = step.sample(blocks, [KEEP] * len(every))
-    base = StepLog(kept.trace)
+    run, option = step.base(blocks, options)
+    base = StepLog(run.trace)
     if not base.calls:
         raise PlanError("no block ran with gradients on · fix: let step_fn run forward and backward of this model")
     if not base.has_backward:
         raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
     found = TraceCollector(base, classes(_classes(base, blocks)))
-    found.add(kept, every, [0] * len(every))
+    found.add(run, every, [option] * len(every), is_whole=True)
     some = _excerpt(found.classes, len(options))  # enough to measure each option in a short run
     with step.restricted_to(blocks, some) as is_shorter:
         numbers = some if is_shorter else list(every)
@@ -53,13 +54,16 @@ def measure(
         few = Blocks([(part.names[number], part.modules[number]) for number in timed])
         options, own = with_levels(options, [kinds[number] for number in timed], lambda: step.ops(few), broadcast)
         turns = list(_turns(kinds, len(options), is_shorter=is_shorter))
+        if option != 0:
+            turns.insert(0, [0] * len(kinds))
         for done, turn in enumerate(turns, start=1):
             if progress is not None:
                 progress(done, len(turns) + 1)
-            found.add(step.sample(part, [own[kind][o] for kind, o in zip(kinds, turn, strict=True)]), numbers, turn)
+            sample = step.sample(part, [own[kind][o] for kind, o in zip(kinds, turn, strict=True)])
+            found.add(sample, numbers, turn, is_whole=option == 0 and len(numbers) == len(every))
     if progress is not None:
         progress(len(turns) + 1, len(turns) + 1)
-    return found.measured(blocks, options, own, kept, len(turns) + 1)
+    return found.measured(blocks, options, own, run, option, len(turns) + 1)
 
 
 def _excerpt(classes: Sequence[int], most: int) -> list[int]:
@@ -135,15 +139,14 @@ class TraceCollector:
         self._far: dict[tuple[int, int], int] = {}
         self._ahead: dict[tuple[int, int], list[int]] = {}
 
-    def add(self, sample: StepSample, numbers: Sequence[int], turn: Sequence[int]) -> None:
-        """Adds one run, in which block ``numbers[n]`` had option ``turn[n]``.
+    def add(self, sample: StepSample, numbers: Sequence[int], turn: Sequence[int], *, is_whole: bool) -> None:
+        """Adds one run, in which block ``numbers[n]`` had option ``turn[n]``, or a part of one.
 
         Raises:
             PathError: The blocks were called in another order than before.
         """
         log = StepLog(sample.trace) if self._runs else self._base
         calls = _calls_by_block(log, numbers)
-        is_whole = len(numbers) == len(self.classes)
         orders = [[call.block for call in each.calls] for each in (log, self._base)]
         if any(len(calls[n]) != len(self._calls[n]) for n in numbers) or (is_whole and orders[0] != orders[1]):
             raise PathError(orders)
@@ -167,10 +170,11 @@ class TraceCollector:
         blocks: Blocks,
         options: Sequence[Option],
         own: Mapping[int, Sequence[Option]],
-        kept_run: StepSample,
+        base_run: StepSample,
+        base_option: int,
         num_runs: int,
     ) -> MeasuredStep:
-        """Returns the measured step; ``own`` holds the options of each class, ``kept_run`` kept everything."""
+        """Returns the measured step; ``own`` holds the options of each class, ``base_run`` had one on all blocks."""
         base, block_of = self._base, [call.block for call in self._base.calls]
         self._name_roles()
         ends = self._ends()
@@ -189,6 +193,9 @@ class TraceCollector:
         if any(len(call.backwards) > 1 for call in base.calls):
             self.notes = {_REPEATED: None}
         every = range(len(options))
+        backward_seconds = self._by_block(Phase.BACKWARD, own, programs)
+        recompute_seconds = sum(seconds[max(0, base_option)] - seconds[0] for seconds in backward_seconds)
+        optimizer = (s for interval, s in base_run.seconds.items() if interval.phase is Phase.OPTIMIZER)
         return MeasuredStep(
             names=tuple(blocks.names),
             options=tuple(options),
@@ -197,7 +204,7 @@ class TraceCollector:
                 base, program_of, ends, lambda call, o: not isinstance(own[self.classes[block_of[call]]][o].rule, Keep)
             ),
             forward_seconds=self._by_block(Phase.FORWARD, own, programs),
-            backward_seconds=self._by_block(Phase.BACKWARD, own, programs),
+            backward_seconds=backward_seconds,
             far_bytes=tuple(tuple(self._far[kind, o] for o in every) for kind in self.classes),
             ahead_bytes={
                 (call, option): num_bytes
@@ -205,8 +212,8 @@ class TraceCollector:
                 for option in every
                 if (num_bytes := self._ahead[self.classes[block], option][self._place[call]])
             },
-            step_seconds=kept_run.step_seconds,
-            optimizer_seconds=sum(s for interval, s in kept_run.seconds.items() if interval.phase is Phase.OPTIMIZER),
+            step_seconds=base_run.step_seconds - recompute_seconds,
+            optimizer_seconds=sum(optimizer),
             num_runs=num_runs,
             notes=tuple(self.notes),
         )
@@ -388,7 +395,7 @@ def _calls_by_block(log: StepLog, numbers: Sequence[int]) -> dict[int, list[int]
     return calls
 
 
-_SHORTER = "a layer behaves differently in a shorter stack than in the whole one; the peak is an estimate"
+_SHORTER = "a layer behaves differently in a part of the step than in the whole one; the peak is an estimate"
 _REPEATED = (
     "the step runs backward through the same calls of blocks more than once (create_graph=True or retain_graph=True), "
     "which the planner counts as one; the peak is an estimate"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from graphckpt import ConfigError
 from graphckpt.integrations.transformers import GraphckptCallback, fit_training_arguments
-from graphckpt.planning import PlanError, steps
+from graphckpt.planning import PlanError
 
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _timed_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "_TIMED_RUNS", 1)
-        yield
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
@@ -43,7 +35,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=16, gradient_accumulation_steps=2, max_steps=2,
+        output_dir=str(folder), per_device_train_batch_size=16, gradient_accumulation_steps=2, max_steps=3,
         report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", **more,
     )  # fmt: skip
 

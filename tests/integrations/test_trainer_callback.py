@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -27,13 +27,17 @@ from transformers import (
     TrainingArguments,
 )
 
-from graphckpt import ConfigError
+from graphckpt import ConfigError, PlanError
+from graphckpt._compat import is_watched
+from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.select import layers
 from graphckpt.integrations.policy_callback import saved_line
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.ledger.live_memory import LiveBytes
 
 LAYERS = 4
+NAMES = {field.name for field in fields(TrainingArguments)}
+OWN = "activation_checkpointing" if "activation_checkpointing" in NAMES else "gradient_checkpointing"
 PEFT_ASKS = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )  # asked by PEFT
@@ -100,7 +104,7 @@ def assert_equal(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
 
 
 def has_policies(model: nn.Module) -> bool:
-    return any("forward" in vars(module) for module in model.modules())
+    return any(isinstance(vars(module).get("forward"), BlockForward) for module in model.modules())
 
 
 @pytest.mark.parametrize("build", [bert, gpt2])
@@ -126,13 +130,13 @@ def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(build: Any, tmp_path
     assert callback.handle.explain(show=False) == callback.explanation
 
 
-def test_a_memory_budget_is_planned_for_when_training_starts(tmp_path: Path, capsys: Any) -> None:
+def test_a_memory_budget_is_planned_for_on_the_second_step(tmp_path: Path, capsys: Any) -> None:
     plain_model = gpt2()
-    train(plain_model, tmp_path)
+    train(plain_model, tmp_path, max_steps=4)
     model = gpt2()
-    (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses(["--graphckpt_memory_budget", "50%"])
+    (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses(["--graphckpt_memory_budget", "3MiB"])
     callback = GraphckptCallback(**keys.keys(), report="table", plot=str(tmp_path / "step.png"))
-    train(model, tmp_path, callback)
+    train(model, tmp_path, callback, max_steps=4)
     assert_equal(weights(model), weights(plain_model))
     plan, seen = callback.plan, callback.explanation
     assert plan is not None
@@ -185,61 +189,186 @@ def half_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> T
 
 
 CAUSAL = ("input_ids", "labels")
+PREFERENCES = ("chosen", "rejected")
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __init__(self, rows: Dataset[dict[str, Tensor]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self.rows[number] for number in range(len(self.rows)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("kind", "names", "more", "message"),
+    ("kind", "names", "more"),
     [
-        (Prefers, ("chosen", "rejected"), {}, r"got Prefers \(ValueError: You have to specify either input_ids .*\)"),
-        (Prefers, ("input_ids",), {}, r"got Prefers \(KeyError: 'loss'\)"),
-        (Prefers, ("input_ids",), {"model": "tuple"}, "got Prefers, for whose batches the model returns no loss"),
-        (Samples, CAUSAL, {"data_collator": list}, "got Samples with batches of type list"),
-        (Trainer, CAUSAL, {"label_smoothing_factor": 0.1}, r"got Trainer with label_smoothing_factor=0\.1"),
-        (Trainer, CAUSAL, {"compute_loss_func": half_loss}, "got Trainer with a compute_loss_func"),
+        (Prefers, PREFERENCES, {}),
+        (Samples, CAUSAL, {"data_collator": list}),
+        (Adds, CAUSAL, {"train_dataset": Stream(RandomTokens(classify=False))}),
+        (Trainer, CAUSAL, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}),
+        (Trainer, CAUSAL, {"compute_loss_func": half_loss, "bf16": True}),
+        (Trainer, CAUSAL, {OWN: True}),
+        (Seq2SeqTrainer, CAUSAL, {}),
     ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else ",".join(value),
 )
-def test_a_budget_for_a_loss_that_is_not_the_models_is_refused(
-    tmp_path: Path, kind: type[Trainer], names: tuple[str, ...], more: dict[str, Any], message: str
+def test_a_budget_in_a_trainer_with_its_own_loss(
+    tmp_path: Path, kind: type[Trainer], names: tuple[str, ...], more: dict[str, Any]
 ) -> None:
-    """One error that names the trainer, before anything is changed; a rule works."""
-    more = dict(more)
-    is_tuple = more.pop("model", None) == "tuple"
-    smoothing = {name: more.pop(name) for name in ("label_smoothing_factor",) if name in more}
+    """Its own steps are planned on, each of which runs once; the weights are those of the same training without."""
+    runs: list[tuple[dict[str, Tensor], int, list[dict[str, float]]]] = []
+    for callback in (None, GraphckptCallback(memory_budget="min", report="table")):
+        given = dict(more)
+        own = {key: given.pop(key) for key in list(given) if key in NAMES}
+        args = arguments(tmp_path, remove_unused_columns=False, max_steps=4, **own)
+        if kind is Seq2SeqTrainer:
+            args = Seq2SeqTrainingArguments(**args.to_dict())
+        settings = {"train_dataset": Rows(*names), **given, "callbacks": [] if callback is None else [callback]}
+        counted, calls = counting(kind)
+        trainer = counted(model=gpt2(), args=args, **settings)
+        trainer.train()
+        losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((weights(trainer.model), len(calls), losses))
+    (plain, *others), (ours, *same) = runs
+    assert_equal(ours, plain)
+    assert same == others
+    assert callback is not None
+    assert callback.plan is not None
+    assert callback.explanation is not None
+    assert callback.explanation.peak_bytes is not None
+    assert callback.explanation.peak_bytes <= callback.plan.predicted_peak_bytes < callback.plan.plain_peak_bytes
+    rules = {row.block: row.rule for row in callback.explanation.rows}
+    assert {name for name in rules if rules[name] != "keep"} >= callback.plan.blocks.keys()
+    assert all(module.gradient_checkpointing == (OWN in more) for module in trainer.model.transformer.h)
+    assert not has_policies(trainer.model)
 
-    def trainer(callback: GraphckptCallback) -> Trainer:
-        settings = arguments(tmp_path, remove_unused_columns=False, max_steps=1, **smoothing)
-        model = gpt2()
-        if is_tuple:
-            model.forward = lambda *args, **kwargs: GPT2LMHeadModel.forward(model, *args, **kwargs).to_tuple()
-        return kind(model=model, args=settings, train_dataset=Rows(*names), callbacks=[callback], **more)
 
-    refused = trainer(GraphckptCallback(memory_budget="50%", report=False))
-    before = weights(refused.model)
-    what = r"^GraphckptCallback\.memory_budget: expected a trainer whose loss is model\(\*\*batch\)\.loss, "
-    with pytest.raises(ConfigError, match=rf"{what}{message} · fix: rule='full' or 'selective'; or graphckpt\.plan"):
-        refused.train()
-    assert_equal(weights(refused.model), before)
-    assert has_policies(refused.model) == is_tuple  # its own forward
-    assert all(parameter.grad is None for parameter in refused.model.parameters())
-    if names == CAUSAL:
-        trainer(GraphckptCallback(report=False)).train()
+def counting(kind: type[Trainer]) -> tuple[type[Trainer], list[None]]:
+    calls: list[None] = []
+
+    class Counted(kind):  # type: ignore[misc,valid-type]
+        def training_step(self, *args: Any, **more: Any) -> Any:
+            calls.append(None)
+            return super().training_step(*args, **more)
+
+    return Counted, calls
 
 
-def test_a_budget_in_a_trainer_of_another_class(tmp_path: Path) -> None:
-    """Its own loss is told of, as the plan is for the model's; a class that leaves the loss as it is goes without."""
+class Lengths(Dataset[dict[str, Tensor]]):
+    """Rows of one length for each batch of four."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return 4 * len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.arange(self.lengths[index // 4]) % 64
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.SequentialSampler(Lengths(*self.train_dataset.lengths))
+
+    def training_step(self, *args: Any, **more: Any) -> Any:
+        live = LiveBytes("cpu", record_timeline=False)
+        states = (value for state in self.optimizer.optimizer.state.values() for value in state.values())
+        live.track([*self.model.parameters(), *states])
+        with live:
+            loss = super().training_step(*args, **more)
+        self.peaks = [*getattr(self, "peaks", []), live.peak_bytes]
+        return loss
+
+
+def in_order(folder: Path, lengths: tuple[int, ...], callback: GraphckptCallback | None, **more: Any) -> InOrder:
+    args = arguments(folder, max_steps=len(lengths), **more)
+    trainer = InOrder(gpt2(), args, train_dataset=Lengths(*lengths), callbacks=[] if callback is None else [callback])
+    trainer.train()
+    return trainer
+
+
+def test_a_longer_batch_keeps_the_budget_and_is_planned_for(tmp_path: Path, capsys: Any) -> None:
+    lengths = (8, 16, 16, 64, 8, 64, 64, 32, 64)  # planned after the 2nd and, with the 4th, again; the last is as long
+    plain = in_order(tmp_path, lengths, None)
+    full = in_order(tmp_path, lengths, GraphckptCallback(report=False))
+    budget = (2 * max(full.peaks) + max(plain.peaks)) // 3
+    assert plain.peaks[1] < budget, "the first plan keeps all"
+    callback = GraphckptCallback(memory_budget=budget)
+    ours = in_order(tmp_path, lengths, callback)
+    assert_equal(weights(ours.model), weights(plain.model))
+    assert max(ours.peaks) <= budget < max(plain.peaks)
+    assert max(full.peaks) < max(ours.peaks[4:]), "the second plan keeps more than full"
+    assert ours.peaks[3] == full.peaks[3], "the first long batch recomputes all"
+    assert callback.plan is not None
+    assert 0 < len(callback.plan.blocks) <= LAYERS
+    assert "larger batches than planned for were seen" in capsys.readouterr().out
+
+
+def test_a_budget_that_a_longer_batch_exceeds_is_one_warning(tmp_path: Path) -> None:
+    small, large = (in_order(tmp_path, (length,) * 2, GraphckptCallback(report=False)).peaks[1] for length in (16, 64))
+    assert small < large
+    callback = GraphckptCallback(memory_budget=(small + large) // 2, report=False)
+    with pytest.warns(UserWarning, match="no plan fits · the lowest possible peak is .* until then: the plan with the"):
+        trainer = in_order(tmp_path, (16, 16, 16, 64, 16), callback)
+    assert_equal(weights(trainer.model), weights(in_order(tmp_path, (16, 16, 16, 64, 16), None).model))
+
+
+def test_a_budget_that_nothing_fits_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
+    model = gpt2()
+    with pytest.raises(PlanError, match="no plan fits · the lowest possible peak is"):
+        train(model, tmp_path, GraphckptCallback(memory_budget=1000))
+    assert not has_policies(model)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_an_error_in_a_step_removes_all_and_the_next_training_is_right(
+    tmp_path: Path, error: type[BaseException], when: int
+) -> None:
+    callback, model = GraphckptCallback(memory_budget="min", report=False), gpt2()
+    calls = []
+
+    def fail(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == when:
+            raise error
+
+    hook = model.lm_head.register_full_backward_hook(fail)
+    with pytest.raises(error):
+        train(model, tmp_path, callback, max_steps=4)
+    hook.remove()
+    assert not has_policies(model)
+    assert not is_watched()
+    again, plain = gpt2(), gpt2()
+    train(again, tmp_path, callback, max_steps=4)
+    train(plain, tmp_path, max_steps=4)
+    assert_equal(weights(again), weights(plain))
+    assert callback.plan is not None
+
+
+def test_evaluation_and_resuming_beside_a_budget(tmp_path: Path) -> None:
     seen = []
-    for kind, budget in ((Adds, None), (Adds, "50%"), (Seq2SeqTrainer, "50%")):
-        how = {"rule": True} if budget is None else {"memory_budget": budget}
-        callback = GraphckptCallback(report=False, **how)
-        more = {"model": gpt2(), "train_dataset": RandomTokens(classify=False), "callbacks": [callback]}
-        settings = arguments(tmp_path) if kind is Adds else Seq2SeqTrainingArguments(**arguments(tmp_path).to_dict())
-        trainer = kind(args=settings, **more)
-        expected = r"GraphckptCallback\.memory_budget: Adds has its own compute_loss, and the plan is for model\("
-        with pytest.warns(UserWarning, match=expected) if (kind, budget) == (Adds, "50%") else nullcontext():
-            trainer.train()
+    for number, callback in enumerate((None, GraphckptCallback(memory_budget="min", report=False))):
+        more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 3}
+        for steps, resume in ((3, None), (6, True)):
+            args = arguments(tmp_path / str(number), max_steps=steps, **more)
+            data = RandomTokens(classify=False)
+            callbacks = [] if callback is None else [callback]
+            trainer = Trainer(gpt2(), args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+            trainer.train(resume_from_checkpoint=resume)
         seen.append(weights(trainer.model))
-        assert budget is None or callback.plan is not None
+        assert callback is None or callback.plan is not None
     assert_equal(seen[1], seen[0])
+
+
+def test_one_update_is_too_few_to_plan_on(tmp_path: Path, capsys: Any) -> None:
+    callback = GraphckptCallback(memory_budget="min")
+    train(gpt2(), tmp_path, callback, max_steps=1)
+    assert callback.plan is None
+    assert "training ended before there was a plan; all blocks were recomputed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("num_steps", "states"), [(2, "and optimizer states"), (1, "as optimizer states did not")])
@@ -286,10 +415,8 @@ def test_transformers_own_checkpointing_is_noticed_and_set_aside(tmp_path: Path)
     model, plain_model = gpt2(), gpt2()
     train(plain_model, tmp_path)
     callback = GraphckptCallback(blocks={"transformer.h.3": False})
-    names = {field.name for field in fields(TrainingArguments)}
-    its_name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     with pytest.warns(UserWarning, match="fix: leave activation_checkpointing out of TrainingArguments"):
-        _, runs = train(model, tmp_path, callback, **{its_name: True})
+        _, runs = train(model, tmp_path, callback, **{OWN: True})
     assert_equal(weights(model), weights(plain_model))
     assert set(runs.values()) == {6}  # the last one by Transformers' own, and none of them twice again
     assert callback.explanation is not None

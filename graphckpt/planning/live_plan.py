@@ -1,0 +1,252 @@
+"""Plans policies in a training loop, on the loop's own steps: nothing of the loop runs twice.
+
+Until there is a plan, every planned block is recomputed, which takes little memory. The first update warms up and
+creates optimizer states; the second is recorded. Afterwards the plan applies. A batch larger than the recorded one is
+noticed before its first block runs: that step recomputes every block, is recorded, and a later plan counts it in.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphckpt.blocks.apply import Handle
+from graphckpt.errors import ConfigError, PlanError
+from graphckpt.planning.candidates import compiled_forwards, parse_compile
+from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan_group import planning_group
+from graphckpt.planning.planner import find_blocks, plan_recorded
+from graphckpt.planning.recorded_step import FULL, RecordedStep
+from graphckpt.planning.steps import on_optimizer_step
+from graphckpt.planning.trace import Blocks, TracedStore
+from graphckpt.tree import tensors_in
+from graphckpt.units import format_bytes
+
+_MOST_RECORDED = 16  # updates, until one calls all blocks: of 12 that are dropped one time in ten, one in four does
+_SECONDS_TO_REPORT = 2.0  # of planning
+
+
+@final
+class LivePlan:
+    """The policies of a training that is planned while it runs.
+
+    Args:
+        model: The model that the loop trains, without policies.
+        memory_budget: The peak of an update, as :func:`graphckpt.plan` takes it.
+        options: What the planner may use.
+        report: Is called with each line of news.
+
+    Raises:
+        ConfigError: An option cannot be used, or no layers were found in the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, memory_budget: Budget, options: PlanOptions, report: Callable[[str], None]
+    ) -> None:
+        if options.head:
+            fix = "graphckpt.plan with a step of your own, and GraphckptCallback(None, blocks=plan.blocks)"
+            raise ConfigError(f"memory_budget: `head` cannot be planned while a training runs · fix: {fix}")
+        self._model = model
+        self._budget = memory_budget
+        self._options = options
+        self._report = report
+        self._blocks = find_blocks(model, options.blocks)
+        self._code = parse_compile(options.compile, options.candidates)
+        self._optimizers: dict[int, Optimizer] = {}
+        self._hooks = ExitStack()
+        self._frugal = ExitStack()
+        """The policies that recompute every block."""
+        self._recording = ExitStack()
+        self._store = TracedStore()
+        for name, module in self._blocks:
+            if sharded := next((p for p in module.parameters() if hasattr(p.data, "__tensor_flatten__")), None):
+                what = f"expected whole parameters, got {type(sharded.data).__name__} in {name}"
+                raise ConfigError(f"memory_budget: {what} · fix: rule='full', or plan before the model is sharded")
+        self._is_open = self._is_frugal = self._is_recording = False
+        self._num_updates = self._num_recorded = 0
+        self._begin = self._seconds = 0.0
+        self._sizes: dict[str, int] = {}
+        """The largest input of modules in this update, by name, in elements."""
+        self._recorded_sizes: dict[str, int] = {}
+        self._planned_sizes: dict[str, int] = {}
+        self._recorded: RecordedStep | None = None
+        self._is_new = False
+        """Whether ``_recorded`` is not in the plan."""
+        self.plan: Plan | None = None
+        self.handle: Handle | None = None
+        self._hooks.enter_context(on_optimizer_step(self._remember))
+        for name, module in self._modules_around():
+            hook = module.register_forward_pre_hook(partial(self._before_call, name), with_kwargs=True, prepend=True)
+            self._hooks.callback(hook.remove)
+        self._recompute_all()
+
+    @property
+    def checks(self) -> bool:
+        """Whether a step under the plan is to be measured, for :meth:`correct`."""
+        return self.plan is not None and self._options.check
+
+    def begin_step(self) -> None:
+        """Begins a step, which is an update or, with accumulated gradients, a part of one."""
+        if self._is_open:
+            return
+        self._is_open = True
+        self._sizes = {}
+        self._begin = perf_counter()
+        if self.plan is None and self._num_updates:
+            self._record()
+
+    def end_step(self, *, is_update: bool = True) -> bool:
+        """Ends a step; returns whether there is a new plan.
+
+        Raises:
+            PlanError: No plan fits, or another process has failed.
+        """
+        if not (self._is_open and is_update):
+            return False
+        self._is_open = False
+        self._num_updates += 1
+        if self._num_updates == 1:
+            self._seconds = perf_counter() - self._begin
+        if self._is_recording:
+            self._recording.close()
+            self._is_recording = False
+            self._recorded_sizes = self._sizes
+        is_planned = self._plan_first() if self.plan is None else self._plan_anew()
+        if self.plan is not None and self._is_frugal:
+            self._apply()
+        return is_planned
+
+    def correct(self, peak: int) -> bool:
+        """Plans anew if a step under the plan took ``peak`` bytes, which exceed the budget; returns whether it did."""
+        plan = self.plan
+        if plan is None or self._recorded is None or peak <= plan.budget_bytes or self._budget == "min":
+            return False
+        seen = f"a step took {format_bytes(peak)} under a plan for {format_bytes(plan.budget_bytes)}"
+        if planning_group(self._options.group).size > 1:  # only some may have seen it
+            warnings.warn(f"graphckpt: {seen} · fix: a lower memory_budget, or a smaller batch", stacklevel=3)
+            return False
+        warnings.warn(f"graphckpt: {seen}; it is planned anew with what was missing", stacklevel=3)
+        self._recompute_all()
+        self._plan(plan.correction_bytes + peak - plan.predicted_peak_bytes, or_least=True)
+        self._apply()
+        return True
+
+    def close(self) -> None:
+        """Removes all policies and hooks."""
+        self._recording.close()
+        self._frugal.close()
+        self._hooks.close()
+        self._is_open = self._is_frugal = False
+        if self.handle is not None:
+            self.handle.remove()
+
+    def _remember(self, optimizer: Optimizer) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+
+    def _modules_around(self) -> Iterator[tuple[str, nn.Module]]:
+        parts = self._blocks[0][0].split(".")
+        for number in range(len(parts)):
+            name = ".".join(parts[:number])
+            module = self._model.get_submodule(name)
+            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                yield name, module
+
+    def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Notices a batch that is larger than the one planned for, before any block runs."""
+        if not (self._is_open and torch.is_grad_enabled() and module.training):
+            return
+        size = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
+        self._sizes[name] = max(size, self._sizes.get(name, 0))
+        if self.plan is None or self._is_frugal or size <= self._planned_sizes.get(name, size):
+            return
+        self._recompute_all()
+        if size > self._recorded_sizes.get(name, 0):
+            self._record()
+
+    def _recompute_all(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+        self._is_frugal = True
+        modules = [module for _, module in self._blocks]
+        self._frugal.enter_context(compiled_forwards(modules, self._code.options))
+        num_blocks = len(self._blocks)
+        self._frugal.enter_context(Blocks(self._blocks).under([FULL] * num_blocks, [self._store] * num_blocks))
+
+    def _record(self) -> None:
+        self._recorded = RecordedStep(self._model, Blocks(self._blocks), self._optimizers.values())
+        self._recorded.seconds = self._seconds
+        self._is_new = self._is_recording = True
+        self._recording.enter_context(self._recorded.recording(self._store))
+
+    def _plan_first(self) -> bool:
+        step = self._recorded
+        if step is None:
+            return False
+        self._num_recorded += 1
+        with planning_group(self._options.group) as group:
+            misses = step.has_new_states or step.num_blocks < len(self._blocks)
+            if group.max(misses) and self._num_recorded < _MOST_RECORDED:
+                return False
+        self._plan()
+        return True
+
+    def _plan_anew(self) -> bool:
+        """Plans again after 4, 8, 16, ... updates, if a larger batch was seen: processes do so together."""
+        if self._num_updates & (self._num_updates - 1):
+            return False
+        with planning_group(self._options.group) as group:
+            if not group.max(self._is_new):
+                return False
+        if not self._is_frugal:
+            self._recompute_all()
+        self._plan(or_least=True)
+        self._report("larger batches than planned for were seen; the plan counts them in now")
+        return True
+
+    def _plan(self, extra_bytes: int = 0, *, or_least: bool = False) -> None:
+        assert self._recorded is not None
+        self._frugal.close()
+        begin = perf_counter()
+        step = self._recorded
+
+        def progress(done: int, total: int) -> None:
+            nonlocal begin
+            if perf_counter() - begin > _SECONDS_TO_REPORT:
+                begin = float("inf")
+                self._report(f"planning: {done} of {total} measurements of the layers are done")
+
+        num_missing = len(self._blocks) - step.num_blocks
+        what = f"the step that was measured did not call {num_missing} of the blocks; one that does takes more memory"
+        notes = [what] * (num_missing > 0)
+        options = self._options if self._options.progress else replace(self._options, progress=progress)
+        for budget in (self._budget, "min"):
+            try:
+                with planning_group(options.group) as group:
+                    self.plan = plan_recorded(
+                        step, self._model, self._blocks, budget, options, group, extra_bytes=extra_bytes, notes=notes
+                    )
+                break
+            except PlanError as error:
+                if not or_least or budget == "min":
+                    raise
+                warnings.warn(f"graphckpt: {error} · until then: the plan with the lowest peak", stacklevel=2)
+        self._is_new = False
+        self._planned_sizes = self._recorded_sizes
+
+    def _apply(self) -> None:
+        assert self.plan is not None
+        self._frugal.close()
+        self._is_frugal = False
+        handle = self.plan.apply(self._model)
+        assert isinstance(handle, Handle)
+        self.handle = handle
