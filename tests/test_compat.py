@@ -57,6 +57,14 @@ def test_a_version_sharing_alias_sees_later_edits() -> None:
     assert alone._version == versions[1], "a plain detach() would do: version_sharing_detach can go"
 
 
+def test_which_tensors_share_a_version_counter() -> None:
+    x = torch.ones(4)
+    part, _ = torch.unsafe_chunk(x, 2)
+    others = x, x[:2], x.detach(), x.data, part, x.clone()
+    assert [_compat.share_version_counter(x, other) for other in others] == [True, True, True, False, False, False]
+    assert x._version == x.data._version == 0, "the versions are as before"
+
+
 class ReadsAutocast(TorchDispatchMode):
     """Notes whether autocast is active in a mode, and in what an op's kernel calls."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import PlanError, steps
+from graphckpt.planning.fit import largest
+from graphckpt.planning.fit_result import BatchFit
 
 MIB = 2**20
 
@@ -304,6 +308,17 @@ def test_rows_at_a_global_batch(absent):
     assert best.samples_per_second == max(row.samples_per_second for row in each)
     with pytest.raises(PlanError, match="global batch 97: expected a multiple of a batch size that was planned"):
         absent.at_global_batch(97)
+
+
+def test_a_size_that_takes_exactly_the_limit_fits():
+    assert largest(lambda size: 12 * size - 996, 1, None, [8, 16]) == 83
+
+
+def test_an_update_of_several_steps_has_one_step_of_the_optimizer():
+    plan, sizes = SimpleNamespace(predicted_step_seconds=5.0), dict.fromkeys(("plain_peak_bytes", "floor_bytes"), 1)
+    row = BatchFit(batch_size=1, plan=plan, is_measured=True, optimizer_seconds=1.0, time_factor=2.0, **sizes)
+    assert row.seconds == 2 * 5
+    assert replace(row, accumulation=3).seconds == 3 * (2 * 5 - 1) + 1
 
 
 def test_what_it_prints(absent, tmp_path, capsys):

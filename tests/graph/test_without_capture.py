@@ -44,6 +44,30 @@ def test_verify_names_what_differs(device: str) -> None:
         run("eager", set_up=lambda graph: (set_up(graph), graph.verify(batches(1)[0])))
 
 
+class Spoils(nn.Module):
+    """Leaves NaN in a buffer in its first run, and 0 in later ones."""
+
+    runs = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        Spoils.runs += 1
+        self.last.fill_(float("nan") if Spoils.runs == 1 else 0.0)
+        return x
+
+
+def test_verify_tells_nan_from_zero(device: str) -> None:
+    def set_up(graph: Train) -> None:
+        graph._roots["model"].insert(1, Spoils().to(device))
+        graph.verify(batches(1)[0])
+
+    with pytest.raises(GraphError, match=r"verify: step 1: `model.1.last` differs .* in 3 of 3 elements"):
+        run("eager", set_up=set_up)
+
+
 class Varies(nn.Module):
     """Another result in every run, as a kernel with atomics."""
 

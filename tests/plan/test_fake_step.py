@@ -120,6 +120,26 @@ def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
         assert other.predicted_peak_bytes <= budget
 
 
+def test_no_more_is_offloaded_than_the_budget_of_host_memory():
+    target = load_profile("h200")
+    device = FakeDevice(target)
+    with device:
+        model, optimizer, step = made()
+    known = measure(
+        FakeStep(device, model, step, optimizer), Blocks(find_blocks(model, None)), options("cpu", ["full"])
+    )
+
+    def moved_bytes(host_budget):
+        planner = Planner(known, rates=CopyRates(target.copy_out, target.copy_in), host_budget=host_budget)
+        plan = planner.plan(planner.bytes_of("70%", 0))
+        assert plan.predicted_peak_bytes <= plan.budget_bytes
+        return sum(row.moved_bytes for row in plan.rows)
+
+    unlimited = moved_bytes(None)
+    assert 0 < moved_bytes(unlimited - 1) < unlimited
+    assert moved_bytes(0) == 0
+
+
 def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     words = ["model.config.n_layer=4", "train.train_micro_batch_size=4", f"train.output_dir={tmp_path / 'none'}"]
     saved, drawn = tmp_path / "plan.yaml", tmp_path / "front.svg"

@@ -194,6 +194,22 @@ def test_arguments_that_share_memory_from_a_later_call_on_are_refused() -> None:
             block(rows, {"flat": [rows.view(6)]})
 
 
+@pytest.mark.parametrize("way", OWN_CALL)
+def test_an_argument_that_forward_edits_is_as_it_was_in_each_of_two_recomputations(way: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ELU(inplace=True), nn.Linear(3, 3), nn.Tanh()))
+    x = torch.linspace(-2, 2, 6).view(2, 3)
+    policies = {"1" if name == "block" else name: policy for name, policy in WAYS[way].items()}
+
+    def gradients() -> list[Tensor]:
+        loss = (model[1](model[0](x).sin() * 1.0) ** 2).sum()
+        return [g for _ in range(2) for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)]
+
+    expected = gradients()
+    with graphckpt.apply(model, policies):
+        assert all(map(torch.equal, gradients(), expected))
+        assert all(map(torch.equal, gradients(), expected)), "in a later call"
+
+
 class OwnBuffer(nn.Module):
     """Is called with its own buffer, which it edits, through the argument and by name."""
 

@@ -89,6 +89,17 @@ class CatchesError(nn.Module):
             return self.linear(x).sin()
 
 
+class DrawsNumbers(nn.Module):
+    """The child draws random numbers, and the parent does so after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.drop = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.child(x).exp()).sin()
+
+
 class MovesBuffer(nn.Module):
     """The child is called twice and modifies its buffer each time; the parent modifies the second output in place."""
 
@@ -124,7 +135,9 @@ def grads(model: nn.Module, rules: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("around", [{"0": True}, {"": True, "0": "selective"}], ids=["full", "selective in full"])
-@pytest.mark.parametrize("kind", [EditsItsArgument, FillsCache, ReadsAttribute, CatchesError, MovesBuffer])
+@pytest.mark.parametrize(
+    "kind", [EditsItsArgument, FillsCache, ReadsAttribute, CatchesError, DrawsNumbers, MovesBuffer]
+)
 def test_an_excluded_child_that_does_more_than_return(kind: type[nn.Module], around: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = kind()

@@ -273,6 +273,18 @@ def test_random_ops_keep_their_place_in_the_stream():
     assert ops["addmm.default"] == 6, "the mask of the last dropout wants the size of the product, not its values"
 
 
+class DrawsMasks(Drops):
+    def forward(self, x):
+        h, _ = torch.native_dropout(self.up(x), 0.5, True)
+        return self.drop(self.down(h.sin()))
+
+
+def test_numbers_behind_a_kept_random_result_are_those_of_the_original_forward():
+    model, x = made(DrawsMasks)
+    ops, _ = counted(model, x, ["aten.native_dropout.default"])
+    assert ops["native_dropout.default"] == 3, "only the original forwards draw"
+
+
 class InPlace(nn.Module):
     def __init__(self):
         super().__init__()

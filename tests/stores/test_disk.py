@@ -185,6 +185,30 @@ def test_it_really_leaves_memory_and_really_comes_from_the_file(tmp_path):
     assert torch.equal(back[1:], torch.arange(5000.0)[1:])
 
 
+def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(tmp_path):
+    store = opened(tmp_path)
+    key = put_one(store, torch.arange(5000.0))
+    until_written(store)
+    back = store.get(key)
+    freed = []
+    weakref.finalize(back.untyped_storage(), freed.append, 1)
+    del back
+    assert freed, "the key is alive, as in a graph that is retained"
+    assert torch.equal(store.get(key), torch.arange(5000.0))
+
+
+def test_what_is_saved_again_after_an_edit_has_its_new_bytes(tmp_path):
+    store = opened(tmp_path)
+    tensor = torch.zeros(5000)
+    mine = store.open_group(group())
+    before = store.put(tensor, mine)
+    tensor.add_(1)
+    after = store.put(tensor, mine)
+    store.close_group(mine)
+    assert store.get(before) is None
+    assert torch.equal(store.get(after), torch.ones(5000))
+
+
 def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(tmp_path):
     store = opened(tmp_path)
     qkv = torch.randn(64, 300)

@@ -66,6 +66,15 @@ def test_a_snapshot_of_the_same_name_is_replaced(tmp_path):
     assert read_weights(tmp_path / "model_best")["w"][0] == 2
 
 
+def test_all_of_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    target = tmp_path / "model_best"
+    synced = []
+    monkeypatch.setattr(snapshot, "sync", lambda path: synced.append((path.name, target.exists())))
+    _write(target)
+    assert {name for name, has_name in synced if not has_name} == {*_names(target), ".model_best.tmp"}
+    assert (tmp_path.name, True) in synced
+
+
 class _Killed(BaseException):
     """Ends the writer where it is, as a kill does: nothing is cleaned up."""
 
@@ -290,7 +299,7 @@ def test_lines_that_a_full_disk_refused_come_with_the_next(tmp_path, monkeypatch
 
 def test_history_beyond_the_snapshot_is_dropped(tmp_path):
     metrics, log = tmp_path / "metrics.json", tmp_path / "log.txt"
-    metrics.write_text('{"iteration": 3}\n{"iteration": 7}\n{"iteration": 9}\n{"iterat')
+    metrics.write_text('{"iteration": 3}\n{"iteration": 7}\n{"iteration": 8}\n{"iterat')
     log.write_text("[x]: model\n[x]: eta: 0  iteration: 8/9  total\n[x]: eta: 0  iteration: 9/9  total\n[x]: a table")
     cut_metrics(metrics, 7)
     cut_log(log, 7)
