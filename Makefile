@@ -75,7 +75,7 @@ lowest: $(LOWEST)/.installed
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest $(XDIST) -p simulated_cuda.plugin -m "gpu and not slow" \
 	    $(LOWEST_WARNINGS) tests/graph
 LOWEST_TESTS ?= tests/graph tests/integrations tests/blocks/test_blocks_rival.py \
-    tests/rules/test_rule_backward.py tests/rules/test_rule_architectures.py
+    tests/rules/test_backward.py tests/rules/test_architectures.py
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)

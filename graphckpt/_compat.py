@@ -394,5 +394,5 @@ def _keys_without_casts(func: Any) -> list[tuple[str, DispatchKey]]:
 def _has_kernel(op: str, key: DispatchKey) -> bool:
     try:
         return bool(_dispatch_has_kernel_for_dispatch_key(op, key))
-    except RuntimeError:  # `sym_size`, which asks for the size of a nested tensor, is no op of the dispatcher
+    except RuntimeError:  # `sym_size`, which asks for the size of a nested tensor, is not an op of the dispatcher
         return True

@@ -119,7 +119,7 @@ def _not_repeatable(graph: Any) -> list[Any]:
         and node.target is torch.ops.aten.copy_.default
         and node.args[0].op == "placeholder"
     }
-    found = []
+    nodes = []
     for node in graph.nodes:  # in the order in which they run
         if node.op != "call_function":
             continue
@@ -127,10 +127,10 @@ def _not_repeatable(graph: Any) -> list[Any]:
             if getattr(node.target, "is_view", False):
                 changed.add(node)
             else:
-                found.append(node)
+                nodes.append(node)
         elif _is_random(node):
-            found.append(node)
-    return found
+            nodes.append(node)
+    return nodes
 
 
 def _is_random(node: Any) -> bool:

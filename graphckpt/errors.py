@@ -67,7 +67,7 @@ def without_repeats(faults: Iterable[str]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for fault in faults:
         alike.setdefault(_NUMBER.sub("#", fault), []).append(fault)
-    return [found[0] + (f" (and {len(found) - 1} more like it)" if found[1:] else "") for found in alike.values()]
+    return [same[0] + (f" (and {len(same) - 1} more like it)" if same[1:] else "") for same in alike.values()]
 
 
 def warn_once(block: str, text: str) -> None:
@@ -92,17 +92,17 @@ def shown(value: object) -> str:
     return text if len(text) <= _LINE and "\n" not in text else f"an object of type {type(value).__name__}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a hint that lists the known words nearest to ``word``, or an empty string; of the same case if possible.
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Returns a hint that lists the choices nearest to ``word``, or an empty string; of the same case if possible.
 
     >>> did_you_mean("ofload", ["offload", "partition"])
     " · did you mean 'offload'?"
     >>> did_you_mean("zzz", ["offload"]), did_you_mean("true", ["full"])
     ('', ' · did you mean True?')
     """
-    names = {name.lower(): name for name in known}
-    near: list[object] = [*get_close_matches(word, names.values(), n=3, cutoff=0.6)]
-    near = near or [names[name] for name in get_close_matches(word.lower(), names, n=3, cutoff=0.6)]
+    names = {name.lower(): name for name in choices}
+    similar: list[object] = [*get_close_matches(word, names.values(), n=3, cutoff=0.6)]
+    similar = similar or [names[name] for name in get_close_matches(word.lower(), names, n=3, cutoff=0.6)]
     if word.lower() in _LITERALS and word.lower() not in names:
-        near = [_LITERALS[word.lower()]]
-    return " · did you mean " + " or ".join(map(repr, near)) + "?" if near else ""
+        similar = [_LITERALS[word.lower()]]
+    return " · did you mean " + " or ".join(map(repr, similar)) + "?" if similar else ""

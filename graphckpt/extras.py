@@ -92,9 +92,9 @@ class Registry(Generic[T]):
         Raises:
             TypeError: Another class has this name.
         """
-        known = self._classes.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise TypeError(f"{self._base}.name: expected a new name, got {name!r}, which is {known} · fix: rename it")
+        other = self._classes.get(name)
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{self._base}.name: expected a new name, got {name!r}, which is {other} · fix: rename it")
         self._classes[name] = cls
 
     def classes(self) -> dict[str, type[T]]:

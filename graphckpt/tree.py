@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class CallShape(NamedTuple):
     def assemble(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns ``(args, kwargs)`` with fresh containers around ``leaves``."""
         if self.spec is not None:
-            leaves = _join(self.spec, leaves)
+            leaves = pytree.tree_unflatten(leaves, self.spec)
         if not self.keywords:
             return leaves, {}
         return leaves[: self.num_args], dict(zip(self.keywords, leaves[self.num_args :], strict=True))
@@ -54,7 +54,7 @@ def flatten_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any]
     """Returns every leaf of the arguments in order, and the shape that puts them together again.
 
     Lists, tuples, dicts, dataclasses with tensors and every container that is registered with ``torch.utils._pytree``
-    are taken apart. What else is no tensor stays one leaf and passes by reference.
+    are taken apart. Any other object stays one leaf and passes by reference.
     """
     leaves = [*args, *kwargs.values()] if kwargs else list(args)
     for leaf in leaves:
@@ -83,48 +83,54 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def build_value(spec: Any, leaves: Sequence[Any]) -> Any:
     """Puts the leaves of :func:`flatten_value` together again."""
-    return leaves[0] if spec is None else _join(spec, leaves)
+    return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    tree: Any
-    records: tuple[tuple[int, Any, tuple[str, ...], _Spec], ...]
-    # (leaf position, a dataclass object without its fields, their names, what is below)
+@dataclass(slots=True)
+class _Record:
+    """Stands for a dataclass with tensors while it is flattened; it is unflattened as that dataclass."""
+
+    blank: Any
+    """The dataclass with ``None`` in its fields: a spec must hold no tensor."""
+    fields: dict[str, Any]
 
 
-def _split(value: Any) -> tuple[list[Any], _Spec]:
-    found, tree = pytree.tree_flatten(value)
-    leaves: list[Any] = []
-    records = []
-    for position, leaf in enumerate(found):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, torch.nn.Module)):
-            names = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
-            below, spec = _split([getattr(leaf, name) for name in names])
-            if not any(isinstance(value, torch.Tensor) for value in below):
-                leaves.append(leaf)  # a config, say, which is passed by reference
-                continue
-            records.append((position, _twin(leaf, dict.fromkeys(names)), names, spec))  # the spec must hold no tensor
-            leaves.extend(below)
-        else:
-            leaves.append(leaf)
-    return leaves, _Spec(tree, tuple(records))
+def _flatten(record: _Record) -> tuple[list[Any], Any]:
+    return list(record.fields.values()), (record.blank, tuple(record.fields))
 
 
-def _join(spec: _Spec, leaves: Sequence[Any]) -> Any:
-    if not spec.records:
-        return pytree.tree_unflatten(leaves, spec.tree)
-    found: list[Any] = []
-    rest = iter(leaves)
-    records = {position: record for position, *record in spec.records}
-    for position in range(spec.tree.num_leaves):
-        if position in records:
-            blank, names, below = records[position]
-            values = _join(below, [next(rest) for _ in range(_num_leaves(below))])
-            found.append(_twin(blank, dict(zip(names, values, strict=True))))
-        else:
-            found.append(next(rest))
-    return pytree.tree_unflatten(found, spec.tree)
+def _flatten_with_keys(record: _Record) -> tuple[list[Any], Any]:
+    return list(zip(map(pytree.GetAttrKey, record.fields), record.fields.values(), strict=True)), _flatten(record)[1]
+
+
+def _unflatten(values: Iterable[Any], context: Any) -> Any:
+    blank, names = context
+    return _twin(blank, dict(zip(names, values, strict=True)))
+
+
+pytree.register_pytree_node(_Record, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
+
+
+def _split(value: Any) -> tuple[list[Any], Any]:
+    leaves, spec = pytree.tree_flatten(value)
+    if any(map(dataclasses.is_dataclass, leaves)):
+        return pytree.tree_flatten(_with_records(value))
+    return leaves, spec
+
+
+def _with_records(value: Any) -> Any:
+    """Returns ``value`` with a record in place of each dataclass that holds tensors."""
+    return pytree.tree_map(_record_or_leaf, value)
+
+
+def _record_or_leaf(leaf: Any) -> Any:
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, torch.nn.Module)):
+        return leaf
+    names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+    fields = {name: _with_records(getattr(leaf, name)) for name in names}
+    if not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(fields)):
+        return leaf  # a config, say, which is passed by reference
+    return _Record(_twin(leaf, dict.fromkeys(names)), fields)
 
 
 def _twin(record: Any, fields: dict[str, Any]) -> Any:
@@ -134,27 +140,11 @@ def _twin(record: Any, fields: dict[str, Any]) -> Any:
     return twin
 
 
-def _paths(spec: _Spec) -> list[tuple[int, str]]:
+def _paths(spec: Any) -> list[tuple[int, str]]:
     """Returns, for each leaf of a list, the index of the item that it is in, and its path from there."""
-    keys = [
-        keys for keys, _ in pytree.tree_flatten_with_path(_join(_Spec(spec.tree, ()), range(spec.tree.num_leaves)))[0]
-    ]
-    records = {position: record for position, *record in spec.records}
-    paths = []
-    for position, (first, *rest) in enumerate(keys):
-        top: int = first.idx  # type: ignore[attr-defined]  # what is split is a list
-        start = pytree.keystr(tuple(rest))
-        if position not in records:
-            paths.append((top, start))
-            continue
-        _, names, below = records[position]
-        paths += [(top, f"{start}.{names[number]}{inner}") for number, inner in _paths(below)]
-    return paths
-
-
-def _num_leaves(spec: _Spec) -> int:
-    below = sum(_num_leaves(record[3]) for record in spec.records)
-    return int(spec.tree.num_leaves) - len(spec.records) + below
+    leaves = [torch.empty(0) for _ in range(spec.num_leaves)]  # tensors, so that each record is one again
+    keyed, _ = pytree.tree_flatten_with_path(_with_records(pytree.tree_unflatten(leaves, spec)))
+    return [(first.idx, pytree.keystr(tuple(rest))) for (first, *rest), _ in keyed]  # type: ignore[attr-defined]
 
 
 def _positional_name(function: Callable[..., Any], position: int) -> str:

@@ -53,7 +53,7 @@ def parse_bytes(size: str | int) -> int:
     A fraction of a byte is dropped.
 
     Raises:
-        ValueError: ``size`` is negative, is no number with a unit, or its unit is not known.
+        ValueError: ``size`` is negative, not a number with a unit, or its unit is unknown.
 
     >>> parse_bytes("12GiB") == 12 * 2**30, parse_bytes("1.5 kb"), parse_bytes("640"), parse_bytes(640)
     (True, 1500, 640, 640)
@@ -74,8 +74,8 @@ def parse_bytes(size: str | int) -> int:
         letter = unit[0].upper() if unit[0].upper() in "KMGTPE" else "G"
         fix = f"write '{letter}iB' (of 1024) or '{letter}B' (of 1000)"
         raise ValueError(f"memory size {size!r}: unknown unit {unit!r} · fix: {fix}")
-    whole, _, fraction = number.partition(".")
-    digits = int((whole or "0") + fraction)  # integers throughout: a float loses bytes above 8 PiB
+    integer, _, fraction = number.partition(".")
+    digits = int((integer or "0") + fraction)  # integers throughout: a float loses bytes above 8 PiB
     scale: int = 10 ** len(fraction)
     return digits * factor // scale
 

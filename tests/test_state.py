@@ -77,7 +77,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_second_run_sees_what_the_first_saw_and_moves_nothing(case: str) -> None:
+def test_a_recomputation_sees_what_the_first_saw_and_moves_nothing(case: str) -> None:
     change, module = CHANGES[case], Holder()
     change(module)  # attributes that go from unset to set are one-time set-up
     state = ModuleState([module])
@@ -86,7 +86,7 @@ def test_a_second_run_sees_what_the_first_saw_and_moves_nothing(case: str) -> No
         call_state = call(state, lambda: change(module))
         after = contents(module)
         assert not same(before, after)
-        for _ in range(2):  # a second run may come twice, with retain_graph
+        for _ in range(2):  # a recomputation may come twice, with retain_graph
             undo: Objects = []
             state.put_in_place(call_state, undo)
             assert same(contents(module), before)
@@ -153,7 +153,7 @@ def test_an_attribute_may_be_an_inference_tensor() -> None:
         put_back(undo)
 
 
-def test_modes_are_those_of_the_first_run() -> None:
+def test_modes_are_those_of_the_original_forward() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Linear(1, 1))
     state = ModuleState(model.modules())
     call_state = call(state, lambda: None)
@@ -165,7 +165,7 @@ def test_modes_are_those_of_the_first_run() -> None:
     assert [m.training for m in model.modules()] == [False] * 3
 
 
-def test_parameters_are_those_of_the_first_run() -> None:
+def test_parameters_are_those_of_the_original_forward() -> None:
     module = Holder()
     state = ModuleState([module])
     own, other = module.weight, nn.Parameter(torch.zeros(3))
@@ -228,7 +228,7 @@ def test_objects_among_the_arguments_are_put_back_too(case: str) -> None:
     assert seen(argument) == after
 
 
-def test_objects_that_the_first_run_leaves_alone_hold_no_tensors() -> None:
+def test_objects_that_the_original_forward_leaves_alone_hold_no_tensors() -> None:
     argument = Argument()
     objects = drop_unchanged_tensors(copy_objects([argument]))
     held = [v for _, then in objects for v in (then.values() if isinstance(then, dict) else then or ())]

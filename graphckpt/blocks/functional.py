@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from types import FunctionType, MethodType
 from typing import Any, final
 
@@ -19,7 +19,7 @@ from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.frame import Contexts, Frame, running
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, shown
 from graphckpt.rules.basic import Full
 from graphckpt.rules.in_graph import checkpoint_in_graph
 from graphckpt.rules.segments import run_segments, run_segments_in_graph
@@ -29,7 +29,7 @@ from graphckpt.stores.placement import Placement
 
 @never_compiled
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = noop_context_fn,
@@ -37,16 +37,17 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs ``function`` so that backward runs it again, in place of ``torch.utils.checkpoint.checkpoint``.
+    """Runs ``function`` so that backward recomputes it, in place of ``torch.utils.checkpoint.checkpoint``.
 
     Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random
     state is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps, closes
-    over or names are updated once.
+    over, names or gets as arguments are updated once.
 
     Args:
-        function: Any callable.
+        function: Any callable. Without it, a decorator with the other settings is returned, as from torch 2.14 on.
         *args: Its arguments.
         use_reentrant: Without meaning here: there is one kind, and it works under ``torch.autograd.grad`` as well.
         context_fn: Returns two contexts, for the original forward and for the recomputation.
@@ -55,11 +56,29 @@ def checkpoint(
         early_stop: ``False`` runs ``function`` to its end in the recomputation; so does
             ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` around the forward, for blocks of any rule too.
         preserve_rng_state: Without meaning here: RNG state costs a microsecond and is always restored.
+        respect_saved_tensors_hooks: What ``context_fn`` keeps does not pass through saved-tensor hooks around the call;
+            ``True`` with it is an error.
         **kwargs: Its keyword arguments.
 
     Raises:
+        ConfigError: A setting has another value than these.
         RecomputeError: In backward, if the recomputation differs from the first.
     """
+    if function is None:
+        if args or kwargs:
+            raise ConfigError(
+                f"checkpoint: expected a function, got None and {shown(args or kwargs)} · fix: pass it first"
+            )
+        return partial(
+            _checkpointed,
+            use_reentrant=use_reentrant,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+            respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+        )
     if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
         # Called by the compiler, which traces this in place of PyTorch's function, where a program has replaced that.
         options: dict[str, Any] = {
@@ -67,20 +86,37 @@ def checkpoint(
             "preserve_rng_state": preserve_rng_state,
             "context_fn": context_fn,
         }
+        if respect_saved_tensors_hooks is not None:
+            options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     del use_reentrant, debug, preserve_rng_state
     if determinism_check not in ("default", "none"):
         raise ConfigError(f"determinism_check: {determinism_check!r} is unknown · fix: use 'default' or 'none'")
+    if respect_saved_tensors_hooks and context_fn is not noop_context_fn:
+        raise ConfigError(
+            "checkpoint: expected respect_saved_tensors_hooks=False with a context_fn, got True · fix: leave it out, "
+            "or set the rule 'selective' on a module, whose kept results pass through the hooks around it"
+        )
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return function(*args, **kwargs)
     return _run(function, args, kwargs, context_fn, early_stop=early_stop, strict=determinism_check == "default")
+
+
+def _checkpointed(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **settings, **kwargs)
+
+    return run
 
 
 @never_compiled
 def _run(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **settings: bool) -> Any:
     if torch.compiler.is_compiling():  # see Note [Blocks in a compiled model]
         return checkpoint_in_graph(function, args, kwargs, context_fn)
-    return Frame(_context(function), function, _contexts_of(context_fn), **settings).run(args, kwargs)
+    return Frame(_context(function, *args, *kwargs.values()), function, _contexts_of(context_fn), **settings).run(
+        args, kwargs
+    )
 
 
 def _contexts_of(context_fn: Any) -> Contexts | None:
@@ -93,6 +129,8 @@ class _GivenContexts(Contexts):
 
     def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
         self._first, self._second = first, second
+        if hasattr(first, "respect_saved_tensors_hooks"):  # torch 2.14 warns of the frame's own hooks
+            first.respect_saved_tensors_hooks = False
 
     def original_forward(self, frame: Frame) -> AbstractContextManager[Any]:
         del frame
@@ -173,8 +211,9 @@ _SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], 
 # What first calls have taught about modules: a cache, which changes no result.
 
 
-def _context(function: Any) -> BlockContext:
-    modules = list(dict.fromkeys(_modules_of(function)))
+def _context(function: Any, *arguments: Any) -> BlockContext:
+    in_arguments = (module for argument in arguments for module in _modules_of(argument, 1))
+    modules = list(dict.fromkeys([*_modules_of(function), *in_arguments]))
     name = getattr(function, "__qualname__", None)
     if not isinstance(name, str):  # an object that can be called
         name = type(modules[0] if modules else function).__name__

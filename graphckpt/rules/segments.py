@@ -148,8 +148,7 @@ def segment_starts(*, num_children: int, num_segments: int | str) -> tuple[int, 
     >>> segment_starts(num_children=10, num_segments="sqrt")
     (0, 3, 6)
     """
-    most = max(1, num_children)
-    count = max(1, math.isqrt(num_children)) if num_segments == "sqrt" else min(int(num_segments), most)
+    count = max(1, math.isqrt(num_children)) if num_segments == "sqrt" else min(int(num_segments), max(1, num_children))
     return tuple(number * num_children // count for number in range(count))
 
 

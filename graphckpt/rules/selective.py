@@ -24,8 +24,8 @@ from graphckpt.tree import flatten_call
 
 
 def _ops(*names: str) -> frozenset[Op]:
-    found = (getattr(torch.ops.aten, name, None) for name in names)
-    return frozenset(packet.default for packet in found if packet is not None)
+    packets = (getattr(torch.ops.aten, name, None) for name in names)
+    return frozenset(packet.default for packet in packets if packet is not None)
 
 
 PRESETS: dict[str, frozenset[Op]] = {
@@ -66,7 +66,7 @@ class Selective(Rule):
         label: a name for tables, in place of the ops: the planner calls its choices "level 1 of 4", and so on.
 
     Raises:
-        ConfigError: There is no such preset or op.
+        ConfigError: No preset or op has such a name.
     """
 
     name: ClassVar[str] = "selective"
@@ -128,9 +128,9 @@ def _policy(save: Any) -> Policy:
         raise ConfigError(f"selective.save: {what}, got {save!r} · fix: use a list such as [torch.ops.aten.mm.default]")
     if callable(save) and not isinstance(save, str):
         return lambda output, func, args, kwargs, _number: _saves(save, output, func, args, kwargs)
-    known = ", ".join(repr(name) for name in PRESETS)
+    presets = ", ".join(repr(name) for name in PRESETS)
     raise ConfigError(
-        f"selective.save: expected one of {known}, a list of ops or a policy function, got {save!r}"
+        f"selective.save: expected one of {presets}, a list of ops or a policy function, got {save!r}"
         f"{did_you_mean(str(save), PRESETS)} · fix: use one of these"
     )
 
@@ -181,12 +181,12 @@ def _unknown(op: str, names: list[str]) -> str:
     base = ".".join(names[:2])
     if "[" in op:
         return f"expected the numbers of calls in brackets, got {op!r} · fix: write {op.partition('[')[0]}[0,2]"
-    known = op_names()
-    if base in known:
+    names_of_ops = op_names()
+    if base in names_of_ops:
         overloads = [f"{base}.{name}" for name in getattr(getattr(torch.ops, names[0]), names[1]).overloads()]
         return f"{base!r} has no such overload, got {op!r} · fix: use {', '.join(overloads[:8])}"
-    near = did_you_mean(base, known) or did_you_mean(f"aten.{base}", known)
-    return f"expected an op or one of {', '.join(PRESETS)}, got {op!r}{near} · fix: such as 'aten.mm.default'"
+    hint = did_you_mean(base, names_of_ops) or did_you_mean(f"aten.{base}", names_of_ops)
+    return f"expected an op or one of {', '.join(PRESETS)}, got {op!r}{hint} · fix: such as 'aten.mm.default'"
 
 
 def _saves(policy: Callable[..., Any], output: Any, func: Op, args: Any, kwargs: dict[str, Any]) -> bool:

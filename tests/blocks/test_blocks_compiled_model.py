@@ -491,6 +491,7 @@ def test_explain_says_that_a_graph_is_not_recorded() -> None:
     assert [w.partition(": ")[0] for w in warnings if "a part of a larger graph" in w] == ["layers.1"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("has_run", [False, True])
 def test_scripting_a_model_with_policies_is_one_error(has_run: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -123,6 +123,8 @@ REACHED: dict[str, Any] = {
     "a global of a helper": lambda m, x, run: (set_current(m), run(through_a_helper, x))[1],
     "a default": lambda m, x, run: run(lambda x, model=m: model(x), x),
     "a list": lambda m, x, run: run(lambda x, layers=list(m): apply_all(layers, x), x),
+    "an argument": lambda m, x, run: run(lambda model, x: model(x), m, x),
+    "a list among the arguments": lambda m, x, run: run(apply_all, x=x, layers=list(m)),
     "a function in a closure": lambda m, x, run: run(twice_removed(partial(plus, m)), x),
 }
 
@@ -145,11 +147,39 @@ def test_buffers_of_modules_that_a_function_reaches_move_once(case: str) -> None
 
 def test_the_signature_is_torchs() -> None:
     ours, theirs = (inspect.signature(f).parameters for f in (checkpoint, torchs))
-    assert {*ours} - {"preserve_rng_state"} == {*theirs}
+    newer = {"preserve_rng_state", "respect_saved_tensors_hooks"}  # of torch 2.14
+    assert {*ours} - newer == {*theirs} - newer
     for name in theirs:
         assert ours[name].kind is theirs[name].kind, name
     for setting in ({"use_reentrant": True}, {"use_reentrant": False}, {"preserve_rng_state": False}, {"debug": True}):
         assert equal(result(lambda m, x, s=setting: checkpoint(m, x, **s)), result(lambda m, x: m(x)))
+
+
+def test_without_a_function_it_is_a_decorator() -> None:
+    calls = 0
+
+    @checkpoint(use_reentrant=False)
+    def run(model: nn.Module, x: Tensor, *, twice: bool = False) -> Tensor:
+        """Runs a model."""
+        nonlocal calls
+        calls += 1
+        return model(x) * (2 if twice else 1)
+
+    assert run.__name__ == "run"
+    assert run.__doc__ == "Runs a model."
+    assert equal(result(lambda m, x: run(m, x, twice=True)), result(lambda m, x: m(x) * 2))
+    calls = 0
+    run(nn.Tanh(), torch.ones(2, requires_grad=True)).sum().backward()
+    assert calls == 2, "it must be recomputed once"
+    with pytest.raises(ConfigError, match="expected a function, got None and"):
+        checkpoint(None, torch.ones(2))
+
+
+def test_results_that_pass_through_hooks_are_an_error() -> None:
+    contexts = partial(create_selective_checkpoint_contexts, matmuls)
+    with pytest.raises(ConfigError, match="expected respect_saved_tensors_hooks=False with a context_fn, got True"):
+        checkpoint(torch.sin, torch.ones(2), context_fn=contexts, respect_saved_tensors_hooks=True)
+    assert torch.equal(checkpoint(torch.sin, torch.ones(2), respect_saved_tensors_hooks=True), torch.ones(2).sin())
 
 
 def matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

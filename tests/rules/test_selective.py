@@ -1,4 +1,4 @@
-"""What a second run under `selective` leaves out, and what the first one does not keep: ops counted, bytes measured."""
+"""What the recomputation of a `selective` block skips, and what is not kept: ops counted, bytes measured."""
 
 import copy
 import weakref
@@ -84,11 +84,11 @@ def test_what_leads_up_to_a_kept_result_is_not_run_again():
     assert plain["tanh.default"] == 6
     assert ops["tanh.default"] == 3
     assert plain["pow.Tensor_Scalar"] - ops["pow.Tensor_Scalar"] == 3, "it only leads up to tanh; the other 3: backward"
-    assert plain["addmm.default"] == 9, "the product that ends a block is not run again in any case"
+    assert plain["addmm.default"] == 9, "the product that ends a block is not recomputed in any case"
     assert ops["addmm.default"] == 6
 
 
-def test_a_result_that_no_second_run_asks_for_is_not_kept():
+def test_a_result_that_no_recomputation_reads_is_not_kept():
     model, x = made(rows=1024)
     both, peak_of_both = counted(model, x, "matmul")
     one, peak_of_one = counted(model, x, ["aten.addmm.default[0]"])
@@ -107,7 +107,7 @@ def test_the_second_product_of_a_block_alone_can_be_named():
 
     model, x = made(Two)
     ops, _ = counted(model, x, ["aten.addmm.default[1]"])
-    assert ops["addmm.default"] == 9 + 3, "the first one runs again, as the sine behind it saves it"
+    assert ops["addmm.default"] == 9 + 3, "the first one is recomputed, as the sine behind it saves it"
     ops, _ = counted(model, x, ["aten.addmm.default[0,1]"])
     assert ops["addmm.default"] == 9
 
@@ -164,7 +164,7 @@ def test_a_number_that_is_never_reached_is_noted():
     assert "the block runs no aten.addmm.default[0,9]" in row.note
 
 
-def test_the_first_call_of_a_block_keeps_what_its_own_second_run_asks_for():
+def test_the_first_call_of_a_block_keeps_what_its_own_recomputation_reads():
     model, x = made()
     expected = step(model, x)
     with under(model, TANH):
@@ -192,7 +192,7 @@ class TwoWays(nn.Module):
 
     def way(self):
         self.calls += 1
-        return self.calls // 2 % 2  # a first and a second run make two calls
+        return self.calls // 2 % 2  # the original forward and the recomputation are two calls
 
     def forward(self, x):
         h = self.up(x)
@@ -213,7 +213,7 @@ def test_a_block_that_takes_another_way_is_run_as_it_is():
 
 
 class ReadsBeside(nn.Module):
-    """A kernel that is no op of PyTorch reads what the ops only hand on: seen by nobody."""
+    """A kernel that is no op of PyTorch reads what the ops only pass on, which nothing shows."""
 
     def __init__(self):
         super().__init__()
@@ -229,7 +229,7 @@ class ReadsBeside(nn.Module):
 def test_what_a_foreign_kernel_reads_is_made_after_all():
     model, x = made(ReadsBeside)
     ops, _ = counted(model, x, ["aten.addmm.default[0]", "aten.tanh.default"])
-    assert ops["sin.default"] == 6, "the sine is asked for, by no op"
+    assert ops["sin.default"] == 6, "the sine is read, by no op"
 
 
 class Drops(nn.Module):
@@ -298,7 +298,7 @@ class InPlace(nn.Module):
         return x + self.down(h)
 
 
-def test_edits_of_what_is_left_out_are_left_out_with_it():
+def test_edits_of_what_is_skipped_are_skipped_with_it():
     model, x = made(InPlace)
     plain, _ = counted(model, x, [])
     ops, _ = counted(model, x, TANH)
@@ -332,7 +332,7 @@ def test_backward_twice_through_one_graph():
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_policy_function_is_asked_about_each_op_each_time():
+def test_a_policy_function_is_called_for_each_op_each_time():
     asked = []
 
     def every_second(context, func, *args, **kwargs):
@@ -365,7 +365,7 @@ def kept_bytes(save):
     return kept
 
 
-def test_a_policy_function_keeps_no_result_that_no_recomputation_asks_for():
+def test_a_policy_function_keeps_no_result_that_no_recomputation_reads():
     aten = torch.ops.aten
 
     def last(context, op, first, *args, **kwargs):
@@ -393,11 +393,11 @@ def test_nothing_of_a_call_outlives_it():
 
 
 @pytest.mark.parametrize("place", ["disk"])
-def test_kept_results_may_be_far(place):
+def test_kept_results_may_be_on_disk(place):
     model, x = made(rows=256)
-    near, _ = counted(model, x, TANH)
-    far, _ = counted(model, x, TANH, offload=place, min_elements=1)
-    assert near["tanh.default"] == far["tanh.default"] == 3
+    on_device, _ = counted(model, x, TANH)
+    on_disk, _ = counted(model, x, TANH, offload=place, min_elements=1)
+    assert on_device["tanh.default"] == on_disk["tanh.default"] == 3
 
 
 def test_explain_counts_no_result_that_is_not_kept():

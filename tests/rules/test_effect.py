@@ -1,4 +1,4 @@
-"""What the rules are for: fewer bytes alive, by exactly what the table says; no op run again but those of the rule."""
+"""What the rules are for: fewer bytes alive, by exactly what the table says; no op recomputed but those of the rule."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_bytes_fall_on_a_transformer(rule: Any) -> None:
 
 
 def backward_ops(model: nn.Module, x: torch.Tensor) -> Counter[str]:
-    """The ops of one backward, those run again among them."""
+    """The ops of one backward, those recomputed among them."""
     for _ in range(2):
         loss = model(x).sum()
         with CountOps() as ops:
@@ -121,7 +121,7 @@ def ops_run_again(rules: dict[str, Any], kind: str = "mlp") -> Counter[str]:
 
 
 def test_full_runs_every_op_again_but_what_nothing_needs() -> None:
-    # per block: up, gelu, down, dropout; the final add saves nothing, and so is not run again
+    # per block: up, gelu, down, dropout; the final add saves nothing, and so is not recomputed
     again = ops_run_again({"[123]": True})
     assert again["aten.addmm.default"] == 2 * 3
     assert again["aten.gelu.default"] == 3
@@ -191,7 +191,7 @@ def test_segments_keep_few_boundaries(runs: str, count: int) -> None:
         limit = 2 * math.sqrt(count) if runs == "sqrt" else 2 * math.log2(count) + 2
         assert boundaries <= limit
         assert explanation.peak_bytes is not None
-        # alive at the peak: the boundaries, the run being run again (kept and in passing), input and gradients
+        # alive at the peak: the boundaries, the run being recomputed (kept and in passing), input and gradients
         assert explanation.peak_bytes / x.untyped_storage().nbytes() <= 2 * limit + 6
 
 

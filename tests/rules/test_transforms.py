@@ -151,7 +151,7 @@ def run_in_a_process(script: str) -> None:
 
 @pytest.mark.slow
 def test_blocks_with_a_store_on_disk_run_as_they_are_and_end_no_process() -> None:
-    run_in_a_process("from tests.rules.test_rule_transforms import *\nfor name in TRANSFORMS: check(name, 'disk')")
+    run_in_a_process("from tests.rules.test_transforms import *\nfor name in TRANSFORMS: check(name, 'disk')")
 
 
 def test_a_zero_tensor_on_disk_does_not_end_the_process() -> None:

@@ -1,4 +1,4 @@
-"""A second run that is not like the first is an error that names block, op and argument, and leaves nothing behind."""
+"""A recomputation that differs from the original forward is one error, which names block, op and argument."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(change: Callable[[int, Tensor], Tensor]) -> str:
 
 def test_another_shape() -> None:
     message = run(slice_once)
-    assert message.startswith("1: saved tensor 2, saved by torch.sigmoid at test_rule_mismatch.py:")
+    assert message.startswith("1: saved tensor 2, saved by torch.sigmoid at test_mismatch.py:")
     assert "expected float32[2, 4], got float32[4, 4] in the recomputation" in message
     assert "fix: make forward depend on" in message
 
@@ -196,7 +196,7 @@ def test_an_argument_object_that_changes_is_seen_as_it_was() -> None:
     assert (settings.scale, settings.path) == (3.0, [1, 2])
 
 
-def test_a_failed_second_run_leaves_the_module_as_it_was() -> None:
+def test_a_failed_recomputation_leaves_the_module_as_it_was() -> None:
     class Raises(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -207,14 +207,14 @@ def test_a_failed_second_run_leaves_the_module_as_it_was() -> None:
             self.outside.calls += 1
             if self.outside.calls == 2:
                 self.norm(x)
-                raise ValueError("second run")
+                raise ValueError("recomputation")
             return self.norm(x).sin()
 
     model = nn.Sequential(Raises())
     with graphckpt.apply(model, {"0": True}):
         loss = model(torch.randn(8, 4, requires_grad=True)).sum()
         stats, random = model[0].norm.running_mean.clone(), torch.get_rng_state()
-        with pytest.raises(ValueError, match="second run"):
+        with pytest.raises(ValueError, match="recomputation"):
             loss.backward()
     assert torch.equal(model[0].norm.running_mean, stats)
     assert model[0].norm.num_batches_tracked == 1

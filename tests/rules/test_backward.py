@@ -124,7 +124,7 @@ def test_unused_outputs_and_detached_parts(rules: dict[str, Any]) -> None:
 
 
 def test_eval_between_forward_and_backward(rules: dict[str, Any]) -> None:
-    """The second run drops what the first run dropped, whatever the mode is by then."""
+    """The recomputation drops what the original forward dropped, whatever the mode is by then."""
 
     def act(model: nn.Module) -> list[torch.Tensor]:
         loss = model(torch.randn(6, 16)).sum()

@@ -1,4 +1,4 @@
-"""Joined blocks keep not even their inputs, and run again once, as one with those before them."""
+"""Joined blocks keep not even their inputs, and are recomputed once, as one with those before them."""
 
 from __future__ import annotations
 
