@@ -74,12 +74,12 @@ def run_python(root: Path, *arguments: str, seconds: float | None = None) -> tup
 def run_tests(
     root: Path, tests: Iterable[str], *options: str, is_simulated: bool, seconds: float | None = None
 ) -> tuple[int, str]:
-    """Returns the exit code of pytest, and the first test that fails, or else all of its output."""
+    """Returns the exit code of pytest, and the tests that fail, or else all of its output."""
     options = (*options, *(_SIMULATED if is_simulated else ("-m", "")))
     arguments = ["-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *options, *dict.fromkeys(tests)]
     code, output = run_python(root, *arguments, seconds=seconds)
-    failure = _FAILURE.search(output)
-    return code, failure[1] if code == 1 and failure else output
+    failures = _FAILURE.findall(output) if code == 1 else []
+    return code, ", ".join(failures) or output
 
 
 def find(fault: Fault, plain: Path, planted: Path) -> tuple[bool, str]:

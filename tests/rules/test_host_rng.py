@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 import graphckpt
-from graphckpt.engine import call_state as rng
+from graphckpt import thread_state as rng
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 DRAWS = {
