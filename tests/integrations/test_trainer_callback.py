@@ -130,7 +130,7 @@ def test_a_memory_budget_is_planned_for_when_training_starts(tmp_path: Path, cap
     plain_model = gpt2()
     train(plain_model, tmp_path)
     model = gpt2()
-    (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses(["--graphckpt_memory_budget", "50%"])
+    (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses(["--graphckpt_memory_budget", "0.6"])
     callback = GraphckptCallback(**keys.keys(), report="table", plot=str(tmp_path / "step.png"))
     train(model, tmp_path, callback)
     assert_equal(weights(model), weights(plain_model))
@@ -213,7 +213,7 @@ def test_a_budget_for_a_loss_that_is_not_the_models_is_refused(
             model.forward = lambda *args, **kwargs: GPT2LMHeadModel.forward(model, *args, **kwargs).to_tuple()
         return kind(model=model, args=settings, train_dataset=Rows(*names), callbacks=[callback], **more)
 
-    refused = trainer(GraphckptCallback(memory_budget="50%", report=False))
+    refused = trainer(GraphckptCallback(memory_budget=0.5, report=False))
     before = weights(refused.model)
     what = r"^GraphckptCallback\.memory_budget: expected a trainer whose loss is model\(\*\*batch\)\.loss, "
     with pytest.raises(ConfigError, match=rf"{what}{message} · fix: rule='full' or 'selective'; or graphckpt\.plan"):
@@ -228,14 +228,14 @@ def test_a_budget_for_a_loss_that_is_not_the_models_is_refused(
 def test_a_budget_in_a_trainer_of_another_class(tmp_path: Path) -> None:
     """Its own loss is told of, as the plan is for the model's; a class that leaves the loss as it is goes without."""
     seen = []
-    for kind, budget in ((Adds, None), (Adds, "50%"), (Seq2SeqTrainer, "50%")):
+    for kind, budget in ((Adds, None), (Adds, 0.5), (Seq2SeqTrainer, 0.5)):
         how = {"rule": True} if budget is None else {"memory_budget": budget}
         callback = GraphckptCallback(report=False, **how)
         more = {"model": gpt2(), "train_dataset": RandomTokens(classify=False), "callbacks": [callback]}
         settings = arguments(tmp_path) if kind is Adds else Seq2SeqTrainingArguments(**arguments(tmp_path).to_dict())
         trainer = kind(args=settings, **more)
         expected = r"GraphckptCallback\.memory_budget: Adds has its own compute_loss, and the plan is for model\("
-        with pytest.warns(UserWarning, match=expected) if (kind, budget) == (Adds, "50%") else nullcontext():
+        with pytest.warns(UserWarning, match=expected) if (kind, budget) == (Adds, 0.5) else nullcontext():
             trainer.train()
         seen.append(weights(trainer.model))
         assert budget is None or callback.plan is not None
@@ -457,10 +457,13 @@ def test_wrong_keys_fail_before_training() -> None:
         ({"report": "tabel"}, r"\.report: expected True, False or 'table', got 'tabel'"),
         ({"blocks": "x"}, r"^GraphckptCallback\.blocks: expected a mapping of selectors to policies, got 'x'"),
         ({"report": 1}, r"\.report: expected True, False or 'table', got 1"),
-        ({"rule": "selective", "memory_budget": "50%"}, r"\.memory_budget: the plan chooses .* fix: leave rule out"),
-        ({"blocks": {"h": True}, "memory_budget": "50%"}, r"\.memory_budget: .* fix: leave blocks out"),
-        ({"memory_budget": "50%", "offlod": True}, r": there is no option 'offlod' · did you mean 'offload'"),
-        ({"memory_budget": "150%"}, r"memory_budget: expected above 0% and up to 100%, got '150%'"),
+        ({"rule": "selective", "memory_budget": 0.5}, r"\.memory_budget: the plan chooses .* fix: leave rule out"),
+        ({"blocks": {"h": True}, "memory_budget": 0.5}, r"\.memory_budget: .* fix: leave blocks out"),
+        ({"memory_budget": 0.5, "offlod": True}, r": there is no option 'offlod' · did you mean 'offload'"),
+        (
+            {"memory_budget": "150%"},
+            r"memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'",
+        ),
     ],
 )
 def test_errors_are_in_the_words_of_the_callback(keys: dict[str, Any], message: str) -> None:
