@@ -129,7 +129,7 @@ def of_blocks(number: int) -> Iterator[tuple[str, float]]:
     for layer in model.layers:
         del layer.forward
     if number <= MOST_PLANNED:
-        budget = "80%"
+        budget = 0.8
         yield "plan", least(lambda: graphckpt.plan(model, step, memory_budget=budget, check=False), 1)
     with tempfile.TemporaryDirectory() as name:
         tensors = {key: value.detach() for key, value in model.state_dict().items()}

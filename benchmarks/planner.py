@@ -344,8 +344,9 @@ def plans(
         planner = Planner(measured, model=case.model, compiled={} if code.field is None else {"compile": code.field})
         plain.row.setdefault("planner_seconds", planner.measured.step_seconds)
         rotor = Rotor(measured) if case.in_order is not None and backend is None else None
+        static = measured.model.static_bytes
         for share, known_budget in budgets.items():
-            budget = budgets[share] = known_budget or planner.bytes_of(f"{share:.0%}", available=0)
+            budget = budgets[share] = known_budget or static + int(share * (planner.plain.peak - static))
             method = Method(f"{share:.0%} {ending}".replace("%", " %"), family, plain.call, knob=share)
             begin = process_time()
             row = {"share": share, "budget_bytes": budget, "measuring_cpu_seconds": measuring}

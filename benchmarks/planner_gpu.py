@@ -155,7 +155,8 @@ def predict(
     planner = foretell(model, precision, profile)
     result: dict[str, Any] = {"model": model, "precision": precision, "is_captured": is_captured}
     result["foretelling_seconds"] = perf_counter() - begin
-    limit = planner.bytes_of("50%", available=0)
+    static = planner.measured.model.static_bytes
+    limit = static + (planner.plain.peak - static) // 2
     alone = planner.plan(limit)
     before = device.bytes_now()
     with torch.device(device.kind):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import math
 import os
 import re
 import signal
@@ -72,7 +71,7 @@ examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 48GiB \\
       train.train_micro_batch_size=64
   graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 50% --save plan.yaml
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.6 --save plan.yaml
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
@@ -209,8 +208,8 @@ def add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "plan",
         _plan,
-        budget_help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), min, or "
-        "50%% of the activations of the plain step",
+        budget_help="the peak of the whole step: bytes, 24GiB, 50%% of the device's memory, 0.6 of the plain step's "
+        "peak, max (the device's memory less a headroom, the default), or min",
         help="choose the policy of each block for a memory budget",
         description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
         epilog=_PLAN_EXAMPLES,
@@ -225,8 +224,8 @@ def add_fit(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "fit",
         _fit,
-        budget_help="the peak of the whole step: bytes, 24GiB, max (all memory of the device, the default), or 50%% of "
-        "that",
+        budget_help="the peak of the whole step: bytes, 24GiB, 50%% of the device's memory, or max (that memory less a "
+        "headroom, the default)",
         help="find the largest and the fastest batch size for a memory budget",
         description="Finds the largest batch for a memory budget, the fastest one, and the policies of each size.",
         epilog=_FIT_EXAMPLES,
@@ -274,7 +273,7 @@ def _add_step_command(
         help="device profile: a packaged name (a100-80g, h100, h200, rtx3090, rtx4090, cpu), or a file of "
         "'graphckpt profile-device'",
     )
-    parser.add_argument("--memory-budget", default=None, metavar="SIZE", help=budget_help)
+    parser.add_argument("--memory-budget", default="max", metavar="SIZE", help=budget_help)
     for option, kind, meaning in _planner_options():
         flag: dict[str, Any] = {"metavar": "VALUE", "help": meaning}
         if kind == "bool":
@@ -346,27 +345,27 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    from graphckpt.config.run import planner_from  # noqa: PLC0415 - as above
+    from graphckpt.config.run import plan_from  # noqa: PLC0415 - as above
     from graphckpt.planning.options import check_budget  # noqa: PLC0415
-    from graphckpt.units import format_bytes  # noqa: PLC0415
 
-    budget = check_budget(_budget_of(parsed.memory_budget))
+    budget = check_budget(parsed.memory_budget)
     with Progress() as progress:
+
+        def on_measured(planners: Planners) -> None:
+            progress.begin(f"choosing the policies of {len(planners.plain.measured.names)} blocks")
+            if parsed.sweep:
+                _sweep(planners, parsed.sweep)
+
         progress.begin("loading the config and its model")
-        planner, target = planner_from(
+        plan = plan_from(
             parsed.config_file,
             parsed.overrides,
             device=parsed.device,
+            memory_budget=budget,
             options=_plan_options_of(parsed),
             progress=lambda done, total: progress.begin(f"simulated run {done} of {total}"),
+            on_measured=on_measured,
         )
-        if parsed.memory_budget is None:
-            size = format_bytes(target.memory_bytes)
-            print(f"--memory-budget is not set: planning for all memory of {target.name}, {size}", file=sys.stderr)
-        progress.begin(f"choosing the policies of {len(planner.plain.measured.names)} blocks")
-        if parsed.sweep:
-            _sweep(planner, parsed.sweep)
-        plan = planner.plan(planner.bytes_of(budget, target.memory_bytes))
     plan.explain()
     if parsed.save:
         plan.save(parsed.save)
@@ -390,9 +389,9 @@ def _sweep(planner: Planners, path: str) -> None:
 
 def _fit(parsed: argparse.Namespace) -> int:
     from graphckpt.config.run import fit_from  # noqa: PLC0415 - as above
-    from graphckpt.planning.fit import check_fit_budget  # noqa: PLC0415
+    from graphckpt.planning.options import check_fit_budget  # noqa: PLC0415
 
-    budget = check_fit_budget(_budget_of(parsed.memory_budget))
+    budget = check_fit_budget(parsed.memory_budget)
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)
     lengths = [None] if parsed.sequence_lengths is None else _numbers(parsed.sequence_lengths, "--sequence-lengths")
     if parsed.plot is not None:
@@ -463,19 +462,6 @@ def _numbers(text: str, flag: str, count: int | None = None) -> list[int]:
         fix = "8,16,32, or 1:64" if flag == "--batch-sizes" else "512,1024"
         raise ConfigError(f"{flag}: expected whole numbers, got {text!r} · fix: {flag} {fix}")
     return [int(part) for part in parts]
-
-
-def _budget_of(text: str | None) -> int | float | str:
-    """Reads a number, for on a command line all is text; without a budget it is ``"max"``."""
-    if text is None:
-        return "max"
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    if not math.isfinite(number):
-        return text
-    return number if "." in text else int(number)
 
 
 def _plan_options_of(parsed: argparse.Namespace) -> dict[str, Any]:

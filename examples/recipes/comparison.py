@@ -20,7 +20,7 @@ from graphckpt.units import format_bytes, format_seconds
 
 
 def make_parser(
-    description: str | None, *, small_budget: str = "50%", full_budget: str = "50%"
+    description: str | None, *, small_budget: str, full_budget: str | float = 0.5
 ) -> argparse.ArgumentParser:
     """Returns a parser with the flags of all recipes, given the memory budgets of both sizes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

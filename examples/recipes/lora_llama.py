@@ -139,7 +139,7 @@ class Training:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, small_budget="16.3MiB")
     parser.add_argument("--batch-size", type=int, help="sequences in a step: 4, or 8 with --size full")
     args = parse(parser)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT reads it

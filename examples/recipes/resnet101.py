@@ -50,7 +50,7 @@ class Training:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, small_budget="60%")
+    parser = make_parser(__doc__, small_budget="21.2MiB")
     parser.add_argument("--batch-size", type=int, help="images in a step: 16, or 256 with --size full")
     args = parse(parser)
     if args.predict:

@@ -58,7 +58,7 @@ class Training:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, small_budget="32.4MiB")
     parser.add_argument("--batch-size", type=int, help="images in a step: 16, or 128 with --size full")
     args = parse(parser)
     if args.predict:

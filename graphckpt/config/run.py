@@ -24,7 +24,7 @@ from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.planner import Planners, measure_all
+from graphckpt.planning.planner import Planners, plan_step
 from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import check_task
@@ -44,6 +44,7 @@ from graphckpt.units import format_bytes
 if TYPE_CHECKING:
     from graphckpt.planning.fit_result import Fit
     from graphckpt.planning.options import Budget
+    from graphckpt.planning.plan import Plan
 
 _SECTION = "train.activation_checkpoint"
 _SIZES = ("train.train_micro_batch_size", "train.num_accumulation_steps")
@@ -144,31 +145,45 @@ def _wrong_kinds(data: object, task: object, hooks: Iterable[object]) -> Iterato
             yield f"hooks[{number}]: expected a HookBase, got {type(hook).__name__} · fix: {fix}"
 
 
-def planner_from(
+def plan_from(
     config_file: str | Path,
     overrides: Iterable[str] = (),
     *,
     device: str,
+    memory_budget: Budget = "max",
     options: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Planners, DeviceProfile]:
-    """Returns the planner of the step that a config describes, and the device that it is for.
+    on_measured: Callable[[Planners], None] = lambda _: None,
+) -> Plan:
+    """Plans the step that a config describes, simulated on a device; see also :func:`graphckpt.plan`.
 
     Args:
         config_file: a path, or the name of a packaged config.
         overrides: words such as ``"train.train_micro_batch_size=64"``.
         device: the name of a device profile, or a file that holds one; the device need not be present.
+        memory_budget: the largest peak of the step.
         options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
         progress: called with the runs of the step that are done, and their number.
+        on_measured: called with the planners of the step, before they choose.
 
     Raises:
         ConfigError: with every fault of the config, or there is no such device.
+        PlanError: no plan fits.
     """
     with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
         sizes = steps.run.train.sizes
         step = steps.step(sizes.micro_batch, sizes.accumulation).step
-        wanted = replace(steps.options, progress=progress)
-        return measure_all(step, steps.model, steps.blocks, wanted, PlanGroup(), steps.notes), steps.machine
+        return plan_step(
+            step,
+            steps.model,
+            steps.blocks,
+            memory_budget,
+            replace(steps.options, progress=progress),
+            PlanGroup(),
+            step.restoring(),
+            notes=steps.notes,
+            on_measured=on_measured,
+        )
 
 
 def fit_from(
@@ -182,7 +197,7 @@ def fit_from(
     options: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Fit:
-    """Finds the batch sizes that fit; see :func:`planner_from` and :func:`graphckpt.fit` for the arguments.
+    """Finds the batch sizes that fit; see :func:`plan_from` and :func:`graphckpt.fit` for the arguments.
 
     Without ``global_batch``, it is the config's ``train.global_batch_size`` for one process.
 
@@ -201,7 +216,7 @@ def fit_from(
 def fake_steps_from(
     config_file: str | Path, overrides: Iterable[str] = (), *, device: str, options: Mapping[str, Any] | None = None
 ) -> Iterator[FakeConfigSteps]:
-    """Yields the steps that a config describes, of any batch size; see :func:`planner_from` for the arguments."""
+    """Yields the steps that a config describes, of any batch size; see :func:`plan_from` for the arguments."""
     source = ConfigSource(config_file, overrides)
     target = load_profile(device)
     with source.checked() as run:

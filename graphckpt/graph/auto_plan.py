@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, final
@@ -20,10 +21,11 @@ from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.candidates import without_share
-from graphckpt.planning.options import Budget, PlanOptions, available_bytes, check_budget
+from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, check_budget, device_memory
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planners, find_blocks, measure_all, plan_step
+from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.steps import RealStep
 from graphckpt.tree import flatten_call
 from graphckpt.units import format_bytes
@@ -53,9 +55,24 @@ class AutoPlan:
         kwargs: dict[str, Any],
         memory_budget: Budget,
         options: PlanOptions | Mapping[str, Any],
+        device: Device = None,
     ) -> Plan:
-        """Returns a plan for inputs like these, which is not applied yet."""
-        plan = self._plan(partial(self._step.call, fields, build, args, kwargs), memory_budget, options)
+        """Returns a plan for inputs like these, which is not applied yet; with ``device`` it is simulated."""
+        if device is None:
+            plan = self._plan(partial(self._step.call, fields, build, args, kwargs), memory_budget, options)
+        else:
+            wanted, machine = PlanOptions.of(options, f"{self._step.name}.plan"), load_profile(device)
+            backup = StepBackup(self._step, fields, (args, kwargs))
+            model, blocks, wanted = self._prepare(wanted)
+            try:
+                with (
+                    fake_training(self._step, model, fields, build, args, kwargs, machine) as fake,
+                    self._step.with_policies([]),
+                ):
+                    plan = plan_step(fake, model, blocks, memory_budget, wanted, PlanGroup(), nullcontext())
+            finally:
+                backup.restore()
+                self._step.sort_parameters()
         self._is_unapplied = True
         self._step.setup.is_done = False
         return replace(plan, apply_to_graph=self._apply)
@@ -71,16 +88,20 @@ class AutoPlan:
 
     def _plan_step(self, real: RealStep, memory_budget: Budget, options: PlanOptions, group: PlanGroup) -> Plan:
         step = self._step
-        if not step.update.optimizers:
-            raise GraphError(f"{step.name}.plan: an evaluation graph saves nothing · fix: plan the training graph")
-        step.prepare()
-        model, blocks, options = self._find_blocks(options)
+        model, blocks, options = self._prepare(options)
         if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
             step.captured.release()
             torch.cuda.empty_cache()
         with step.with_policies([]):
             restoring = real.excluding_copies(unchanged(step))
             return plan_step(real, model, blocks, memory_budget, options, group, restoring)
+
+    def _prepare(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:
+        step = self._step
+        if not step.update.optimizers:
+            raise GraphError(f"{step.name}.plan: an evaluation graph saves nothing · fix: plan the training graph")
+        step.prepare()
+        return self._find_blocks(options)
 
     def _find_blocks(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:
         step, model = self._step, _Roots(self._step.roots)
@@ -129,8 +150,8 @@ class AutoPlan:
                     failed = fake.run()[0]
                 with step.with_policies([]):
                     planners = measure_all(fake, model, blocks, options, PlanGroup())
-            available = available_bytes(device, planners.plain.measured.model.static_bytes)
-            plan = _lower_plan(planners, failed, available, step.config.memory_budget, is_lowest=is_lowest)
+            memory = device_memory(device, planners.plain.measured.model.static_bytes)
+            plan = _lower_plan(planners, failed, memory, step.config.memory_budget, is_lowest=is_lowest)
         finally:
             backup.restore()
             step.sort_parameters()
@@ -138,7 +159,7 @@ class AutoPlan:
         self._active_key = self._key(args, kwargs)
         self._plans[self._active_key] = plan
         names = [rule.describe() if (w := before.get(m)) and (rule := w.rule) else "keep" for _, m in blocks]
-        reason = "the lowest" if is_lowest else f"{format_bytes(available)} available"
+        reason = "the lowest" if is_lowest else f"{format_bytes(memory.available)} available"
         return (
             f"{describe_policies(names)} -> {describe_policies(row.option for row in plan.rows)}; predicted peak "
             f"{format_bytes(failed)} -> {format_bytes(plan.predicted_peak_bytes)}, {reason}"
@@ -230,7 +251,7 @@ class _GraphPolicies:
 
 
 def _lower_plan(
-    planners: Planners, failed: int, available: int, memory_budget: Budget | None, *, is_lowest: bool
+    planners: Planners, failed: int, memory: DeviceMemory, memory_budget: Budget | None, *, is_lowest: bool
 ) -> Plan:
     """Returns the fastest plan that fits, with a peak below that of the policies that have failed.
 
@@ -240,15 +261,15 @@ def _lower_plan(
     Raises:
         PlanError: There is none.
     """
-    lowest_bytes = planners.bytes_of("min", 0)
+    lowest_bytes = planners.floor_bytes()
     if lowest_bytes >= failed:
         raise PlanError(
             f"the lowest predicted peak of any plan is {format_bytes(lowest_bytes)}, and the policies in use have "
             f"{format_bytes(failed)} · fix: a smaller batch"
         )
-    limit = lowest_bytes if is_lowest or available >= failed else max(lowest_bytes, available)
+    limit = lowest_bytes if is_lowest or memory.available >= failed else max(lowest_bytes, memory.available)
     if memory_budget is not None:
-        limit = min(limit, planners.bytes_of(check_budget(memory_budget), available))
+        limit = min(limit, planners.bytes_of(check_budget(memory_budget), memory))
     return planners.plan(limit)
 
 

@@ -59,8 +59,9 @@ class GraphConfig:
     max_captures: int = 8
     """Captures that are kept, one for each kind of input; the least recently used is released first."""
     memory_budget: Any = None
-    """Bytes, ``"12GiB"``, ``"50%"``, ``"max"`` or ``"min"``: policies are planned for it at the first call, and for
-    each new shape of inputs. See :meth:`graphckpt.Graph.plan`."""
+    """Bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain step's peak, ``"max"`` or ``"min"``:
+    policies are planned for it at the first call, and for each new shape of inputs. See
+    :meth:`graphckpt.Graph.plan`."""
     plan_options: Any = PlanOptions()
     """The :class:`~graphckpt.planning.PlanOptions` of such plans, or a mapping of its fields."""
     on_out_of_memory: str = "raise"

@@ -33,6 +33,7 @@ def fake_training(
     build: Callable[..., Any],
     args: Any,
     kwargs: dict[str, Any],
+    machine: DeviceProfile | None = None,
 ) -> Iterator[FakeStep]:
     """Yields the step of a Graph on fake tensors. The caller restores modules and RNG state afterwards.
 
@@ -43,13 +44,14 @@ def fake_training(
         build: Its method ``build``.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
+        machine: Profile of a device that may be absent; ``None`` is one like that of the model.
 
     Raises:
         PlanError: A tensor of the step is of a subclass.
     """
     update = step.update
     parts = update.parts()
-    device = FakeDevice(_profile_of(next(model.parameters()).device))
+    device = FakeDevice(machine or _profile_of(next(model.parameters()).device))
     try:
         with device:
             fakes = _Fakes()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from graphckpt.ledger.explanation import Explanation
     from graphckpt.planning.options import Budget
     from graphckpt.planning.plan import Plan
+    from graphckpt.planning.profile import Device
 
 _OWN = frozenset({"_auto_plan", "_debug", "_name", "_roots", "_step", "_tree", "_update", "config"})
 
@@ -260,7 +261,7 @@ class Graph:
         """
         return verify(self._step, lambda: self._step.call(self.__dict__, self.build, args, kwargs), steps)
 
-    def plan(self, *args: Any, memory_budget: Budget, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, memory_budget: Budget, device: Device = None, **kwargs: Any) -> Plan:
         """Chooses the policies of the layers for inputs like these; ``plan.apply()`` sets them on the blocks.
 
         The step runs a few times; parameters, optimizers, schedules and RNG state are restored at the end. Applying
@@ -269,7 +270,9 @@ class Graph:
 
         Args:
             args: inputs of a call.
-            memory_budget: bytes, ``"12GiB"``, ``"50%"``, ``"max"`` or ``"min"``. See :func:`graphckpt.plan`.
+            memory_budget: bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain step's peak,
+                ``"max"`` or ``"min"``. See :func:`graphckpt.plan`.
+            device: a device profile such as ``"h200"``, for which the step is simulated; ``None`` runs it.
             kwargs: inputs of a call, and fields of :class:`~graphckpt.planning.PlanOptions`, such as
                 ``blocks="model.layers.*"``. With ``compile=None`` blocks are compiled as their flags say.
 
@@ -280,7 +283,7 @@ class Graph:
         """
         names = (*PlanOptions.names(), "rules")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
-        return self._planner().plan(self.__dict__, self.build, args, kwargs, memory_budget, options)
+        return self._planner().plan(self.__dict__, self.build, args, kwargs, memory_budget, options, device)
 
     def _replan(self, *call: Any, is_lowest: bool) -> str:
         return self._planner().replan(*call, is_lowest=is_lowest)

@@ -24,9 +24,9 @@ class GraphckptCallback(PolicyCallback, Callback):
         rule: The rule of every unit: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
         unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them; names are the ``LightningModule``'s.
-        memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
-            it on the second update, in place of ``rule`` and ``blocks``, and ``fields`` are those of
-            :class:`~graphckpt.planning.PlanOptions`, except ``head``.
+        memory_budget: The peak of a step in bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain
+            step's peak, or ``"max"``: policies are planned for it on the second update, in place of ``rule`` and
+            ``blocks``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the first batch with optimizer
             states, ``True`` one line of it, ``False`` nothing; no batch is measured then.
         plot: File for a picture of the live bytes over the same batch, ``.png``, ``.svg`` or ``.html``.

@@ -43,9 +43,10 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         rule: The rule of every unit: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
         unit: Class names, name patterns or classes of the units; ``None`` is all layers.
         blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
-        memory_budget: The peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"``: policies are planned for
-            it on the second update of the training, in place of ``rule`` and ``blocks``, and ``fields`` are those of
-            :class:`~graphckpt.planning.PlanOptions`, except ``head``.
+        memory_budget: The peak of a step in bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain
+            step's peak, or ``"max"``: policies are planned for it on the second update of the training, in place of
+            ``rule`` and ``blocks``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except
+            ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
             optimizer states, ``True`` one line after the first step, ``False`` nothing.
         plot: File for a picture of the live bytes over the second step, ``.png``, ``.svg`` or ``.html``.
@@ -180,7 +181,7 @@ def fit_training_arguments(
         model: the model to train.
         args: the arguments; they stay as they are.
         dataset: a map-style data set, whose first samples are used. Where their lengths differ, pass the longest.
-        memory_budget: the peak of a step in bytes, or as ``"12GiB"``, ``"50%"`` or ``"max"`` of the device's memory.
+        memory_budget: the peak of a step in bytes, ``"12GiB"``, ``"50%"`` of the device's memory, or ``"max"``.
         goal: ``"throughput"`` for the fastest batch size, ``"batch"`` for the largest.
         data_collator: as ``Trainer`` takes it.
         options: fields of :class:`~graphckpt.planning.PlanOptions`.
@@ -244,7 +245,10 @@ class GraphckptArguments:
         default=None, metadata={"help": """on top of that, as JSON: '{"*.h.0": false, "*.h.1": "selective"}'"""}
     )
     graphckpt_memory_budget: str | None = field(
-        default=None, metadata={"help": "plan policies for this peak, in place of a rule: 12GiB, 50%% or max"}
+        default=None,
+        metadata={
+            "help": "plan policies for this peak, in place of a rule: 12GiB, 50%% of the device, 0.6 of the step, max"
+        },
     )
     graphckpt_offload: str | None = field(default=None, metadata={"help": "cpu, disk, or disk:/a/folder"})
     graphckpt_contiguous: bool | None = field(default=None, metadata={"help": "whether saved tensors are in one slab"})

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from graphckpt.blocks.select import Selector
 from graphckpt.errors import ConfigError, PlanError
@@ -23,8 +21,8 @@ from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.planner import Planner, find_blocks, measure_all, plan_and_check
-from graphckpt.planning.profile import DeviceProfile, load_profile
-from graphckpt.planning.steps import FakeStep, RealStep, on_optimizer_step
+from graphckpt.planning.profile import Device, DeviceProfile, load_profile
+from graphckpt.planning.steps import FakeStep, RealStep, made_step
 
 MakeStep = Callable[[int], tuple[nn.Module, Callable[[], object]]]
 
@@ -78,28 +76,8 @@ class UserSteps:
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
         assert accumulation == 1
-        step: RealStep | FakeStep
-        if self._fake is None:
-            model, step_fn = self._model_and_step(size)
-            step = RealStep(model, step_fn)
-        else:
-            optimizers: dict[int, Optimizer] = {}
-            with self._fake, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
-                model, step_fn = self._model_and_step(size)
-                step_fn()  # creates the state of the optimizers
-            step = FakeStep(self._fake, model, step_fn, list(optimizers.values()))
+        step, model = made_step(partial(self._make_step, size), self._fake, "make_step")
         return SizedStep(step, model, find_blocks(model, self._selectors))
-
-    def _model_and_step(self, size: int) -> tuple[nn.Module, Callable[[], object]]:
-        pair: Any = self._make_step(size)
-        kinds = type(pair).__name__
-        if isinstance(pair, tuple) and len(pair) == 2:
-            model, step_fn = pair
-            if isinstance(model, nn.Module) and callable(step_fn):
-                return model, step_fn
-            kinds = f"{type(model).__name__} and {type(step_fn).__name__}"
-        fix = "def make_step(batch_size): ...; return model, step_fn"
-        raise ConfigError(f"make_step: expected a model and a step function, got {kinds} · fix: {fix}")
 
 
 def fit_steps(
@@ -111,7 +89,7 @@ def fit_steps(
     global_batch: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Fit:
-    budget = check_fit_budget(memory_budget)
+    budget = budgets.check_fit_budget(memory_budget)
     sizes = _checked_sizes(batch_sizes, global_batch)
     sized = _SizedRows(source, budget, options, progress or (lambda _: None))
     if isinstance(sizes, list):
@@ -126,13 +104,6 @@ def fit_steps(
         sized.check_accumulating(fit, global_batch)
         fit = sized.fit(shown, global_batch)
     return fit
-
-
-def check_fit_budget(budget: budgets.Budget) -> int | str:
-    if budget == "min":
-        fix = "fix: memory_budget='12GiB', '50%' or 'max'"
-        raise ConfigError(f"memory_budget: 'min' is a different number of bytes for each batch size · {fix}")
-    return budgets.check_budget(budget)
 
 
 def _checked_sizes(sizes: Iterable[int] | None, global_batch: int | None) -> range | list[int] | None:
@@ -192,10 +163,11 @@ class _SizedRows:
         self._progress = progress
         self._rows: dict[int, BatchFit] = {}
         self._device_name = ""
-        self._available = 0
+        self._available = self._headroom = 0
         self.limit = 0
         self._static_bytes = 0
         self._gradient_bytes = 0
+        self._verb = "measuring" if source.is_real else "simulating"
         self.first_size = _FIRST_REAL if source.is_real else _FIRST_FAKE
 
     @property
@@ -209,6 +181,8 @@ class _SizedRows:
             rows=rows,
             budget_bytes=self.limit,
             device=self._device_name,
+            is_simulated=not self._source.is_real,
+            headroom_bytes=self._headroom,
             global_batch=global_batch,
             measured_sizes=tuple(size for size in self.sizes if self._rows[size].is_measured),
             notes=tuple(notes),
@@ -237,7 +211,7 @@ class _SizedRows:
         size = row.batch_size
         if row.accumulation == 1 or row.plan is None or _offloads(row.plan):
             return
-        self._progress(f"running two steps of batch size {size} for one update")
+        self._progress(f"{self._verb} two steps of batch size {size} for one update")
         sized = self._source.step(size, 2)
         with row.plan.apply(sized.model):
             peak, _ = sized.step.run()
@@ -263,7 +237,7 @@ class _SizedRows:
         return self._static_bytes + (num_bytes - self._static_bytes) * size // base.batch_size
 
     def _measured(self, size: int) -> BatchFit:
-        self._progress(f"measuring the step at batch size {size}")
+        self._progress(f"{self._verb} the step at batch size {size}")
         sized = self._source.step(size)
         step, model = sized.step, sized.model
         with step.restoring(), _gradients_missing_in_forward(model, sized.blocks[0][1]) as missing:
@@ -280,7 +254,7 @@ class _SizedRows:
                 batch_size=size,
                 plan=None,
                 plain_peak_bytes=planners.plain.plain.peak,
-                floor_bytes=planners.bytes_of("min", 0),
+                floor_bytes=planners.floor_bytes(),
                 is_measured=True,
                 optimizer_seconds=planners.plain.measured.optimizer_seconds,
             )
@@ -290,18 +264,18 @@ class _SizedRows:
                 more = planners.best_of(lambda planner: planner.plan(self.limit, correction=correction))
             except PlanError:
                 return row
-        return replace(row, accumulating_plan=self._portable(more) if row.fits else None)
+        return replace(row, accumulating_plan=more if row.fits else None)
 
     def _with_plan(self, row: BatchFit, sized: SizedStep, plan: Plan) -> BatchFit:
         """Runs the step under its plan, unless it is a fake one that offloads: traces do not show what copies take."""
         if isinstance(sized.step, FakeStep) and _offloads(plan):
-            return replace(row, plan=self._portable(plan))
+            return replace(row, plan=plan)
         with plan.apply(sized.model):
             peak, seconds = sized.step.run()
         if peak > self.limit:
             return replace(row, floor_bytes=max(row.floor_bytes, self.limit + 1))
         factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
-        row = replace(row, plan=self._portable(plan), time_factor=factor)
+        row = replace(row, plan=plan, time_factor=factor)
         return replace(row, checked_peak_bytes=peak, checked_seconds=seconds)
 
     def _run_as(self, base: BatchFit, size: int) -> BatchFit:
@@ -364,12 +338,10 @@ class _SizedRows:
         if self.limit:
             return
         self._device_name, self._static_bytes = step.device_name, static
-        self._available = available = step.available_bytes(static)
-        self.limit = budgets.budget_bytes(self._budget, floor=0, static=0, plain_peak=available, available=available)
-
-    def _portable(self, plan: Plan) -> Plan:
-        """Returns a plan without the model, if that exists only while fake tensors do."""
-        return plan if self._source.is_real else replace(plan, model=None)
+        memory = step.memory(static)
+        self._available = memory.available
+        self._headroom = memory.headroom if self._budget == "max" else 0
+        self.limit = budgets.budget_bytes(self._budget, memory)
 
 
 def _offloads(plan: Plan) -> bool:
@@ -439,7 +411,7 @@ def fit(
     *,
     batch_sizes: Iterable[int] | None = None,
     memory_budget: budgets.Budget = "max",
-    device: str | Path | DeviceProfile | None = None,
+    device: Device = None,
     global_batch: int | None = None,
     progress: Callable[[str], None] | None = None,
     **options: Any,
@@ -455,8 +427,8 @@ def fit(
             samples, as :func:`graphckpt.plan` takes them. The model may be the same each time, which takes less memory.
         batch_sizes: the micro-batch sizes to plan. A ``range`` are the bounds of a search for the largest that fits,
             and ``None`` searches from 1 on; then there are rows for the sizes of the search and some powers of two.
-        memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"max"`` is the memory of the device,
-            and ``"50%"`` half of it.
+        memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"50%"`` is half of the device's memory,
+            and ``"max"`` all of it less a headroom.
         device: ``None`` runs the steps on the device of the model. The name of a device profile such as ``"h200"``, a
             profile file or a profile runs no step: ``make_step`` is called where tensors allocate no memory, and has to
             build the model there.
@@ -489,6 +461,5 @@ def fit(
         fix = "fit in one process and pass the batch size on, or group=False"
         raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
     wanted = replace(wanted, group=False)
-    machine = device if device is None or isinstance(device, DeviceProfile) else load_profile(device)
-    source = UserSteps(make_step, machine, wanted.blocks)
+    source = UserSteps(make_step, None if device is None else load_profile(device), wanted.blocks)
     return fit_steps(source, batch_sizes, memory_budget, wanted, global_batch=global_batch, progress=progress)

@@ -26,6 +26,7 @@ from graphckpt.ledger.plot import (
 )
 from graphckpt.ledger.table import Column, bullet, html_of, show, table_of, text_of
 from graphckpt.planning.plot import LEVEL_AT_START
+from graphckpt.planning.rows import budget_line, device_text
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class BatchFit:
     floor_bytes: int
     """The lowest peak of any plan; a lower bound where the step was not measured."""
     is_measured: bool
-    """Whether the step was measured at this size. If not, it does not fit into the memory of the device with everything
-    kept, and ran under the plans of the largest size that does."""
+    """Whether the step was measured, or simulated, at this size. If not, it does not fit into the memory of the device
+    with everything kept, and ran under the plans of the largest size that does."""
     accumulation: int = 1
     """Forwards for one update of the weights."""
     optimizer_seconds: float = 0.0
@@ -78,7 +79,7 @@ class BatchFit:
     """The fastest plan of a step that accumulates gradients. It holds all of them in its forward, and its predicted
     peak counts them in every interval, so that it is an upper bound."""
     checked_peak_bytes: int | None = None
-    """The peak of a step that ran under the plan; ``None`` if it did not run."""
+    """The peak of a step that ran, or was simulated, under the plan; ``None`` if none did."""
     checked_seconds: float | None = None
     """Seconds of that step."""
     checked_accumulating_bytes: int | None = None
@@ -160,6 +161,10 @@ class Fit:
     """One for each micro-batch size, in ascending order."""
     budget_bytes: int
     device: str
+    is_simulated: bool = False
+    """Whether the device is a profile, on which no step has run."""
+    headroom_bytes: int = 0
+    """What the budget ``"max"`` leaves of the device's memory."""
     global_batch: int | None = None
     """The global batch that was asked for."""
     measured_sizes: tuple[int, ...] = ()
@@ -221,7 +226,8 @@ class Fit:
         """Returns one line."""
         sizes = [row.batch_size for row in self.rows if row.fits]
         largest = f"largest batch {sizes[-1]}" if sizes else "no batch fits"
-        return f"<Fit of {len(self.rows)} batch sizes: {largest} in {format_bytes(self.budget_bytes)} on {self.device}>"
+        where = f"{format_bytes(self.budget_bytes)} on {device_text(self)}"
+        return f"<Fit of {len(self.rows)} batch sizes: {largest} in {where}>"
 
     def _repr_html_(self) -> str:
         return html_of(_parts_of(self))
@@ -238,7 +244,9 @@ class Fit:
         fits = any(row.fits for row in self.rows)
         values: dict[str, Any] = {
             "device": self.device,
+            "is_simulated": self.is_simulated,
             "budget_bytes": self.budget_bytes,
+            "headroom_bytes": self.headroom_bytes,
             "largest": self.largest.batch_size if fits else None,
             "largest_without_recompute": None if plain is None else plain.batch_size,
             "fastest": self.fastest.batch_size if fits else None,
@@ -284,24 +292,27 @@ def _speed(row: BatchFit) -> tuple[float, int]:
 
 
 def _parts_of(fit: Fit) -> Iterator[RenderableType]:
-    yield table_of(_COLUMNS, (_cells(row) for row in fit.rows))
+    yield table_of(_COLUMNS, (_cells(row, fit) for row in fit.rows))
     yield from map(Text, _summary_lines(fit))
     yield bullet("kept: the peak with everything kept, without recomputation or offloading", "*")
-    yield bullet("measured: under all policies; checked: it ran under its plan as well", "*")
+    if fit.is_simulated:
+        yield bullet(f"simulated: under all policies and under its plan; nothing ran on {fit.device}", "*")
+    else:
+        yield bullet("measured: under all policies; checked: it ran under its plan as well", "*")
     for note in fit.notes:
         yield bullet(note, "*")
 
 
 def _summary_lines(fit: Fit) -> Iterator[str]:
-    yield f"memory budget {format_bytes(fit.budget_bytes)} on {fit.device}"
+    yield budget_line(fit)
     if not any(row.fits for row in fit.rows):
         yield f"no batch fits; the lowest possible peak is {format_bytes(fit.rows[0].floor_bytes)}"
         return
     plain = fit.largest_without_recompute
     kept_size = "none with everything kept" if plain is None else f"{plain.batch_size} with everything kept"
-    yield f"largest batch: {fit.largest.batch_size} ({kept_size}){_checked(fit.largest)}"
+    yield f"largest batch: {fit.largest.batch_size} ({kept_size}){_checked(fit.largest, fit)}"
     fastest = fit.fastest
-    yield f"fastest: {fastest.batch_size}, {_rate(fastest)} samples/s{_checked(fastest)}"
+    yield f"fastest: {fastest.batch_size}, {_rate(fastest)} samples/s{_checked(fastest, fit)}"
     if fit.global_batch is not None:
         try:
             row = fit.at_global_batch(fit.global_batch)
@@ -311,12 +322,13 @@ def _summary_lines(fit: Fit) -> Iterator[str]:
         bound = "up to " if row.accumulation > 1 and row.checked_peak_bytes is None else ""
         yield (
             f"global batch {fit.global_batch}: {row.batch_size} x {row.accumulation}, {_rate(row)} samples/s, "
-            f"peak {bound}{format_bytes(row.peak_bytes)}{_checked(row)}"
+            f"peak {bound}{format_bytes(row.peak_bytes)}{_checked(row, fit)}"
         )
 
 
-def _cells(row: BatchFit) -> list[str]:
+def _cells(row: BatchFit, fit: Fit) -> list[str]:
     source = "checked" if row.checked_peak_bytes is not None else "measured" if row.is_measured else "-"
+    source = "simulated" if fit.is_simulated else source
     size, plain = str(row.batch_size), format_bytes(row.plain_peak_bytes)
     plain = plain if row.is_measured else f">{plain}"
     if row.plan is None:
@@ -330,11 +342,12 @@ def _rate(row: BatchFit) -> str:
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _checked(row: BatchFit) -> str:
+def _checked(row: BatchFit, fit: Fit) -> str:
     if row.checked_peak_bytes is None:
         return ""
     took = "" if row.checked_seconds is None else f", {format_seconds(row.checked_seconds)}"
-    return f"; it ran: peak {format_bytes(row.checked_peak_bytes)}{took}"
+    how = "simulated" if fit.is_simulated else "it ran"
+    return f"; {how}: peak {format_bytes(row.checked_peak_bytes)}{took}"
 
 
 def _draw(fit: Fit, rows: Sequence[BatchFit], target: Path) -> Path:
@@ -379,7 +392,7 @@ def _draw(fit: Fit, rows: Sequence[BatchFit], target: Path) -> Path:
         policies.minorticks_off()
         policies.set_xlabel("micro-batch size (logarithmic)", color=INK)
         title = f"largest: {fit.largest.batch_size} · fastest: {fastest.batch_size}"
-        title_of(speed, f"batch sizes in {format_bytes(fit.budget_bytes)} on {fit.device}", title)
+        title_of(speed, f"batch sizes in {format_bytes(fit.budget_bytes)} on {device_text(fit)}", title)
     return target
 
 

@@ -127,81 +127,124 @@ except ImportError:  # Windows
 
 _FRACTION = re.compile(r"\s*\d*\.\d*\s*")
 _SHARED = (0, 0)  # the pool of tensors that are not in a private one
+_HEADROOM = 0.03  # of what a step may use: the planner counts tensors, not the gaps between an allocator's blocks
+_CUDA_CONTEXT_BYTES = 512 * 2**20  # kernels and libraries of a process; on a device that is present they are not free
 
 Budget: TypeAlias = int | float | str
-"""Bytes, ``"12GiB"``, ``"50%"`` of the plain step's activations, ``"max"`` or ``"min"``; a float is deprecated."""
+"""Bytes, ``"12GiB"``; ``"50%"`` of the device's memory; ``0.6`` of the plain step's peak; ``"max"`` or ``"min"``."""
+
+_KINDS = "bytes, '12GiB', '50%', 0.6, 'max' or 'min'"
+_FIX = "fix: '12GiB', '50%' of the device's memory, or 0.6 of the plain step's peak"
 
 
-def check_budget(budget: Budget) -> int | str:
-    """Returns ``budget`` if it can be read; a float becomes a percentage.
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Memory of a device in bytes."""
+
+    total: int
+    available: int
+    """What a step may use."""
+    headroom: int
+    """What ``"max"`` leaves of that."""
+
+
+def check_budget(budget: Budget) -> Budget:
+    """Returns a budget that can be used; text such as ``"0.6"`` becomes a float.
 
     Raises:
-        ConfigError: It is neither a size nor a percentage nor a known word.
+        ConfigError: It is neither a size nor a share nor a known word.
 
-    >>> check_budget("12GiB"), check_budget("50%")
-    ('12GiB', '50%')
+    >>> check_budget("12GiB"), check_budget("50%"), check_budget("0.6")
+    ('12GiB', '50%', 0.6)
     >>> check_budget("150%")
     Traceback (most recent call last):
-    graphckpt.errors.ConfigError: memory_budget: expected above 0% and up to 100%, got '150%' · fix: '50%', or '12GiB'
+    graphckpt.errors.ConfigError: memory_budget: expected above 0% and up to 100% of the device's memory, got '150%' \
+· fix: '12GiB', '50%' of the device's memory, or 0.6 of the plain step's peak
     """
-    fix = "fix: memory_budget='12GiB', or '50%' of the activations"
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise ConfigError(f"memory_budget: expected bytes, '12GiB', '50%', 'max' or 'min', got {budget!r} · {fix}")
+        raise ConfigError(f"memory_budget: expected {_KINDS}, got {budget!r} · {_FIX}")
+    if isinstance(budget, str) and _FRACTION.fullmatch(budget) and budget.strip() != ".":
+        budget = float(budget)
     if isinstance(budget, float):
-        _share_of(budget, budget)
-        percentage = f"{100 * budget:.12g}%"
-        text = f"memory_budget: a float is deprecated, got {budget!r} · fix: memory_budget={percentage!r}"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
-        return percentage
-    if is_percentage(budget):
-        _percentage(str(budget))
-    elif isinstance(budget, str) and _FRACTION.fullmatch(budget):
-        raise ConfigError(f"memory_budget: expected a unit, got {budget!r} · fix: '{budget.strip()}GiB', or '50%'")
+        if not 0 < budget <= 1:
+            what = f"expected a float above 0 and up to 1, a share of the plain step's peak, got {budget!r}"
+            raise ConfigError(f"memory_budget: {what} · {_FIX}")
+    elif _is_percentage(budget):
+        _device_share(str(budget))
     elif budget not in ("max", "min"):
         try:
             parse_bytes(budget)
         except ValueError as error:
             text = str(error).removeprefix("memory size ")
-            raise ConfigError(f"memory_budget: {text}; or '50%', 'max', 'min'") from None
+            raise ConfigError(f"memory_budget: {text}; or '50%', 0.6, 'max', 'min'") from None
     return budget
 
 
-def is_percentage(budget: int | str) -> bool:
-    """Returns whether a budget is a share of the plain step's activations, which may differ between processes."""
+def check_fit_budget(budget: Budget) -> int | str:
+    """Returns a budget that is as many bytes for each batch size.
+
+    Raises:
+        ConfigError: It is another one, or it cannot be used.
+    """
+    budget = check_budget(budget)
+    if isinstance(budget, float) or budget == "min":
+        fix = "fix: '12GiB', '50%' of the device's memory, or 'max'"
+        raise ConfigError(f"memory_budget: expected as many bytes for each batch size, got {budget!r} · {fix}")
+    return budget
+
+
+def _is_percentage(budget: Budget) -> bool:
     return isinstance(budget, str) and budget.rstrip().endswith("%")
 
 
-def _percentage(budget: str) -> float:
+def _device_share(budget: str) -> float:
     try:
         share = float(budget.rstrip().removesuffix("%")) / 100
     except ValueError:
-        raise ConfigError(f"memory_budget: expected a percentage, got {budget!r} · fix: '50%', or '12GiB'") from None
-    return _share_of(share, budget)
-
-
-def _share_of(share: float, budget: Budget) -> float:
+        raise ConfigError(f"memory_budget: expected a percentage, got {budget!r} · {_FIX}") from None
     if not 0 < share <= 1:
-        raise ConfigError(f"memory_budget: expected above 0% and up to 100%, got {budget!r} · fix: '50%', or '12GiB'")
+        what = f"expected above 0% and up to 100% of the device's memory, got {budget!r}"
+        raise ConfigError(f"memory_budget: {what} · {_FIX}")
     return share
 
 
-def budget_bytes(budget: int | str, *, floor: int, static: int, plain_peak: int, available: int) -> int:
+def budget_bytes(budget: Budget, memory: DeviceMemory, *, plain_peak: int = 0, floor: int = 0) -> int:
     """Returns the largest peak of the step in bytes.
 
     Args:
         budget: A value that :func:`check_budget` returned.
-        floor: The lowest peak of any plan.
-        static: The live bytes before the first block.
+        memory: That of the device.
         plain_peak: The peak when everything is kept.
-        available: The memory of the device for this step.
+        floor: The lowest peak of any plan.
     """
     if budget == "min":
         return floor
     if budget == "max":
-        return available
-    if is_percentage(budget):
-        return static + int(_percentage(str(budget)) * (plain_peak - static))
-    return parse_bytes(budget)
+        return memory.available - memory.headroom
+    if isinstance(budget, float):
+        return int(budget * plain_peak)
+    return int(_device_share(str(budget)) * memory.total) if _is_percentage(budget) else parse_bytes(budget)
+
+
+def device_memory(device: torch.device, alive: int, sharers: int = 1) -> DeviceMemory:
+    """Returns the memory of ``device``; see :func:`available_bytes` for the arguments.
+
+    Each of the ``sharers`` has an equal part of it.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    else:
+        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+        total = pages * os.sysconf("SC_PAGE_SIZE")
+    available = available_bytes(device, alive, sharers)
+    return DeviceMemory(total=total // sharers, available=available, headroom=int(_HEADROOM * available))
+
+
+def absent_memory(kind: str, total: int) -> DeviceMemory:
+    """Returns the memory of a device of this kind that runs nothing yet, not even its context."""
+    context = _CUDA_CONTEXT_BYTES if kind == "cuda" else 0
+    return DeviceMemory(total=total, available=total, headroom=int(_HEADROOM * total) + context)
 
 
 def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
@@ -247,12 +290,12 @@ def memory_id(device: torch.device) -> str:
     return f"{socket.gethostname()} {own}"
 
 
-def budget_kind(budget: int | str) -> str:
+def budget_kind(budget: Budget) -> str:
     """Returns which kind of budget it is.
 
-    >>> budget_kind("12GiB"), budget_kind("max"), budget_kind("50%"), budget_kind("min")
-    ('a size', 'a size', 'a percentage', 'min')
+    >>> budget_kind("12GiB"), budget_kind("max"), budget_kind("50%"), budget_kind(0.6), budget_kind("min")
+    ('a size', 'a size', 'a size', 'a share of the plain step', 'min')
     """
-    if is_percentage(budget):
-        return "a percentage"
+    if isinstance(budget, float):
+        return "a share of the plain step"
     return "min" if budget == "min" else "a size"

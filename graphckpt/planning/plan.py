@@ -67,7 +67,8 @@ class Plan(PlanData):
         """Sets the policies on a model, until the handle's ``remove()`` or the end of the ``with`` block.
 
         Args:
-            model: ``None`` is the model or the Graph that was planned. A plan from a file needs a model.
+            model: ``None`` is the model or the Graph that was planned. A plan that is from a file, or was made with
+                ``device``, needs a model.
 
         Raises:
             ConfigError: there is no model, or it has no blocks of these names.
@@ -76,7 +77,8 @@ class Plan(PlanData):
             return self.apply_to_graph(self)
         model = model if model is not None else self.model
         if model is None:
-            raise ConfigError("Plan.apply: expected a model, since the plan is from a file · fix: plan.apply(model)")
+            source = f"simulated on {self.device}" if self.is_simulated else "from a file"
+            raise ConfigError(f"Plan.apply: expected a model, since the plan is {source} · fix: plan.apply(model)")
         rules: dict[Selector, Mapping[str, Any] | Rule | bool | str] = dict(self.blocks.items())
         return apply(model, rules)
 
@@ -197,7 +199,7 @@ class Plan(PlanData):
         try:
             numbers = content["plan"]
             rows = tuple(PlanRow(**row) for row in numbers["rows"])
-            return cls(rows=rows, **{name: numbers[name] for name in _NUMBERS})
+            return cls(rows=rows, **{name: numbers[name] for name in _NUMBERS if name in numbers})
         except (KeyError, TypeError) as error:
             fix = "name a file that Plan.save wrote"
             raise ConfigError(f"{path}: expected a plan, got a wrong {error} · fix: {fix}") from None

@@ -26,14 +26,16 @@ from graphckpt.planning.candidates import (
     with_partition,
 )
 from graphckpt.planning.candidates import options as candidates_of
+from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import MeasuredStep
-from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup, planning_group
+from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import CopyRates, PolicyChoice, PolicySearch, interval_name
-from graphckpt.planning.steps import FakeStep, RealStep
+from graphckpt.planning.steps import FakeStep, MakeModel, RealStep, made_step
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.base import parse_rule
@@ -41,18 +43,29 @@ from graphckpt.stores.base import parse_offload
 from graphckpt.units import format_bytes
 
 
-def plan(model: nn.Module, step_fn: Callable[[], object], *, memory_budget: Budget, **options: Any) -> Plan:
+def plan(
+    model: nn.Module | MakeModel,
+    step_fn: Callable[[], object] | None = None,
+    *,
+    memory_budget: Budget,
+    device: Device = None,
+    **options: Any,
+) -> Plan:
     """Chooses the policy of each block so that a step is as fast as possible within a memory budget.
 
     The step runs a few times under different policies. Parameters, buffers, gradients, optimizers and random state
     are restored at the end; whatever else ``step_fn`` changes, such as a scheduler, stays changed.
 
     Args:
-        model: The model on the device on which it will train, without policies.
+        model: The model on the device on which it will train, without policies; or a function without arguments that
+            returns it and ``step_fn``.
         step_fn: Runs forward and backward of ``model`` once, and the optimizer step, if its memory should count.
-        memory_budget: The peak of the whole step in bytes, or as ``"12GiB"``; ``"50%"`` is what is alive before the
-            first block and half of what the plain step allocates beyond it; ``"max"`` is the memory of the device,
-            ``"min"`` the lowest possible peak.
+        memory_budget: The peak of the whole step in bytes, or as ``"12GiB"``; ``"50%"`` is half of the device's memory,
+            ``0.6`` is 60 % of the plain step's peak; ``"max"`` is the memory of the device less a headroom, ``"min"``
+            the lowest possible peak.
+        device: ``None`` runs the step on the device of the model. The name of a device profile such as ``"h200"``, a
+            profile file or a profile runs no step: ``model`` has to be a function, which is called where tensors
+            allocate no memory, and builds the model there.
         options: Fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
 
     Returns:
@@ -67,35 +80,60 @@ def plan(model: nn.Module, step_fn: Callable[[], object], *, memory_budget: Budg
     >>> from torch import nn
     >>> layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
     >>> model, x = nn.Sequential(*layers), torch.ones(512, 64)
-    >>> found = plan(model, lambda: model(x).sum().backward(), memory_budget="60%")
+    >>> found = plan(model, lambda: model(x).sum().backward(), memory_budget=0.6)
     >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
     True
     """
-    given: Any = step_fn
-    if not callable(given):
-        what = f"expected a function without arguments that runs a step, got {shown(given)}"
-        raise ConfigError(f"plan.step_fn: {what} · fix: lambda: model(x).sum().backward()")
-    with planning_group(options.get("group")) as group:
+    with planning_group(options.get("group") if device is None else False) as group:
         wanted = PlanOptions.of(options, "plan")
-        step = RealStep(model, step_fn)
-        return plan_step(step, model, find_blocks(model, wanted.blocks), memory_budget, wanted, group, step.restoring())
+        machine = None if device is None else FakeDevice(load_profile(device))
+        step, module = made_step(_make_model(model, step_fn, device), machine, "plan.model")
+        blocks = find_blocks(module, wanted.blocks)
+        return plan_step(step, module, blocks, memory_budget, wanted, group, step.restoring())
+
+
+def _make_model(model: Any, step_fn: Any, device: Device) -> MakeModel:
+    """Returns the function that builds the model, or one that returns it."""
+    if step_fn is None and callable(model) and not isinstance(model, nn.Module):
+        make: MakeModel = model
+        return make
+    if device is not None:
+        what = f"expected a function that builds it, for device={str(device)!r}, got {shown(model)}"
+        fix = "def make_model(): ...; return model, step_fn; then plan(make_model, device=...)"
+        raise ConfigError(f"plan.model: {what} · fix: {fix}")
+    if not callable(step_fn):
+        what = f"expected a function without arguments that runs a step, got {shown(step_fn)}"
+        raise ConfigError(f"plan.step_fn: {what} · fix: lambda: model(x).sum().backward()")
+    return lambda: (model, step_fn)
 
 
 def plan_step(
-    step: RealStep,
+    step: RealStep | FakeStep,
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     memory_budget: Budget,
     options: PlanOptions,
     group: PlanGroup,
     restoring: AbstractContextManager[None],
+    *,
+    notes: Sequence[str] = (),
+    on_measured: Callable[[Planners], None] = lambda _: None,
 ) -> Plan:
-    """Plans a step that can be run, on all processes of ``group``; ``restoring`` undoes what its runs change."""
+    """Plans a step on all processes of ``group``; ``restoring`` undoes what its runs change."""
     budget = budgets.check_budget(memory_budget)
     group.check_equal(memory_budget=budgets.budget_kind(budget), check=options.check)
+    if isinstance(step, FakeStep) and (options.compile or options.partition):
+        name = "compile" if options.compile else "partition"
+        raise ConfigError(
+            f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
+        )
     with restoring:
-        planners = measure_all(step, model, blocks, options, group)
-        limit = _limit_of(budget, planners.plain, step, group)
+        planners = measure_all(step, model, blocks, options, group, notes)
+        on_measured(planners)
+        limit, headroom = _limit_of(budget, planners.plain, step, group)
+        if isinstance(step, FakeStep):
+            plan = planners.best_of(lambda planner: planner.plan(planner.floor.peak if limit is None else limit))
+            return replace(plan, headroom_bytes=headroom)
         checked = partial(
             plan_and_check,
             model=model,
@@ -105,9 +143,10 @@ def plan_step(
             policy_fields=planners.policy_fields,
             check=options.check,
         )
-        return planners.best_of(
+        plan = planners.best_of(
             checked, floor_of=lambda planner: group.from_leader(planner.least), is_least=limit is None
         )
+        return replace(plan, headroom_bytes=headroom)
 
 
 def plan_recorded(
@@ -129,7 +168,7 @@ def plan_recorded(
     group.check_equal(memory_budget=budgets.budget_kind(budget))
     with step.standing_alone():
         planners = measure_all(step, model, blocks, options, group, notes)
-    limit = _limit_of(budget, planners.plain, step, group)
+    limit, headroom = _limit_of(budget, planners.plain, step, group)
     policy_fields = planners.policy_fields
 
     def agree(planner: Planner) -> Plan:
@@ -139,7 +178,8 @@ def plan_recorded(
         bound = planner.floor.peak + surplus if limit is None else limit
         return _agree_on(lambda: planner.plan(bound, surplus), group, policy_fields, model)
 
-    return planners.best_of(agree, floor_of=lambda planner: group.from_leader(planner.least))
+    plan = planners.best_of(agree, floor_of=lambda planner: group.from_leader(planner.least))
+    return replace(plan, headroom_bytes=headroom)
 
 
 def _agree_on(
@@ -188,18 +228,24 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     return found
 
 
-def _limit_of(budget: int | str, planner: Planner, step: RealStep | RecordedStep, group: PlanGroup) -> int | None:
-    """Returns the bytes that a step of any process may take; ``None`` is the lowest possible peak.
+def _limit_of(
+    budget: Budget, planner: Planner, step: RealStep | FakeStep | RecordedStep, group: PlanGroup
+) -> tuple[int | None, int]:
+    """Returns the bytes that a step of any process may take, ``None`` for the lowest possible peak, and the headroom.
 
-    With a percentage it is the leader's limit, otherwise the smallest of all processes.
+    With a share of the plain step it is the leader's limit, otherwise the smallest of all processes.
     """
     if budget == "min":
-        return None
-    static = planner.measured.model.static_bytes
-    memory = budgets.memory_id(step.device)
-    num_sharing = group.all_gather(memory).count(memory)
-    limits = group.all_gather(planner.bytes_of(budget, budgets.available_bytes(step.device, static, num_sharing)))
-    return int(limits[group.leader] if budgets.is_percentage(budget) else min(limits))
+        return None, 0
+    num_sharing = 1
+    if not isinstance(step, FakeStep):
+        memory_id = budgets.memory_id(step.device)
+        num_sharing = group.all_gather(memory_id).count(memory_id)
+    memory = step.memory(planner.measured.model.static_bytes, num_sharing)
+    headroom = memory.headroom if budget == "max" else 0
+    limits = group.all_gather([planner.bytes_of(budget, memory), headroom])
+    limit, headroom = limits[group.leader] if isinstance(budget, float) else min(limits)
+    return int(limit), int(headroom)
 
 
 def measure_all(
@@ -261,6 +307,7 @@ def measure_all(
                 measured,
                 model=model,
                 device=step.device_name,
+                is_simulated=step.is_simulated,
                 rates=rates,
                 host_budget=options.host_bytes,
                 # without the first layer of a run, the others join the run before it, and exceed the peak
@@ -316,6 +363,7 @@ class Planner:
     _: KW_ONLY
     model: nn.Module | None = None
     device: str = "cpu"
+    is_simulated: bool = False
     rates: CopyRates | None = None
     host_budget: int | None = None
     joins: bool = True
@@ -337,15 +385,9 @@ class Planner:
     def least(self) -> int:
         return self.floor.peak
 
-    def bytes_of(self, budget: int | str, available: int) -> int:
-        """Returns a budget in bytes; ``available`` is the memory of the device."""
-        return budgets.budget_bytes(
-            budget,
-            floor=self.floor.peak if budget == "min" else 0,
-            static=self.measured.model.static_bytes,
-            plain_peak=self.plain.peak,
-            available=available,
-        )
+    def bytes_of(self, budget: Budget, memory: DeviceMemory) -> int:
+        floor = self.floor.peak if budget == "min" else 0
+        return budgets.budget_bytes(budget, memory, plain_peak=self.plain.peak, floor=floor)
 
     def plan(self, budget: int, correction: int = 0) -> Plan:
         """Returns the fastest plan whose peak is at most ``budget`` bytes.
@@ -398,6 +440,7 @@ class Planner:
             plain_step_seconds=known.step_seconds,
             correction_bytes=correction,
             device=self.device,
+            is_simulated=self.is_simulated,
             stages=tuple(
                 Stage(
                     name=interval_name(level.interval, names, known.model.block_of_call),
@@ -407,7 +450,7 @@ class Planner:
                 for level in self.search.levels(choice.plan, choice.runs)
             ),
             notes=(*known.notes, *self.notes),
-            model=self.model,
+            model=None if self.is_simulated else self.model,
         )
 
     def _name(self, choice: PolicyChoice) -> str:
@@ -462,11 +505,11 @@ class Planners:
         self.policy_fields = policy_fields
         """The fields of policies, which all processes have."""
 
-    def bytes_of(self, budget: int | str, available: int) -> int:
-        """Returns a budget in bytes; ``available`` is the memory of the device."""
-        if budget == "min":
-            return min(planner.least() for planner in self._planners)
-        return self.plain.bytes_of(budget, available)
+    def floor_bytes(self) -> int:
+        return min(planner.floor.peak for planner in self._planners)
+
+    def bytes_of(self, budget: Budget, memory: DeviceMemory) -> int:
+        return self.floor_bytes() if budget == "min" else self.plain.bytes_of(budget, memory)
 
     def plan(self, budget: int) -> Plan:
         """Returns the fastest plan whose peak is at most ``budget`` bytes.

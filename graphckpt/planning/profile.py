@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -261,12 +261,18 @@ class DeviceProfile:
         return self.flops.get(dtype) or self.flops["float32"]
 
 
-def load_profile(name_or_path: str | Path) -> DeviceProfile:
+Device: TypeAlias = "str | Path | DeviceProfile | None"
+"""What functions take as ``device``: the name of a profile, a file, a profile, or ``None`` for that of the model."""
+
+
+def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
     """Returns a device by the name of its packaged profile, or from a profile file.
 
     Raises:
         ConfigError: There is no such profile, or values are invalid; the message lists all of them.
     """
+    if isinstance(name_or_path, DeviceProfile):
+        return name_or_path
     path = Path(name_or_path)
     if not (path.suffix in (".yaml", ".yml") or path.is_file()):
         known = profile_names()

@@ -19,16 +19,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt._compat import unseen_by_modes
-from graphckpt.engine.call_state import Ambient, enter_ambient, rng_devices, take_ambient
 from graphckpt.engine.objects import copy_objects
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import NEAR, OpTimes, Option
 from graphckpt.planning.memory_model import StepSample
+from graphckpt.planning.options import DeviceMemory
 from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.trace import Blocks, Trace, TracedStore
 from graphckpt.rules.basic import Full
 from graphckpt.stores.base import Offload
+from graphckpt.thread_state import Ambient, enter_ambient, rng_devices, take_ambient
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import ATOMS, build_value, flatten_value, tensors_in
 
@@ -264,6 +265,9 @@ class RecordedStep:
     @property
     def device_name(self) -> str:
         return self._real.device_name
+
+    def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
+        return self._real.memory(static, sharers)
 
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
         return self._real.copy_rates(target)

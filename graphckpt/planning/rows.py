@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -62,9 +62,35 @@ class PlanData:
     correction_bytes: int = 0
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""
     device: str = "cpu"
+    is_simulated: bool = False
+    """Whether the device is a profile, on which no step has run."""
+    headroom_bytes: int = 0
+    """What the budget ``"max"`` leaves of the device's memory."""
 
 
 _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
+
+
+class Budgeted(Protocol):
+    """What has a memory budget on a device: a plan, or a fit."""
+
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def is_simulated(self) -> bool: ...
+    @property
+    def headroom_bytes(self) -> int: ...
+
+
+def device_text(of: Budgeted) -> str:
+    return f"{of.device} (simulated)" if of.is_simulated else of.device
+
+
+def budget_line(of: Budgeted) -> str:
+    headroom = f"; headroom {format_bytes(of.headroom_bytes)}" if of.headroom_bytes else ""
+    return f"memory budget {format_bytes(of.budget_bytes)} on {device_text(of)}{headroom}"
 
 
 def summary_lines(plan: PlanData) -> Iterator[str]:
@@ -73,7 +99,7 @@ def summary_lines(plan: PlanData) -> Iterator[str]:
     corrected = (
         f" (corrected by {format_bytes(plan.correction_bytes)} after a measured step)" if plan.correction_bytes else ""
     )
-    yield f"memory budget {format_bytes(budget)} on {plan.device}"
+    yield budget_line(plan)
     yield f"peak {format_bytes(plan.predicted_peak_bytes)}{share}; reached {time_of(plan.binding)}{corrected}"
     slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
     percent = f"{round(slower, 4) + 0.0:+.1%}".replace("%", " %")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphckpt.errors import ConfigError
 from graphckpt.planning.candidates import KEEP, OpTimes, Option
 from graphckpt.planning.memory_model import StepSample
-from graphckpt.planning.options import available_bytes
+from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.program import Interval
 from graphckpt.planning.trace import Blocks, PathError, RecordingStore, Trace, TracedStore, now, record_ops
 from graphckpt.planning.write_profile import copy_rates
@@ -26,13 +27,7 @@ from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng
 from graphckpt.training_state import TrainingState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from graphckpt.planning.candidates import Option
     from graphckpt.planning.fake_device import FakeDevice
-    from graphckpt.planning.trace import Blocks
-    from graphckpt.stores.base import Offload
 
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
@@ -41,6 +36,7 @@ _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be ti
 
 @final
 class RealStep:
+    is_simulated = False
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
     def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
@@ -164,8 +160,8 @@ class RealStep:
         self._step()
         return now(self.device) - begin
 
-    def available_bytes(self, static: int) -> int:
-        return available_bytes(self.device, static)
+    def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
+        return device_memory(self.device, static, sharers)
 
     def restoring(self) -> AbstractContextManager[None]:
         """Restores parameters, buffers, gradients, optimizers and random state at the end."""
@@ -354,9 +350,38 @@ def _whole(key: object) -> Iterator[torch.Tensor]:
             yield whole
 
 
+MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Callable[[], object]]]
+"""Returns a model and a function that runs one training step of it."""
+
+
+def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[RealStep | FakeStep, nn.Module]:
+    """Returns the step that ``make`` returns, and its model: on the device of the model, or simulated on ``device``."""
+    if device is None:
+        model, step_fn = _checked_pair(make(), where)
+        return RealStep(model, step_fn), model
+    optimizers: dict[int, Optimizer] = {}
+    with device, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
+        model, step_fn = _checked_pair(make(), where)
+        step_fn()  # creates the state of the optimizers
+    return FakeStep(device, model, step_fn, list(optimizers.values())), model
+
+
+def _checked_pair(pair: Any, where: str) -> tuple[nn.Module, Callable[[], object]]:
+    kinds = type(pair).__name__
+    if isinstance(pair, tuple) and len(pair) == 2:
+        model, step_fn = pair
+        if isinstance(model, nn.Module) and callable(step_fn):
+            return model, step_fn
+        kinds = f"{type(model).__name__} and {type(step_fn).__name__}"
+    fix = "end the function in `return model, step_fn`"
+    raise ConfigError(f"{where}: expected a model and a step function, got {kinds} · fix: {fix}")
+
+
 @final
 class FakeStep:
     """A training step whose model, optimizer and inputs were created inside of ``device``."""
+
+    is_simulated = True
 
     def __init__(
         self,
@@ -400,9 +425,9 @@ class FakeStep:
         del options
         return self.sample(blocks, [KEEP] * len(blocks.names)), 0
 
-    def available_bytes(self, static: int) -> int:
-        del static
-        return self._device.machine.memory_bytes
+    def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
+        del static, sharers
+        return absent_memory(self._device.machine.kind, self._device.machine.memory_bytes)
 
     def restoring(self) -> AbstractContextManager[None]:
         """Does nothing: a fake step has no values."""

@@ -116,7 +116,8 @@ def plan_on_batch(
 ) -> None:
     """Plans the graph for a batch and applies the plan. All ranks plan together; rank 0 writes the plan."""
     options = _options(graph, config)
-    plan = graph.plan(**batch, memory_budget=budget, **{name: getattr(options, name) for name in options.names()})
+    inputs: dict[str, Any] = dict(batch)
+    plan = graph.plan(**inputs, memory_budget=budget, **{name: getattr(options, name) for name in options.names()})
     plan.apply()
     for line in summary_lines(plan):
         report.line(f"plan: {line}")

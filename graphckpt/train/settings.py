@@ -69,14 +69,14 @@ class ActivationCheckpointConfig:
     plan: str | None = None
     """A file that ``graphckpt plan --save`` or ``Plan.save`` has written: its policies, in place of ``rule``."""
     memory_budget: int | float | str | None = None
-    """Bytes of each process, ``"12GiB"``, ``"50%"`` of what the plain step saves, ``"max"`` or ``"min"``: before the
-    first update, each unit gets the policy with which the step is fastest within it. Beside it, ``offload`` says where
-    tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept lies in one slab. Units
-    that ``compile`` are planned as they run then."""
+    """Bytes of each process, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain step's peak, ``"max"``
+    or ``"min"``: before the first update, each unit gets the policy with which the step is fastest within it. Beside
+    it, ``offload`` says where tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept
+    lies in one slab. Units that ``compile`` are planned as they run then."""
     fit: Literal["throughput", "batch"] | None = None
     """Choose ``train_micro_batch_size`` and ``num_accumulation_steps`` before the run, for the ``global_batch_size``:
     the fastest micro-batch that fits into ``memory_budget``, or the largest, with the policies that are planned for it.
-    The budget is ``"max"`` by default; here ``"50%"`` is half of the device's memory."""
+    The budget is ``"max"`` by default."""
     host_budget: int | str | None = None
     """With ``memory_budget``, the most bytes that may be offloaded at a time, such as ``"64GiB"``."""
     candidates: list[Any] | None = None
@@ -106,7 +106,8 @@ class ActivationCheckpointConfig:
         """Yields what means nothing."""
         if self.memory_budget is not None:
             try:
-                budget.check_budget(self.memory_budget)
+                check = budget.check_budget if self.fit is None else budget.check_fit_budget
+                check(self.memory_budget)
                 _ = self.plan_options()
             except ConfigError as error:
                 yield str(error)
@@ -118,8 +119,6 @@ class ActivationCheckpointConfig:
         if self.fit is not None and (self.blocks is not None or self.plan is not None):
             other = "blocks" if self.plan is None else "plan"
             yield f"fit: the plan of the chosen batch size sets the policies, and {other} is set · fix: unset one"
-        if self.fit is not None and self.memory_budget == "min":
-            yield "fit: expected a memory_budget that does not depend on the batch, got 'min' · fix: 'max', or '12GiB'"
         yield from self._head_faults()
         for name, value in self.beside_rule.items():
             try:

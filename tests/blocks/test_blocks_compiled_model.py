@@ -273,7 +273,7 @@ def test_a_plan_is_a_part_of_one_graph() -> None:
         model(x).square().mean().backward()
         model.zero_grad()
 
-    plan = graphckpt.plan(model, step, memory_budget="60%", candidates=[True, "selective"])
+    plan = graphckpt.plan(model, step, memory_budget=0.6, candidates=[True, "selective"])
     with plan.apply():
         found, saved = steps(model, compiled(model, fullgraph=True)[0])
     assert differing(found, expected) == []

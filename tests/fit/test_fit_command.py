@@ -8,7 +8,7 @@ import pytest
 
 from graphckpt import cli
 from graphckpt.cli import main
-from graphckpt.config.run import planner_from
+from graphckpt.config.run import plan_from
 
 CONFIG = ["--config-file", "configs/quickstart.py", "--device", "h200"]
 SMALL = ["model.config.n_layer=3", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
@@ -31,7 +31,7 @@ def test_the_command_finds_the_largest_and_the_fastest_batch(tmp_path, capsys, m
     assert "global batch 4096: " in printed.out
     assert f"drawn: {drawn}" in printed.out
     assert drawn.stat().st_size > 0
-    assert "measuring the step at batch size" in printed.err
+    assert "simulating the step at batch size" in printed.err
 
 
 @pytest.mark.slow
@@ -42,9 +42,9 @@ def test_its_numbers_are_those_of_the_plan_command(capsys):
     assert all(row["is_measured"] for row in found["rows"])
     for row in found["rows"]:
         words = [f"train.train_micro_batch_size={row['batch_size']}", *SMALL]
-        planner, _ = planner_from("configs/quickstart.py", words, device="h200")
-        assert row["plain_peak_bytes"] == planner.plain.plain.peak
-        assert row["floor_bytes"] == planner.plain.least()
+        plan = plan_from("configs/quickstart.py", words, device="h200", memory_budget="min")
+        assert row["plain_peak_bytes"] == plan.plain_peak_bytes
+        assert row["floor_bytes"] == plan.predicted_peak_bytes
 
 
 @pytest.mark.slow
@@ -76,7 +76,15 @@ def test_sequence_lengths(tmp_path, capsys):
         (["--batch-sizes", "8:4"], "batch_sizes: expected a range from 1 or more"),
         (["--sequence-lengths", "long"], "--sequence-lengths: expected whole numbers, got 'long'"),
         (["--global-batch-size", "0"], "global_batch: expected 1 or more, got 0"),
-        (["--memory-budget", "min"], "memory_budget: 'min' is a different number of bytes for each batch size"),
+        (["--memory-budget", "min"], "memory_budget: expected as many bytes for each batch size, got 'min'"),
+        (
+            ["--memory-budget", "0.6"],
+            "memory_budget: expected as many bytes for each batch size, got 0.6 · fix: '12GiB'",
+        ),
+        (
+            ["--memory-budget", "150%"],
+            "expected above 0% and up to 100% of the device's memory, got '150%' · fix: '12G",
+        ),
         (["--memory-budget", "1MiB"], "no batch fits"),
         (["--plot", "fit.txt"], "fit.txt: expected a file ending in '.png' or '.svg'"),
         (["--device", "h2000"], "did you mean 'h200'"),

@@ -72,7 +72,7 @@ def test_plan_keeps_its_budget_and_changes_no_bit():
     plain = made()
     expected = trained(plain, X)
     step = made()
-    found = step.plan(X, memory_budget="60%")
+    found = step.plan(X, memory_budget=0.73)
     found.apply()
     assert same(trained(step, X), expected)
     explained = step.explain(show=False)
@@ -86,7 +86,7 @@ def test_what_was_set_on_the_layers_before_is_replaced():
     step = made()
     step.model.layers[5].config.activation_checkpointing = True
     step.model.layers[5].up.config.offload = "disk"
-    found = step.plan(X, memory_budget="100%")
+    found = step.plan(X, memory_budget=1.0)
     found.apply()
     assert {row.option for row in found.rows} == {"keep"}
     assert step.model.layers[5].config.fields() == {}
@@ -96,7 +96,7 @@ def test_what_was_set_on_the_layers_before_is_replaced():
 def test_config_plans_at_the_first_call_and_with_each_new_shape():
     expected = trained(made(), X)
     step = made()
-    step.config.memory_budget = "70%"
+    step.config.memory_budget = 0.7
     step.config.plan_options = {"candidates": ["full"]}
     assert same(trained(step, X), expected)
     policies = [layer.config.activation_checkpointing for layer in step.model.layers]
@@ -104,7 +104,7 @@ def test_config_plans_at_the_first_call_and_with_each_new_shape():
     step.config.memory_budget = "1GiB"
     step(X[:100])
     assert [layer.config.activation_checkpointing for layer in step.model.layers] == [None] * 6
-    step.config.memory_budget = "70%"
+    step.config.memory_budget = 0.7
     step(X)
     assert [layer.config.activation_checkpointing for layer in step.model.layers] == policies
 
@@ -149,10 +149,24 @@ def test_selectors_choose_what_is_planned():
     assert [row.block for row in found.rows] == ["model.layers.0", "model.layers.1"]
 
 
+def test_a_graph_is_simulated_for_an_absent_device_and_stays_as_it_was():
+    expected = trained(made(), X)
+    step = made()
+    found = step.plan(X, memory_budget=0.99, device="h200")
+    assert found.is_simulated
+    assert (found.device, found.model) == ("h200", None)
+    assert found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
+    assert step.plan(X, memory_budget="50%", device="h200").budget_bytes == 70_500_000_000
+    with found.apply():
+        assert same(trained(step, X), expected)
+    with pytest.raises(ConfigError, match="compile: its effect is not known on an absent device"):
+        step.plan(X, memory_budget="max", device="h200", compile=True)
+
+
 def test_micro_batches_are_planned_as_they_run():
     step = made()
     step.config.set_gradient_accumulation_steps(2)
-    found = step.plan(X, memory_budget="60%")
+    found = step.plan(X, memory_budget=0.85)
     found.apply()
     step(X)
     step(X)
@@ -169,7 +183,7 @@ def test_faults_name_the_fix_and_leave_all_as_it_was():
     assert step.optimizer().param_groups[0]["lr"] == 1e-2
     with pytest.raises(ConfigError, match="memory_budget: 'much'"):
         step.config.memory_budget = "much"
-    with pytest.raises(ConfigError, match=r"memory_budget: expected above 0% and up to 100%, got 2\.0"):
+    with pytest.raises(ConfigError, match=r"memory_budget: expected a float above 0 and up to 1, .*, got 2\.0"):
         step.plan(X, memory_budget=2.0)
     with pytest.raises(ConfigError, match="plan_options: there is no option 'ofload' · did you mean 'offload'"):
         step.config.plan_options = {"ofload": True}

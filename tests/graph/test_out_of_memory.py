@@ -15,8 +15,8 @@ from helpers.memory_limit import MemoryLimit
 from torch import nn
 
 from graphckpt import ConfigError, Graph
-from graphckpt.graph import auto_plan
 from graphckpt.graph.out_of_memory import StepBackup, is_out_of_memory
+from graphckpt.planning import options
 
 pytestmark = pytest.mark.filterwarnings("default:.*memory ran out; the step is repeated")
 FAILED = 2  # the step that runs out of memory, of STEPS
@@ -202,7 +202,7 @@ def test_lowest_plan_is_tried_before_the_step_fails(monkeypatch):
     expected = run(made())
     at_rest, _ = expected[3]
     peak = expected[2].peak_bytes
-    monkeypatch.setattr(auto_plan, "available_bytes", lambda *_: at_rest + int(0.85 * (peak - at_rest)))
+    monkeypatch.setattr(options, "available_bytes", lambda *_: at_rest + int(0.85 * (peak - at_rest)))
     with pytest.warns(UserWarning, match="repeated: ") as caught:
         got = run(made(), at_rest + int(0.55 * (peak - at_rest)))
     assert is_same(got, expected)
@@ -213,7 +213,7 @@ def test_lowest_plan_is_tried_before_the_step_fails(monkeypatch):
 
 def test_plan_is_at_most_the_memory_budget():
     step = made()
-    step.config.memory_budget = "90%"
+    step.config.memory_budget = 0.9
     step.config.plan_options = {"candidates": ["full"]}
     step(X)
     planned = sum(bool(layer.config.activation_checkpointing) for layer in step.model.layers)

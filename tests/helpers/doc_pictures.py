@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
             with handle.measure():
                 step()
             handle.explain(plot=str(page_of_step), show=False).plot(folder / "step.png")
-        graphckpt.plan(model, step, memory_budget="40%").plot(page_of_plan)
+        graphckpt.plan(model, step, memory_budget=0.4).plot(page_of_plan)
         with opened(page_of_step) as page:
             page.resize(1200, 1300)
             x, y, width, height = page.evaluate(BOX)

@@ -102,7 +102,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 def test_faults_are_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fit_training_arguments: expected a map-style data set to fit on"):
         fit_training_arguments(gpt2(), arguments(tmp_path), Stream())
-    with pytest.raises(ConfigError, match="'min' is a different number of bytes"):
+    with pytest.raises(ConfigError, match="as many bytes for each batch size, got 'min'"):
         fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget="min")
     with pytest.raises(PlanError, match="no batch fits"):
         fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget=1000)

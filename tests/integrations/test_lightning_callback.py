@@ -125,7 +125,7 @@ def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
 
 def test_a_memory_budget_is_planned_for_on_the_first_batch(tmp_path: Path, capsys: Any) -> None:
     plain = fit(tmp_path, batch=256)
-    callback = GraphckptCallback(unit="Layer", memory_budget="60%", report="table", plot=str(tmp_path / "step.png"))
+    callback = GraphckptCallback(unit="Layer", memory_budget=0.6, report="table", plot=str(tmp_path / "step.png"))
     ours = fit(tmp_path, callback, batch=256)
     assert differences(ours, plain) == []
     plan, seen = callback.plan, callback.explanation

@@ -134,7 +134,7 @@ def test_a_memory_budget_is_planned_for_on_the_second_step(tmp_path: Path, capsy
     plain_model = gpt2()
     train(plain_model, tmp_path, max_steps=4)
     model = gpt2()
-    (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses(["--graphckpt_memory_budget", "3MiB"])
+    (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses(["--graphckpt_memory_budget", "0.6"])
     callback = GraphckptCallback(**keys.keys(), report="table", plot=str(tmp_path / "step.png"))
     train(model, tmp_path, callback, max_steps=4)
     assert_equal(weights(model), weights(plain_model))
@@ -584,10 +584,13 @@ def test_wrong_keys_fail_before_training() -> None:
         ({"report": "tabel"}, r"\.report: expected True, False or 'table', got 'tabel'"),
         ({"blocks": "x"}, r"^GraphckptCallback\.blocks: expected a mapping of selectors to policies, got 'x'"),
         ({"report": 1}, r"\.report: expected True, False or 'table', got 1"),
-        ({"rule": "selective", "memory_budget": "50%"}, r"\.memory_budget: the plan chooses .* fix: leave rule out"),
-        ({"blocks": {"h": True}, "memory_budget": "50%"}, r"\.memory_budget: .* fix: leave blocks out"),
-        ({"memory_budget": "50%", "offlod": True}, r": there is no option 'offlod' · did you mean 'offload'"),
-        ({"memory_budget": "150%"}, r"memory_budget: expected above 0% and up to 100%, got '150%'"),
+        ({"rule": "selective", "memory_budget": 0.5}, r"\.memory_budget: the plan chooses .* fix: leave rule out"),
+        ({"blocks": {"h": True}, "memory_budget": 0.5}, r"\.memory_budget: .* fix: leave blocks out"),
+        ({"memory_budget": 0.5, "offlod": True}, r": there is no option 'offlod' · did you mean 'offload'"),
+        (
+            {"memory_budget": "150%"},
+            r"memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'",
+        ),
     ],
 )
 def test_errors_are_in_the_words_of_the_callback(keys: dict[str, Any], message: str) -> None:

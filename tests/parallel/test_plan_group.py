@@ -179,7 +179,7 @@ def parts_take_less(rank: int) -> None:
 
 def slabs_keep_the_budget(rank: int) -> None:
     case = Case()
-    found = case.plan("70%", contiguous=True, **FULL)
+    found = case.plan(0.7, contiguous=True, **FULL)
     assert all(row.fields["contiguous"] is True for row in found.rows if row.option != "joined")
     assert any(row.option.endswith(" + slab") for row in found.rows)
     assert shared(policies(found)) == [policies(found)] * 2
@@ -207,7 +207,7 @@ def one_is_slow(rank: int) -> None:
     layer: Any = case.model.layers[1]
     layer.seconds = 0.01 * rank
     case.seconds_between = 0.1 * (1 - rank)
-    both = shared(case.plan("80%").below("nowhere"))
+    both = shared(case.plan(0.8).below("nowhere"))
     assert both[0] == both[1]
     assert policies(both[0])[1] == "keep", policies(both[0])
     assert len(set(policies(both[0]))) > 1
@@ -218,20 +218,22 @@ def one_is_slow(rank: int) -> None:
 
 def one_has_less_memory(rank: int) -> None:
     case = Case()
-    plain = case.plan("100%", **FULL).plain_peak_bytes
+    plain = case.plan(1.0, **FULL).plain_peak_bytes
     own = plain if rank == 0 else plain * 3 // 4
     both = shared(case.plan(own, **FULL).below("nowhere"))
     assert both[0] == both[1]
     assert both[0].predicted_peak_bytes <= both[0].budget_bytes == plain * 3 // 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "available_bytes", lambda device, alive, sharers: own // (3 - sharers))
-        assert shared(case.plan("max", **FULL).budget_bytes) == [plain * 3 // 4] * 2
+        free = plain * 3 // 4
+        found = case.plan("max", **FULL)
+        assert shared((found.budget_bytes, found.headroom_bytes)) == [(free - int(0.03 * free), int(0.03 * free))] * 2
 
 
 def one_takes_more(rank: int) -> None:
     """The one that takes the most decides, and none is over the budget."""
     case = Case(rows=256 + 128 * rank)
-    found = case.plan("60%", **FULL)
+    found = case.plan(0.6, **FULL)
     assert "peaks differ between processes; planned for rank 1, which has the highest" in found.notes
     both = shared(found.below("nowhere"))
     assert both[0] == both[1]
@@ -290,9 +292,7 @@ def fail(rank: int, folder: Path) -> None:
     dist.all_reduce = reduce
     layer.runs_left = -1
     raises(None, 0, lambda: case.plan(plain // 4, **FULL), PlanError, "no plan fits · the lowest possible peak is")
-    raises(
-        None, 0, lambda: case.plan("50%" if rank else "min"), PlanError, "memory_budget: rank 0 has 'min', rank 1 'a"
-    )
+    raises(None, 0, lambda: case.plan(0.5 if rank else "min"), PlanError, "memory_budget: rank 0 has 'min', rank 1 'a")
     raises(None, 0, lambda: case.plan("min", blocks=f"layers.{rank}"), PlanError, "blocks: rank 0 has ['layers.0'], ra")
     raises(None, 0, lambda: case.plan("min", compile=bool(rank)), PlanError, "compile: rank 0 has 'False', rank 1 'Tr")
     raises(None, 0, lambda: case.plan("min", group="all"), ConfigError, "group: expected a ProcessGroup, got 'all'")
@@ -304,7 +304,7 @@ def fail(rank: int, folder: Path) -> None:
     else:
         raises(None, 0, lambda: case.plan("min", group=alone), ConfigError, "group: expected a group of this process")
     shared(None)
-    assert shared(policies(case.plan("90%", **FULL))) == [policies(case.plan("90%", **FULL))] * 2  # after all that
+    assert shared(policies(case.plan(0.9, **FULL))) == [policies(case.plan(0.9, **FULL))] * 2  # after all that
 
 
 def raises(rank: int | None, culprit: int, action: Callable[[], object], kind: type[Exception], text: str) -> None:

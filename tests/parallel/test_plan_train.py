@@ -30,7 +30,7 @@ def runs(rank: int, folder: Path) -> None:
     for name, words in {"data": DATA, "tensor": TENSOR, "zero": ZERO}.items():
         assert name == "zero" or train(f"{name} plain", *words) == 0
         more = [f"{CHECKPOINT}.partition=True", f"{CHECKPOINT}.contiguous=True"] if name == "tensor" else []
-        assert train(f"{name} planned", *words, f"{CHECKPOINT}.memory_budget=60%", *more) == 0
+        assert train(f"{name} planned", *words, f"{CHECKPOINT}.memory_budget=0.7", *more) == 0
 
 
 def train(folder: str, *words: str) -> int:

@@ -6,11 +6,13 @@ import pytest
 import torch
 import transformers
 
-from graphckpt import cli
+import graphckpt
+from graphckpt import ConfigError, cli
 from graphckpt.cli import main
 from graphckpt.planning import sweep
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.options import absent_memory
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.planner import Planner, find_blocks
 from graphckpt.planning.profile import load_profile
@@ -18,7 +20,6 @@ from graphckpt.planning.search import CopyRates
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
-from graphckpt.units import format_bytes
 
 
 def made(num_layers=7, vocab_size=64):
@@ -111,8 +112,8 @@ def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
     )
     near = Planner(known, device="h200")
     far = Planner(known, device="h200", rates=CopyRates(target.copy_out, target.copy_in))
-    for share in ("90%", "70%", "50%"):
-        budget = near.bytes_of(share, 0)
+    for share in (0.9, 0.7, 0.5):
+        budget = int(share * near.plain.peak)
         if budget < near.floor.peak:
             continue
         one, other = near.plan(budget), far.plan(budget)
@@ -131,7 +132,7 @@ def test_no_more_is_offloaded_than_the_budget_of_host_memory():
 
     def moved_bytes(host_budget):
         planner = Planner(known, rates=CopyRates(target.copy_out, target.copy_in), host_budget=host_budget)
-        plan = planner.plan(planner.bytes_of("70%", 0))
+        plan = planner.plan(planner.bytes_of(0.7, absent_memory("cuda", 0)))
         assert plan.predicted_peak_bytes <= plan.budget_bytes
         return sum(row.moved_bytes for row in plan.rows)
 
@@ -140,15 +141,80 @@ def test_no_more_is_offloaded_than_the_budget_of_host_memory():
     assert moved_bytes(0) == 0
 
 
+def test_plan_simulates_an_absent_device():
+    plan = graphckpt.plan(lambda: made()[::2], memory_budget="min", device="h200")
+    assert plan.is_simulated
+    assert plan.blocks
+    assert plan.predicted_peak_bytes == plan.budget_bytes < plan.plain_peak_bytes
+    whole = graphckpt.plan(lambda: made()[::2], memory_budget=1.0, device="h200")
+    assert whole.budget_bytes == plan.plain_peak_bytes
+    assert "on h200 (simulated)" in str(plan)
+    fit = graphckpt.fit(lambda size: made()[::2], batch_sizes=[4], memory_budget="1GiB", device="h200")
+    assert fit.rows[0].plain_peak_bytes == plan.plain_peak_bytes, "no second way to simulate a step"
+    with pytest.raises(ConfigError, match="expected a model, since the plan is simulated on h200"):
+        plan.apply()
+    model, _, step = made()
+    with plan.apply(model):
+        step()
+    assert graphckpt.plan(lambda: made()[::2], memory_budget="50%", device="h100").budget_bytes == 40_000_000_000
+    least = graphckpt.plan(lambda: made()[::2], memory_budget="max", device="rtx4090")
+    assert least.budget_bytes + least.headroom_bytes == 24_000_000_000
+
+
+def test_a_function_may_build_the_model_of_a_real_step_too():
+    plan = graphckpt.plan(lambda: made()[::2], memory_budget="1GiB")
+    assert not plan.is_simulated
+    assert plan.model is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (
+            lambda: made()[::2],
+            {},
+            r"plan.model: expected a function that builds it, for device='h200', got an object of",
+        ),
+        (
+            lambda: (lambda: 1,),
+            {},
+            r"plan.model: expected a model and a step function, got int · fix: end the function in",
+        ),
+        (lambda: (lambda: made()[::2],), {"compile": True}, r"compile: its effect is not known on an absent device"),
+        (lambda: (lambda: made()[::2],), {"device": "h2000"}, r"did you mean 'h200'"),
+        (lambda: (made()[0],), {"device": None}, r"plan.step_fn: expected a function without arguments"),
+    ],
+)
+def test_faults_of_a_simulated_plan_are_one_clear_error(arguments, options, message):
+    with pytest.raises(ConfigError, match=message):
+        graphckpt.plan(*arguments(), memory_budget="max", **{"device": "h200"} | options)
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("24.0", "memory_budget: expected a float above 0 and up to 1, a share of the plain step's peak, got 24.0"),
+        ("150%", "memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
+        ("12 G", "memory_budget: '12 G': unknown unit 'G'"),
+        ("most", "memory_budget: 'most' is not a memory size"),
+        ("0.001", "no plan fits"),
+    ],
+)
+def test_a_budget_of_the_command_that_cannot_be_used_is_one_clear_error(budget, message, capsys):
+    words = ["model.config.n_layer=2", "train.train_micro_batch_size=2", "--memory-budget", budget]
+    assert main(["plan", "--config-file", "configs/quickstart.py", "--device", "h200", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     words = ["model.config.n_layer=4", "train.train_micro_batch_size=4", f"train.output_dir={tmp_path / 'none'}"]
     saved, drawn = tmp_path / "plan.yaml", tmp_path / "front.svg"
-    flags = ["--device", "h200", "--memory-budget", "60%", "--save", str(saved), "--sweep", str(drawn)]
+    flags = ["--device", "h200", "--memory-budget", "0.9", "--save", str(saved), "--sweep", str(drawn)]
     words.append("train.activation_checkpoint.compile=True")
     code = main(["plan", "--config-file", "configs/quickstart.py", *flags, *words])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert "on h200" in printed
+    assert "on h200 (simulated)" in printed
     assert "compile: its effect is not known without the device; planned without" in " ".join(printed.split())
     assert "all full" in printed
     assert drawn.stat().st_size > 0
@@ -159,13 +225,11 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("patience", [0.0, 1e6])
-def test_the_command_says_what_takes_long_and_which_budget_it_takes(patience, monkeypatch, capsys):
+def test_the_command_says_what_takes_long(patience, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_SHOW_AFTER", patience)
     words = ["model.config.n_layer=2", "train.train_micro_batch_size=2"]
     assert main(["plan", "--config-file", "configs/quickstart.py", "--device", "h200", *words]) == 0
     err = capsys.readouterr().err
-    size = format_bytes(load_profile("h200").memory_bytes)
-    assert f"--memory-budget is not set: planning for all memory of h200, {size}\n" in err
     said = [line.partition(" s: ")[2] for line in err.splitlines() if line.startswith("planning, ")]
     assert (said[-1:] == ["choosing the policies of 2 blocks"]) is (patience == 0.0)
     assert any(line.startswith("simulated run ") for line in said) is (patience == 0.0)

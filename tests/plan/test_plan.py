@@ -29,6 +29,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, PlanError, steps
 from graphckpt.planning.candidates import NEAR
+from graphckpt.planning.options import DeviceMemory
 from graphckpt.planning.planner import Planner, find_blocks
 from graphckpt.planning.plot import draw_sweep
 from graphckpt.planning.rows import PlanRow, Stage
@@ -266,19 +267,22 @@ def test_layers_are_joined_where_the_rules_say_so(monkeypatch):
 def test_budgets_of_every_kind(planned):
     _, planner = planned
     static, plain = planner.measured.model.static_bytes, planner.plain.peak
+    memory = DeviceMemory(total=1000, available=99, headroom=9)
     for budget, num_bytes in {
         12 << 20: 12 << 20,
         "12MiB": 12 << 20,
         "min": planner.floor.peak,
-        "max": 99,
-        "25%": static + int(0.25 * (plain - static)),
-        "100%": plain,
+        "max": 90,
+        "25%": 250,
+        "100%": 1000,
+        0.25: int(0.25 * plain),
+        1.0: plain,
     }.items():
-        assert planner.bytes_of(budget, 99) == num_bytes, budget
+        assert planner.bytes_of(budget, memory) == num_bytes, budget
     assert 0 < static < planner.floor.peak < plain
 
 
-@pytest.mark.parametrize("budget", ["min", "max", "70%", "1GiB", 1 << 30])
+@pytest.mark.parametrize("budget", ["min", "max", "70%", 0.9, "0.9", "1GiB", 1 << 30])
 def test_plan_takes_budgets_of_every_kind(budget):
     case = stack(num_layers=2, rows=64)
     told = []
@@ -286,7 +290,7 @@ def test_plan_takes_budgets_of_every_kind(budget):
     assert found.predicted_peak_bytes <= found.budget_bytes
     assert told == list(range(1, len(told) + 1))
     assert 1 <= len(told) <= 5, "two equal layers take turns with full, and with up to four levels, found by time"
-    assert found.blocks or budget not in ("min", "70%")
+    assert found.blocks or budget not in ("min", 0.9, "0.9")
     with found.apply():
         assert case.peak() == found.predicted_peak_bytes
 
@@ -294,14 +298,17 @@ def test_plan_takes_budgets_of_every_kind(budget):
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ("0%", r"memory_budget: expected above 0% and up to 100%, got '0%' · fix: "),
-        ("0.5", r"memory_budget: expected a unit, got '0\.5' · fix: '0\.5GiB', or '50%'"),
-        ("150%", r"memory_budget: expected above 0% and up to 100%, got '150%'"),
-        (1.5, r"memory_budget: expected above 0% and up to 100%, got 1\.5"),
-        ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '50%', or '12GiB'"),
-        (True, r"memory_budget: expected bytes, '12GiB', '50%', 'max' or 'min', got True · fix: "),
+        ("0%", r"memory_budget: expected above 0% and up to 100% of the device's memory, got '0%' · fix: "),
+        ("150%", r"memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
+        (1.5, r"memory_budget: expected a float above 0 and up to 1, a share of the plain step's peak, got 1\.5"),
+        ("24.0", r"memory_budget: expected a float above 0 and up to 1, .*, got 24\.0 · fix: '12GiB', '50%' of"),
+        (0.0, r"memory_budget: expected a float above 0"),
+        (float("nan"), r"memory_budget: expected a float above 0"),
+        (".", r"memory_budget: '\.' is not a memory size"),
+        ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '12GiB', '50%' of the device's memory, or 0\.6"),
+        (True, r"memory_budget: expected bytes, '12GiB', '50%', 0\.6, 'max' or 'min', got True · fix: "),
         (None, r"memory_budget: expected bytes, .* got None"),
-        ("12 G", r"memory_budget: .*unknown unit 'G' · fix: write 'GiB'.*; or '50%', 'max', 'min'"),
+        ("12 G", r"memory_budget: .*unknown unit 'G' · fix: write 'GiB'.*; or '50%', 0.6, 'max', 'min'"),
         ("most", r"memory_budget: .*'most' is not a memory size"),
         (-1, r"memory_budget: .*below 0"),
     ],
@@ -463,7 +470,7 @@ def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw):
         case.optimizer.zero_grad()
 
     case.step = step
-    for budget in ("min", "50%", "1GiB"):
+    for budget in ("min", 0.8, "1GiB"):
         found = plan(case.model, step, memory_budget=budget)
         assert any("it is planned for a step that calls all of them" in note for note in found.notes)
         with found.apply():

@@ -405,5 +405,5 @@ def test_a_plan_that_takes_less_than_predicted_is_found(simple, monkeypatch):
 def test_layers_that_are_called_twice_may_offload(loss, tmp_path):
     model = Views()
     step, _ = stepped_once(model, loss)
-    found = plan(model, step, memory_budget="60%", blocks=Layer, offload=f"disk:{tmp_path}", check=False)
+    found = plan(model, step, memory_budget=0.6, blocks=Layer, offload=f"disk:{tmp_path}", check=False)
     assert found.predicted_peak_bytes <= found.budget_bytes

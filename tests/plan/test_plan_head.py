@@ -69,7 +69,7 @@ def test_it_is_cut_where_nothing_else_fits():
 
 def test_it_stays_whole_where_there_is_room():
     model, step = made()
-    found = graphckpt.plan(model, step, memory_budget="100%", head=SLICED)
+    found = graphckpt.plan(model, step, memory_budget=1.0, head=SLICED)
     assert [row.block for row in found.rows] == [f"layers.{n}" for n in range(4)]
 
 
@@ -121,4 +121,4 @@ def test_a_graph_takes_it_and_lets_it_go_again():
 def test_what_is_no_head_is_an_error(head, message):
     model, step = made()
     with pytest.raises(ConfigError, match=message):
-        graphckpt.plan(model, step, memory_budget="50%", head=head)
+        graphckpt.plan(model, step, memory_budget=0.5, head=head)

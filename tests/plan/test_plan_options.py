@@ -13,9 +13,7 @@ import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.cli import add_plan
 from graphckpt.config import run as config_run
-from graphckpt.graph.config import GraphConfig
 from graphckpt.planning import PlanOptions, planner
-from graphckpt.planning.planner import measure_all
 from graphckpt.train.settings import ActivationCheckpointConfig
 
 VALUES = {
@@ -42,8 +40,7 @@ def caught(monkeypatch):
     def catch(*args):
         raise Caught(next(value for value in args if isinstance(value, PlanOptions)))
 
-    for owner, name in ((planner, "measure_all"), (config_run, "measure_all")):
-        monkeypatch.setattr(owner, name, catch)
+    monkeypatch.setattr(planner, "measure_all", catch)
     return lambda: None
 
 
@@ -133,10 +130,6 @@ def test_a_config_is_what_the_command_begins_with(caught):
 def test_names_of_before_still_work_and_say_what_to_write():
     with pytest.warns(DeprecationWarning, match=r"plan: 'rules' is deprecated · fix: candidates=\['full'\]"):
         assert PlanOptions.of({"rules": ["full"]}, "plan").candidates == ("full",)
-    config = GraphConfig()
-    with pytest.warns(DeprecationWarning, match=r"memory_budget: a float is deprecated, got 0\.5 · fix: .*'50%'"):
-        config.memory_budget = 0.5
-    assert config.memory_budget == "50%"
 
 
 @pytest.mark.parametrize(
@@ -154,9 +147,7 @@ def test_faults_are_one_clear_error(options, message):
 
 
 def test_a_slab_is_in_the_plan_of_the_command_too(tmp_path):
-    planner, target = config_run.planner_from(
+    plan = config_run.plan_from(
         "configs/quickstart.py", ["model.config.n_layer=2"], device="h200", options={"contiguous": True}
     )
-    plan = planner.plan(target.memory_bytes)
     assert all(row.fields["contiguous"] for row in plan.rows if row.block != "loss_head")
-    assert measure_all is config_run.measure_all

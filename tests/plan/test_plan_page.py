@@ -24,7 +24,7 @@ def plan() -> Plan:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
     model, x = nn.Sequential(*layers), torch.ones(512, 32)
-    return graphckpt.plan(model, lambda: model(x).sum().backward(), memory_budget="60%")
+    return graphckpt.plan(model, lambda: model(x).sum().backward(), memory_budget=0.6)
 
 
 def test_the_front_of_a_plan_holds_the_plans_for_all_budgets(plan: Plan):

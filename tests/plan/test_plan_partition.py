@@ -43,7 +43,7 @@ def peak(model, step):
 
 def test_slabs_hold_what_is_kept_within_the_budget():
     model, step = made()
-    found = graphckpt.plan(model, step, memory_budget="60%", candidates=["full"], contiguous=True)
+    found = graphckpt.plan(model, step, memory_budget=0.6, candidates=["full"], contiguous=True)
     assert {row.option for row in found.rows} == {"keep + slab", "full + slab"}
     assert all(row.fields["contiguous"] for row in found.rows)
     with found.apply() as handle:
@@ -79,7 +79,7 @@ def test_parts_are_options_of_their_own():
 
 def test_a_plan_in_words_is_the_same_plan():
     model, step = made(num_layers=3)
-    found = graphckpt.plan(model, step, memory_budget="70%", candidates=["full"], check=False)
+    found = graphckpt.plan(model, step, memory_budget=0.7, candidates=["full"], check=False)
     known = [option.fields for option in options(only=["full"])]
     again = Plan._from_message(found._to_message(known), known, model)
     assert again == found

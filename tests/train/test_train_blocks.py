@@ -142,7 +142,7 @@ def test_a_saved_plan_replaces_the_rule(tmp_path):
     path.write_text("blocks:\n  body.0: {activation_checkpointing: selective, offload: cpu}\nplan: {}\n")
     fields = {"activation_checkpointing": "selective", "offload": "cpu"}
     assert _blocks(Whole(), plan=str(path)) == {"body.0": fields}
-    for beside in ({"blocks": {"body.0": True}}, {"memory_budget": "50%"}):
+    for beside in ({"blocks": {"body.0": True}}, {"memory_budget": 0.5}):
         (name,) = beside
         config = ActivationCheckpointConfig(plan=str(path), **beside)
         assert list(config.faults()) == [f"plan: expected no {name} beside a saved plan · fix: unset one of them"]

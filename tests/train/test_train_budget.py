@@ -25,7 +25,7 @@ train.evaluation.enabled = False
 def test_weights_are_those_of_the_plain_run(place, capsys):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     assert train("train.output_dir=plain") == 0
-    assert train("train.output_dir=planned", f"{BUDGET}=50%") == 0
+    assert train("train.output_dir=planned", f"{BUDGET}=0.6") == 0
     assert same_weights(place / "plain", place / "planned")
     printed = capsys.readouterr().out
     assert "plan: memory budget" in printed
@@ -50,7 +50,7 @@ def test_planning_counts_as_no_iteration(place, monkeypatch):
     for owner, name in ((trainer, "plan_on_batch"), (LogHook, "before_step")):
         plain = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, f=plain, n=name: (calls.append(n), f(*args)))
-    assert train(f"{BUDGET}=50%", "train.train_iter=2") == 0
+    assert train(f"{BUDGET}=0.6", "train.train_iter=2") == 0
     assert calls == ["plan_on_batch", "before_step", "before_step"]
 
 
@@ -60,7 +60,7 @@ def test_layers_are_compiled_where_the_config_says_so(place):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     assert train("train.output_dir=plain", "train.train_iter=1") == 0
     compiled = "train.activation_checkpoint.compile={backend: eager}"
-    assert train("train.output_dir=planned", f"{BUDGET}=50%", compiled, "train.train_iter=1") == 0
+    assert train("train.output_dir=planned", f"{BUDGET}=0.6", compiled, "train.train_iter=1") == 0
     torch._dynamo.reset()
     plan = Plan.load(place / "planned" / "plan.yaml")
     assert all(row.option.endswith(", compiled") for row in plan.rows)
@@ -75,7 +75,11 @@ def test_layers_are_compiled_where_the_config_says_so(place):
             [f"{BUDGET}=min", "train.activation_checkpoint.compile=fast"],
             "compile: expected bool or a mapping, got",
         ),
-        ([f"{BUDGET}=150%"], "memory_budget: expected above 0% and up to 100%, got '150%'"),
+        ([f"{BUDGET}=150%"], "memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
+        (
+            [f"{BUDGET}=1.5"],
+            "memory_budget: expected a float above 0 and up to 1, a share of the plain step's peak, got",
+        ),
         ([f"{BUDGET}=12G"], "unknown unit 'G'"),
         ([f"{BUDGET}=min", "train.activation_checkpoint.host_budget=12G"], "host_budget: '12G': unknown unit 'G'"),
         ([f"{BUDGET}=1KiB"], "no plan fits"),
