@@ -81,11 +81,7 @@ def try_get_key(config: DictConfig, *keys: str, default: Any = None) -> Any:
 
 
 def packaged_folder() -> Path:
-    """Returns the folder of the packaged configs.
-
-    Raises:
-        ConfigError: the installation holds none.
-    """
+    """Returns the folder of the packaged configs."""
     package = Path(__file__).parents[1]
     for candidate in (package / "configs", package.parent / "configs"):  # of a wheel, of a checkout
         if (candidate / "common").is_dir():
@@ -94,11 +90,7 @@ def packaged_folder() -> Path:
 
 
 def find_packaged(name: str) -> Path:
-    """Returns the path of a packaged config, such as ``"common/train.py"``, or ``"quickstart"`` for short.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """Returns the path of a packaged config, such as ``"common/train.py"``, or ``"quickstart"`` for short."""
     root = packaged_folder()
     for path in (root / name, root / f"{name}.py"):
         if path.is_file():
@@ -292,8 +284,9 @@ def override(config: DictConfig, overrides: Iterable[str]) -> list[str]:
 def _override_one(config: DictConfig, word: str) -> str:
     key, equals, text = word.partition("=")
     key = key.strip()
-    if not equals or not key or not all(key.split(".")):
-        return f"override {word!r}: expected key=value"
+    if not equals or not key or not all(key.split(".")) or key[0] in "~+":  # the last two as Hydra has them
+        fix = f" · fix: leave {key[0]!r} out" if key and key[0] in "~+" else ""
+        return f"override {word!r}: expected key=value{fix}"
     try:
         odd = next(_odd_numbers(text), None)
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]

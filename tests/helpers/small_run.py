@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from graphckpt.cli import main
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.train.loop import HookBase
 
 CONFIG = """

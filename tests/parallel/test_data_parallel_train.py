@@ -13,14 +13,14 @@ from helpers.small_run import place, rows_of, same_weights  # noqa: F401
 from safetensors.torch import load_file
 from torch import nn
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.train.data.samples import heldout_batches
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
-from graphckpt.train.parallel.config import DistConfig
 from graphckpt.train.parallel.data_parallel import AllReduceSync, DdpSync, apply_fsdp, make_grad_sync
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import full_tensor_tree, is_sharded, local_shard
+from graphckpt.train.settings import DistConfig
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.ranks import run_on_ranks
 from helpers.small_run import place, train  # noqa: F401
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError, GraphckptError
 
 pytestmark = [pytest.mark.multi_process]

@@ -23,7 +23,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import _pipeline
 from graphckpt.train.hooks.snapshot import SnapshotHook

@@ -15,7 +15,7 @@ from helpers.small_run import place, rows_of, same_weights  # noqa: F401
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.ranks import ParallelError

@@ -19,7 +19,7 @@ from helpers.small_run import StopAfter, place, rows_of, same_weights, stopped  
 from safetensors.torch import load_file
 
 from graphckpt.cli import main
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.ranks import ParallelError

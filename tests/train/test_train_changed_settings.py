@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.small_run import CONFIG, place, same_weights, stopped, train  # noqa: F401
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 
 _STEPS = """
 from torch.optim.lr_scheduler import StepLR

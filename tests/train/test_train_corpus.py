@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from graphckpt.train.console import Report
 from graphckpt.train.data.documents import DataError, read_files, split_documents
 from graphckpt.train.data.text_data import TextData
+from graphckpt.train.output import Report
 
 
 def _names(documents):

@@ -8,9 +8,9 @@ import random
 import pytest
 from rich.console import Console
 
-from graphckpt.config.run import trainer_from
-from graphckpt.train.console import Report
+from graphckpt.config.trainer import trainer_from
 from graphckpt.train.loop import HookBase
+from graphckpt.train.output import Report
 
 _HEAD = """
 from transformers import BertConfig, BertForPreTraining

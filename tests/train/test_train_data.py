@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from graphckpt.train.console import Report
 from graphckpt.train.data.documents import DataError
 from graphckpt.train.data.samples import ShuffledOrder
 from graphckpt.train.data.text_data import TextData
+from graphckpt.train.output import Report
 
 _WORDS = [
     "the",

@@ -8,7 +8,7 @@ import errno
 
 from helpers.small_run import place, rows_of, same_weights, stopped, train  # noqa: F401 - a fixture
 
-from graphckpt.train import files
+from graphckpt.train import output as files
 from graphckpt.train.snapshot import folder as snapshot
 
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.small_run import place, rows_of, same_weights, train  # noqa: F401 - a fixture
 from omegaconf import OmegaConf
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import steps
 from graphckpt.train.snapshot.saved_run import CONFIG

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
 from graphckpt.cli import main
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import TrainGraph
 from graphckpt.train.loop import HookBase

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from graphckpt.train.console import Report
 from graphckpt.train.data.documents import DataError
 from graphckpt.train.data.text_data import TextData
+from graphckpt.train.output import Report
 from graphckpt.train.tasks import CausalLM, SequenceClassification
 
 

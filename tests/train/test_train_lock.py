@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from helpers.small_run import place, train  # noqa: F401 - a fixture
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.snapshot.saved_run import FolderLock
 

@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from graphckpt.train.console import Report
 from graphckpt.train.hooks import log
 from graphckpt.train.hooks.evaluate import EvalHook
 from graphckpt.train.hooks.log import LogHook, device_memory, device_used_bytes, process_memory
 from graphckpt.train.hooks.metrics import MetricsHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.optim import get_default_optimizer_params, warmup_cosine_lr
+from graphckpt.train.output import Report
 from graphckpt.train.tasks import CausalLM
 
 

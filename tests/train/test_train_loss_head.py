@@ -15,10 +15,9 @@ from graphckpt import ConfigError, Tiles
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.plan import Plan
 from graphckpt.train.build_model import build_model
-from graphckpt.train.loss_head import add_loss_head, differences
-from graphckpt.train.parallel.config import DistConfig
-from graphckpt.train.settings import TrainConfig
+from graphckpt.train.settings import DistConfig, TrainConfig
 from graphckpt.train.tasks import CausalLM
+from graphckpt.train.tasks.causal_lm import add_loss_head, differences
 
 __all__ = ["place"]
 HEAD = "train.activation_checkpoint.head"

@@ -15,10 +15,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
-from graphckpt.train.console import Report
 from graphckpt.train.hooks import log
 from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.loop import Loop, TrainError
+from graphckpt.train.output import Report
 from graphckpt.train.snapshot.folder import check
 
 _MODEL = '''

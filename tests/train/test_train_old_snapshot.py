@@ -11,7 +11,7 @@ import torch
 from helpers.small_run import place, rows_of  # noqa: F401
 from safetensors.torch import load_file
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase
 from graphckpt.train.snapshot import folder as snapshot

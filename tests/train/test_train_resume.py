@@ -13,7 +13,7 @@ import torch
 from helpers.small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_weights, stopped, train  # noqa: F401
 from transformers import AutoModelForCausalLM
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.train.hooks.metrics import tag_of
 from graphckpt.train.hooks.snapshot import BestHook
 from graphckpt.train.snapshot import folder as snapshot

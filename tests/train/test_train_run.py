@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphckpt.cli import main
 from graphckpt.config.files import existing
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.train.build_model import TrainGraph
-from graphckpt.train.console import Report
 from graphckpt.train.loop import HookBase
+from graphckpt.train.output import Report
 
 _CONFIG = """
 from graphckpt.config import get_config
@@ -259,7 +259,7 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
         "(in_features=2, out_features=2)\n"
     )
     assert main(["train", "--config-file", "plain.py"]) == 2
-    assert "Linear marks no layer as a unit · fix: name its class or its blocks" in capsys.readouterr().err
+    assert "no list of layers was found in Linear · fix: name its class or its blocks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

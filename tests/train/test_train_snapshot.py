@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from graphckpt.train.files import AppendFile, cut_log, cut_metrics
+from graphckpt.train.output import AppendFile, cut_log, cut_metrics
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import Snapshots, SnapshotWriteError, periodic_name
 from graphckpt.train.snapshot.schema import SnapshotError

@@ -13,10 +13,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import graphckpt.train
-from graphckpt.train.console import Report
 from graphckpt.train.data.documents import DataError
 from graphckpt.train.data.samples import OwnData
 from graphckpt.train.data.text_data import TextData
+from graphckpt.train.output import Report
 from graphckpt.train.tasks import MaskedLM, OwnLoss, SequenceClassification
 
 

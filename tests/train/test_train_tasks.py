@@ -17,8 +17,8 @@ from transformers import BertConfig, BertForPreTraining, BertForSequenceClassifi
 from graphckpt.config.lazy import read_calls
 from graphckpt.config.schema import call_faults
 from graphckpt.errors import ConfigError
-from graphckpt.train.console import Report
 from graphckpt.train.data.text_data import TextData
+from graphckpt.train.output import Report
 from graphckpt.train.tasks import CausalLM, MaskedLM, OwnLoss, SequenceClassification
 from graphckpt.train.tasks.base import summed
 

@@ -16,8 +16,8 @@ from helpers import killed
 from helpers.small_run import CONFIG
 from omegaconf import OmegaConf
 
-from graphckpt.train import files
-from graphckpt.train.files import cut_metrics, replacing, write_text
+from graphckpt.train import output as files
+from graphckpt.train.output import cut_metrics, replacing, write_text
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import Snapshots
 

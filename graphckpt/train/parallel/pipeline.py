@@ -226,16 +226,7 @@ def _stacked(values: Mapping[str, Tensor]) -> Tensor:
 
 @final
 class Pipeline:
-    """This process's stage of a pipeline. Its methods are collective: all stages call them.
-
-    Args:
-        model: with this process's stage; see :func:`keep_stage`.
-        stages: the module names of each stage.
-        task: computes the losses of a batch, and its sums.
-        ranks: the processes of the run.
-        num_micro_batches: of one update; a batch is split into as many.
-        dtype: of autocast; ``None`` for none.
-    """
+    """This process's stage of a pipeline. Its methods are collective: all stages call them."""
 
     def __init__(
         self,
@@ -276,7 +267,6 @@ class Pipeline:
                 weight.data.copy_(other)
 
     def runs(self, name: str) -> bool:
-        """Whether a module runs here, and not on another stage only."""
         others = (other for n, names in enumerate(self.stages) if n != self._ranks.stage for other in names)
         return not any(name == other or name.startswith(f"{other}.") for other in others)
 
@@ -344,7 +334,6 @@ class Pipeline:
         return Schedule1F1B(stage, count, _first_value) if is_training else ScheduleGPipe(stage, count)
 
     def _exchange_ends(self, tensor: Tensor) -> Tensor:
-        """Exchanges a tensor between the first and the last stage."""
         other = torch.empty_like(tensor)
         peer = dist.get_global_rank(self._group, self._group.size() - 1 if self._is_first else 0)
         pair = [dist.P2POp(way, x, peer, self._group) for way, x in ((dist.isend, tensor), (dist.irecv, other))]
