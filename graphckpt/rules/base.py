@@ -98,6 +98,9 @@ def parse_rule(value: Any) -> Rule | None:
 
     Raises:
         ConfigError: ``value`` means no rule. The message has no place in it; the caller knows that.
+
+    >>> parse_rule("tiles:8:sum"), parse_rule("segments:log")
+    (Tiles(num_tiles=8, tile_dim=0, reduce='sum'), Segments(num_segments='log'))
     """
     if value is None or isinstance(value, Rule):
         return value

@@ -175,16 +175,15 @@ class Loop:
             for hook in self._hooks:
                 hook.before_train(self)
             with self.report.progress("training", self.train_iter - self.done, counts=True) as advance:
-                while not self._is_over():
+                while True:
+                    self.is_stopped = self._agree(self._is_asked)
+                    if self.is_last:
+                        break
                     self._iterate()
                     advance(1)
             self.late_metrics = []
             for hook in self._hooks:
                 hook.after_train(self)
-
-    def _is_over(self) -> bool:
-        self.is_stopped = self._agree(self._is_asked)
-        return self.is_last
 
     def _iterate(self) -> None:
         self.metrics, self.late_metrics = {}, []

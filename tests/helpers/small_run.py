@@ -1,4 +1,4 @@
-"""A run of seconds, to stop, resume and break: shared by the tests of snapshots. Not a test itself."""
+"""A run of seconds, to stop, resume, kill and break: the one training config of the tests. Not a test itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +37,7 @@ train.evaluation.update(eval_period=3, eval_iter=2)
 TIMES = {"time", "data_time", "total_throughput", "tokens_per_second", "rss_bytes", "peak_rss_bytes"}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with texts and a config, to be in."""
     monkeypatch.chdir(tmp_path)
@@ -45,6 +48,24 @@ def place(tmp_path, monkeypatch):
         (tmp_path / "texts" / f"{index}.txt").write_text(f"text {index}: {text}\n", encoding="utf-8")
     (tmp_path / "tiny.py").write_text(CONFIG, encoding="utf-8")
     return tmp_path
+
+
+@pytest.fixture
+def child(place):
+    """Runs the command line in a child of a process that has imported everything; returns the exit code."""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, Path(__file__).with_name("killed.py")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+
+        def run(folder, *more, **order):
+            train_words = ["train", "--config-file", "tiny.py", f"train.output_dir={folder}", *more]
+            order = {"words": train_words, "folder": folder, "output": f"{folder}.txt", **order}
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield run
+        process.stdin.close()
 
 
 def train(*words):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import place, rows_of, same_weights  # noqa: F401
+from helpers.small_run import rows_of, same_weights
 from safetensors.torch import load_file
 from torch import nn
 
@@ -165,7 +165,7 @@ def near(one: Path, other: Path) -> bool:
     )
 
 
-def test_losses_and_weights_are_those_of_one_process(place: Path) -> None:  # noqa: F811
+def test_losses_and_weights_are_those_of_one_process(place: Path) -> None:
     alone = run("alone", *STILL, *ALONE)
     run_on_ranks(products, place, num_ranks=4)
     seen = [json.loads((place / f"losses of {rank}").read_text()) for rank in range(4)]

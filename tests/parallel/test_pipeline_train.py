@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import CONFIG, StopAfter, place, rows_of, same_weights  # noqa: F401
+from helpers.small_run import CONFIG, StopAfter, rows_of, same_weights
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -99,7 +99,7 @@ def two_stages(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multi_process
-def test_two_stages_learn_what_one_process_does(place: Path) -> None:  # noqa: F811
+def test_two_stages_learn_what_one_process_does(place: Path) -> None:
     (place / "llama.py").write_text(LLAMA)
     run("moved", *SIX, *STILL, UNTIED, *ALL_HELD_OUT, hooks=(StopAfter(2),))
     run_on_ranks(two_stages, place)
@@ -154,7 +154,7 @@ def four_ranks(rank: int, folder: Path) -> None:
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-def test_four_ranks_in_a_square_and_in_a_line(place: Path) -> None:  # noqa: F811
+def test_four_ranks_in_a_square_and_in_a_line(place: Path) -> None:
     run_on_ranks(four_ranks, place, num_ranks=4)
     alone = {
         "square": run("square alone", *THREE, *STILL).losses,

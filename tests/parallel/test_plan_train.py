@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import run_on_ranks
-from helpers.small_run import CONFIG, place, same_weights  # noqa: F401
+from helpers.small_run import CONFIG, same_weights
 
 from graphckpt.cli import main
 from graphckpt.planning import Plan, steps
@@ -37,7 +37,7 @@ def train(folder: str, *words: str) -> int:
     return main(["train", "--config-file", "tiny.py", f"train.output_dir={folder}", *words])
 
 
-def test_planned_runs_have_the_weights_of_plain_ones(place: Path) -> None:  # noqa: F811
+def test_planned_runs_have_the_weights_of_plain_ones(place: Path) -> None:
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     run_on_ranks(runs, place)
     for name in ("data", "tensor", "zero"):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import StopAfter, place, rows_of, same_weights, stopped  # noqa: F401
+from helpers.small_run import StopAfter, rows_of, same_weights, stopped
 from safetensors.torch import load_file
 
 from graphckpt.cli import main
@@ -102,7 +102,7 @@ def go_on_with_a_full_disk(rank: int, folder: Path) -> None:
     assert rank == 1 or found == {"model_0000007", "model_final"}
 
 
-def test_runs_agree_with_one_process_and_resume_at_any_number(place: Path) -> None:  # noqa: F811
+def test_runs_agree_with_one_process_and_resume_at_any_number(place: Path) -> None:
     assert train("alone", *STILL) == 0
     stopped("begun alone", 5, *STILL)
     run_on_ranks(runs, place)
@@ -146,12 +146,12 @@ def lose(rank: int, folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
-def test_a_lost_rank_ends_the_others(place: Path, how: str) -> None:  # noqa: F811
+def test_a_lost_rank_ends_the_others(place: Path, how: str) -> None:
     run_on_ranks(lose, place, how, joins=False)
 
 
 def test_another_number_of_processes_is_an_error(
-    place: Path,  # noqa: F811
+    place: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -171,7 +171,7 @@ def test_another_number_of_processes_is_an_error(
     assert not (place / "out").exists()
 
 
-def test_torchrun_starts_a_run_that_stops_at_a_signal(place: Path) -> None:  # noqa: F811
+def test_torchrun_starts_a_run_that_stops_at_a_signal(place: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     words = ["-m", "graphckpt", "train", "--config-file", "tiny.py", TWO, "train.train_iter=100000"]
     with (place / "output.txt").open("w") as output:

@@ -139,16 +139,8 @@ def _modules_elsewhere(model: nn.Module, stages: Stages, stage: int) -> list[nn.
 
 
 def _pass_through(module: nn.Module) -> None:
-    module.forward = _zero if isinstance(module, nn.Embedding) else _same
-
-
-def _same(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    del args, kwargs
-    return x
-
-
-def _zero(ids: Tensor) -> Tensor:
-    return torch.zeros((), device=ids.device)  # the first stage has added the positions
+    is_embedding = isinstance(module, nn.Embedding)  # zero: the first stage has added the positions
+    module.forward = lambda x, *_, **__: torch.zeros((), device=x.device) if is_embedding else x
 
 
 def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
@@ -331,7 +323,9 @@ class Pipeline:
             output_args=hidden,
             group=self._group,
         )
-        return Schedule1F1B(stage, count, _first_value) if is_training else ScheduleGPipe(stage, count)
+        if not is_training:
+            return ScheduleGPipe(stage, count)
+        return Schedule1F1B(stage, count, lambda output, _: output[0])  # the loss, which the stage has computed
 
     def _exchange_ends(self, tensor: Tensor) -> Tensor:
         other = torch.empty_like(tensor)
@@ -340,12 +334,6 @@ class Pipeline:
         for work in dist.batch_isend_irecv(pair):
             work.wait()
         return other
-
-
-def _first_value(output: Tensor, target: Tensor) -> Tensor:
-    """Returns the loss that backward starts from; the stage has computed it already."""
-    del target
-    return output[0]
 
 
 @contextmanager

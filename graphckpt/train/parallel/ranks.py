@@ -62,7 +62,10 @@ def resolve_device(name: str | None, config: DistConfig) -> torch.device:
 
 def check_world_size(config: DistConfig) -> None:
     wanted = config.num_processes
-    started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else _world_size()
+    value = os.environ.get("WORLD_SIZE", "1")
+    started = int(value) if value.isdigit() else 1
+    if dist.is_available() and dist.is_initialized():
+        started = dist.get_world_size()
     if wanted > 1 and not dist.is_available():
         fix = "leave the section out, or use another build"
         raise ConfigError(f"train.dist: this PyTorch has no torch.distributed · fix: {fix}")
@@ -77,11 +80,6 @@ def check_world_size(config: DistConfig) -> None:
     if started % others == 0:
         fixes.insert(0, f"train.dist.data_parallel_size={started // others}")
     raise ConfigError(f"{what}, and {started} processes were started · fix: {', or '.join(fixes)}")
-
-
-def _world_size() -> int:
-    value = os.environ.get("WORLD_SIZE", "1")
-    return int(value) if value.isdigit() else 1
 
 
 @final

@@ -1,12 +1,10 @@
 """A disk that is full: for a while, to the end, before the run."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import errno
 
-from helpers.small_run import place, rows_of, same_weights, stopped, train  # noqa: F401 - a fixture
+from helpers.small_run import rows_of, same_weights, stopped, train
 
 from graphckpt.train import output as files
 from graphckpt.train.snapshot import folder as snapshot

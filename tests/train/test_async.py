@@ -1,13 +1,11 @@
 """Snapshots that are written while training continues: the same files, and never half of one under its name."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import threading
 
 import torch
-from helpers.small_run import place, rows_of, same_weights, train  # noqa: F401
+from helpers.small_run import rows_of, same_weights, train
 
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import SnapshotWriteError

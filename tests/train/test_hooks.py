@@ -1,16 +1,16 @@
 """Hooks of one's own, named in a config file."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import pytest
-from helpers.small_run import CONFIG, place, train  # noqa: F401 - a fixture
+from helpers.small_run import CONFIG, train
 
 from graphckpt import train as package
 from graphckpt.cli import main
 from graphckpt.train import HookBase
 from graphckpt.train.snapshot import folder as snapshot
+
+pytestmark = pytest.mark.usefixtures("place")
 
 THIRD_PARTY = """
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_what_is_no_hook_is_one_error_before_the_run(third_party, capsys, overri
 
 def test_the_public_names_are_exported():
     assert package.HookBase is HookBase
-    for name in package._PUBLIC:
+    for name in ("HookBase", "Loop", "OwnData", "OwnLoss", "Task", "TextData", "TrainConfig", "Trainer"):
         assert getattr(package, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = package.Nothing

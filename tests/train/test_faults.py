@@ -1,7 +1,5 @@
 """A value that cannot be used is one error that names its key, whatever the key and the value; never a traceback."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import os
@@ -11,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, place, train  # noqa: F401
+from helpers.small_run import CONFIG, train
 from omegaconf import OmegaConf
 from transformers import GPT2Config
 
@@ -19,6 +17,8 @@ from graphckpt.cli import main
 from graphckpt.config import LazyConfig
 from graphckpt.config.lazy import parameters
 from graphckpt.train.settings import TrainConfig
+
+pytestmark = pytest.mark.usefixtures("place")
 
 BRIEF = ["train.train_iter=2", "train.overwrite=True", "train.evaluation.eval_iter=1", "train.checkpointer.period=1"]
 NUM_CASES = int(os.environ.get("GRAPHCKPT_FUZZ_CASES", "60"))
@@ -110,6 +110,7 @@ def test_random_values_of_random_keys(place, capsys):
         ("train.seed=1e30", "train.seed: expected int, got 1e+30 (float)"),
         ("train.consumed_train_samples=1e30", "train.consumed_train_samples: expected int, got 1e+30 (float)"),
         (f"optim.lr={10**400}", "optim.lr: expected "),
+        ("optim.lr=.inf", "optim.lr: expected a finite number, got inf"),
         ("optim.weight_decay=.nan", "optim.weight_decay: expected a number, got nan"),
         ("model.config.n_head=-1", "model.config.n_head: expected 1 or more, got -1"),
         ("model.config.num_hidden_layers=-2", "model.config.num_hidden_layers: expected 1 or more, got -2"),

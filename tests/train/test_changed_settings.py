@@ -1,14 +1,12 @@
 """A resumed run with other settings: they take effect, or one error says why they cannot."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import json
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, place, same_weights, stopped, train  # noqa: F401
+from helpers.small_run import CONFIG, same_weights, stopped, train
 
 from graphckpt.config.trainer import trainer_from
 

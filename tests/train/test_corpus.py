@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from graphckpt.train.data.documents import DataError, read_files, split_documents
 from graphckpt.train.data.text_data import TextData
-from graphckpt.train.output import Report
 
 
 def _names(documents):
@@ -18,11 +14,6 @@ def _names(documents):
 
 def read_corpus(paths, **options):
     return split_documents(read_files(paths), **options)
-
-
-@pytest.fixture
-def quiet():
-    return Report(Console(file=io.StringIO()))
 
 
 @pytest.fixture

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 from helpers.memory_limit import MemoryLimit
-from helpers.small_run import CONFIG, place, rows_of, same_weights, train
+from helpers.small_run import CONFIG, rows_of, same_weights, train
 
 from graphckpt.train.build_model import TrainGraph
 
-__all__ = ["place"]
 WIDE = """
 data.seq_length = 128
 model.config.update(n_embd=32, n_positions=128)

@@ -1,7 +1,5 @@
 """Stopping, resuming, evaluating alone, starting from weights: whole runs of the command line."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import signal
@@ -10,7 +8,7 @@ import types
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, TIMES, StopAfter, place, rows_of, same_weights, stopped, train  # noqa: F401
+from helpers.small_run import CONFIG, TIMES, StopAfter, rows_of, same_weights, stopped, train
 from transformers import AutoModelForCausalLM
 
 from graphckpt.config.trainer import trainer_from
@@ -18,6 +16,8 @@ from graphckpt.train.hooks.metrics import tag_of
 from graphckpt.train.hooks.snapshot import BestHook
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.run_state import RunState
+
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def test_folders_and_files_are_called_as_libai_calls_them(place, capsys):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, place, train
+from helpers.small_run import CONFIG, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +19,8 @@ from graphckpt.train.settings import DistConfig, TrainConfig
 from graphckpt.train.tasks import CausalLM
 from graphckpt.train.tasks.causal_lm import add_loss_head, differences
 
-__all__ = ["place"]
+pytestmark = pytest.mark.usefixtures("place")
+
 HEAD = "train.activation_checkpoint.head"
 BUDGET = "train.activation_checkpoint.memory_budget"
 SLICED = f'{HEAD}={{"loss_head": {{"rule": "tiles", "num_tiles": 4, "reduce": "sum"}}}}'
@@ -162,7 +163,7 @@ def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place, capsys):
 
 def test_it_is_cut_by_name_without_a_budget(place, capsys):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
-    cut = 'train.activation_checkpoint.blocks={"loss_head": {"rule": "tiles", "num_tiles": 4, "reduce": "sum"}}'
+    cut = 'train.activation_checkpoint.blocks={"loss_head": "tiles:4:sum"}'
     assert train("train.activation_checkpoint.enabled=True", "train.activation_checkpoint.rule=null", cut) == 0
     assert "tiles(4, reduce=sum)" in capsys.readouterr().out
 

@@ -1,14 +1,12 @@
 """A version reads what the one before it wrote: ``run_of_format_2.zip`` is a run that commit 4aae11a stopped."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import zipfile
 from pathlib import Path
 
 import torch
-from helpers.small_run import place, rows_of  # noqa: F401
+from helpers.small_run import rows_of
 from safetensors.torch import load_file
 
 from graphckpt.config.trainer import trainer_from

@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, place, same_weights, train
+from helpers.small_run import CONFIG, same_weights, train
 
 from graphckpt.planning.plan import Plan
 from graphckpt.train import trainer
 from graphckpt.train.hooks.log import LogHook
 
-__all__ = ["place"]
+pytestmark = pytest.mark.usefixtures("place")
+
 BUDGET = "train.activation_checkpoint.memory_budget"
 WIDE = """
 data.seq_length = 128

@@ -1,7 +1,5 @@
 """Two processes and one output folder."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import contextlib
@@ -16,11 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.small_run import place, train  # noqa: F401 - a fixture
+from helpers.small_run import train
 
 from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.snapshot.saved_run import FolderLock
+
+pytestmark = pytest.mark.usefixtures("place")
 
 _HOLDERS = """
 import os, signal, sys

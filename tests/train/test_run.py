@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.small_run import CONFIG, train
 from helpers.subprocess_runner import run_script
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,40 +25,19 @@ from graphckpt.train.build_model import TrainGraph
 from graphckpt.train.loop import HookBase
 from graphckpt.train.output import Report
 
-_CONFIG = """
-from graphckpt.config import get_config
-
-data = get_config("common/data.py").data
-model = get_config("common/models/gpt2.py").model
-optim = get_config("common/optim.py").optim
-train = get_config("common/train.py").train
-
-data.update(paths="texts", cache_dir="cache", vocab_size=300, seq_length=32, eval_fraction=0.2)
-model.config.update(n_layer=3, n_head=2, n_embd=32)
-optim.lr = 5e-3
-train.update(output_dir="out", train_micro_batch_size=8, test_micro_batch_size=4, device="cpu")
-train.update(train_iter=12, log_period=1, warmup_ratio=0.1)
+LARGER = """
+data.seq_length = 32
+model.config.update(n_layer=3, n_embd=32)
+train.update(train_micro_batch_size=8, num_accumulation_steps=None, train_iter=12, log_period=1, warmup_ratio=0.1)
+train.checkpointer.update(period=5000, max_to_keep=100)
 train.evaluation.update(eval_period=6, eval_iter=3)
 train.activation_checkpoint.enabled = True
 """
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    """A folder with texts and a config, to be in."""
-    monkeypatch.chdir(tmp_path)
-    generator = random.Random(0)
-    words = [f"w{n}" for n in range(30)]
-    (tmp_path / "texts").mkdir()
-    for index in range(20):
-        text = " ".join(generator.choices(words, k=300))
-        (tmp_path / "texts" / f"{index}.txt").write_text(f"text {index}: {text}\n", encoding="utf-8")
-    (tmp_path / "tiny.py").write_text(_CONFIG, encoding="utf-8")
-    return tmp_path
-
-
-def _train(*overrides):
-    return main(["train", "--config-file", "tiny.py", *overrides])
+def larger(place):
+    (place / "tiny.py").write_text(CONFIG + LARGER, encoding="utf-8")
 
 
 def _rows(folder):
@@ -70,7 +49,7 @@ def _losses(folder):
 
 
 def test_a_run_learns_and_writes_all(place, pictures, capsys):
-    assert _train("train.train_iter=40", "train.log_period=5") == 0
+    assert train("train.train_iter=40", "train.log_period=5") == 0
     out = place / "out"
     rows = _rows(out)
     losses = _losses(out)
@@ -97,7 +76,7 @@ def test_a_run_learns_and_writes_all(place, pictures, capsys):
 
 
 def test_saved_model_is_the_trained_one_for_transformers(place):
-    assert _train() == 0
+    assert train() == 0
     model = AutoModelForCausalLM.from_pretrained(place / "out" / "model_final")
     tokenizer = AutoTokenizer.from_pretrained(place / "out" / "model_final")
     assert tokenizer.decode(tokenizer("w1 w2 text")["input_ids"]) == "w1 w2 text"
@@ -122,8 +101,8 @@ def test_saved_model_is_the_trained_one_for_transformers(place):
     ],
 )
 def test_losses_are_the_same_to_the_bit_without_checkpointing(place, policy):
-    assert _train("train.output_dir=plain", "train.activation_checkpoint.enabled=False") == 0
-    assert _train("train.output_dir=policy", policy) == 0
+    assert train("train.output_dir=plain", "train.activation_checkpoint.enabled=False") == 0
+    assert train("train.output_dir=policy", policy) == 0
     assert _losses(place / "policy") == _losses(place / "plain")
     weights = [(place / name / "model_final" / "model.safetensors").read_bytes() for name in ("plain", "policy")]
     assert weights[0] == weights[1]
@@ -132,7 +111,7 @@ def test_losses_are_the_same_to_the_bit_without_checkpointing(place, policy):
 def test_named_blocks_are_those_that_act(place):
     blocks = '{"transformer.h.[01]": {"activation_checkpointing": true}}'
     only = ["train.activation_checkpoint.rule=null", f"train.activation_checkpoint.blocks={blocks}"]
-    assert _train("train.train_iter=3", *only) == 0
+    assert train("train.train_iter=3", *only) == 0
     log = (place / "out" / "log.txt").read_text()
     assert re.search(r"model\.transformer\.h\.0-1 \(2x\) +full", log)
     assert re.search(r"model\.transformer\.h\.2 +keep", log)
@@ -140,27 +119,27 @@ def test_named_blocks_are_those_that_act(place):
 
 def test_accumulation_comes_near_one_large_batch(place):
     dropout = [f"model.config.{name}=0" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
-    assert _train("train.output_dir=one", *dropout) == 0
+    assert train("train.output_dir=one", *dropout) == 0
     steps = ["train.num_accumulation_steps=4", "train.train_micro_batch_size=2"]
-    assert _train("train.output_dir=four", *dropout, *steps) == 0
+    assert train("train.output_dir=four", *dropout, *steps) == 0
     assert _losses(place / "four") == pytest.approx(_losses(place / "one"), rel=1e-3)
     assert [row["consumed_samples"] for row in _rows(place / "four")] == [8 * n for n in range(1, 13)]
 
 
 def test_amp_trains_in_the_shorter_type(place):
-    assert _train("train.output_dir=long") == 0
-    assert _train("train.output_dir=short", "train.amp.enabled=True") == 0
+    assert train("train.output_dir=long") == 0
+    assert train("train.output_dir=short", "train.amp.enabled=True") == 0
     long, short = _losses(place / "long"), _losses(place / "short")
     assert short != long
     assert short == pytest.approx(long, rel=0.05)
 
 
 def test_saved_config_runs_the_same_again(place):
-    assert _train("train.seed=7") == 0
+    assert train("train.seed=7") == 0
     first = _losses(place / "out")
     assert main(["train", "--config-file", "out/config.yaml", "train.output_dir=again"]) == 0
     assert _losses(place / "again") == first
-    assert _train("train.seed=8", "train.overwrite=True") == 0
+    assert train("train.seed=8", "train.overwrite=True") == 0
     assert _losses(place / "out") != first
 
 
@@ -191,7 +170,7 @@ def test_fast_dev_run_and_overrides_between_flags(place):
 
 def test_what_the_command_line_says_is_not_made_smaller(place):
     words = ["train.train_iter=5", "train.train_micro_batch_size=4", "train.evaluation.eval_period=4"]
-    assert _train("--fast-dev-run", "train.output_dir=out", *words) == 0
+    assert train("--fast-dev-run", "train.output_dir=out", *words) == 0
     rows = _rows(place / "out")
     assert [row["consumed_samples"] for row in rows] == [4, 8, 12, 16, 20]
     assert [row["iteration"] for row in rows if "eval_ppl" in row] == [3, 4]
@@ -218,7 +197,7 @@ def test_memory_that_runs_out_is_one_clear_error(monkeypatch, capsys, error, wor
         raise error
 
     monkeypatch.setattr(TrainGraph, "build", full)
-    assert _train(*words) == 2
+    assert train(*words) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: memory ran out: ")
     assert fix in printed
@@ -235,7 +214,7 @@ def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(p
     trainer._more_hooks = (Remove(),)
     assert trainer.train().iterations == 12
     assert AutoModelForCausalLM.from_pretrained(place / "out" / "model_final") is not None
-    assert _train("--resume") == 0
+    assert train("--resume") == 0
 
 
 def test_interrupt_saves_what_there_is(place):
@@ -255,7 +234,7 @@ def test_interrupt_saves_what_there_is(place):
 
 def test_model_without_marked_layers_asks_for_names(place, capsys):
     (place / "plain.py").write_text(
-        _CONFIG + "from graphckpt.config import LazyCall\nfrom torch import nn\nmodel = LazyCall(nn.Linear)"
+        CONFIG + LARGER + "from graphckpt.config import LazyCall\nfrom torch import nn\nmodel = LazyCall(nn.Linear)"
         "(in_features=2, out_features=2)\n"
     )
     assert main(["train", "--config-file", "plain.py"]) == 2
@@ -303,7 +282,7 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
     ],
 )
 def test_faults_are_messages_and_exit_code_2(capsys, overrides, messages):
-    assert _train("train.train_iter=8", *overrides) == 2
+    assert train("train.train_iter=8", *overrides) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert "Traceback" not in error

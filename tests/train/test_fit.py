@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers.small_run import place, rows_of, same_weights, train  # noqa: F401 - a fixture
+from helpers.small_run import rows_of, same_weights, train
 from omegaconf import OmegaConf
 
 from graphckpt.config.trainer import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import steps
 from graphckpt.train.snapshot.saved_run import CONFIG
+
+pytestmark = pytest.mark.usefixtures("place")
 
 MIB = 2**20
 SHORT = ["train.train_iter=3", "train.global_batch_size=24", "train.num_accumulation_steps=null"]
@@ -28,7 +30,7 @@ def saved(folder):
     return OmegaConf.load(folder / CONFIG).train
 
 
-def test_a_run_has_the_sizes_and_policies_that_fit(place, capsys):  # noqa: F811
+def test_a_run_has_the_sizes_and_policies_that_fit(place, capsys):
     live = LiveBytes(record_timeline=False)
     trainer = trainer_from("tiny.py", [*FIT, *LONG])
     with live:
@@ -50,7 +52,7 @@ def test_a_run_has_the_sizes_and_policies_that_fit(place, capsys):  # noqa: F811
     ]
 
 
-def test_a_resumed_run_has_the_sizes_of_its_start(place, capsys):  # noqa: F811
+def test_a_resumed_run_has_the_sizes_of_its_start(place, capsys):
     words = [*FIT, *LONG, "train.checkpointer.period=1"]
     assert train(*words) == 0
     first = saved(place / "out")
@@ -61,7 +63,7 @@ def test_a_resumed_run_has_the_sizes_of_its_start(place, capsys):  # noqa: F811
     assert saved(place / "out").train_micro_batch_size == first.train_micro_batch_size
 
 
-def test_a_short_trial_run_chooses_nothing(place, capsys):  # noqa: F811
+def test_a_short_trial_run_chooses_nothing(place, capsys):
     with (place / "tiny.py").open("a") as config:
         config.write("train.update(global_batch_size=24, num_accumulation_steps=None)\n")
         config.write("train.activation_checkpoint.update(fit='batch', memory_budget='2MiB')\n")

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import random
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from graphckpt.train.data.documents import DataError
 from graphckpt.train.data.samples import ShuffledOrder
 from graphckpt.train.data.text_data import TextData
-from graphckpt.train.output import Report
 
-_WORDS = [
-    "the",
-    "step",
-    "keeps",
-    "what",
-    "a",
-    "block",
-    "needs",
-    "and",
-    "runs",
-    "the",
-    "rest",
-    "again",
-    "for",
-    "it",
-]
-
-
-@pytest.fixture
-def quiet():
-    return Report(Console(file=io.StringIO()))
+_WORDS = ["the", "step", "keeps", "what", "a", "block", "needs", "and", "runs", "the", "rest", "again", "for", "it"]
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from graphckpt.train.output import AppendFile, cut_log, cut_metrics
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import Snapshots, SnapshotWriteError, periodic_name
 from graphckpt.train.snapshot.schema import SnapshotError
@@ -253,47 +252,3 @@ def test_weights_of_another_model_change_nothing():
     with pytest.raises(SnapshotError, match=rf"here: is of another model: {faults}"):
         load_weights(model, weights, "here")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_lines_that_a_full_disk_refused_come_with_the_next(tmp_path, monkeypatch):
-    file = AppendFile(tmp_path / "log.txt")
-    assert file.append("a\n") is None
-    opened = type(tmp_path).open
-
-    class HalfFull:
-        def __init__(self, file):
-            self.file = file
-            self.is_full = False
-
-        def write(self, data):
-            if self.is_full:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            self.is_full = True
-            return self.file.write(data[:1])
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(tmp_path), "open", lambda *args, **kwargs: HalfFull(opened(*args, **kwargs)))
-        assert file.append("bcd\n").errno == errno.ENOSPC
-    assert (tmp_path / "log.txt").read_text() == "a\n"
-    assert file.append("é\n") is None
-    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "a\nbcd\né\n"
-
-
-def test_history_beyond_the_snapshot_is_dropped(tmp_path):
-    metrics, log = tmp_path / "metrics.json", tmp_path / "log.txt"
-    metrics.write_text('{"iteration": 3}\n{"iteration": 7}\n{"iteration": 9}\n{"iterat')
-    log.write_text("[x]: model\n[x]: eta: 0  iteration: 8/9  total\n[x]: eta: 0  iteration: 9/9  total\n[x]: a table")
-    cut_metrics(metrics, 7)
-    cut_log(log, 7)
-    assert metrics.read_text() == '{"iteration": 3}\n{"iteration": 7}\n'
-    assert log.read_text() == "[x]: model\n[x]: eta: 0  iteration: 8/9  total\n[x]: a table\n"
-    cut_log(tmp_path / "none", 7)

@@ -1,7 +1,5 @@
 """The output folder: a run is never replaced unasked, and one that cannot start leaves no trace."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import re
@@ -9,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers.small_run import place, rows_of, same_weights, stopped, train  # noqa: F401
+from helpers.small_run import rows_of, same_weights, stopped, train
 from omegaconf import OmegaConf
 from transformers import GenerationConfig
 

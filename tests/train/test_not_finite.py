@@ -1,7 +1,5 @@
 """A loss or a weight that is not finite ends the run, is named with its iteration, and is never saved."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import io
@@ -10,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, place, rows_of, train  # noqa: F401
+from helpers.small_run import CONFIG, rows_of, train
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
@@ -20,6 +18,8 @@ from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.loop import Loop, TrainError
 from graphckpt.train.output import Report
 from graphckpt.train.snapshot.folder import check
+
+pytestmark = pytest.mark.usefixtures("place")
 
 _MODEL = '''
 import torch

@@ -1,7 +1,5 @@
 """A package that is installed beside this one adds a rule, an offload target and a hook, which a config names."""
 
-# ruff: noqa: F811 - pytest asks for the imported fixture by its name
-
 from __future__ import annotations
 
 import os
@@ -9,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.small_run import CONFIG, place, same_weights, train  # noqa: F401 - a fixture
+from helpers.small_run import CONFIG, same_weights, train
 from helpers.third_party import BYTE_STORE, install
 
 PACKAGE = f"""{BYTE_STORE}
