@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphckpt.blocks.select import layers as layers_of
+from graphckpt.blocks.select import marked_layers
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.graph.graph import Graph
 from graphckpt.train.data.samples import Opened
@@ -60,7 +60,7 @@ def build_model(
         broadcast_weights(model, data_mesh)
         if stage := settings.zero_optimization.active_stage:
             section = settings.activation_checkpoint  # units are layers, checkpointed or not
-            layers = layers_of(model) if section.unit is None else unit_names(model, section)
+            layers = marked_layers(model) if section.unit is None else unit_names(model, section)
             apply_fsdp(model, data_mesh, layers, stage=stage)
     seed_per_rank(settings.seed, ranks.stream)
     return BuiltModel(model, architecture, pipeline)

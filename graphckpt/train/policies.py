@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphckpt.blocks.apply import policies_from_file
 from graphckpt.blocks.config import BlockConfig, fields_of
-from graphckpt.blocks.select import layers, select
+from graphckpt.blocks.select import marked_layers, select
 from graphckpt.errors import ConfigError, bullets, did_you_mean, without_repeats
 from graphckpt.graph.graph import Graph
 from graphckpt.planning.options import Budget, PlanOptions
@@ -79,11 +79,11 @@ def _invalid_fields(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
 def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
     """Returns the names of the units that ``unit`` means, or of those that the model itself marks."""
     if config.unit is None:
-        names = layers(model)
-        if names or config.blocks is not None:
-            return names
+        layers = marked_layers(model)
+        if layers or config.blocks is not None:
+            return layers
         fix = f"name its class or its blocks: {_WHERE}.unit=Block, or {_WHERE}.unit='layers.*'"
-        raise ConfigError(f"{_WHERE}: no list of layers was found in {type(model).__name__} · fix: {fix}")
+        raise ConfigError(f"{_WHERE}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
     patterns = [config.unit] if isinstance(config.unit, str) else config.unit
     try:
         return list(dict.fromkeys(name for pattern in patterns for name, _ in select(model, pattern)))

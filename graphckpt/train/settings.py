@@ -200,7 +200,7 @@ class ActivationCheckpointConfig:
     rule: bool | str | dict[str, Any] | None = True
     """For every unit: ``True``, ``"selective"``, or a mapping such as ``{"rule": "selective"}``; ``None`` for none."""
     unit: str | list[str] | None = None
-    """Class names or name patterns of the units; ``None`` is the layers of the model."""
+    """Class names or name patterns of the units; ``None`` is the layers that Transformers recomputes."""
     blocks: dict[str, bool | str | dict[str, Any] | None] | None = None
     """On top of ``rule``, by name pattern: ``{"transformer.h.[01]": False, "transformer.h.2": "selective"}``."""
     offload: bool | str | None = None

@@ -133,7 +133,7 @@ def test_faults_name_key_and_fix(fields, messages):
 
 
 def test_model_without_marks_asks_for_the_unit():
-    with pytest.raises(ConfigError, match="no list of layers was found in Sequential · fix: name its class or"):
+    with pytest.raises(ConfigError, match="Sequential marks no layer as a unit · fix: name its class or its blocks"):
         _blocks(nn.Sequential(nn.Tanh()))
 
 

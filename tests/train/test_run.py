@@ -238,7 +238,7 @@ def test_model_without_marked_layers_asks_for_names(place, capsys):
         "(in_features=2, out_features=2)\n"
     )
     assert main(["train", "--config-file", "plain.py"]) == 2
-    assert "no list of layers was found in Linear · fix: name its class or its blocks" in capsys.readouterr().err
+    assert "Linear marks no layer as a unit · fix: name its class or its blocks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
