@@ -295,33 +295,10 @@ def _override_one(config: DictConfig, word: str) -> str:
     if odd is not None:
         inner = f".{odd[0]}" if odd[0] and not odd[0].startswith("[") else odd[0]
         return f"{key}{inner}: {_odd_number_fault(odd[1])}"
-    if fault := _section_fault(config, key):
-        return fault
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, IndexError) as error:
-        return f"{key}: {first_line(error)}"
-    return ""
-
-
-def _section_fault(config: DictConfig, key: str) -> str:
-    """Returns a fault if a parent of ``key`` is a plain value."""
-    node: object = config
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        above = ".".join(parts[:depth])
-        if isinstance(node, ListConfig):
-            if not part.isdecimal() or int(part) >= len(node):
-                return f"{key}: expected an index of {above} below {len(node)}, got {part!r}"
-            node = node[int(part)]
-        elif isinstance(node, DictConfig):
-            if part not in node or OmegaConf.is_interpolation(node, part):
-                return ""
-            node = node[part]
-        elif node is None:
-            return ""
-        else:
-            return f"{key}: {above} is a value ({node!r}), not a section"
+        return f"{key}: expected a key, or an index of a list ({first_line(error)})"
     return ""
 
 

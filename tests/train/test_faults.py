@@ -107,6 +107,8 @@ def test_random_values_of_random_keys(place, capsys):
         ("train.train_iter=010", "train.train_iter: expected a plain number, got 010"),
         ("optim.betas=[0.9, 12:30]", "optim.betas[1]: expected a plain number, got 12:30"),
         ("train.checkpointer={period: 1:10}", "train.checkpointer.period: expected a plain number, got 1:10"),
+        ("train.seed.x=1", "train.seed: expected int, got {'x': 1} (dict)"),
+        ("model.config.n_layer.x=1", "model.config.n_layer: expected int, got {'x': 1} (dict)"),
         ("train.seed=1e30", "train.seed: expected int, got 1e+30 (float)"),
         ("train.consumed_train_samples=1e30", "train.consumed_train_samples: expected int, got 1e+30 (float)"),
         (f"optim.lr={10**400}", "optim.lr: expected "),
