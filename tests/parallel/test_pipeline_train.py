@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import CONFIG, StopAfter, rows_of, same_weights
+from helpers.small_run import CONFIG, StopAfter, near, rows_of, same_weights
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -129,13 +129,6 @@ def test_two_stages_learn_what_one_process_does(place: Path) -> None:
     run("stayed", *SIX, *STILL, UNTIED, *ALL_HELD_OUT)
     assert same_weights(place / "stayed", place / "moved")
     assert rows_of(place / "stayed") == rows_of(place / "moved")
-
-
-def near(one: Path, other: Path) -> bool:
-    first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
-    return first.keys() == second.keys() and all(
-        torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-4) for name in first
-    )
 
 
 SQUARE = ["train.dist.pipeline_parallel_size=2", "train.dist.data_parallel_size=2", "train.num_accumulation_steps=2"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_on_ranks
-from helpers.small_run import rows_of, same_weights
+from helpers.small_run import equal, rows_of, same_weights
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -156,16 +156,6 @@ def copy_on_two(rank: int, folder: Path) -> None:
     dist.barrier()
     one = ["train.train_micro_batch_size=1", "train.zero_optimization.enabled=True", "train.zero_optimization.stage=1"]
     copy("moved again", "data two", two.format("data"), *one)
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return bool(torch.equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 def test_lost_and_resumed_and_read_by_other_numbers_of_ranks(place: Path) -> None:

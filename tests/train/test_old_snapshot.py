@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 import torch
-from helpers.small_run import rows_of
+from helpers.small_run import equal, rows_of
 from safetensors.torch import load_file
 
 from graphckpt.config.trainer import trainer_from
@@ -29,16 +29,6 @@ class Look(HookBase):
         self.states["trainer"]["hooks"] = loop.hook_states()
         torch.save(self.states, "read.pt")
         self.states = torch.load("read.pt", weights_only=True)
-
-
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
 
 
 def test_every_bit_of_a_snapshot_of_the_version_before_is_read(place):
