@@ -40,7 +40,7 @@ unit: $(INSTALLED)
 SIMULATED := PYTHONPATH=tests $(PYTEST) -p simulated_cuda.plugin -m "gpu and not slow"
 FAST_SIMULATED := $(addprefix tests/simulated_cuda/test_,streams.py capture.py planted.py) \
     $(addprefix tests/graph/test_,capture.py capture_transformers.py cuda_graph.py) tests/gpu/test_gpu_capture_edges.py \
-    tests/stores/test_host.py tests/stores/test_host_blocks.py tests/train/test_train_prefetch.py
+    tests/stores/test_host.py tests/stores/test_host_blocks.py tests/train/test_prefetch.py
 SCHEDULES ?= lazy eager random:0 random:1
 simulated-gpu: $(INSTALLED)
 	$(SIMULATED) tests/simulated_cuda

@@ -326,7 +326,7 @@ def _train(parsed: argparse.Namespace) -> int:
         source = ConfigSource(parsed.config_file, parsed.overrides, fast_dev_run=parsed.fast_dev_run)
         print(source.describe(), end="")
         return 0
-    from graphckpt.config.run import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
+    from graphckpt.config.trainer import trainer_from  # noqa: PLC0415 - seconds of imports that --help can do without
 
     trainer = trainer_from(
         parsed.config_file,
@@ -473,27 +473,24 @@ def _plan_options_of(parsed: argparse.Namespace) -> dict[str, Any]:
     return {option: value for option, value in values.items() if value is not None}
 
 
-def _heads(rules: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """Reads ``NAME=RULE``, where ``tiles`` may have a number of slices and how to join their results after it.
+def _heads(rules: Iterable[str]) -> dict[str, list[str]]:
+    """Reads ``NAME=RULE``, each name with all of its rules.
 
-    >>> _heads(["loss_head=tiles:8:sum"])
-    {'loss_head': [{'rule': 'tiles', 'num_tiles': 8, 'reduce': 'sum'}]}
+    >>> _heads(["loss_head=tiles:8:sum", "loss_head=full"])
+    {'loss_head': ['tiles:8:sum', 'full']}
     """
     from graphckpt.rules import parse_rule  # noqa: PLC0415 - loads torch
 
-    heads: dict[str, list[dict[str, Any]]] = {}
+    heads: dict[str, list[str]] = {}
     for text in rules:
-        name, _, rule_text = text.partition("=")
-        rule, *settings = rule_text.split(":")
+        name, _, rule = text.partition("=")
         if not name or not rule:
             raise ConfigError(f"--head: expected NAME=RULE, got {text!r} · fix: --head loss_head=tiles:8:sum")
-        fields: dict[str, Any] = {"rule": rule}
-        fields |= {"num_tiles" if s.isdigit() else "reduce": int(s) if s.isdigit() else s for s in settings}
         try:
-            parse_rule(fields)
+            parse_rule(rule)
         except ConfigError as error:
             raise ConfigError(f"--head {text!r}: {error}") from None
-        heads.setdefault(name, []).append(fields)
+        heads.setdefault(name, []).append(rule)
     return heads
 
 
@@ -529,7 +526,6 @@ class Progress:
             self._check_interrupts()
 
     def begin(self, text: str) -> None:
-        """Names what begins now."""
         self._check_interrupts()
         self._text = text
         if time.monotonic() - self._began >= _SHOW_AFTER:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 import graphckpt
-from graphckpt.train.loss_head import add_loss_head, loss_of
+from graphckpt.train.tasks.causal_lm import add_loss_head, loss_of
 from graphckpt.units import format_bytes, format_seconds
 
 # Without dropout in attention, whose kernel for it on a CPU keeps a matrix of all pairs of tokens.

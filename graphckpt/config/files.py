@@ -81,11 +81,7 @@ def try_get_key(config: DictConfig, *keys: str, default: Any = None) -> Any:
 
 
 def packaged_folder() -> Path:
-    """Returns the folder of the packaged configs.
-
-    Raises:
-        ConfigError: the installation holds none.
-    """
+    """Returns the folder of the packaged configs."""
     package = Path(__file__).parents[1]
     for candidate in (package / "configs", package.parent / "configs"):  # of a wheel, of a checkout
         if (candidate / "common").is_dir():
@@ -94,11 +90,7 @@ def packaged_folder() -> Path:
 
 
 def find_packaged(name: str) -> Path:
-    """Returns the path of a packaged config, such as ``"common/train.py"``, or ``"quickstart"`` for short.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """Returns the path of a packaged config, such as ``"common/train.py"``, or ``"quickstart"`` for short."""
     root = packaged_folder()
     for path in (root / name, root / f"{name}.py"):
         if path.is_file():
@@ -292,8 +284,9 @@ def override(config: DictConfig, overrides: Iterable[str]) -> list[str]:
 def _override_one(config: DictConfig, word: str) -> str:
     key, equals, text = word.partition("=")
     key = key.strip()
-    if not equals or not key or not all(key.split(".")):
-        return f"override {word!r}: expected key=value"
+    if not equals or not key or not all(key.split(".")) or key[0] in "~+":  # the last two as Hydra has them
+        fix = f" · fix: leave {key[0]!r} out" if key and key[0] in "~+" else ""
+        return f"override {word!r}: expected key=value{fix}"
     try:
         odd = next(_odd_numbers(text), None)
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
@@ -302,33 +295,10 @@ def _override_one(config: DictConfig, word: str) -> str:
     if odd is not None:
         inner = f".{odd[0]}" if odd[0] and not odd[0].startswith("[") else odd[0]
         return f"{key}{inner}: {_odd_number_fault(odd[1])}"
-    if fault := _section_fault(config, key):
-        return fault
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, IndexError) as error:
-        return f"{key}: {first_line(error)}"
-    return ""
-
-
-def _section_fault(config: DictConfig, key: str) -> str:
-    """Returns a fault if a parent of ``key`` is a plain value."""
-    node: object = config
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        above = ".".join(parts[:depth])
-        if isinstance(node, ListConfig):
-            if not part.isdecimal() or int(part) >= len(node):
-                return f"{key}: expected an index of {above} below {len(node)}, got {part!r}"
-            node = node[int(part)]
-        elif isinstance(node, DictConfig):
-            if part not in node or OmegaConf.is_interpolation(node, part):
-                return ""
-            node = node[part]
-        elif node is None:
-            return ""
-        else:
-            return f"{key}: {above} is a value ({node!r}), not a section"
+        return f"{key}: expected a key, or an index of a list ({first_line(error)})"
     return ""
 
 

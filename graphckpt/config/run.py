@@ -1,8 +1,7 @@
-"""Builds what a config describes: a trainer, the planner of its step, and the batch sizes that fit."""
+"""Plans the step that a config describes, and finds the batch sizes that fit."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.config.files import LazyConfig
-from graphckpt.config.lazy import DeferredCall
-from graphckpt.config.schema import RunConfig
-from graphckpt.config.source import ConfigSource, sets
-from graphckpt.errors import ConfigError
+from graphckpt.config.schema import RunConfig, optimizer_of
+from graphckpt.config.source import ConfigSource
 from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
@@ -28,17 +25,13 @@ from graphckpt.planning.planner import Planners, plan_step
 from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import check_task
-from graphckpt.train.console import Report
 from graphckpt.train.data.samples import to_device
-from graphckpt.train.files import replacing
-from graphckpt.train.foreign_errors import attribute_errors
-from graphckpt.train.loop import HookBase
-from graphckpt.train.parallel.ranks import resolve_device
+from graphckpt.train.loop import attribute_errors
+from graphckpt.train.output import Report
+from graphckpt.train.parallel.ranks import resolve_device, seed_all
 from graphckpt.train.policies import head_policies, unit_names
-from graphckpt.train.seeds import seed_all
 from graphckpt.train.snapshot.saved_run import CONFIG
-from graphckpt.train.tasks.base import Task, sum_of_losses
-from graphckpt.train.trainer import Trainer
+from graphckpt.train.tasks.base import sum_of_losses
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,99 +43,6 @@ _SECTION = "train.activation_checkpoint"
 _SIZES = ("train.train_micro_batch_size", "train.num_accumulation_steps")
 _POLICIES = ("fit", "enabled", "rule", "blocks", "memory_budget", "head", "offload")
 """Keys of the section that a fit sets."""
-
-
-def trainer_from(
-    config_file: str | Path,
-    overrides: Iterable[str] = (),
-    *,
-    fast_dev_run: bool = False,
-    resume: bool = False,
-    eval_only: bool = False,
-) -> Trainer:
-    """Returns the trainer that a config file and overrides describe. It saves the config in its output folder.
-
-    Args:
-        config_file: a path, or the name of a packaged config such as ``"configs/quickstart.py"``.
-        overrides: words such as ``"optim.lr=3e-4"``; they win over the file and over ``fast_dev_run``.
-        fast_dev_run: a run of a few small iterations, in a temporary folder unless ``overrides`` name one; its report
-            says what was made smaller.
-        resume: resume from the last snapshot in the output folder.
-        eval_only: the trainer will evaluate and not train; the config in its output folder stays.
-
-    Raises:
-        ConfigError: with every fault.
-        SnapshotError: there is nothing to resume, or it is broken.
-    """
-    source = ConfigSource(config_file, overrides, fast_dev_run=fast_dev_run)
-    scratch = fast_dev_run and not eval_only and not sets(source.overrides, "train.output_dir")
-    if scratch and resume:
-        fix = "leave one of them out, or name the folder of the run: train.output_dir=..."
-        raise ConfigError(f"--fast-dev-run: writes to a temporary folder, which has nothing to --resume · fix: {fix}")
-    lines = list(source.trial_lines)
-    with source.checked() as run:
-        if resume and run.train.overwrite:
-            raise ConfigError("train.overwrite: True is not supported with --resume · fix: leave one of them out")
-        if run.train.activation_checkpoint.fit is not None and not eval_only:
-            lines += fit_run(run, source.config, resume=resume)
-    with source.checked() as run:  # with the sizes that the fit has chosen
-        trainer = _trainer(
-            run,
-            resume=resume,
-            eval_only=eval_only,
-            scratch=scratch,
-            write_config=lambda folder: _write_config(source, folder),
-        )
-    if scratch:
-        lines.append(f"--fast-dev-run writes to {trainer.folder}, which stays until you remove it")
-    for line in lines:
-        trainer.report.line(line)
-    return trainer
-
-
-def _write_config(source: ConfigSource, folder: Path) -> None:
-    """Saves the config for resuming the run, without ``overwrite``."""
-    OmegaConf.update(source.config, "train.output_dir", str(folder))
-    if OmegaConf.select(source.config, "train.overwrite"):
-        OmegaConf.update(source.config, "train.overwrite", value=False)
-    source.set_import_from()
-    with replacing(folder / CONFIG) as fresh:
-        LazyConfig.save(source.config, fresh)
-
-
-def _trainer(run: RunConfig, **options: Any) -> Trainer:
-    def make_model() -> nn.Module:
-        model: object = run.model()
-        if not isinstance(model, nn.Module):
-            what = f"model: expected an nn.Module, got {type(model).__name__}"
-            raise ConfigError(f"{what} · fix: call a class of modules")
-        return model
-
-    data, task = run.data(), run.task()
-    hooks = tuple(hook() for hook in run.hooks)
-    if faults := list(_wrong_kinds(data, task, hooks)):
-        raise ConfigError("\n".join(faults))
-    return Trainer(
-        run.train,
-        make_model=make_model,
-        make_optimizer=lambda model: optimizer_of(run, model),
-        data=data,
-        task=task,
-        hooks=hooks,
-        **options,
-    )
-
-
-def _wrong_kinds(data: object, task: object, hooks: Iterable[object]) -> Iterator[str]:
-    if not callable(getattr(data, "open", None)):
-        fix = "wrap data sets of your own in graphckpt.train.OwnData(train=..., heldout=...)"
-        yield f"data: expected an object with a method open, got {type(data).__name__} · fix: {fix}"
-    if not isinstance(task, Task):
-        yield f"task: expected a Task, got {type(task).__name__} · fix: call a class of graphckpt.train.tasks"
-    for number, hook in enumerate(hooks):
-        if not isinstance(hook, HookBase):
-            fix = "call a class derived from graphckpt.train.HookBase"
-            yield f"hooks[{number}]: expected a HookBase, got {type(hook).__name__} · fix: {fix}"
 
 
 def plan_from(
@@ -225,8 +125,6 @@ def fake_steps_from(
 
 @final
 class FakeConfigSteps:
-    """The steps of a config on a device that need not be present, for any batch size."""
-
     is_real = False
     can_accumulate = True
 
@@ -289,10 +187,6 @@ def fit_run(run: RunConfig, config: DictConfig, *, resume: bool = False) -> list
     """Writes the micro-batch, accumulation and policies that it chooses into ``config``; returns lines about them.
 
     A run that is resumed keeps the choice made at its start.
-
-    Raises:
-        ConfigError: the model has no units, or an option of the planner cannot be used.
-        PlanError: no micro-batch that divides the global batch fits.
     """
     saved = Path(run.train.output_dir).expanduser() / CONFIG
     if resume and saved.is_file():
@@ -318,7 +212,6 @@ def fit_run(run: RunConfig, config: DictConfig, *, resume: bool = False) -> list
 
 
 def _fit_real_steps(run: RunConfig) -> Fit:
-    """Runs the step of the config at the sizes that divide the global batch."""
     train, section = run.train, run.train.activation_checkpoint
     assert train.global_batch_size is not None
     device = resolve_device(train.device, train.dist)
@@ -342,33 +235,3 @@ def _fit_real_steps(run: RunConfig) -> Fit:
             memory_budget="max" if section.memory_budget is None else section.memory_budget,
             **{name: getattr(options, name) for name in options.names()},
         )
-
-
-def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
-    """Returns the optimizer that a config describes, for ``model``; ``device`` is the device type."""
-    assert isinstance(run.optim, DeferredCall)
-    described = run.optim.arguments.get("params")
-    params = model.parameters() if described is None else described(model=model)
-    kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
-    is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
-    optimizer: object = run.optim(params=params, **({} if is_scaled else fast_settings(run.optim, kind)))
-    if not isinstance(optimizer, Optimizer):
-        what = f"optim: expected an Optimizer, got {type(optimizer).__name__}"
-        raise ConfigError(f"{what} · fix: call a class of optimizers")
-    return optimizer
-
-
-def fast_settings(optim: DeferredCall, device: str) -> dict[str, bool]:
-    """Returns ``fused`` and ``capturable`` for an optimizer of PyTorch on CUDA, unless set in the config.
-
-    >>> from torch.optim import SGD, AdamW
-    >>> fast_settings(DeferredCall(AdamW, {}), "cuda"), fast_settings(DeferredCall(AdamW, {}), "cpu")
-    ({'fused': True, 'capturable': True}, {})
-    >>> fast_settings(DeferredCall(AdamW, {"foreach": True}), "cuda"), fast_settings(DeferredCall(SGD, {}), "cuda")
-    ({'capturable': True}, {'fused': True})
-    """
-    if device != "cuda" or not isinstance(optim.target, type):
-        return {}
-    names = inspect.signature(optim.target).parameters
-    free = [name for name in ("fused", "capturable") if name in names and name not in optim.arguments]
-    return {name: True for name in free if name != "fused" or "foreach" not in optim.arguments}

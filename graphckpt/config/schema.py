@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -17,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.config.lazy import DeferredCall, dotted_name, parameters, read_calls
-from graphckpt.errors import did_you_mean, first_line
+from graphckpt.errors import ConfigError, did_you_mean, first_line
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.loop import HookBase
 from graphckpt.train.settings import TrainConfig
@@ -35,12 +37,12 @@ _EXPECTED = {
     "dataclass_type": "a section",
     "dict_type": "a mapping",
     "float_type": "float",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "{ge:g} or more",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
     "int_type": "int",
     "is_instance_of": "{class}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "{le:g} or less",
+    "less_than": "less than {lt}",
+    "less_than_equal": "{le} or less",
     "list_type": "a list",
     "literal_error": "{expected}",
     "string_type": "str",
@@ -68,8 +70,12 @@ class RunConfig:
     """Folder of the modules named in the config, if they are neither installed nor in the folder of its file."""
 
     def faults(self) -> Iterator[str]:
-        """Yields a fault for ``optim.params`` that is not a call taking the model."""
-        params = self.optim.arguments.get("params") if isinstance(self.optim, DeferredCall) else None
+        """Yields a fault for an infinite setting of the optimizer, and for ``params`` that do not take the model."""
+        arguments = self.optim.arguments if isinstance(self.optim, DeferredCall) else {}
+        for key, value in arguments.items():
+            if isinstance(value, float) and math.isinf(value):
+                yield f"optim.{key}: expected a finite number, got {value}"
+        params = arguments.get("params")
         if params is not None and not isinstance(params, DeferredCall):
             fix = "write LazyCall(get_default_optimizer_params)(...), which takes the model, or leave the key out"
             yield f"optim.params: expected a call, got {params!r} · fix: {fix}"
@@ -218,8 +224,6 @@ def _whole_float_as_int(value: Any) -> Any:
 
 
 class _Rejection(NamedTuple):
-    """A value that pydantic rejects."""
-
     kind: str
     """pydantic's name of the error."""
     path: tuple[Any, ...]
@@ -275,7 +279,6 @@ class _Rejection(NamedTuple):
 
 
 def _rejections(error: ValidationError, hint: Any, holder: dict[str, Any], key: str) -> list[_Rejection]:
-    """Returns one for each value, those of keys that are missing last."""
     by_path: dict[tuple[Any, ...], _Rejection] = {}
     for details in error.errors(include_url=False, include_input=False):
         one = _rejection(details, hint, holder, key)
@@ -322,3 +325,33 @@ def _dotted(prefix: str, path: tuple[Any, ...]) -> str:
     for step in path[1:]:
         text += f".{step}" if str(step).isidentifier() else f"[{step!r}]"
     return text.removeprefix(".")
+
+
+def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
+    """Returns the optimizer that a config describes, for ``model``; ``device`` is the device type."""
+    assert isinstance(run.optim, DeferredCall)
+    described = run.optim.arguments.get("params")
+    params = model.parameters() if described is None else described(model=model)
+    kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
+    is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
+    optimizer: object = run.optim(params=params, **({} if is_scaled else fast_settings(run.optim, kind)))
+    if not isinstance(optimizer, Optimizer):
+        what = f"optim: expected an Optimizer, got {type(optimizer).__name__}"
+        raise ConfigError(f"{what} · fix: call a class of optimizers")
+    return optimizer
+
+
+def fast_settings(optim: DeferredCall, device: str) -> dict[str, bool]:
+    """Returns ``fused`` and ``capturable`` for an optimizer of PyTorch on CUDA, unless set in the config.
+
+    >>> from torch.optim import SGD, AdamW
+    >>> fast_settings(DeferredCall(AdamW, {}), "cuda"), fast_settings(DeferredCall(AdamW, {}), "cpu")
+    ({'fused': True, 'capturable': True}, {})
+    >>> fast_settings(DeferredCall(AdamW, {"foreach": True}), "cuda"), fast_settings(DeferredCall(SGD, {}), "cuda")
+    ({'capturable': True}, {'fused': True})
+    """
+    if device != "cuda" or not isinstance(optim.target, type):
+        return {}
+    names = inspect.signature(optim.target).parameters
+    free = [name for name in ("fused", "capturable") if name in names and name not in optim.arguments]
+    return {name: True for name in free if name != "fused" or "foreach" not in optim.arguments}

@@ -51,16 +51,7 @@ _TRIAL_BATCH = 2  # the least that still shows a mix-up of samples and forwards
 
 @final
 class ConfigSource:
-    """The config of a command.
-
-    Args:
-        config_file: a path, or the name of a packaged config such as ``"configs/quickstart.py"``.
-        overrides: words such as ``"optim.lr=3e-4"``.
-        fast_dev_run: whether the run is shrunk to a few iterations.
-
-    Raises:
-        ConfigError: the file cannot be read; with ``fast_dev_run`` also with every fault.
-    """
+    """The config of a command."""
 
     def __init__(self, config_file: str | Path, overrides: Iterable[str] = (), *, fast_dev_run: bool = False) -> None:
         self.path = existing(Path(config_file))
@@ -168,7 +159,6 @@ def sets(overrides: Iterable[str], key: str) -> bool:
 
 
 def _targets(node: Any) -> Iterator[str]:
-    """Yields the dotted names of all calls, at any depth."""
     if is_call(node):
         yield str(node[TARGET])
     for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
@@ -176,7 +166,6 @@ def _targets(node: Any) -> Iterator[str]:
 
 
 def _is_module_in(folder: Path, name: str) -> bool:
-    """Whether the imported module ``name`` is a file or a package directly in ``folder``."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     places = [Path(file).parent] if file else [Path(place) for place in getattr(module, "__path__", [])]
@@ -184,7 +173,6 @@ def _is_module_in(folder: Path, name: str) -> bool:
 
 
 def _defaults(section: Any) -> dict[str, Any]:
-    """Returns the default of each field that has one; for a field that is a dataclass, a dict of its defaults."""
     hints = get_type_hints(section)
     values: dict[str, Any] = {}
     for one in fields(section):

@@ -200,6 +200,7 @@ class RecordedStep:
     """
 
     no_copies = RealStep.no_copies
+    is_simulated = False
 
     def __init__(self, model: nn.Module, blocks: Blocks, optimizers: Iterable[Optimizer]) -> None:
         self._model = model

@@ -93,10 +93,14 @@ def _import_folder() -> None:
 def parse_rule(value: Any) -> Rule | None:
     """Returns the rule that ``value`` means; ``None`` means that the enclosing block decides.
 
-    ``True`` is ``full``, ``False`` is ``keep``; else a rule object, a rule's name, or ``{"rule": name, **settings}``.
+    ``True`` is ``full``, ``False`` is ``keep``; else a rule object, a rule's name, or ``{"rule": name, **settings}``;
+    ``"tiles:8:sum"`` is short for ``{"rule": "tiles", "num_tiles": 8, "reduce": "sum"}``.
 
     Raises:
         ConfigError: ``value`` means no rule. The message has no place in it; the caller knows that.
+
+    >>> parse_rule("tiles:8:sum"), parse_rule("segments:log")
+    (Tiles(num_tiles=8, tile_dim=0, reduce='sum'), Segments(num_segments='log'))
     """
     if value is None or isinstance(value, Rule):
         return value
@@ -114,7 +118,13 @@ def parse_rule(value: Any) -> Rule | None:
                 )
         return rule(**settings)
     if isinstance(value, str):
-        return _class(value)()
+        name, *texts = value.split(":")
+        fields = [f.name for f in dataclasses.fields(_class(name))]
+        if texts and not fields:
+            raise ConfigError(f"rule {name!r}: expected no setting, got {value!r} · fix: use {name!r}")
+        named = "reduce" if "reduce" in fields else fields[0] if fields else ""
+        values = {fields[0] if text.isdigit() else named: int(text) if text.isdigit() else text for text in texts}
+        return parse_rule({"rule": name, **values})
     raise ConfigError(f"expected a rule, got {shown(value)} · fix: use True, False, None, {_names()} or a rule object")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -15,14 +16,12 @@ from graphckpt.blocks.select import marked_layers
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.graph.graph import Graph
 from graphckpt.train.data.samples import Opened
-from graphckpt.train.foreign_errors import attribute_errors
-from graphckpt.train.loss_head import NAME as LOSS_HEAD
-from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.loop import attribute_errors
+from graphckpt.train.parallel.ranks import TrainRanks, seed_all, seed_per_rank
 from graphckpt.train.policies import block_policies, unit_names
-from graphckpt.train.seeds import seed_all, seed_per_rank
 from graphckpt.train.settings import AmpConfig, TrainConfig
 from graphckpt.train.tasks.base import Task, TextTask, sum_of_losses
-from graphckpt.train.tasks.causal_lm import CausalLM
+from graphckpt.train.tasks.causal_lm import LOSS_HEAD, CausalLM
 
 if TYPE_CHECKING:
     from graphckpt.train.parallel.data_parallel import GradSync
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 
 class BuiltModel(NamedTuple):
-    """The model of a run."""
-
     model: nn.Module
     architecture: str
     """The name of its class before sharding, which changes it."""
@@ -100,11 +97,7 @@ def block_fields(built: BuiltModel, settings: TrainConfig, ranks: TrainRanks) ->
 
 
 def check_task(task: Task, model: nn.Module, opened: Opened, *, runs: bool = True) -> None:
-    """Checks that a task on text fits its model and its text; ``runs`` allows it to try the model.
-
-    Raises:
-        ConfigError: with every fault.
-    """
+    """Checks that a task on text fits its model and its text; ``runs`` allows it to try the model."""
     if opened.text and isinstance(task, TextTask):
         faults = list((type(task) if runs else TextTask).check(task, model, opened.text))
         if faults:
@@ -154,9 +147,11 @@ class TrainGraph(_TaskGraph):
         pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__(model, task, amp=amp, capture=capture, pipeline=pipeline)
-        self.turn = _MicroBatchCounter(num_accumulation_steps, grad_sync)
+        self.grad_sync = grad_sync
+        self.last_micro_batches = cycle([*[False] * (num_accumulation_steps - 1), True])
         for name, fields in blocks.items():
-            block = self._block_of(model.get_submodule(name))
+            module = model.get_submodule(name)
+            block: Any = next(block for block in self.model.modules() if block.origin is module)
             block.config.update(fields)
         self.add_optimizer(optimizer, lr_sch=scheduler)
         if pipeline is not None:  # which splits a batch itself
@@ -168,20 +163,15 @@ class TrainGraph(_TaskGraph):
         if amp.enabled and amp.dtype == "float16":
             self.set_grad_scaler(torch.amp.GradScaler(next(model.parameters()).device.type))
 
-    def _block_of(self, module: nn.Module) -> Any:
-        return next(block for block in self.model.modules() if block.origin is module)
-
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Returns the losses of a batch and ``total_loss``, their sum, after its backward."""
         if self.pipeline is not None:
             return self.pipeline.losses(batch)
-        grad_sync = self.turn.grad_sync
-        if grad_sync is None:
+        if (grad_sync := self.grad_sync) is None:
             losses = self.task.losses(self.model, batch)
             total = sum_of_losses(losses)
             total.backward()
         else:
-            with self.turn as is_last, grad_sync.micro_batch(is_last=is_last):
+            with grad_sync.micro_batch(is_last=next(self.last_micro_batches)):
                 losses = grad_sync.losses(batch)
                 total = sum_of_losses(losses)
                 total.backward()
@@ -189,27 +179,6 @@ class TrainGraph(_TaskGraph):
 
 
 @final
-class _MicroBatchCounter:
-    """Counts the micro-batches of an update: gradients are synchronized in the last one."""
-
-    def __init__(self, count: int, grad_sync: GradSync | None) -> None:
-        self.grad_sync = grad_sync
-        self._count = count
-        self._done = 0
-
-    def __enter__(self) -> bool:
-        self._done += 1
-        return self._done == self._count
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None or self._done == self._count:
-            self._done = 0
-
-
-@final
 class EvalGraph(_TaskGraph):
-    """One forward over a held-out batch, without saving tensors for backward."""
-
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Returns the sums for the task's metrics, each with its count."""
         return self.task.tally(self.model, batch) if self.pipeline is None else self.pipeline.tally(batch)

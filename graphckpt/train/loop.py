@@ -1,4 +1,4 @@
-"""The loop over iterations, and the hooks around it."""
+"""The loop over iterations, the hooks around it, and the errors of other code that end it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,13 +17,35 @@ from typing import Any, final
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError
+from graphckpt.graph.out_of_memory import is_out_of_memory
 from graphckpt.ledger.explanation import Explanation
-from graphckpt.train.console import Report
+from graphckpt.train.output import Report
+from graphckpt.train.parallel.ranks import is_connection_error
 
 
 @final
 class TrainError(GraphckptError, RuntimeError):
     """Training cannot continue."""
+
+
+_MAX_CHARACTERS = 400  # of the message of another error
+
+
+@contextmanager
+def attribute_errors(keys: str, what: str) -> Iterator[None]:
+    """Raises a ``TrainError`` for an error of other code, with the config ``keys``, what failed, file and line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, GraphckptError) or is_out_of_memory(error) or is_connection_error(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        message = " ".join(str(error).split())[:_MAX_CHARACTERS]  # in one line
+        text = f"{keys}: {what} failed, {type(error).__name__}: {message} (at {place})"
+        # contextlib raises a StopIteration itself in place of a RuntimeError that it is the cause of
+        cause = None if isinstance(error, StopIteration) else error
+        raise TrainError(f"{text} · fix: check these keys of the config") from cause
 
 
 class HookBase:
@@ -152,16 +175,15 @@ class Loop:
             for hook in self._hooks:
                 hook.before_train(self)
             with self.report.progress("training", self.train_iter - self.done, counts=True) as advance:
-                while not self._is_over():
+                while True:
+                    self.is_stopped = self._agree(self._is_asked)
+                    if self.is_last:
+                        break
                     self._iterate()
                     advance(1)
             self.late_metrics = []
             for hook in self._hooks:
                 hook.after_train(self)
-
-    def _is_over(self) -> bool:
-        self.is_stopped = self._agree(self._is_asked)
-        return self.is_last
 
     def _iterate(self) -> None:
         self.metrics, self.late_metrics = {}, []

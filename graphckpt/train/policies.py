@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -15,12 +15,12 @@ from graphckpt.blocks.select import marked_layers, select
 from graphckpt.errors import ConfigError, bullets, did_you_mean, without_repeats
 from graphckpt.graph.graph import Graph
 from graphckpt.planning.options import Budget, PlanOptions
-from graphckpt.planning.plan import Plan
-from graphckpt.planning.rows import summary_lines
-from graphckpt.train.console import Report
-from graphckpt.train.files import replacing
+from graphckpt.train.output import Report, replacing
 from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.train.snapshot.saved_run import PLAN, SavedRun
+
+if TYPE_CHECKING:
+    from graphckpt.planning.plan import Plan
 
 _WHERE = "train.activation_checkpoint"
 
@@ -92,11 +92,7 @@ def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str
 
 
 def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the candidate rules of the block that computes the loss, by its name in ``model``.
-
-    Raises:
-        ConfigError: the model has no such block.
-    """
+    """Returns the candidate rules of the block that computes the loss, by its name in ``model``."""
     names = {name for name, _ in model.named_modules()}
     for name in head or ():
         if name not in names:
@@ -115,6 +111,8 @@ def plan_on_batch(
     batch: Mapping[str, Tensor],
 ) -> None:
     """Plans the graph for a batch and applies the plan. All ranks plan together; rank 0 writes the plan."""
+    from graphckpt.planning.rows import summary_lines  # noqa: PLC0415 - loads the planner
+
     options = _options(graph, config)
     inputs: dict[str, Any] = dict(batch)
     plan = graph.plan(**inputs, memory_budget=budget, **{name: getattr(options, name) for name in options.names()})

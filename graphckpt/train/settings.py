@@ -5,6 +5,7 @@ pydantic checks the types of their fields when a config is read; ``faults()`` yi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, final
@@ -17,11 +18,156 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning import options as budget
 from graphckpt.planning.options import PlanOptions
 from graphckpt.rules.base import parse_rule
-from graphckpt.train.batch_sizes import BatchSizes, batch_sizes
 from graphckpt.train.optim import warmup_cosine_lr
-from graphckpt.train.parallel.config import DistConfig, ZeroConfig
 
 _SEEDS = 2**63  # the limit of PyTorch's generators on all devices
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """Samples of an update: ``global_batch = micro_batch * data_parallel * accumulation``."""
+
+    micro_batch: int
+    """Samples in one forward."""
+    accumulation: int
+    """Forwards for one update of the weights."""
+    data_parallel: int
+    """Processes that each do so."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one update."""
+        return self.micro_batch * self.data_parallel * self.accumulation
+
+
+def batch_sizes(
+    *, micro_batch: int | None, global_batch: int | None, accumulation: int | None, data_parallel: int = 1
+) -> BatchSizes:
+    """Derives what is ``None``; ``accumulation`` is 1 if nothing says otherwise.
+
+    Raises:
+        ConfigError: the numbers contradict each other, do not divide, or too few are given.
+
+    >>> batch_sizes(micro_batch=8, global_batch=64, accumulation=None, data_parallel=2)
+    BatchSizes(micro_batch=8, accumulation=4, data_parallel=2)
+    >>> batch_sizes(micro_batch=None, global_batch=64, accumulation=4).micro_batch
+    16
+    """
+    if micro_batch is None and global_batch is None:
+        fix = "set one of train.train_micro_batch_size and train.global_batch_size"
+        raise ConfigError(f"train_micro_batch_size: is null, and so is global_batch_size · fix: {fix}")
+    if global_batch is None or micro_batch is None:
+        accumulation = accumulation or 1
+        if global_batch is not None:
+            parts = data_parallel * accumulation
+            _check_divides(global_batch, parts, f"data_parallel_size {data_parallel} x accumulation {accumulation}")
+            micro_batch = global_batch // parts
+        assert micro_batch is not None
+        return BatchSizes(micro_batch=micro_batch, accumulation=accumulation, data_parallel=data_parallel)
+    at_once = micro_batch * data_parallel
+    if accumulation is None:
+        _check_divides(global_batch, at_once, f"micro batch {micro_batch} x data_parallel_size {data_parallel}")
+        accumulation = global_batch // at_once
+    if at_once * accumulation != global_batch:
+        sizes = f"micro batch {micro_batch} x data_parallel_size {data_parallel} x accumulation {accumulation}"
+        fix = f"set global_batch_size to {at_once * accumulation}, or leave one of the three out (null)"
+        raise ConfigError(f"global_batch_size: {global_batch}, but {sizes} is {at_once * accumulation} · fix: {fix}")
+    return BatchSizes(micro_batch=micro_batch, accumulation=accumulation, data_parallel=data_parallel)
+
+
+def _check_divides(global_batch: int, parts: int, described: str) -> None:
+    if global_batch % parts:
+        nearest = max(parts, round(global_batch / parts) * parts)
+        raise ConfigError(
+            f"global_batch_size: expected a multiple of {described}, got {global_batch} · fix: use {nearest}"
+        )
+
+
+def iterations(
+    *, train_iter: int, train_epoch: float, train_samples: int | None, num_samples: int, global_batch: int
+) -> int:
+    """Returns how many updates a run makes: ``train_iter``, more for ``train_epoch``, or those of ``train_samples``.
+
+    >>> iterations(train_iter=5, train_epoch=2, train_samples=None, num_samples=25, global_batch=4)
+    13
+    """
+    if train_samples is not None:
+        return math.ceil(train_samples / global_batch)
+    return max(train_iter, math.ceil(num_samples * train_epoch / global_batch))
+
+
+def epoch_period(epochs: int, *, num_samples: int, global_batch: int) -> int:
+    """Returns how many updates are ``epochs`` times through the data; as libai does, without the rest of an epoch.
+
+    >>> epoch_period(2, num_samples=25, global_batch=4)
+    12
+    """
+    return max(1, num_samples // global_batch * epochs)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DistConfig:
+    """The process groups of a run: ``train.dist``. ``torchrun`` starts the product of the sizes."""
+
+    data_parallel_size: PositiveInt = 1
+    """Number of data-parallel groups; each trains on its part of every batch."""
+    tensor_parallel_size: PositiveInt = 1
+    """Processes over which each matrix is sharded; their ranks are consecutive, so that they are on one machine."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Pipeline stages of the layers; ``num_accumulation_steps`` micro-batches run through them, by 1F1B."""
+    pipeline_num_layers: int | None = None
+    """For compatibility with libai; a pipeline always splits all layers."""
+    custom_pipeline_stage_id: list[int] | None = None
+    """The stage of each layer; ``None`` uses the blocks' ``stage_id``, or stages of equal size."""
+    find_unused_parameters: bool = False
+    """Whether a step may leave parameters without a gradient, under DDP."""
+    timeout_seconds: Annotated[int, Field(ge=1, le=10**9)] = 600  # PyTorch counts microseconds, in 64 bits
+    """How long a process waits for another before the run ends with an error."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the run."""
+        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def describe(self) -> str:
+        """Returns the sizes as text.
+
+        >>> DistConfig(data_parallel_size=2).describe()
+        'data_parallel_size 2 x tensor_parallel_size 1'
+        """
+        stages = f"pipeline_parallel_size {self.pipeline_parallel_size} x " if self.pipeline_parallel_size > 1 else ""
+        sizes = f"data_parallel_size {self.data_parallel_size} x tensor_parallel_size {self.tensor_parallel_size}"
+        return stages + sizes
+
+    def faults(self) -> Iterator[str]:
+        """Yields what is not supported."""
+        if self.pipeline_num_layers is not None:
+            why = "a pipeline splits all layers of the model"
+            yield f"pipeline_num_layers: {self.pipeline_num_layers} is not supported, {why} · fix: leave the key out"
+        if self.pipeline_parallel_size > 1 and self.tensor_parallel_size > 1:
+            fix = "use 1, and data_parallel_size for the other processes"
+            yield f"tensor_parallel_size: {self.tensor_parallel_size} is not supported with a pipeline · fix: {fix}"
+        if self.custom_pipeline_stage_id is not None and self.pipeline_parallel_size == 1:
+            fix = "raise pipeline_parallel_size, or leave the key out"
+            yield f"custom_pipeline_stage_id: there is one stage · fix: {fix}"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What is sharded over data-parallel processes: ``train.zero_optimization``."""
+
+    enabled: bool = False
+    """Whether anything is sharded."""
+    stage: Literal[1, 2, 3] = 1
+    """1: optimizer states; 2: gradients too; 3: weights too, which are gathered layer by layer."""
+
+    @property
+    def active_stage(self) -> int:
+        """The stage, or 0 if it is switched off."""
+        return self.stage if self.enabled else 0
 
 
 @final

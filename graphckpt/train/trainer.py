@@ -6,6 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphckpt.errors import ConfigError, GraphError
+from graphckpt.errors import ConfigError, GraphError, first_line
+from graphckpt.graph.out_of_memory import is_out_of_memory
 from graphckpt.planning.options import Budget
-from graphckpt.train.batch_sizes import epoch_period, iterations
 from graphckpt.train.build_model import (
     BuiltModel,
     EvalGraph,
@@ -26,7 +27,6 @@ from graphckpt.train.build_model import (
     check_task,
     grad_sync_of,
 )
-from graphckpt.train.console import Report
 from graphckpt.train.data.samples import (
     Opened,
     Prefetcher,
@@ -37,15 +37,15 @@ from graphckpt.train.data.samples import (
     to_device,
 )
 from graphckpt.train.data.text_data import Data
-from graphckpt.train.foreign_errors import attribute_errors, explain_out_of_memory
 from graphckpt.train.hooks.evaluate import EvalHook, format_metrics
 from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.hooks.metrics import ExplainHook, MetricsHook, TensorBoardHook, WandbHook
 from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook, SnapshotWriter, export
-from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.loop import HookBase, Loop, TrainError, attribute_errors
+from graphckpt.train.output import Report
 from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
 from graphckpt.train.policies import plan_on_batch, replan_on_out_of_memory
-from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
+from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig, epoch_period, iterations
 from graphckpt.train.snapshot.run_state import RunState
 from graphckpt.train.snapshot.saved_run import (
     LOG,
@@ -250,7 +250,7 @@ class Trainer:
         settings = self.settings
         checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
         with (
-            explain_out_of_memory(micro_batch=micro_batch, is_checkpointed=checkpointed),
+            _explain_out_of_memory(micro_batch=micro_batch, is_checkpointed=checkpointed),
             self.ranks.translate_errors(),
         ):
             self.saved.restore(state, loop, data=data, report=self.report)
@@ -362,9 +362,6 @@ class _StartHook(HookBase):
     """Starts to write after the first iteration: a run that cannot start has failed by then, and writes nothing.
 
     It runs before all hooks that write.
-
-    Args:
-        begin: called with the number of the iteration before this process.
     """
 
     def __init__(self, begin: Callable[[int], None]) -> None:
@@ -394,7 +391,6 @@ class _Step:
     def plan(
         self, iteration: int, budget: Budget, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
     ) -> None:
-        """Plans the policies on the batch of ``iteration``."""
         with attribute_errors(_KEYS, "planning"), self.ranks.translate_errors():
             plan_on_batch(self.graph, budget, config, report, saved, self.batches.get(iteration))
 
@@ -407,3 +403,19 @@ class _Step:
             losses: dict[str, Tensor] = self.graph(**batch)
             self.batches.prefetch(iteration + 1)
             return self.ranks.average({name: loss.mean() for name, loss in losses.items()})
+
+
+@contextmanager
+def _explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterator[None]:
+    """Replaces an allocator's out-of-memory error by a ``TrainError`` with advice."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fixes = [] if is_checkpointed else ["train.activation_checkpoint.enabled=True"]
+        if micro_batch > 1:
+            fixes.append(f"a train.train_micro_batch_size below {micro_batch}, with more train.num_accumulation_steps")
+        fix = ", or ".join(fixes) or "use a smaller model, shorter samples, or a device with more memory"
+        notes = "".join(f" ({note.partition(' · fix: ')[0]})" for note in getattr(error, "__notes__", ())[-1:])
+        raise TrainError(f"memory ran out: {first_line(error)} · fix: {fix}{notes}") from error

@@ -51,13 +51,14 @@ def test_later_words_win():
 
 def test_every_senseless_word_is_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        LazyConfig.apply_overrides(_config(), ["a.b", "=3", "a..b=1", "a.b.c=1", "a.b=[1", "a.list.x=1"])
+        LazyConfig.apply_overrides(_config(), ["a.b", "=3", "a..b=1", "a.b=[1", "a.list.x=1", "~a.b=1", "+text"])
     assert str(caught.value).splitlines() == [
         "the overrides have faults:",
         "  • override 'a.b': expected key=value",
         "  • override '=3': expected key=value",
         "  • override 'a..b=1': expected key=value",
-        "  • a.b.c: a.b is a value (1), not a section",
         "  • a.b: expected a YAML value, got '[1' · fix: quote it (while parsing a flow sequence)",
-        "  • a.list.x: expected an index of a.list below 2, got 'x'",
+        "  • a.list.x: expected a key, or an index of a list (invalid literal for int() with base 10: 'x')",
+        "  • override '~a.b=1': expected key=value · fix: leave '~' out",
+        "  • override '+text': expected key=value · fix: leave '+' out",
     ]

@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401 - seconds, which each child would need otherwise
 
-import graphckpt.config.run  # noqa: F401 - before the children start
+import graphckpt.config.trainer  # noqa: F401 - before the children start
 from graphckpt.cli import main
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.train.hooks.metrics import ExplainHook

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,17 @@ def run_on_ranks(
     assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(num_ranks)]
 
 
+def launch(check: Callable[..., None], num_ranks: int, folder: Path, *args: Any) -> None:
+    """Calls ``check(rank, *args)`` on each of several ranks, where warnings are errors."""
+    run_on_ranks(_check, folder, check, *args, num_ranks=num_ranks)
+
+
+def _check(rank: int, folder: Path, check: Callable[..., None], *args: Any) -> None:
+    del folder
+    warnings.simplefilter("error")
+    check(rank, *args)
+
+
 def start(rank: Callable[..., None], args: tuple[Any, ...], num_ranks: int) -> None:
     """Calls ``rank(number, *args)`` in new processes and waits for them.
 
@@ -62,13 +74,18 @@ def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folde
     except BaseException:
         Path(folder, f"fault of {rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
         os._exit(0)
-    Path(folder, f"{rank} is done").touch()
+    say_done(rank, folder)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if all(_has_ended(Path(folder), other) for other in range(num_ranks)):
             break
         time.sleep(0.05)
     os._exit(0)
+
+
+def say_done(rank: int, folder: str) -> None:
+    """This rank needs the others no more."""
+    Path(folder, f"{rank} is done").touch()
 
 
 def _has_ended(folder: Path, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""A run of seconds, to stop, resume and break: shared by the tests of snapshots. Not a test itself."""
+"""A run of seconds, to stop, resume, kill and break: the one training config of the tests. Not a test itself."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from graphckpt.cli import main
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.train.loop import HookBase
 
 CONFIG = """
@@ -34,7 +37,7 @@ train.evaluation.update(eval_period=3, eval_iter=2)
 TIMES = {"time", "data_time", "total_throughput", "tokens_per_second", "rss_bytes", "peak_rss_bytes"}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def place(tmp_path, monkeypatch):
     """A folder with texts and a config, to be in."""
     monkeypatch.chdir(tmp_path)
@@ -47,8 +50,30 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def child(place):
+    """Runs the command line in a child of a process that has imported everything; returns the exit code."""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, Path(__file__).with_name("killed.py")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+
+        def run(folder, *more, **order):
+            train_words = ["train", "--config-file", "tiny.py", f"train.output_dir={folder}", *more]
+            order = {"words": train_words, "folder": folder, "output": f"{folder}.txt", **order}
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield run
+        process.stdin.close()
+
+
 def train(*words):
     return main(["train", "--config-file", "tiny.py", *words])
+
+
+def train_in(folder, *words):
+    return train(f"train.output_dir={folder}", *words)
 
 
 def rows_of(folder):
@@ -59,6 +84,30 @@ def rows_of(folder):
 def same_weights(one, other):
     first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def near(one, other):
+    """Whether the final weights of two runs agree up to rounding."""
+    first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
+    return first.keys() == second.keys() and all(
+        torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-4) for name in first
+    )
+
+
+def near_rows(one, other):
+    pairs = list(zip(rows_of(one), rows_of(other), strict=True))
+    return all(a.keys() == b.keys() and all(b[k] == pytest.approx(a[k], rel=1e-4) for k in a) for a, b in pairs)
+
+
+def equal(one, other):
+    """Whether two states are equal in every bit: tensors and plain values in containers."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
 
 
 class StopAfter(HookBase):

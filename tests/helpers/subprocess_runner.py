@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 PRELOADED = (
-    "graphckpt.config.run",
+    "graphckpt.config.trainer",
     "graphckpt.cli",
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.fsdp",

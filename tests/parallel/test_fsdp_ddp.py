@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.hard_modules import chain
-from helpers.launch import launch
+from helpers.ranks import launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import run_on_ranks
-from helpers.small_run import place, train  # noqa: F401
+from helpers.small_run import train
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError, GraphckptError
 
 pytestmark = [pytest.mark.multi_process]
@@ -35,7 +35,7 @@ def refuse_then_replace(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_rank_decides_and_none_is_left_waiting(place: Path) -> None:  # noqa: F811
+def test_the_first_rank_decides_and_none_is_left_waiting(place: Path) -> None:
     assert train("train.train_iter=1") == 0
     run_on_ranks(refuse_then_replace, place, joins=False)
     assert '"data_parallel_size": 2' in (place / "out" / "model_final" / "snapshot.json").read_text()

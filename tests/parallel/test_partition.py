@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.hard_modules import ZOO, chain, differing, run_steps
-from helpers.launch import launch
+from helpers.ranks import launch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh

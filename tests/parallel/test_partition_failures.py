@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.launch import launch, say_done
+from helpers.ranks import launch, say_done
 from torch import nn
 
 import graphckpt

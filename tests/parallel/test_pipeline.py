@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.launch import launch
+from helpers.ranks import launch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import CONFIG, StopAfter, place, rows_of, same_weights  # noqa: F401
+from helpers.small_run import CONFIG, StopAfter, near, rows_of, same_weights
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -23,7 +23,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import _pipeline
 from graphckpt.train.hooks.snapshot import SnapshotHook
@@ -99,7 +99,7 @@ def two_stages(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multi_process
-def test_two_stages_learn_what_one_process_does(place: Path) -> None:  # noqa: F811
+def test_two_stages_learn_what_one_process_does(place: Path) -> None:
     (place / "llama.py").write_text(LLAMA)
     run("moved", *SIX, *STILL, UNTIED, *ALL_HELD_OUT, hooks=(StopAfter(2),))
     run_on_ranks(two_stages, place)
@@ -131,13 +131,6 @@ def test_two_stages_learn_what_one_process_does(place: Path) -> None:  # noqa: F
     assert rows_of(place / "stayed") == rows_of(place / "moved")
 
 
-def near(one: Path, other: Path) -> bool:
-    first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
-    return first.keys() == second.keys() and all(
-        torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-4) for name in first
-    )
-
-
 SQUARE = ["train.dist.pipeline_parallel_size=2", "train.dist.data_parallel_size=2", "train.num_accumulation_steps=2"]
 LINE = ["train.dist.pipeline_parallel_size=4", "model.config.n_layer=4"]
 
@@ -154,7 +147,7 @@ def four_ranks(rank: int, folder: Path) -> None:
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-def test_four_ranks_in_a_square_and_in_a_line(place: Path) -> None:  # noqa: F811
+def test_four_ranks_in_a_square_and_in_a_line(place: Path) -> None:
     run_on_ranks(four_ranks, place, num_ranks=4)
     alone = {
         "square": run("square alone", *THREE, *STILL).losses,

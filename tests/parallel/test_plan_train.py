@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import run_on_ranks
-from helpers.small_run import CONFIG, place, same_weights  # noqa: F401
+from helpers.small_run import CONFIG, same_weights, train_in
 
-from graphckpt.cli import main
 from graphckpt.planning import Plan, steps
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -28,16 +27,12 @@ ZERO = [*DATA, "train.zero_optimization.enabled=True", "train.zero_optimization.
 def runs(rank: int, folder: Path) -> None:
     steps._TIMED_RUNS = 1
     for name, words in {"data": DATA, "tensor": TENSOR, "zero": ZERO}.items():
-        assert name == "zero" or train(f"{name} plain", *words) == 0
+        assert name == "zero" or train_in(f"{name} plain", *words) == 0
         more = [f"{CHECKPOINT}.partition=True", f"{CHECKPOINT}.contiguous=True"] if name == "tensor" else []
-        assert train(f"{name} planned", *words, f"{CHECKPOINT}.memory_budget=0.7", *more) == 0
+        assert train_in(f"{name} planned", *words, f"{CHECKPOINT}.memory_budget=0.7", *more) == 0
 
 
-def train(folder: str, *words: str) -> int:
-    return main(["train", "--config-file", "tiny.py", f"train.output_dir={folder}", *words])
-
-
-def test_planned_runs_have_the_weights_of_plain_ones(place: Path) -> None:  # noqa: F811
+def test_planned_runs_have_the_weights_of_plain_ones(place: Path) -> None:
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     run_on_ranks(runs, place)
     for name in ("data", "tensor", "zero"):

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_on_ranks
-from helpers.small_run import place, rows_of, same_weights  # noqa: F401
+from helpers.small_run import equal, rows_of, same_weights
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.ranks import ParallelError
@@ -114,7 +114,7 @@ def spoil(rank: int, folder: Path) -> None:
             trainer.train()
 
 
-def test_a_shard_that_is_not_finite_ends_all_ranks_before_the_snapshot(place: Path) -> None:  # noqa: F811
+def test_a_shard_that_is_not_finite_ends_all_ranks_before_the_snapshot(place: Path) -> None:
     run_on_ranks(spoil, place)
     for kind in ("tensor", "data"):
         assert [path.name for path in (place / kind).glob("*model_0*")] == ["model_0000001"]
@@ -158,17 +158,7 @@ def copy_on_two(rank: int, folder: Path) -> None:
     copy("moved again", "data two", two.format("data"), *one)
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return bool(torch.equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
-
-
-def test_lost_and_resumed_and_read_by_other_numbers_of_ranks(place: Path) -> None:  # noqa: F811
+def test_lost_and_resumed_and_read_by_other_numbers_of_ranks(place: Path) -> None:
     run_on_ranks(lose, place, joins=False, num_ranks=4)
     assert (place / "lost" / "last_checkpoint").read_text() == f"{LAST}\n"
     assert not (place / "lost" / "model_final").exists()
@@ -208,7 +198,7 @@ def test_lost_and_resumed_and_read_by_other_numbers_of_ranks(place: Path) -> Non
     is_refused(place / "lost" / LAST, place)
 
 
-def is_refused(good: Path, place: Path) -> None:  # noqa: F811
+def is_refused(good: Path, place: Path) -> None:
     """A share that was cut short, one of other bytes, and a list that would run code."""
     short = place / "short"
     shutil.copytree(good, short)

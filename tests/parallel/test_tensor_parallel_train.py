@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import StopAfter, place, rows_of, same_weights, stopped  # noqa: F401
-from safetensors.torch import load_file
+from helpers.small_run import StopAfter, near, near_rows, rows_of, same_weights, stopped, train_in
 
-from graphckpt.cli import main
-from graphckpt.config.run import trainer_from
+from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.ranks import ParallelError
@@ -30,22 +27,6 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 TWO = "train.dist.tensor_parallel_size=2"
 STILL = ["model.config.attn_pdrop=0", "model.config.resid_pdrop=0", "model.config.embd_pdrop=0"]
-
-
-def train(folder: str, *words: str) -> int:
-    return main(["train", "--config-file", "tiny.py", f"train.output_dir={folder}", *words])
-
-
-def near(one: Path, other: Path) -> bool:
-    first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
-    return first.keys() == second.keys() and all(
-        torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-4) for name in first
-    )
-
-
-def near_rows(one: Path, other: Path) -> bool:
-    pairs = list(zip(rows_of(one), rows_of(other), strict=True))
-    return all(a.keys() == b.keys() and all(b[k] == pytest.approx(a[k], rel=1e-4) for k in a) for a, b in pairs)
 
 
 class StopOne(StopAfter):
@@ -64,14 +45,14 @@ def stop_one(folder: str, *words: str) -> None:
 
 
 def runs(rank: int, folder: Path) -> None:
-    assert train("cut", TWO, *STILL) == 0
-    assert train("begun alone", TWO, *STILL, "--resume") == 0
+    assert train_in("cut", TWO, *STILL) == 0
+    assert train_in("begun alone", TWO, *STILL, "--resume") == 0
     stop_one("begun together", *STILL)
-    assert train("whole", TWO) == 0
+    assert train_in("whole", TWO) == 0
     stop_one("halves")
-    assert train("halves", TWO, "--resume") == 0
-    assert train("recomputed", TWO, "train.activation_checkpoint.enabled=True") == 0
-    assert train("cut", TWO, *STILL, "--eval-only") == 0
+    assert train_in("halves", TWO, "--resume") == 0
+    assert train_in("recomputed", TWO, "train.activation_checkpoint.enabled=True") == 0
+    assert train_in("cut", TWO, *STILL, "--eval-only") == 0
     refuse_sizes()
     go_on_with_a_full_disk(rank, folder)
 
@@ -95,21 +76,21 @@ def go_on_with_a_full_disk(rank: int, folder: Path) -> None:
 
     snapshot.write = full
     try:
-        assert train("full", TWO) == 0
+        assert train_in("full", TWO) == 0
     finally:
         snapshot.write = write
     found = {path.name for path in (folder / "full").glob("model_*")}
     assert rank == 1 or found == {"model_0000007", "model_final"}
 
 
-def test_runs_agree_with_one_process_and_resume_at_any_number(place: Path) -> None:  # noqa: F811
-    assert train("alone", *STILL) == 0
+def test_runs_agree_with_one_process_and_resume_at_any_number(place: Path) -> None:
+    assert train_in("alone", *STILL) == 0
     stopped("begun alone", 5, *STILL)
     run_on_ranks(runs, place)
     assert near(place / "alone", place / "cut")
     assert near_rows(place / "alone", place / "cut")
     assert near(place / "alone", place / "begun alone")
-    assert train("begun together", *STILL, "--resume") == 0
+    assert train_in("begun together", *STILL, "--resume") == 0
     assert near(place / "alone", place / "begun together")
     assert same_weights(place / "whole", place / "halves")
     assert rows_of(place / "whole") == rows_of(place / "halves")
@@ -146,32 +127,32 @@ def lose(rank: int, folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
-def test_a_lost_rank_ends_the_others(place: Path, how: str) -> None:  # noqa: F811
+def test_a_lost_rank_ends_the_others(place: Path, how: str) -> None:
     run_on_ranks(lose, place, how, joins=False)
 
 
 def test_another_number_of_processes_is_an_error(
-    place: Path,  # noqa: F811
+    place: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert train("out", TWO) == 2
+    assert train_in("out", TWO) == 2
     assert (
         "2, and 1 process was started · fix: torchrun --nproc-per-node 2 -m graphckpt train" in capsys.readouterr().err
     )
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert train("out", TWO) == 2
+    assert train_in("out", TWO) == 2
     fix = "fix: train.dist.data_parallel_size=2, or torchrun --nproc-per-node 2"
     what = "train.dist: data_parallel_size 1 x tensor_parallel_size 2 is 2, and 4 processes were started"
     assert f"{what} · {fix}" in capsys.readouterr().err
-    assert train("out", TWO, "train.amp.enabled=True", "train.amp.dtype=float16") == 2
+    assert train_in("out", TWO, "train.amp.enabled=True", "train.amp.dtype=float16") == 2
     assert (
         "train.amp.dtype: 'float16' is not supported with dist.tensor_parallel_size above 1" in capsys.readouterr().err
     )
     assert not (place / "out").exists()
 
 
-def test_torchrun_starts_a_run_that_stops_at_a_signal(place: Path) -> None:  # noqa: F811
+def test_torchrun_starts_a_run_that_stops_at_a_signal(place: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     words = ["-m", "graphckpt", "train", "--config-file", "tiny.py", TWO, "train.train_iter=100000"]
     with (place / "output.txt").open("w") as output:

@@ -213,6 +213,8 @@ class TestProfileDevice:
     def test_a_folder_that_is_missing_is_told_before_anything_is_measured(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="there is no folder"):
             write_profile(tmp_path / "none" / "here.yaml", "cpu")
+        with pytest.raises(ConfigError, match=r"expected a file that ends in \.yaml, got .*x\.txt · fix: use x\.yaml"):
+            write_profile(tmp_path / "x.txt", "cpu")
 
     def test_a_device_that_is_not_there_is_told(self) -> None:
         if torch.cuda.is_available():

@@ -260,7 +260,7 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
     [
         (["--head", "loss_head"], "--head: expected NAME=RULE, got 'loss_head' · fix: --head loss_head=tiles:8:sum"),
         (["--head", "loss_head=tiles:8:avg"], "reduce: expected 'sum', 'mean' or None, got 'avg'"),
-        (["--head", "loss_head=full:8"], "rule 'full': expected one of its settings, got 'num_tiles'"),
+        (["--head", "loss_head=full:8"], "rule 'full': expected no setting, got 'full:8' · fix: use 'full'"),
         (["--head", "loss_head=tiles:8:sum"], "no block is called 'loss_head'"),
         (["--device", "h2000"], "did you mean 'h200'"),
         (["--memory-budget", "1 fortnight"], "unknown unit"),

@@ -114,7 +114,7 @@ def test_the_command_has_it(name, caught):
             parser.parse_args([*arguments, flag, *words])
         return
     parsed = parser.parse_args([*arguments, flag, *words])
-    expected = {"loss_head": [{"rule": "full"}]} if name == "head" else VALUES[name]
+    expected = {"loss_head": ["full"]} if name == "head" else VALUES[name]
     assert getattr(arrived(lambda: parsed.run(parsed)), name) == expected
 
 

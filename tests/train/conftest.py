@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from helpers.small_run import child, place
+from rich.console import Console
 
 from graphckpt.ledger.explanation import Explanation
+from graphckpt.train.output import Report
+
+__all__ = ["child", "place"]
 
 
 @pytest.fixture
@@ -19,3 +25,8 @@ def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """Drawing takes as long as all else of a small run: an empty file stands for the picture."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(Explanation, "plot", lambda explanation, path: Path(path).touch())
+
+
+@pytest.fixture
+def quiet() -> Report:
+    return Report(Console(file=io.StringIO()))

@@ -46,7 +46,6 @@ class Document:
         return self.span[1] - self.span[0]
 
     def texts(self) -> Iterator[str]:
-        """Yields the text, that of a file in blocks; invalid UTF-8 becomes U+FFFD."""
         if not isinstance(self.source, Path):
             yield self.source()
             return
@@ -189,7 +188,6 @@ def split_documents(documents: Sequence[Document], *, eval_fraction: float, max_
 
 
 def _split_file(document: Document, path: Path, eval_fraction: float) -> Corpus:
-    """Splits a single file at the first line end after ``1 - eval_fraction`` of it."""
     start, stop = document.span
     middle = int(stop * (1 - eval_fraction))
     with path.open("rb") as file:

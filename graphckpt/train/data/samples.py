@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from graphckpt.train.console import Report
 from graphckpt.train.data.documents import DataError
-from graphckpt.train.data.tokens import PreparedText, Tokens
+from graphckpt.train.data.tokens import PreparedText
+from graphckpt.train.output import Report
 
 Batch = dict[str, Tensor]
 
@@ -50,18 +50,6 @@ class Opened:
     def tokens_each(self) -> int:
         """Tokens of one sample; 1 for other data."""
         return self.text.seq_length if self.text else 1
-
-
-@runtime_checkable
-class SampleMaker(Protocol):
-    """Creates samples from tokens, as a task on text does."""
-
-    @property
-    def special_tokens(self) -> Sequence[str]:
-        """Special tokens that it inserts."""
-
-    def samples(self, tokens: Tokens, text: PreparedText, seed: int) -> Samples:
-        """Returns the samples of one token file; ``seed`` makes random choices reproducible."""
 
 
 @final

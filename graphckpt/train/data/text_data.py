@@ -8,14 +8,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from tokenizers import Tokenizer
 
 from graphckpt.errors import ConfigError
-from graphckpt.train.console import Report
 from graphckpt.train.data.documents import Corpus, DataError, read_dataset, read_files, split_documents
-from graphckpt.train.data.samples import Opened, SampleMaker
+from graphckpt.train.data.samples import Opened
 from graphckpt.train.data.tokens import (
     SMALLEST_VOCAB,
     PreparedText,
@@ -25,6 +24,7 @@ from graphckpt.train.data.tokens import (
     train_tokenizer,
     write_tokens,
 )
+from graphckpt.train.output import Report
 from graphckpt.units import format_bytes
 
 _KEY_VERSION = 2  # of the hash that names cached tokens; snapshots hold it, so another one refuses to resume them
@@ -84,14 +84,14 @@ class TextData:
         if self.dataset in _FORMATS and self.paths is None:
             yield f"dataset: {self.dataset!r} is the format of files · fix: name them in data.paths"
 
-    def open(self, task: object, *, seed: int, report: Report) -> Opened:
+    def open(self, task: Any, *, seed: int, report: Report) -> Opened:
         """Prepares the text and creates the samples of ``task``.
 
         Raises:
             ConfigError: ``task`` does not support text.
             DataError: no text, too little of it, or the cache cannot be written.
         """
-        if not isinstance(task, SampleMaker):
+        if not hasattr(task, "samples"):
             fix = "use graphckpt.train.tasks.CausalLM or another task on text, or data of your own"
             raise ConfigError(f"task: {type(task).__name__} does not support text · fix: {fix}")
         text = self.prepare(report, task.special_tokens)

@@ -35,11 +35,7 @@ Advance = Callable[[int], None]
 
 
 def read_tokenizer(file: str, special_tokens: Sequence[str]) -> Tokenizer:
-    """Returns the tokenizer that a ``tokenizer.json`` holds.
-
-    Raises:
-        DataError: no such file, it holds no tokenizer, or the tokenizer lacks a special token.
-    """
+    """Returns the tokenizer that a ``tokenizer.json`` holds."""
     path = Path(file).expanduser()
     if not path.is_file():
         raise DataError(f"data.tokenizer_file: {file}: no such file")
@@ -104,15 +100,7 @@ def write_tokens(
 
 @final
 class Tokens:
-    """The tokens of documents, end to end, read as sequences of equal length that do not overlap. They stay on disk.
-
-    Args:
-        path: a file of :func:`write_tokens`.
-        seq_length: tokens of a sequence.
-
-    Raises:
-        OSError, ValueError: the file is missing or incomplete.
-    """
+    """The tokens of documents, end to end, read as sequences of equal length that do not overlap. They stay on disk."""
 
     def __init__(self, path: Path, seq_length: int) -> None:
         with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
@@ -129,7 +117,6 @@ class Tokens:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the file, including an incomplete last sequence."""
         return len(self._tokens)
 
     @property
@@ -142,7 +129,6 @@ class Tokens:
         return torch.from_numpy(np.stack([self.read(int(n) * size, (int(n) + 1) * size) for n in indices]))
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Returns the tokens from ``start`` up to ``stop``."""
         return _to_numpy(self._tokens.slice(start, stop - start))
 
     def span(self, number: int) -> tuple[int, int]:
@@ -150,7 +136,6 @@ class Tokens:
         return (int(self._ends[number - 1]) if number else 0), int(self._ends[number]) - 1
 
     def group(self, number: int) -> int:
-        """Returns the number of the group that a document belongs to."""
         return int(self._groups[number])
 
     def window(self, index: int, size: int) -> tuple[int, NDArray[np.int64]]:
@@ -173,8 +158,6 @@ def _to_numpy(values: pa.ChunkedArray) -> NDArray[np.int64]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedText:
-    """Text that is ready for training."""
-
     train: Tokens
     heldout: Tokens
     tokenizer_file: Path
@@ -214,15 +197,7 @@ def open_tokens(folder: Path, seq_length: int, special_tokens: Sequence[str]) ->
 
 @contextmanager
 def new_folder(folder: Path, is_complete: Callable[[], bool]) -> Iterator[Path]:
-    """Yields an empty folder that becomes ``folder`` at the end; an error leaves nothing behind.
-
-    Args:
-        folder: what it replaces.
-        is_complete: whether ``folder`` is complete, and stays.
-
-    Raises:
-        DataError: the folder cannot be written.
-    """
+    """Yields an empty folder that becomes ``folder`` at the end; an error leaves nothing behind."""
     where, fix = f"data.cache_dir: {folder.parent}", "set data.cache_dir to a folder that can be written"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from graphckpt.train.foreign_errors import attribute_errors
-from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.loop import HookBase, Loop, attribute_errors
 
 
 @final
@@ -41,7 +40,6 @@ class EvalHook(HookBase):
         loop.report.line(f"{loop.position}  held-out {format_metrics(metrics)}", "bold")
 
     def measure(self) -> dict[str, float]:
-        """Returns the metrics over all held-out batches, weighted by the task's counts."""
         with attribute_errors("model, task, data", "the evaluation"):
             totals = self.over_ranks(self._totals())
             means = {name: float(total) / float(count) for name, (total, count) in totals.items()}

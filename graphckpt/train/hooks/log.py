@@ -28,8 +28,6 @@ _MOST_LOSSES = 1000  # that wait to be looked through: a few hundred bytes each
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """A line of the log whose losses may still be copied from the device."""
-
     iteration: int
     values: dict[str, Any]
     """Numbers, sums of losses and the learning rate, by the names of their metrics; the last two may be tensors."""
@@ -107,7 +105,6 @@ class LogHook(HookBase):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the sums since the previous line."""
         self._sums = {name: value.to(self._device) for name, value in state["sums"].items()}
         self._iterations = state["iterations"]
         if (late := state.get("late")) is not None:

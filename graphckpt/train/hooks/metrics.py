@@ -12,8 +12,8 @@ from typing import Any, final
 from graphckpt.errors import ConfigError
 from graphckpt.graph.graph import Graph
 from graphckpt.ledger.table import print_table
-from graphckpt.train.files import AppendFile, replacing
 from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.output import AppendFile, replacing
 from graphckpt.train.settings import WandbConfig
 
 
@@ -56,9 +56,6 @@ class TensorBoardHook(_RowsHook):
     """Adds a scalar for each metric of an iteration, and at the end the saved bytes and the picture of a step.
 
     Tags are in the groups ``train``, ``eval`` and ``memory``.
-
-    Raises:
-        ConfigError: the package is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,14 +92,6 @@ class WandbHook(_RowsHook):
     """Logs each metric of an iteration, under ``train/``, ``eval/`` or ``memory/``.
 
     ``--resume`` resumes the run there too.
-
-    Args:
-        config: the section ``train.wandb``.
-        folder: folder of the package's own files.
-        run: the id of the run and of all runs resumed from it.
-
-    Raises:
-        ConfigError: the package is not installed.
     """
 
     def __init__(self, config: WandbConfig, folder: Path, run: str) -> None:

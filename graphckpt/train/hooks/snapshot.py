@@ -18,9 +18,9 @@ from typing import Any, Literal, final
 from torch import Tensor
 
 from graphckpt.train.data.tokens import END_OF_TEXT
-from graphckpt.train.files import hidden
-from graphckpt.train.files import remove as remove_path
 from graphckpt.train.loop import HookBase, Loop, TrainError
+from graphckpt.train.output import hidden
+from graphckpt.train.output import remove as remove_path
 from graphckpt.train.parallel.sharding import on_cpu
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import BEST, FINAL, SnapshotWriteError, periodic_name
@@ -32,15 +32,7 @@ from graphckpt.units import format_seconds
 
 @final
 class SnapshotWriter:
-    """Writes snapshots of a state, synchronously or in the background. All methods but ``poll`` are collective.
-
-    Args:
-        saved: the run on disk.
-        state: what to write.
-        data: plain values that differ if the data does.
-        companions: writes more files into the folder that it is called with.
-        is_async: write a copy in the background.
-    """
+    """Writes snapshots of a state, synchronously or in the background. All methods but ``poll`` are collective."""
 
     def __init__(
         self,
@@ -85,7 +77,6 @@ class SnapshotWriter:
         return True
 
     def complain(self, error: SnapshotWriteError, loop: Loop) -> None:
-        """Reports that a snapshot is missing."""
         where = f"snapshot at {loop.position}"
         text = "no snapshot was saved; training continues, and the last good snapshot is kept"
         loop.report.line(f"{where}: {error} · {text}", "red")
@@ -122,7 +113,6 @@ class SnapshotWriter:
             done()
 
     def join(self) -> None:
-        """Waits for a snapshot that is being written."""
         if self._pending is None:
             return
         (future, done), self._pending = self._pending, None
@@ -173,7 +163,6 @@ class SnapshotWriter:
 
 
 def _finish(begun: Future[Any] | None, folder: Path, write: Callable[[], None] | None) -> None:
-    """Waits for the shards of all ranks, and writes the rest on rank 0."""
     if begun is not None:
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
@@ -214,13 +203,11 @@ class SnapshotHook(HookBase):
         self._saved_at = -1
 
     def after_step(self, loop: Loop) -> None:
-        """Saves ``model_<iteration>`` and removes the oldest beyond ``max_to_keep``."""
         self._writer.poll()
         if loop.done % self._period == 0 and loop.done < loop.train_iter:
             self._take(periodic_name(loop.iteration), loop)
 
     def after_train(self, loop: Loop) -> None:
-        """Saves ``model_final``, or the current state if the user stopped the run."""
         if loop.done not in {loop.start_iter, self._saved_at}:
             self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
         try:
@@ -250,13 +237,7 @@ class SnapshotHook(HookBase):
 
 @final
 class BestHook(HookBase):
-    """Saves ``model_best`` when an evaluation metric improves; runs right before ``SnapshotHook``.
-
-    Args:
-        save: writes a snapshot; see ``SnapshotWriter.save``.
-        metric: name among the metrics of the evaluation.
-        mode: whether less or more is better.
-    """
+    """Saves ``model_best`` when an evaluation metric improves; runs right before ``SnapshotHook``."""
 
     def __init__(self, save: Callable[[str, Loop], bool], *, metric: str, mode: Literal["min", "max"]) -> None:
         self._save = save
@@ -272,7 +253,6 @@ class BestHook(HookBase):
         self._best = state["best"]
 
     def after_step(self, loop: Loop) -> None:
-        """Saves if this iteration was evaluated, and is the best."""
         value = loop.metrics.get(self._metric)
         if value is None:
             self._complain_of_name(loop)

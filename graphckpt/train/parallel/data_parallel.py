@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from graphckpt.train.loop import TrainError
+from graphckpt.errors import ConfigError
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import local_shard, on_other_stage
 
@@ -33,21 +33,13 @@ Losses = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
 def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Broadcasts weights and buffers from the first rank of a mesh."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not on_other_stage(tensor):
             dist.broadcast(local_shard(tensor).data, group_src=0, group=mesh.get_group())
 
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, stage: int) -> None:
-    """Applies ``fully_shard`` in place; call it after tensor parallelism and before the optimizer is created.
-
-    Args:
-        model: with the same weights on every process.
-        mesh: one-dimensional: the data-parallel ranks.
-        layers: names of the modules that are gathered one at a time; what is in none of them is gathered at the start.
-        stage: of ZeRO.
-    """
+    """Applies ``fully_shard`` in place; call it after tensor parallelism and before the optimizer is created."""
     for name in layers:
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=stage == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if stage == 3 else False)
@@ -85,7 +77,7 @@ class DdpSync:
                 raise
             what = "the previous step left parameters without a gradient, so DDP did not finish its reduction"
             fix = "train.dist.find_unused_parameters=True, or freeze them"
-            raise TrainError(f"train.dist.data_parallel_size: {what} · fix: {fix}") from error
+            raise ConfigError(f"train.dist.data_parallel_size: {what} · fix: {fix}") from error
         return losses
 
 
@@ -117,7 +109,6 @@ class AllReduceSync:
             self._average([p for p in self._model.parameters() if p.requires_grad and not on_other_stage(p)])
 
     def _average(self, parameters: list[nn.Parameter]) -> None:
-        """Averages gradients; one that is missing on some ranks counts as zeros there."""
         flags = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device, dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         works = []

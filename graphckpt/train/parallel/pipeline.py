@@ -139,16 +139,8 @@ def _modules_elsewhere(model: nn.Module, stages: Stages, stage: int) -> list[nn.
 
 
 def _pass_through(module: nn.Module) -> None:
-    module.forward = _zero if isinstance(module, nn.Embedding) else _same
-
-
-def _same(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    del args, kwargs
-    return x
-
-
-def _zero(ids: Tensor) -> Tensor:
-    return torch.zeros((), device=ids.device)  # the first stage has added the positions
+    is_embedding = isinstance(module, nn.Embedding)  # zero: the first stage has added the positions
+    module.forward = lambda x, *_, **__: torch.zeros((), device=x.device) if is_embedding else x
 
 
 def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
@@ -226,16 +218,7 @@ def _stacked(values: Mapping[str, Tensor]) -> Tensor:
 
 @final
 class Pipeline:
-    """This process's stage of a pipeline. Its methods are collective: all stages call them.
-
-    Args:
-        model: with this process's stage; see :func:`keep_stage`.
-        stages: the module names of each stage.
-        task: computes the losses of a batch, and its sums.
-        ranks: the processes of the run.
-        num_micro_batches: of one update; a batch is split into as many.
-        dtype: of autocast; ``None`` for none.
-    """
+    """This process's stage of a pipeline. Its methods are collective: all stages call them."""
 
     def __init__(
         self,
@@ -276,7 +259,6 @@ class Pipeline:
                 weight.data.copy_(other)
 
     def runs(self, name: str) -> bool:
-        """Whether a module runs here, and not on another stage only."""
         others = (other for n, names in enumerate(self.stages) if n != self._ranks.stage for other in names)
         return not any(name == other or name.startswith(f"{other}.") for other in others)
 
@@ -341,22 +323,17 @@ class Pipeline:
             output_args=hidden,
             group=self._group,
         )
-        return Schedule1F1B(stage, count, _first_value) if is_training else ScheduleGPipe(stage, count)
+        if not is_training:
+            return ScheduleGPipe(stage, count)
+        return Schedule1F1B(stage, count, lambda output, _: output[0])  # the loss, which the stage has computed
 
     def _exchange_ends(self, tensor: Tensor) -> Tensor:
-        """Exchanges a tensor between the first and the last stage."""
         other = torch.empty_like(tensor)
         peer = dist.get_global_rank(self._group, self._group.size() - 1 if self._is_first else 0)
         pair = [dist.P2POp(way, x, peer, self._group) for way, x in ((dist.isend, tensor), (dist.irecv, other))]
         for work in dist.batch_isend_irecv(pair):
             work.wait()
         return other
-
-
-def _first_value(output: Tensor, target: Tensor) -> Tensor:
-    """Returns the loss that backward starts from; the stage has computed it already."""
-    del target
-    return output[0]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphckpt.errors import ConfigError, GraphckptError, first_line
-from graphckpt.train.parallel.config import DistConfig
+from graphckpt.train.settings import DistConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +32,6 @@ class ParallelError(GraphckptError, RuntimeError):
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Returns whether ``error`` says that another process is gone or does not answer."""
     if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
         return False
     line = first_line(error).lower()
@@ -39,11 +39,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def resolve_device(name: str | None, config: DistConfig) -> torch.device:
-    """Returns the device of this process: ``train.device``, or CUDA if available.
-
-    Raises:
-        ConfigError: it cannot be used, or there are fewer devices than processes on this machine.
-    """
+    """Returns the device of this process: ``train.device``, or CUDA if available."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if config.num_processes > 1 and name.startswith("cuda"):
@@ -66,7 +62,10 @@ def resolve_device(name: str | None, config: DistConfig) -> torch.device:
 
 def check_world_size(config: DistConfig) -> None:
     wanted = config.num_processes
-    started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else _world_size()
+    value = os.environ.get("WORLD_SIZE", "1")
+    started = int(value) if value.isdigit() else 1
+    if dist.is_available() and dist.is_initialized():
+        started = dist.get_world_size()
     if wanted > 1 and not dist.is_available():
         fix = "leave the section out, or use another build"
         raise ConfigError(f"train.dist: this PyTorch has no torch.distributed · fix: {fix}")
@@ -83,18 +82,9 @@ def check_world_size(config: DistConfig) -> None:
     raise ConfigError(f"{what}, and {started} processes were started · fix: {', or '.join(fixes)}")
 
 
-def _world_size() -> int:
-    value = os.environ.get("WORLD_SIZE", "1")
-    return int(value) if value.isdigit() else 1
-
-
 @final
 class TrainRanks:
-    """The processes of a run, as seen from this one; a single one unless ``train.dist`` sets more.
-
-    Raises:
-        ConfigError: the world size differs from that of ``config``.
-    """
+    """The processes of a run, as seen from this one; a single one unless ``train.dist`` sets more."""
 
     def __init__(self, config: DistConfig, device: torch.device) -> None:
         self.size = config.num_processes
@@ -178,11 +168,7 @@ class TrainRanks:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Runs the body on rank 0, then on the others, which find its files on the disk.
-
-        Raises:
-            ParallelError: it failed on rank 0.
-        """
+        """Runs the body on rank 0, then on the others, which find its files on the disk."""
         if self.is_main:
             fault: BaseException | None = None
             try:
@@ -213,7 +199,6 @@ class TrainRanks:
             raise error(fault)
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcasts a plain value from rank 0."""
         return value if self.size == 1 else self._broadcast(value, self.control)
 
     def _broadcast(self, value: Any, group: Any) -> Any:
@@ -232,7 +217,6 @@ class TrainRanks:
         return bool(flags.item())
 
     def all_gather(self, value: Any) -> list[Any]:
-        """All-gathers plain values, by rank."""
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
@@ -289,11 +273,7 @@ class TrainRanks:
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Turns the error of a backend about a lost connection into one that says what to do.
-
-        Raises:
-            ParallelError: another process is gone, or has not answered in time.
-        """
+        """Turns the error of a backend about a lost connection into one that says what to do."""
         try:
             yield
         except RuntimeError as error:
@@ -310,3 +290,22 @@ class TrainRanks:
             return
         dist.barrier(group=self.control)
         dist.destroy_process_group()
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what a user's data code may draw from
+    random.seed(seed)
+
+
+def seed_per_rank(seed: int, stream: int, done: int = 0) -> None:
+    """Seeds ranks with different samples or layers differently; stream 0 draws the numbers of a single process.
+
+    Args:
+        seed: of the run.
+        stream: the random stream of this rank.
+        done: iterations done, in a run that is resumed with more processes.
+    """
+    if stream:
+        entropy = np.random.SeedSequence((seed, stream, done))
+        seed_all(int(entropy.generate_state(1, np.uint64)[0]) >> 1)

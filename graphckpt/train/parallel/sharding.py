@@ -29,7 +29,6 @@ def on_other_stage(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """Returns the local shard of a sharded tensor, and any other tensor as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
@@ -125,7 +124,6 @@ def _is_placeholder(value: Any) -> bool:
 
 
 def extracted_shapes(state: Any) -> dict[str, list[int]]:
-    """Returns the shapes of what ``extract_sharded`` took out, by name."""
     found: dict[str, list[int]] = {}
 
     def note(leaf: Any, _: str) -> None:
@@ -134,15 +132,6 @@ def extracted_shapes(state: Any) -> dict[str, list[int]]:
 
     map_leaves(state, note, is_leaf=_is_placeholder)
     return found
-
-
-def placeholder_shape(value: Any) -> list[int] | None:
-    """Returns the shape in a placeholder of ``extract_sharded``; ``None`` if ``value`` is none."""
-    if not isinstance(value, Mapping) or set(value) != {_TAKEN, "shape"} or not isinstance(value[_TAKEN], str):
-        return None
-    shape = value["shape"]
-    is_shape = isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape)
-    return shape if is_shape else None
 
 
 def restore_sharded(state: Any, tensors: Mapping[str, Tensor]) -> Any:

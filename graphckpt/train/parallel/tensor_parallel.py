@@ -30,12 +30,7 @@ from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng
 
 @final
 class ColwiseParallel(ParallelStyle):
-    """Each process computes ``O / N`` of a layer's outputs, from all of its inputs.
-
-    Args:
-        parts: matrices in the layer, each sharded by itself: 3 where queries, keys and values are one layer.
-        gather: whether the outputs are all-gathered.
-    """
+    """Each process computes ``O / N`` of a layer's outputs, from all of its inputs."""
 
     def __init__(self, *, parts: int = 1, gather: bool = False) -> None:
         super().__init__()
@@ -58,11 +53,7 @@ class ColwiseParallel(ParallelStyle):
 
 @final
 class RowwiseParallel(ParallelStyle):
-    """Each process computes partial outputs from ``I / N`` of a layer's inputs; they are all-reduced.
-
-    Args:
-        split: whether the inputs are replicated, as after ``ColwiseParallel(gather=True)``.
-    """
+    """Each process computes partial outputs from ``I / N`` of a layer's inputs; they are all-reduced."""
 
     def __init__(self, *, split: bool = False) -> None:
         super().__init__()
@@ -128,13 +119,11 @@ class ReplicatedWithGradAllReduce(ParallelStyle):
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
-    """Returns the number of outputs and inputs of the full layer."""
     rows, columns = module.weight.shape  # type: ignore[misc]
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
 
 def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replaces a parameter, equal on all processes, by its local shard."""
     parameter = getattr(module, name, None)
     if parameter is not None:
         shard = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
@@ -157,7 +146,6 @@ def _redistribute(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placem
 
 
 def _sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Returns ``x``, whose gradient is the sum over the mesh."""
     output: Tensor = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     return output
 
@@ -225,11 +213,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Returns the style of each sharded layer, by name, in the order of the model.
-
-    Raises:
-        ConfigError: no plan is known, or a layer does not support its style.
-    """
+    """Returns the style of each sharded layer, by name, in the order of the model."""
     styles = _styles_by_pattern(model)
     if not styles:
         fix = "give the model an attribute tp_plan such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
@@ -262,7 +246,6 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _styles_by_pattern(model: nn.Module) -> dict[str, str]:
-    """Returns the names of styles in the model's own plan, or in that of GPT-2."""
     own: Any = getattr(model, "tp_plan", None)
     if own:
         return dict(own)

@@ -61,13 +61,11 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
 
 
 def write_later(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Future[Any]:
-    """As ``write``, but in the background, from a copy made now."""
     writer = FileSystemWriter(folder, sync_files=True)
     return cast("Future[Any]", async_save(dict(tensors), storage_writer=writer, process_group=group))
 
 
 def wait(future: Future[Any], folder: Path) -> None:
-    """Waits for what ``write_later`` began, and raises as ``write`` does."""
     with _naming(folder, SnapshotWriteError, _FAULTS):
         future.result()
 
@@ -89,7 +87,6 @@ def read(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[st
 
 
 def names(folder: Path) -> list[str]:
-    """Returns the names of the tensors in a folder."""
     return list(_sizes(folder))
 
 

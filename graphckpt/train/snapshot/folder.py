@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphckpt.errors import GraphckptError, first_line
-from graphckpt.train.files import hidden, sync, write_text
-from graphckpt.train.files import remove as remove_path
+from graphckpt.train.output import hidden, sync, write_text
+from graphckpt.train.output import remove as remove_path
 from graphckpt.train.snapshot.schema import (
     FORMAT,
     MANIFEST,
@@ -147,7 +147,6 @@ def recover(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a snapshot, after renaming it, so that a half-removed one is never read."""
     trash = hidden(folder, "trash")
     folder.rename(trash)
     remove_path(trash)
@@ -210,8 +209,6 @@ def _iteration(name: str) -> int:
 
 @final
 class Snapshots:
-    """The snapshots in an output folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -246,7 +243,6 @@ class Snapshots:
             raise SnapshotError(f"{what} · fix: {self._fix(path.name)}") from error
 
     def mark_last(self, name: str) -> None:
-        """Makes ``name`` the one that ``last`` returns."""
         write_text(self.folder / LAST, f"{name}\n")
 
     def prune(self, newest: str, max_to_keep: int, run: str) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from graphckpt.errors import bullets, first_line
 from graphckpt.thread_state import get_rng_state, rng_devices, set_rng_state
-from graphckpt.train.parallel.ranks import TrainRanks
+from graphckpt.train.parallel.ranks import TrainRanks, seed_per_rank
 from graphckpt.train.parallel.sharding import (
     extract_sharded,
     extracted_shapes,
@@ -31,7 +31,6 @@ from graphckpt.train.parallel.sharding import (
     restore_sharded,
     shard_optimizer_state,
 )
-from graphckpt.train.seeds import seed_per_rank
 from graphckpt.train.snapshot.schema import (
     OPTIMIZER,
     SCHEDULER,
@@ -97,7 +96,6 @@ class RunState:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights are sharded or split over stages."""
         return self.ranks.stage_mesh is not None or any(map(is_sharded, self._parameters))
 
     def _local_tensors(self) -> dict[str, Tensor]:
@@ -171,12 +169,10 @@ class RunState:
     # ---- restored
 
     def load_weights(self, folder: Path) -> None:
-        """Sets the model's weights to those of a snapshot; collective."""
         weights = read_weights(folder, like=tensors_of(self.model), group=self.ranks.control)
         load_weights(self.model, weights, str(folder))
 
     def check(self, graph: Any, trainer: Any, folder: Path, info: RunInfo) -> None:
-        """Checks each field that ``read_state`` returned, before any of them is set."""
         like = self.graph.state_dict()
         extra = [name for name, value in like.pop("model").items() if not isinstance(value, Tensor)]
         with reading(folder / STATE.format("trainer")):
@@ -191,11 +187,8 @@ class RunState:
             what = bullets("settings have changed", faults) if len(faults) > 1 else faults[0]
             fix = f"resume with the former value, or start a run from the weights: train.load_weight={folder}"
             raise SnapshotError(f"{folder}: {what} · fix: {fix}")
-        has_changed = bool(self.changes(trainer["settings"]))
-        done, num_states = info["done"], info.get("optimizer_states")
         with reading(folder / STATE.format("graph"), _FIX):
-            parts = self.optimizer, self._scheduler
-            check_graph(graph, like, *parts, done=done, num_states=num_states, has_changed=has_changed)
+            check_graph(graph, like, self.optimizer, done=info["done"], num_states=info.get("optimizer_states"))
 
     def changes(self, then: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Returns what has changed of param groups and schedule since a snapshot: the former and the new value."""
@@ -238,7 +231,7 @@ class RunState:
                 if isinstance(rate, Tensor):  # kept on its device: a captured step reads this tensor
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
             self._restore_random(trainer, done=int(graph[STEP]))
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             what = f"{folder}: its optimizer or schedule is another ({first_line(error)})"
             raise SnapshotError(f"{what} · fix: {_FIX}") from error
 
@@ -309,7 +302,6 @@ class RunState:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a setting as a snapshot can record it; of an object, the name of its class."""
     if isinstance(value, Tensor):
         return value.tolist()
     kinds = (bool, int, float, str)  # also of a subclass, such as a number of NumPy

@@ -18,9 +18,8 @@ from filelock import FileLock, Timeout
 from rich.table import Table
 
 from graphckpt.errors import ConfigError
-from graphckpt.train.console import Report
-from graphckpt.train.files import cut_log, cut_metrics
 from graphckpt.train.loop import Loop
+from graphckpt.train.output import Report, cut_log, cut_metrics
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import BEST, FINAL, LAST, Snapshots
@@ -74,7 +73,6 @@ class FolderLock:
         self._release.atexit = False  # the kernel releases it; the end of a forked process must not
 
     def sign(self) -> None:
-        """Notes this process as the holder."""
         with suppress(OSError):  # on a full disk it is locked all the same, by a process without a name
             self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
@@ -90,16 +88,7 @@ class FolderLock:
 
 @final
 class SavedRun:
-    """A run in its output folder: a new one or a resumed one.
-
-    Args:
-        folder: of the run; it need not exist yet.
-        resume: resume from the snapshot that ``last_checkpoint`` names; it is checked here.
-        overwrite: replace an existing run.
-        eval_only: change nothing.
-        batch_size: sequences in one iteration.
-        ranks: the processes of the run; rank 0 writes.
-    """
+    """A run in its output folder: a new one or a resumed one."""
 
     def __init__(
         self, folder: Path, *, resume: bool, overwrite: bool, eval_only: bool, batch_size: int, ranks: TrainRanks
@@ -139,7 +128,6 @@ class SavedRun:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other processes from training in the folder, until the context ends."""
 
         def claim() -> None:
             with writing_to(self.folder):
@@ -171,7 +159,6 @@ class SavedRun:
             raise
 
     def _check_free(self) -> None:
-        """Raises an error if another run is here, or none that could be resumed."""
         if self._resume:
             self.snapshots.last_name()
             return
@@ -278,7 +265,6 @@ def rounding_environment(ranks: TrainRanks) -> dict[str, Any]:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Names the output folder in the error if it cannot be written."""
     try:
         yield
     except OSError as error:
@@ -299,8 +285,6 @@ def weights_folder(name: str, folder: Path) -> Path:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """The result of a run."""
-
     iterations: int
     is_stopped: bool
     """Whether the user stopped the run."""
@@ -308,7 +292,6 @@ class TrainResult:
     """The files of the run, by description."""
 
     def table(self) -> Table:
-        """Returns a table of the files."""
         title = f"{'stopped' if self.is_stopped else 'done'} after {self.iterations} iterations"
         table = Table(title=title, title_justify="left", show_header=False, box=None)
         for what, path in self.files.items():
@@ -317,5 +300,4 @@ class TrainResult:
 
 
 def written_files(folder: Path) -> dict[str, Path]:
-    """Returns the files in an output folder, by description."""
     return {what: folder / name for what, name in _FILES.items() if (folder / name).exists()}

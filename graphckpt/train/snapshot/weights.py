@@ -55,7 +55,6 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def _read_indexed(folder: Path) -> dict[str, Tensor]:
-    """Reads the files that an index of Transformers names."""
     try:
         index: Any = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -134,7 +133,6 @@ def distinct_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of a model's state, by name."""
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,24 +53,16 @@ class TextTask(Task):
 
     def check(self, model: nn.Module, text: PreparedText) -> Iterator[str]:
         """Yields faults if ``model`` does not fit the text."""
-        known, longest = _vocabulary(model), _longest(model)
-        if known is not None and known < text.vocab_size:
+        find, config = getattr(model, "get_input_embeddings", None), getattr(model, "config", None)
+        embeddings = find() if callable(find) else None
+        lengths = (getattr(config, name, None) for name in _POSITIONS)
+        longest = next((length for length in lengths if isinstance(length, int)), None)
+        if isinstance(embeddings, nn.Embedding) and (size := embeddings.num_embeddings) < text.vocab_size:
             fix = "set its vocab_size to ${data.vocab_size}"
-            yield f"model: it knows {known} tokens, and the tokenizer has {text.vocab_size} · fix: {fix}"
+            yield f"model: it knows {size} tokens, and the tokenizer has {text.vocab_size} · fix: {fix}"
         if longest is not None and longest < text.seq_length:
             fix = "lower data.seq_length, or lengthen the model"
             yield f"model: it knows {longest} positions, and data.seq_length is {text.seq_length} · fix: {fix}"
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    find = getattr(model, "get_input_embeddings", None)
-    embeddings = find() if callable(find) else None
-    return embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else None
-
-
-def _longest(model: nn.Module) -> int | None:
-    config: Any = getattr(model, "config", None)
-    return next((found for name in _POSITIONS if isinstance(found := getattr(config, name, None), int)), None)
 
 
 def summed(mean: Tensor, count: Tensor | int) -> Tensor:

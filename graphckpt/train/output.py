@@ -1,0 +1,185 @@
+"""Writes the lines, tables and bars of a run to console and log, and files that are replaced as one or appended."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO, cast, final
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+_LOG_WIDTH = 120  # columns of a table in log.txt
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path to write to, in the same folder and with the same suffix, which becomes ``path`` at the end.
+
+    An error leaves ``path`` as it was, and nothing else.
+    """
+    fresh = path.with_name(f".{path.name}.tmp{path.suffix}")
+    try:
+        yield fresh
+        sync(fresh)
+        fresh.replace(path)
+    except BaseException:
+        remove(fresh)
+        raise
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
+def hidden(path: Path, kind: str) -> Path:
+    """Returns a hidden name beside ``path``; ``kind`` is ``"tmp"``, ``"old"`` or ``"trash"``."""
+    return path.with_name(f".{path.name}.{kind}")
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there; of a folder, as much as can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@final
+class AppendFile:
+    """Appends text to a file; text that cannot be written is kept and written with the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting = ""
+
+    def append(self, text: str) -> OSError | None:
+        """Writes, or returns why it could not; then nothing of ``text`` is in the file."""
+        self._waiting += text
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                start, data = file.seek(0, 2), self._waiting.encode()
+                try:
+                    written = 0
+                    while written < len(data):
+                        written += file.write(data[written:])
+                except OSError:
+                    file.truncate(start)
+                    raise
+        except OSError as error:
+            return error
+        self._waiting = ""
+        return None
+
+
+def cut_log(path: Path, last_iteration: int) -> None:
+    """Drops the lines of iterations after ``last_iteration``, from 0, from a log, whose lines count from 1."""
+    iterations = re.compile(r" iteration: (\d+)/")
+    _filter(path, lambda line: all(int(number) <= last_iteration + 1 for number in iterations.findall(line)))
+
+
+def cut_metrics(path: Path, last_iteration: int) -> None:
+    """Drops rows of iterations after ``last_iteration``, and invalid rows, from a file of JSON lines."""
+
+    def is_valid(line: str) -> bool:
+        try:
+            return int(json.loads(line)["iteration"]) <= last_iteration
+        except (ValueError, TypeError, KeyError):  # an incomplete line of a killed process
+            return False
+
+    _filter(path, is_valid)
+
+
+def _filter(path: Path, is_valid: Callable[[str], bool]) -> None:
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    remaining = [line if line.endswith("\n") else f"{line}\n" for line in lines if is_valid(line)]
+    if remaining != lines:
+        write_text(path, "".join(remaining))
+
+
+@final
+class Report:
+    """Prints lines, tables and progress bars; everything but the bars goes to ``log_file`` too.
+
+    Args:
+        console: where to print.
+        log_file: the file, if any.
+        waits: write nothing into the file before ``open_log`` is called, then everything since the start.
+    """
+
+    def __init__(self, console: Console | None = None, log_file: Path | None = None, *, waits: bool = False) -> None:
+        self._console = console or Console(highlight=False)
+        self._log_file = AppendFile(log_file) if log_file else None
+        self._waiting: list[str] | None = [] if waits else None
+        self._has_complained = False
+
+    def open_log(self) -> None:
+        if self._waiting is not None:
+            text, self._waiting = "".join(self._waiting), None
+            self._append(text)
+
+    @classmethod
+    def silent(cls) -> Report:
+        return cls(Console(quiet=True))
+
+    @property
+    def stream(self) -> TextIO:
+        return cast("TextIO", self._console.file)  # rich says IO[str], a wider type
+
+    def log(self, text: str) -> None:
+        """Writes to the file, not to the console."""
+        self._append(text if text.endswith("\n") else f"{text}\n")
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """Prints one line, however long; in the file it bears the time."""
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        stamp = datetime.now().astimezone().strftime("%m/%d %H:%M:%S")
+        self.log(f"[{stamp} graphckpt]: {text}")
+
+    def show(self, renderable: RenderableType) -> None:
+        self._console.print(renderable)
+        plain = io.StringIO()
+        Console(file=plain, width=_LOG_WIDTH, no_color=True, force_terminal=False).print(renderable)
+        self._append(plain.getvalue())
+
+    @contextmanager
+    def progress(self, label: str, total: int, *, counts: bool = False) -> Iterator[Callable[[int], None]]:
+        """Shows a bar, and gives the function that moves it on; ``counts`` shows numbers and not per cent."""
+        amount = MofNCompleteColumn() if counts else TaskProgressColumn()
+        columns = (TextColumn("{task.description}"), BarColumn(), amount, TextColumn("eta"), TimeRemainingColumn())
+        quiet = not self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, disable=quiet) as progress:
+            task = progress.add_task(label, total=total)
+            yield lambda amount: progress.update(task, advance=amount)
+
+    def _append(self, text: str) -> None:
+        if not self._log_file:
+            return
+        if self._waiting is not None:
+            self._waiting.append(text)
+            return
+        error = self._log_file.append(text)
+        if error and not self._has_complained:  # a full disk is no reason to end a run
+            what = f"{self._log_file.path}: {error.strerror}; its lines wait until they can be written"
+            self._console.print(what, style="red", markup=False, highlight=False, soft_wrap=True)
+        self._has_complained = error is not None

@@ -1,0 +1,131 @@
+"""A run that plans its own policies, or plans anew where memory runs out: within the budget, and the same weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers.memory_limit import MemoryLimit
+from helpers.small_run import CONFIG, rows_of, same_weights, train
+
+from graphckpt.planning.plan import Plan
+from graphckpt.train import trainer
+from graphckpt.train.build_model import TrainGraph
+from graphckpt.train.hooks.log import LogHook
+
+pytestmark = pytest.mark.usefixtures("place")
+
+BUDGET = "train.activation_checkpoint.memory_budget"
+WIDE = """
+data.seq_length = 128
+model.config.update(n_embd=32, n_positions=128)
+train.update(train_iter=3, train_micro_batch_size=8, num_accumulation_steps=2)
+train.evaluation.enabled = False
+"""
+
+
+def test_weights_are_those_of_the_plain_run(place, capsys):
+    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+    assert train("train.output_dir=plain") == 0
+    assert train("train.output_dir=planned", f"{BUDGET}=0.6") == 0
+    assert same_weights(place / "plain", place / "planned")
+    printed = capsys.readouterr().out
+    assert "plan: memory budget" in printed
+    plan = Plan.load(place / "planned" / "plan.yaml")
+    assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert plan.blocks
+    by_hand = ["train.activation_checkpoint.rule=null", f"train.activation_checkpoint.blocks={json.dumps(plan.blocks)}"]
+    for name, more in (("by_hand", by_hand), ("by_file", ["train.activation_checkpoint.plan=planned/plan.yaml"])):
+        assert train(f"train.output_dir={name}", "train.activation_checkpoint.enabled=True", *more) == 0
+        assert same_weights(place / "plain", place / name)
+        assert kept_bytes(capsys.readouterr().out) == kept_bytes(printed.partition("plan: ")[2])
+
+
+def kept_bytes(printed: str) -> str:
+    """Returns what the run kept for backward, by its table."""
+    return next(line for line in printed.splitlines() if line.startswith("kept for backward"))
+
+
+def test_planning_counts_as_no_iteration(place, monkeypatch):
+    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+    calls = []
+    for owner, name in ((trainer, "plan_on_batch"), (LogHook, "before_step")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, f=plain, n=name: (calls.append(n), f(*args)))
+    assert train(f"{BUDGET}=0.6", "train.train_iter=2") == 0
+    assert calls == ["plan_on_batch", "before_step", "before_step"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_layers_are_compiled_where_the_config_says_so(place):
+    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+    assert train("train.output_dir=plain", "train.train_iter=1") == 0
+    compiled = "train.activation_checkpoint.compile={backend: eager}"
+    assert train("train.output_dir=planned", f"{BUDGET}=0.6", compiled, "train.train_iter=1") == 0
+    torch._dynamo.reset()
+    plan = Plan.load(place / "planned" / "plan.yaml")
+    assert all(row.option.endswith(", compiled") for row in plan.rows)
+    assert all(fields["compile"] == {"backend": "eager"} for fields in plan.blocks.values())
+    assert same_weights(place / "plain", place / "planned")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [f"{BUDGET}=min", "train.activation_checkpoint.compile=fast"],
+            "compile: expected bool or a mapping, got",
+        ),
+        ([f"{BUDGET}=150%"], "memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
+        (
+            [f"{BUDGET}=1.5"],
+            "memory_budget: expected a float above 0 and up to 1, a share of the plain step's peak, got",
+        ),
+        ([f"{BUDGET}=12G"], "unknown unit 'G'"),
+        ([f"{BUDGET}=min", "train.activation_checkpoint.host_budget=12G"], "host_budget: '12G': unknown unit 'G'"),
+        ([f"{BUDGET}=1KiB"], "no plan fits"),
+        ([f"{BUDGET}=min", "train.activation_checkpoint.blocks={h.0: true}"], "the plan chooses, and blocks is set"),
+        ([f"{BUDGET}=min", "train.dist.pipeline_parallel_size=2"], "the stages of a pipeline have different blocks"),
+    ],
+)
+def test_faults_are_one_clear_error(words, message, capsys):
+    assert train(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def limit_call(monkeypatch, number, limit):
+    """Limits what the ``number``-th update allocates; returns the limits that were in place."""
+    plain, used = TrainGraph.__call__, []
+
+    def call(self, **batch):
+        used.append(MemoryLimit(limit if len(used) == number else None))
+        with used[-1]:
+            return plain(self, **batch)
+
+    monkeypatch.setattr(TrainGraph, "__call__", call)
+    return used
+
+
+def test_run_goes_on_with_the_same_bits(place, monkeypatch):
+    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+    with monkeypatch.context() as patch:
+        used = limit_call(patch, 2, None)
+        assert train("train.output_dir=plain", "train.train_iter=4") == 0
+    peak = used[2].peak_bytes
+    used = limit_call(monkeypatch, 2, int(0.8 * peak))
+    with pytest.warns(UserWarning, match=r"memory ran out; the step is repeated: 2x keep -> .*full.*; predicted peak"):
+        assert train("train.output_dir=limited", "train.train_iter=4") == 0
+    assert [limit.num_raised for limit in used] == [0, 0, 1, 0]
+    assert used[3].peak_bytes <= 0.8 * peak
+    assert same_weights(place / "plain", place / "limited")
+    assert rows_of(place / "plain") == rows_of(place / "limited")
+
+
+def test_it_raises_where_the_config_says_so(place, monkeypatch, capsys):
+    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+    used = limit_call(monkeypatch, 1, 1_000_000)
+    assert train("train.activation_checkpoint.on_out_of_memory=raise") == 2
+    assert "memory ran out: tried to allocate" in capsys.readouterr().err
+    assert len(used) == 2

@@ -1,0 +1,137 @@
+"""Tokens: trained once, cached whole or not at all, read in a fixed order."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from graphckpt.train.data.documents import DataError
+from graphckpt.train.data.samples import ShuffledOrder
+from graphckpt.train.data.text_data import TextData
+
+_WORDS = ["the", "step", "keeps", "what", "a", "block", "needs", "and", "runs", "the", "rest", "again", "for", "it"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    generator = random.Random(0)
+    for index in range(20):
+        words = " ".join(generator.choices(_WORDS, k=400))
+        (folder / f"{index}.txt").write_text(f"text {index}: {words}\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def data(texts, tmp_path):
+    fields = {"paths": str(texts), "vocab_size": 300, "seq_length": 16, "eval_fraction": 0.2}
+    return lambda **more: TextData(**{**fields, "cache_dir": str(tmp_path / "cache"), **more})
+
+
+def _folders(tmp_path):
+    return sorted(path.name for path in (tmp_path / "cache").iterdir())
+
+
+def test_tokens_say_the_text_again(data, texts, quiet):
+    prepared = data().prepare(quiet)
+    tokenizer = Tokenizer.from_file(str(prepared.tokenizer_file))
+    documents = []
+    for file in (prepared.train, prepared.heldout):
+        rows = file.batch(range(len(file)))
+        assert rows.dtype.is_signed
+        assert rows.shape == (len(file), 16)
+        text = tokenizer.decode(rows.flatten().tolist(), skip_special_tokens=False)
+        documents += text.split("<|endoftext|>")
+    written = {path.read_text(encoding="utf-8") for path in texts.iterdir()}
+    whole = [document for document in documents if document in written]
+    assert len(whole) >= 18  # of 20: the last document of each file loses the end that fills no sequence
+    assert tokenizer.token_to_id("<|endoftext|>") == 0
+
+
+def test_heldout_text_is_nowhere_in_the_training_tokens(data, texts, quiet):
+    prepared = data().prepare(quiet)
+    tokenizer = Tokenizer.from_file(str(prepared.tokenizer_file))
+    decode = lambda file: tokenizer.decode(file.batch(range(len(file))).flatten().tolist())  # noqa: E731
+    train, heldout = decode(prepared.train), decode(prepared.heldout)
+    for path in texts.iterdir():
+        start = path.read_text(encoding="utf-8")[:60]
+        assert (start in train) != (start in heldout)
+
+
+def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(data, texts, tmp_path, quiet):
+    first = data().prepare(quiet)
+    stamp = first.tokenizer_file.stat().st_mtime_ns
+    assert data(seq_length=8).prepare(quiet).tokenizer_file.stat().st_mtime_ns == stamp
+    assert len(_folders(tmp_path)) == 1
+    data(vocab_size=280).prepare(quiet)
+    assert len(_folders(tmp_path)) == 2
+    (texts / "0.txt").write_text("something else " * 100, encoding="utf-8")
+    data().prepare(quiet)
+    assert len(_folders(tmp_path)) == 3
+
+
+def test_same_text_trains_the_same_tokenizer(data, tmp_path, quiet):
+    one = data(cache_dir=str(tmp_path / "one")).prepare(quiet)
+    two = data(cache_dir=str(tmp_path / "two")).prepare(quiet)
+    assert one.tokenizer_file.read_bytes() == two.tokenizer_file.read_bytes()
+    assert one.train.batch([0, 1]).equal(two.train.batch([0, 1]))
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "heldout.arrow", "tokenizer.json"])
+def test_broken_cache_is_made_again(data, quiet, name):
+    prepared = data().prepare(quiet)
+    whole = (prepared.tokenizer_file.parent / "train.arrow").read_bytes()
+    broken = prepared.tokenizer_file.parent / name
+    if name == "tokenizer.json":
+        broken.unlink()
+    else:
+        broken.write_bytes(broken.read_bytes()[:-10])
+    prepared = data().prepare(quiet)
+    assert (prepared.tokenizer_file.parent / "train.arrow").read_bytes() == whole
+
+
+def test_interrupted_making_leaves_nothing(data, tmp_path, quiet, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graphckpt.train.data.text_data.write_tokens", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        data().prepare(quiet)
+    assert _folders(tmp_path) == []
+
+
+def test_default_cache_follows_the_environment(data, tmp_path, quiet, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    prepared = data(cache_dir=None).prepare(quiet)
+    assert prepared.tokenizer_file.is_relative_to(tmp_path / "xdg" / "graphckpt")
+
+
+def test_faults(data, tmp_path, quiet):
+    with pytest.raises(DataError) as caught:
+        data(seq_length=100_000).prepare(quiet)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert "tokens to train on, fewer than one sequence of 100000 · fix: add text, lower data.seq_length" in lines[0]
+    assert "tokens held out for evaluation" in lines[1]
+    with pytest.raises(DataError, match=r"data\.vocab_size: expected 257 or more, one for each byte, got 10"):
+        data(vocab_size=10).prepare(quiet)
+    blocked = tmp_path / "a_file"
+    blocked.touch()
+    with pytest.raises(DataError, match=r"data\.cache_dir: .*a_file.* · fix: set data\.cache_dir"):
+        data(cache_dir=str(blocked / "below")).prepare(quiet)
+
+
+def test_order_is_fixed_by_the_seed_and_sees_all_once_an_epoch():
+    order = ShuffledOrder(num_sequences=50, seed=3)
+    taken = np.concatenate([order.take(start=start, count=20) for start in range(0, 100, 20)])
+    assert sorted(taken[:50]) == sorted(taken[50:]) == list(range(50))
+    assert not np.array_equal(taken[:50], taken[50:])
+    assert not np.array_equal(taken[:50], np.arange(50))
+    again = ShuffledOrder(num_sequences=50, seed=3)
+    assert np.array_equal(again.take(start=37, count=45), taken[37:82])  # no state: it can start anywhere
+    assert not np.array_equal(ShuffledOrder(num_sequences=50, seed=4).take(start=0, count=50), taken[:50])
+    assert len(ShuffledOrder(num_sequences=3, seed=0).take(start=0, count=10)) == 10

@@ -1,0 +1,183 @@
+"""A value that cannot be used is one error that names its key, whatever the key and the value; never a traceback."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from dataclasses import asdict
+
+import pytest
+import torch
+from helpers.small_run import CONFIG, train
+from omegaconf import OmegaConf
+from transformers import GPT2Config
+
+from graphckpt.cli import main
+from graphckpt.config import LazyConfig
+from graphckpt.config.lazy import parameters
+from graphckpt.train.settings import TrainConfig
+
+pytestmark = pytest.mark.usefixtures("place")
+
+BRIEF = ["train.train_iter=2", "train.overwrite=True", "train.evaluation.eval_iter=1", "train.checkpointer.period=1"]
+NUM_CASES = int(os.environ.get("GRAPHCKPT_FUZZ_CASES", "60"))
+SECONDS = 60
+_MODULE = "_target_: torch.nn.Linear, in_features: 2, out_features: 2"
+VALUES = [
+    *("-1", "0", "1", "2", "3.5", "-0.5", "1e30", "-1e30", ".nan", ".inf", "-.inf", "1" + "0" * 400),
+    *("null", "true", "false", "''", "text", "'1'", "12:30:45", "1:30.5", "010", "0x10", "'a: b'", "é"),
+    *("[]", "[1, 2]", "{}", "{a: 1}", "[[1], {a: 2}]", f"{{{_MODULE}}}", "{_target_: builtins.int}"),
+    *("{_target_: nowhere.at.all}", "{_target_: 5}", "{_target_: null}", "{_target_: ''}", "{_target_: torch}"),
+    *("${nowhere}", "${train.seed}", "???", "cpu", "float16", "torch.nn.Linear", "/dev/null/x"),
+]
+
+
+def keys():
+    """The keys of the config, of the section ``train``, of the model and of the optimizer; also of whole sections."""
+    found = {"task", "task.loss_head", "task._target_", "import_from"}
+
+    def walk(node, key):
+        found.add(key)
+        for name, value in node.items() if isinstance(node, dict) else ():
+            walk(value, f"{key}.{name}")
+
+    for name, section in OmegaConf.to_container(LazyConfig.load("tiny.py"), resolve=True).items():
+        walk(section, name)
+    walk(asdict(TrainConfig()), "train")
+    found |= {f"model.config.{name}" for name in parameters(GPT2Config)[0]}
+    found |= {f"optim.{name}" for name in parameters(torch.optim.AdamW)[0]}
+    return sorted(found)
+
+
+def is_long(key, value):
+    """Whether a run does what it says, for very long."""
+    return key in {"train.train_iter", "train.train_epoch", "train.train_samples"} and value in {"1e30", "0x10"}
+
+
+def one_error(capsys, *words):
+    """Returns what the command line says, which must not be the end of a traceback or of patience."""
+
+    def late(*_):
+        raise TimeoutError(f"{words}: no end within {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        code = train(*BRIEF, *words)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    error = capsys.readouterr().err
+    if code == 0:
+        return ""
+    assert code == 2, (words, error)
+    first, *more = error.splitlines()
+    assert first.startswith("error: "), (words, error)
+    assert not more or all(line.startswith(("  •", "data: ")) for line in more), (words, error)
+    return error
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_random_values_of_random_keys(place, capsys):
+    known, refused = keys(), 0
+    for seed in range(NUM_CASES):
+        generator = random.Random(seed)
+        key, value = generator.choice(known), generator.choice(VALUES)
+        if not is_long(key, value):
+            refused += bool(one_error(capsys, f"{key}={value}"))
+    assert NUM_CASES // 3 < refused < NUM_CASES
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            f"optim.params.weight_decay_bias={{{_MODULE}}}",
+            "optim.params.weight_decay_bias: expected float, got",
+        ),
+        ("train.train_iter={_target_: builtins.int}", "train.train_iter: expected int, got a call of 'builtins.int'"),
+        ("train.amp={_target_: builtins.dict}", "train.amp: expected a section, got a call of 'builtins.dict'"),
+        (
+            "train.train_samples=12:30:45",
+            "train.train_samples: expected a plain number, got 12:30:45 · fix: write it in digits",
+        ),
+        ("train.warmup_ratio=1:30.5", "train.warmup_ratio: expected a plain number, got 1:30.5"),
+        ("train.train_iter=010", "train.train_iter: expected a plain number, got 010"),
+        ("optim.betas=[0.9, 12:30]", "optim.betas[1]: expected a plain number, got 12:30"),
+        ("train.checkpointer={period: 1:10}", "train.checkpointer.period: expected a plain number, got 1:10"),
+        ("train.seed.x=1", "train.seed: expected int, got {'x': 1} (dict)"),
+        ("model.config.n_layer.x=1", "model.config.n_layer: expected int, got {'x': 1} (dict)"),
+        ("train.seed=1e30", "train.seed: expected int, got 1e+30 (float)"),
+        ("train.consumed_train_samples=1e30", "train.consumed_train_samples: expected int, got 1e+30 (float)"),
+        (f"optim.lr={10**400}", "optim.lr: expected "),
+        ("optim.lr=.inf", "optim.lr: expected a finite number, got inf"),
+        ("optim.weight_decay=.nan", "optim.weight_decay: expected a number, got nan"),
+        ("model.config.n_head=-1", "model.config.n_head: expected 1 or more, got -1"),
+        ("model.config.num_hidden_layers=-2", "model.config.num_hidden_layers: expected 1 or more, got -2"),
+        ("model.config.n_head=0", "model: error in call to 'transformers"),
+        ("optim.params.clip_grad_max_norm=-1", "optim.params: error in call to"),
+        ("optim._target_=builtins.dict", "optim"),
+        ("train.scheduler._target_=builtins.dict", "optim, train.scheduler: TrainGraph"),
+        ("model.config.activation_function=text", "model: error in call to"),
+        ("data.paths=[texts, 3]", "data.paths"),
+        ('data.paths=["a\\0b"]', r"data.paths[0]: expected text without null characters, got 'a\x00b'"),
+        ('train.output_dir="a\\0b"', r"train.output_dir: expected text without null characters, got 'a\x00b'"),
+        ('import_from="a\\0b"', r"import_from: expected text without null characters, got 'a\x00b'"),
+        ('optim._target_="a\\0.b"', "optim"),
+        (
+            "train.dist.timeout_seconds=1e18",
+            "train.dist.timeout_seconds: expected 1000000000 or less, got 1e+18",
+        ),
+    ],
+)
+def test_the_key_is_named(capsys, word, message):
+    assert message in one_error(capsys, word)
+
+
+def test_a_model_that_fails_in_its_first_forward_is_named_with_the_line(place, capsys):
+    (place / "broken_model.py").write_text(
+        "import transformers\n\n\nclass Broken(transformers.GPT2LMHeadModel):\n"
+        "    def forward(self, *args, **kwargs):\n        return self.no_such_part\n"
+    )
+    error = one_error(capsys, "model._target_=broken_model.Broken")
+    what = "iteration 1 failed, AttributeError: 'Broken' object has no attribute 'no_such_part' (at "
+    assert f"error: model, task, data, optim, train.scheduler: {what}" in error
+    assert not (place / "out").exists()
+
+
+def test_data_that_fails_is_named(place, capsys):
+    (place / "broken_data.py").write_text(
+        "class Broken:\n    def __init__(self, **_):\n        pass\n\n    def open(self, task, *, seed, report):\n"
+        "        return {}['nothing']\n"
+    )
+    error = one_error(capsys, "data._target_=broken_data.Broken")
+    assert "error: data: opening it failed, KeyError: 'nothing' (at " in error
+    assert "broken_data.py:6) · fix: check these keys of the config" in error
+
+
+def test_a_sample_that_raises_stop_iteration_is_named(place, capsys):
+    """Python gives it a meaning of its own in generators, which contexts are made of."""
+    (place / "ends.py").write_text(
+        "import torch\n\n\nclass Ends(list):\n    def __getitem__(self, index):\n        raise StopIteration('end')\n"
+        "\n\ndef data():\n    from graphckpt.train import OwnData\n    return OwnData(train=Ends([1, 2]))\n"
+    )
+    (place / "tiny.py").write_text(
+        f"{CONFIG}\nfrom graphckpt.config import LazyCall\nfrom graphckpt.train import OwnLoss\n"
+        "data = {'_target_': 'ends.data'}\ntask = LazyCall(OwnLoss)()\n"
+        "model.config.update(vocab_size=9, n_positions=9)\n"
+    )
+    error = one_error(capsys)
+    assert "error: model, task, data, optim, train.scheduler: iteration 1 failed, StopIteration: end (at " in error
+
+
+def test_a_yaml_file_with_a_number_in_base_60_names_key_and_line(place, capsys):
+    (place / "odd.yaml").write_text("train:\n  train_samples: 12:30:45\n  output_dir: '12:30'\n  seed: 007\n")
+    assert main(["train", "--config-file", "odd.yaml"]) == 2
+    fix = "fix: write it in digits, without ':' and without a zero in front, or quote it"
+    assert capsys.readouterr().err.splitlines() == [
+        "error: odd.yaml:",
+        f"  • train.train_samples in line 2: expected a plain number, got 12:30:45 · {fix}",
+        f"  • train.seed in line 4: expected a plain number, got 007 · {fix}",
+    ]

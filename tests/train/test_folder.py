@@ -1,0 +1,253 @@
+"""The output folder: a run is never replaced unasked, and one that cannot start leaves no trace."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from helpers.small_run import rows_of, same_weights, stopped, train
+from omegaconf import OmegaConf
+from transformers import GenerationConfig
+
+from graphckpt.cli import main
+from graphckpt.config.trainer import trainer_from
+from graphckpt.errors import ConfigError
+from graphckpt.train.build_model import TrainGraph
+from graphckpt.train.loop import HookBase
+from graphckpt.train.snapshot import folder as snapshot
+
+BRIEF = ["train.train_iter=3", "train.evaluation.enabled=False"]
+
+
+def content(folder):
+    """What is in a folder, and when it was written."""
+    return {
+        path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+class Break(HookBase):
+    """Ends a run by an error after some iterations."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def after_step(self, loop):
+        if loop.done == self.done:
+            raise OSError("the machine is gone")
+
+
+def broken_off(done):
+    trainer = trainer_from("tiny.py")
+    trainer._more_hooks = (Break(done),)
+    with pytest.raises(OSError, match="the machine is gone"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("words", [[], ["--fast-dev-run", "train.output_dir=out"], ["optim.lr=0.1"]])
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_run_is_not_replaced_unasked(place, capsys, words, is_finished):
+    assert train(*BRIEF) == 0 if is_finished else stopped("out", 2)
+    before = content(place / "out")
+    capsys.readouterr()
+    assert train(*words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"error: train.output_dir: out already contains a run: model_{'final' if is_finished else '0'}"
+    )
+    assert "fix: --resume to continue it, another train.output_dir, or train.overwrite=True to replace it" in error
+    assert len(error.splitlines()) == 1
+    assert content(place / "out") == before
+
+
+def test_a_run_that_has_no_snapshot_yet_is_not_replaced_either(place, capsys):
+    broken_off(2)
+    before = content(place / "out")
+    assert train() == 2
+    error = capsys.readouterr().err
+    assert "out already contains a run: metrics.json, log.txt, config.yaml · fix: another train.output_dir, or" in error
+    assert error.endswith("train.overwrite=True to replace it (--resume needs a snapshot, and there is none)\n")
+    assert content(place / "out") == before
+
+
+def test_a_snapshot_alone_is_a_run(place, capsys):
+    assert train(*BRIEF) == 0
+    for path in list((place / "out").iterdir()):
+        if path.is_file():
+            path.unlink()
+    before = content(place / "out")
+    assert train() == 2
+    assert "already contains a run: model_final · fix" in capsys.readouterr().err
+    assert content(place / "out") == before
+
+
+def test_what_is_no_run_is_no_hindrance_and_stays(place):
+    (place / "out").mkdir()
+    (place / "out" / "notes.txt").write_text("mine")
+    (place / "out" / ".mine.old").write_text("mine too")
+    (place / "out" / ".mine.tmp").write_text("mine too")
+    assert train(*BRIEF) == 0
+    assert [(place / "out" / name).read_text()[:4] for name in ("notes.txt", ".mine.old", ".mine.tmp")] == ["mine"] * 3
+
+
+def test_the_same_trainer_does_not_train_over_its_own_run(place):
+    trainer = trainer_from("tiny.py", BRIEF)
+    trainer.train()
+    before = content(place / "out")
+    with pytest.raises(ConfigError, match="out already contains a run"):
+        trainer.train()
+    assert content(place / "out") == before
+
+
+def test_overwrite_leaves_the_new_run_alone_and_what_is_not_of_a_run(place):
+    assert train() == 0
+    (place / "out" / "notes.txt").write_text("mine")
+    (place / "out" / "plan.yaml").write_text("of the old run")
+    old = snapshot.read_info(place / "out" / "model_final")["run"]
+    assert train(*BRIEF, "train.overwrite=True") == 0
+    files = ["config.yaml", "last_checkpoint", "log.txt", "metrics.json", "notes.txt", "run.lock", "step.png"]
+    assert sorted(path.name for path in (place / "out").iterdir()) == sorted([*files, "model_final"])
+    assert snapshot.read_info(place / "out" / "model_final")["run"] != old
+    assert [row["iteration"] for row in rows_of(place / "out")] == [0, 2]
+    assert train(*BRIEF, "train.output_dir=fresh") == 0
+    assert same_weights(place / "out", place / "fresh")
+
+
+def test_overwrite_is_not_in_the_saved_config(place, capsys):
+    assert train(*BRIEF, "train.overwrite=True") == 0
+    assert OmegaConf.load("out/config.yaml").train.overwrite is False
+    assert main(["train", "--config-file", "out/config.yaml"]) == 2
+    assert "already contains a run" in capsys.readouterr().err
+
+
+def test_overwrite_does_not_go_with_resume(place, capsys):
+    assert train(*BRIEF) == 0
+    before = content(place / "out")
+    assert train("--resume", "train.overwrite=True") == 2
+    assert (
+        "train.overwrite: True is not supported with --resume · fix: leave one of them out" in capsys.readouterr().err
+    )
+    assert content(place / "out") == before
+
+
+FAULTS = {
+    "model": ["model.config.n_embd=33"],
+    "optimizer": ["optim.betas=[2, 3]"],
+    "data": ["data.seq_length=100000"],
+    "blocks": ["train.activation_checkpoint.enabled=True", "train.activation_checkpoint.unit=Nothing"],
+    "weights": ["train.load_weight=nowhere"],
+}
+
+
+@pytest.mark.parametrize("words", [*FAULTS.values(), None], ids=[*FAULTS, "first step"])
+@pytest.mark.parametrize("mode", ["new", "overwrite", "resume"])
+def test_a_run_that_cannot_start_changes_nothing(place, monkeypatch, capsys, words, mode):
+    if mode != "new":
+        stopped("out", 2)
+    if words is None:
+        monkeypatch.setattr(TrainGraph, "build", _without_memory)
+    before = content(place)
+    more = {"new": [], "overwrite": ["train.overwrite=True"], "resume": ["--resume", "train.train_iter=7"]}[mode]
+    is_good = mode == "resume" and words == FAULTS["weights"]  # which a resume does not read
+    assert train(*(words or []), *more) == (0 if is_good else 2)
+    if not is_good:
+        after = {path: what for path, what in content(place).items() if path.parts[0] != "cache"}
+        before = {path: what for path, what in before.items() if path.parts[0] != "cache"}
+        if mode == "overwrite":  # the lock notes its last holder
+            before.pop(Path("out/run.lock"))
+            after.pop(Path("out/run.lock"))
+        assert {path: what[1] for path, what in after.items()} == {path: what[1] for path, what in before.items()}
+
+
+def _without_memory(self, **batch):
+    raise MemoryError("no room")
+
+
+def test_a_resume_that_finds_nothing_makes_no_folder(place, capsys):
+    assert train("--resume", "train.output_dir=some/where") == 2
+    assert "some/where holds no last_checkpoint" in capsys.readouterr().err
+    assert not (place / "some").exists()
+    (place / "some").mkdir()
+    assert train("--resume", "train.output_dir=some") == 2
+    assert list((place / "some").iterdir()) == []
+
+
+def test_a_resume_of_another_model_leaves_config_and_history(place, capsys):
+    stopped("out", 2)
+    before = content(place / "out")
+    before.pop(Path("run.lock"))
+    assert train("--resume", "model.config.n_embd=32") == 2
+    assert "is of another model" in capsys.readouterr().err
+    after = content(place / "out")
+    after.pop(Path("run.lock"))
+    assert after == before
+    assert train("--resume", "optim.lr=4e-3") == 0
+    assert OmegaConf.load("out/config.yaml").optim.lr == 4e-3
+
+
+def test_evaluation_alone_makes_no_folder_and_begins_no_log(place):
+    assert train(*BRIEF) == 0
+    assert train("--eval-only", "train.load_weight=out/model_final", "train.output_dir=other") == 0
+    assert not (place / "other").exists()
+
+
+def test_fast_dev_run_writes_to_a_temporary_folder_and_says_which(place, monkeypatch, capsys):
+    assert train(*BRIEF) == 0
+    before = content(place / "out")
+    (place / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place / "temporary"))
+    capsys.readouterr()
+    assert train("--fast-dev-run") == 0
+    assert content(place / "out") == before
+    (made,) = (place / "temporary").iterdir()
+    assert f"--fast-dev-run writes to {made}, which stays until you remove it" in capsys.readouterr().out
+    assert {"model_final", "metrics.json", "log.txt"} <= {path.name for path in made.iterdir()}
+    assert OmegaConf.load(made / "config.yaml").train.output_dir == str(made)
+    assert train("--fast-dev-run", "--resume") == 2
+    assert re.search(r"nothing to --resume · fix: leave one of them out", capsys.readouterr().err)
+    assert len(list((place / "temporary").iterdir())) == 1
+
+
+def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place):
+    stopped("out", 2)
+    before = content(place / "out")
+
+    class Look(HookBase):
+        seen = None
+
+        def before_step(self, loop):
+            if loop.done == 0:
+                self.seen = content(place / "out")
+
+    trainer = trainer_from("tiny.py", ["train.overwrite=True", *BRIEF])
+    look = Look()
+    trainer._more_hooks = (look,)
+    trainer.train()
+    for found in (look.seen, before):
+        found.pop(Path("run.lock"))
+    assert look.seen == before
+    assert not (place / "out" / "model_0000001").exists()
+
+
+def test_what_cannot_be_saved_shows_before_the_run(place, capsys):
+    assert train("model.config.output_attentions=True") == 2  # which Transformers saves in no generation config
+    assert "error: model: saving its config failed, " in capsys.readouterr().err
+    assert not (place / "out").exists()
+
+
+def test_a_snapshot_whose_companions_cannot_be_written_does_not_end_the_run(place, monkeypatch, capsys):
+    save, calls = GenerationConfig.save_pretrained, iter(range(100))
+
+    def refuse_later(self, folder):
+        if next(calls) == 1:
+            raise ValueError("a generation config that means nothing")
+        save(self, folder)
+
+    monkeypatch.setattr(GenerationConfig, "save_pretrained", refuse_later)
+    assert train("train.evaluation.enabled=False") == 0
+    out = capsys.readouterr().out
+    assert "a generation config that means nothing · no snapshot was saved; training continues" in out
+    assert "saved model_final" in out

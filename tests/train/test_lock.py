@@ -1,0 +1,154 @@
+"""Two processes and one output folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.small_run import train
+
+from graphckpt.config.trainer import trainer_from
+from graphckpt.errors import ConfigError
+from graphckpt.train.snapshot.saved_run import FolderLock
+
+pytestmark = pytest.mark.usefixtures("place")
+
+_HOLDERS = """
+import os, signal, sys
+from pathlib import Path
+from graphckpt.errors import ConfigError
+from graphckpt.train.snapshot.saved_run import FolderLock
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+for folder in sys.stdin:
+    if os.fork() == 0:
+        lock = FolderLock(Path(folder.strip()))
+        try:
+            lock.acquire()
+            lock.sign()
+        except ConfigError:
+            print(0, flush=True)
+            os._exit(0)
+        print(os.getpid(), flush=True)
+        signal.pause()
+"""
+
+
+@pytest.fixture(scope="module")
+def hold():
+    """Has another process lock a folder until it is killed, and returns its number; 0 if it is locked already.
+
+    These processes are children of one that has imported what they need, which takes seconds.
+    """
+    words = [sys.executable, "-c", _HOLDERS]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def hold(folder):
+            process.stdin.write(f"{folder}\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        yield hold
+        process.stdin.close()
+
+
+def end(number):
+    """Kills a process, and waits until it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(number, signal.SIGKILL)
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def other(place, hold):
+    """A process that holds the lock of ``out``."""
+    (place / "out").mkdir()
+    number = hold(place / "out")
+    assert number > 0
+    yield number
+    end(number)
+
+
+@pytest.mark.multi_process
+def test_the_second_process_is_told_which_is_the_first_and_harms_nothing(place, other, capsys):
+    (place / "out" / "log.txt").write_text("of the first\n")
+    (place / "out" / "config.yaml").write_text("of: the first\n")
+    for words in ([], ["--resume"]):
+        assert train(*words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: train.output_dir: out: process {other} on ")
+        assert f"is training in this folder · fix: wait until it ends, or end it (kill {other} " in error
+        assert len(error.splitlines()) == 1
+    assert (place / "out" / "log.txt").read_text() == "of the first\n"
+    assert (place / "out" / "config.yaml").read_text() == "of: the first\n"
+
+
+@pytest.mark.multi_process
+def test_a_killed_process_leaves_no_lock(place, other):
+    with pytest.raises(ConfigError, match="is training in this folder"):
+        trainer_from("tiny.py")
+    end(other)
+    assert (place / "out" / "run.lock").exists()
+    assert trainer_from("tiny.py") is not None
+
+
+@pytest.mark.multi_process
+def test_evaluation_may_look_on(place, other):
+    assert trainer_from("tiny.py", eval_only=True) is not None
+
+
+@pytest.mark.multi_process
+def test_a_finished_run_lets_others_in_and_so_does_one_that_is_forgotten(place, hold):
+    def is_free():
+        number = hold(place / "out")
+        if number:
+            end(number)
+        return number > 0
+
+    first = trainer_from("tiny.py", ["train.train_iter=1", "train.evaluation.enabled=False"])
+    assert not is_free()
+    second = trainer_from("tiny.py")  # a notebook's cell, run again
+    del second
+    gc.collect()
+    assert not is_free()
+    first.train()
+    assert is_free()
+    third = trainer_from("tiny.py", ["train.overwrite=True"])
+    assert not is_free()
+    del third
+    gc.collect()
+    assert is_free()
+
+
+def test_what_a_file_system_cannot_do_stops_nobody(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    FolderLock(tmp_path).acquire()
+
+
+@pytest.mark.multi_process
+def test_a_full_disk_locks_all_the_same(tmp_path, monkeypatch, hold):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        first = FolderLock(tmp_path)
+        first.acquire()
+        first.sign()
+    assert hold(tmp_path) == 0
+    first.release(discard=False)
+    number = hold(tmp_path)
+    assert number > 0
+    end(number)

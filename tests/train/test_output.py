@@ -1,0 +1,108 @@
+"""Files that are replaced as one, and appended on a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from graphckpt.train import output
+from graphckpt.train.output import AppendFile, cut_log, cut_metrics, replacing, write_text
+
+
+class _Killed(BaseException):
+    """Ends the writer where it is."""
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), _Killed()])
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path, monkeypatch, error, call):
+    path = tmp_path / "config.yaml"
+    path.write_text("old: 1\n")
+
+    def fails(*args, **kwargs):
+        raise error
+
+    if call == "write":
+        monkeypatch.setattr(Path, "write_text", fails)
+    else:
+        monkeypatch.setattr(os, call, fails)
+    with pytest.raises(type(error)):
+        write_text(path, "new: 2\n")
+    monkeypatch.undo()
+    assert {found.name: found.read_text() for found in tmp_path.iterdir()} == {"config.yaml": "old: 1\n"}
+
+
+def test_what_is_half_written_by_another_library_is_not_put_in_place(tmp_path):
+    path = tmp_path / "step.png"
+    path.write_bytes(b"old")
+
+    def draw():
+        with replacing(path) as fresh:
+            assert fresh.suffix == ".png"
+            fresh.write_bytes(b"half")
+            raise ValueError("draw")
+
+    with pytest.raises(ValueError, match="draw"):
+        draw()
+    assert [found.name for found in tmp_path.iterdir()] == ["step.png"]
+    assert path.read_bytes() == b"old"
+
+
+def test_a_cut_history_is_the_old_one_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.json"
+    path.write_text('{"iteration": 1}\n{"iteration": 9}\n')
+
+    def fails(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(output, "sync", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        cut_metrics(path, 1)
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 9}\n'
+
+
+def test_lines_that_a_full_disk_refused_come_with_the_next(tmp_path, monkeypatch):
+    file = AppendFile(tmp_path / "log.txt")
+    assert file.append("a\n") is None
+    opened = type(tmp_path).open
+
+    class HalfFull:
+        def __init__(self, file):
+            self.file = file
+            self.is_full = False
+
+        def write(self, data):
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.is_full = True
+            return self.file.write(data[:1])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "open", lambda *args, **kwargs: HalfFull(opened(*args, **kwargs)))
+        assert file.append("bcd\n").errno == errno.ENOSPC
+    assert (tmp_path / "log.txt").read_text() == "a\n"
+    assert file.append("é\n") is None
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "a\nbcd\né\n"
+
+
+def test_history_beyond_the_snapshot_is_dropped(tmp_path):
+    metrics, log = tmp_path / "metrics.json", tmp_path / "log.txt"
+    metrics.write_text('{"iteration": 3}\n{"iteration": 7}\n{"iteration": 9}\n{"iterat')
+    log.write_text("[x]: model\n[x]: eta: 0  iteration: 8/9  total\n[x]: eta: 0  iteration: 9/9  total\n[x]: a table")
+    cut_metrics(metrics, 7)
+    cut_log(log, 7)
+    assert metrics.read_text() == '{"iteration": 3}\n{"iteration": 7}\n'
+    assert log.read_text() == "[x]: model\n[x]: eta: 0  iteration: 8/9  total\n[x]: a table\n"
+    cut_log(tmp_path / "none", 7)

@@ -1,0 +1,285 @@
+"""Stopping, resuming, evaluating alone, starting from weights: whole runs of the command line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import types
+
+import pytest
+import torch
+from helpers.small_run import CONFIG, TIMES, StopAfter, rows_of, same_weights, stopped, train
+from transformers import AutoModelForCausalLM
+
+from graphckpt.config.trainer import trainer_from
+from graphckpt.train.hooks.metrics import tag_of
+from graphckpt.train.hooks.snapshot import BestHook
+from graphckpt.train.snapshot import folder as snapshot
+from graphckpt.train.snapshot.run_state import RunState
+
+pytestmark = pytest.mark.usefixtures("place")
+
+
+def test_folders_and_files_are_called_as_libai_calls_them(place, capsys):
+    assert train() == 0
+    names = sorted(path.name for path in (place / "out").iterdir())
+    files = ["config.yaml", "last_checkpoint", "log.txt", "metrics.json", "run.lock", "step.png"]
+    assert names == sorted([*files, "model_0000003", "model_0000007", "model_best", "model_final"])
+    assert (place / "out" / "last_checkpoint").read_text() == "model_final\n"
+    info = snapshot.check(place / "out" / "model_0000007")
+    assert (info["iteration"], info["done"], info["consumed_samples"]) == (7, 8, 32)
+    best = min((row for row in rows_of(place / "out") if "eval_ppl" in row), key=lambda row: row["eval_ppl"])
+    assert snapshot.read_info(place / "out" / "model_best")["iteration"] == best["iteration"]
+    assert snapshot.read_info(place / "out" / "model_best")["metrics"]["eval_ppl"] == best["eval_ppl"]
+    assert "saved model_0000003 in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "number"), [("torch.optim.AdamW", signal.SIGINT), ("torch.optim.NAdam", signal.SIGTERM)]
+)
+def test_stopped_and_resumed_it_ends_at_the_same_bits(place, optimizer, number):
+    """With dropout, accumulation, a schedule, evaluation, and a stop between two lines of the log."""
+    words = [f"optim._target_={optimizer}", "train.amp.enabled=True"]
+    if optimizer.endswith("NAdam"):
+        (place / "tiny.py").write_text(CONFIG + "del optim['eps']\n", encoding="utf-8")
+    assert train("train.output_dir=whole", *words) == 0
+    for done in (2, 5):
+        outcome = stopped("parts", 2, *words, number=number) if done == 2 else None
+        trainer = trainer_from("tiny.py", ["train.output_dir=parts", *words], resume=True)
+        trainer._more_hooks = (StopAfter(5, number),) if done == 2 else ()
+        outcome = trainer.train()
+        assert (outcome.iterations, outcome.is_stopped) == ((5, True) if done == 2 else (10, False))
+    assert same_weights(place / "whole", place / "parts")
+    assert rows_of(place / "parts") == rows_of(place / "whole")
+    log = (place / "parts" / "log.txt").read_text()
+    assert log.count("iteration: 9/10  consumed_samples: 36") == 1
+    assert "resumed from parts/model_0000004, after iteration: 5/10" in log
+
+
+def test_the_scaler_of_float16_goes_on_where_it_was(place):
+    """Its state counts the updates since it last grew, so one that began anew would show."""
+    words = ["train.amp.enabled=True", "train.amp.dtype=float16"]
+    assert train("train.output_dir=whole", *words) == 0
+    stopped("parts", 4, *words)
+    assert train("--resume", "train.output_dir=parts", *words) == 0
+    assert same_weights(place / "whole", place / "parts")
+    scales = [torch.load(path, weights_only=True) for path in sorted(place.glob("*/model_final/graph.pt"))]
+    assert len(scales) == 2
+    assert "System-Train-GradScaler" in str(scales[0])
+    assert str(scales[0]) == str(scales[1])
+
+
+def test_without_the_rng_state_it_would_not_be_the_same(place, monkeypatch):
+    """The test above sees what a resume leaves out."""
+    assert train("train.output_dir=whole") == 0
+    stopped("parts", 5)
+    monkeypatch.setattr(RunState, "_set_random", lambda self, state: None)
+    assert train("train.output_dir=parts", "--resume") == 0
+    assert not same_weights(place / "whole", place / "parts")
+
+
+def test_nothing_is_left_to_resume_and_then_more_is(place, capsys):
+    assert train() == 0
+    before = (place / "out" / "metrics.json").read_text()
+    assert train("--resume") == 0
+    assert "already finished · fix: raise train.train_iter" in capsys.readouterr().out
+    assert (place / "out" / "metrics.json").read_text() == before
+    assert train("--resume", "train.train_iter=12") == 0
+    assert [row["iteration"] for row in rows_of(place / "out")][-3:] == [8, 9, 11]
+    assert snapshot.check(place / "out" / "model_final")["done"] == 12
+
+
+def test_another_batch_size_goes_on_with_the_samples_that_come_next(place):
+    stopped("out", 3)
+    assert train("--resume", "train.num_accumulation_steps=4", "train.train_iter=6") == 0
+    assert [row["consumed_samples"] for row in rows_of(place / "out") if "lr" in row] == [4, 12, 36]
+
+
+def test_eval_only_prints_what_the_run_measured_and_changes_nothing(place, capsys):
+    assert train() == 0
+    out = place / "out"
+    before = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file() and path.name != "log.txt"}
+    last = rows_of(out)[-1]
+    capsys.readouterr()
+    for words in ([], ["--resume"], ["train.load_weight=out/model_final"]):
+        assert train("--eval-only", *words) == 0
+        text = f"model_final: held-out loss {last['eval_loss']:.4f}  ppl {last['eval_ppl']:.4f}"
+        assert text in capsys.readouterr().out
+    assert (out / "log.txt").read_text().count("model_final: held-out loss") == 3
+    after = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file() and path.name != "log.txt"}
+    assert after == before
+
+
+def test_weights_to_start_from_may_be_those_of_transformers(place, capsys):
+    assert train() == 0
+    AutoModelForCausalLM.from_pretrained(place / "out" / "model_final").save_pretrained(place / "theirs")
+    final = rows_of(place / "out")[-1]["eval_loss"]
+    for folder in ("out/model_final", "theirs"):
+        capsys.readouterr()
+        assert train(f"train.load_weight={folder}", "--eval-only", "train.output_dir=again") == 0
+        assert f"held-out loss {final:.4f}" in capsys.readouterr().out
+    assert train("train.load_weight=theirs", "train.output_dir=again", "train.train_iter=1", "optim.lr=0.0") == 0
+    assert same_weights(place / "out", place / "again")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume"], "out holds no last_checkpoint, so there is nothing to resume · fix: start without --resume"),
+        (["--eval-only"], "nothing to evaluate: "),
+        (["train.load_weight=nowhere"], "nowhere: no such folder"),
+        (["train.load_weight=texts"], "texts: has no model.safetensors"),
+        (["train.checkpointer.period=0"], "train.checkpointer.period: expected 1 or more, got 0"),
+        (["train.evaluation.eval_mode=least"], "train.evaluation.eval_mode: expected"),
+        (["train.output_dir=tiny.py"], "train.output_dir: tiny.py: File exists · fix: name a folder"),
+        (["train.tensorboard=True"], "the package tensorboard is not installed · fix: pip install"),
+        (["train.wandb.enabled=True"], "train.wandb: the package wandb is not installed · fix: pip install"),
+    ],
+)
+def test_faults_are_one_clear_error(capsys, monkeypatch, words, message):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train(*words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == (2 if "1 fault:" in error else 1)
+
+
+def test_a_snapshot_of_another_model_is_one_clear_error(place, capsys):
+    stopped("out", 5)
+    assert train("--resume", "model.config.n_embd=32") == 2
+    error = capsys.readouterr().err
+    assert "out/model_0000004: is of another model: transformer.wte.weight is (300, 16), not (300, 32)" in error
+    assert "more · fix: describe the model" in error
+    assert train("--resume", "optim.params.weight_decay_bias=0.1") == 2
+    error = capsys.readouterr().err
+    assert "out/model_0000004/graph.pt: System-Train-Optimizer-0.param_groups: expected groups of [10, 5, 13]" in error
+    assert "fix: resume with the config that it was written with, or start from its weights" in error
+    assert train("--resume") == 0
+
+
+def test_other_data_is_told(place, capsys):
+    stopped("out", 5)
+    (place / "texts" / "more.txt").write_text("w1 w2 w3 " * 500, encoding="utf-8")
+    assert train("--resume") == 0
+    assert "the data changed since" in capsys.readouterr().out
+
+
+def test_another_number_of_threads_is_told(place, monkeypatch, capsys):
+    stopped("out", 3)
+    assert train("--resume", "train.train_iter=4") == 0
+    assert "the machine or the processes changed" not in capsys.readouterr().out
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert train("--resume", "train.train_iter=5") == 0
+    assert "-> 77; sums may be rounded differently" in capsys.readouterr().out
+
+
+def test_a_metric_that_is_not_measured_is_told_once(place, capsys):
+    assert train("train.evaluation.eval_metric=acc") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("train.evaluation.eval_metric: 'acc' was not measured") == 1
+    assert "fix: use one of eval_loss, eval_ppl" in printed
+    assert not (place / "out" / "model_best").exists()
+
+
+def test_best_is_by_the_mode():
+    saved = []
+    loop = types.SimpleNamespace(
+        metrics={},
+        synchronize=lambda: None,
+        report=types.SimpleNamespace(line=lambda *_: None),
+        position="iteration: 1/9",
+    )
+    hook = BestHook(lambda name, loop: saved.append(loop.metrics["acc"]) is None, metric="acc", mode="max")
+    for value in (0.5, 0.4, float("nan"), 0.6):
+        loop.metrics = {"acc": value}
+        hook.after_step(loop)
+    other = BestHook(lambda name, loop: saved.append(loop.metrics["acc"]) is None, metric="acc", mode="max")
+    other.load_state_dict(hook.state_dict())
+    loop.metrics = {"acc": 0.55}
+    other.after_step(loop)
+    assert saved == [0.5, 0.6]
+
+
+def test_tensorboard_gets_every_metric(place, pictures, monkeypatch):
+    written, pictures = [], {}
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def add_image(self, name, picture, step, dataformats):
+            pictures[name] = picture.shape, step, dataformats
+
+        def close(self):
+            written.append("closed")
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    assert train("train.tensorboard=True", "train.activation_checkpoint.enabled=True") == 0
+    assert written[0] == ("out", 0)
+    assert written[-1] == "closed"
+    last = max(step for _, _, step in written[1:-1])
+    expected = {
+        (tag_of(name), value, row["iteration"])
+        for row in rows_of(place / "out")
+        for name, value in row.items()
+        if name != "iteration"
+    }
+    found = {row for row in written[1:-1] if row[0] not in map(tag_of, TIMES)}
+    kept = {name: value for name, value, step in found - expected if step == last}
+    assert expected - found == set()
+    assert kept.keys() == {"memory/kept_bytes", "memory/kept_bytes_plain"}
+    assert kept["memory/kept_bytes"] < kept["memory/kept_bytes_plain"]
+    assert {name for name, *_ in found} >= {"train/total_loss", "train/lr", "eval/ppl"}
+    assert pictures == {"memory/step": ((*pictures["memory/step"][0][:2], 4), last, "HWC")}
+
+
+def test_wandb_gets_every_metric_and_goes_on_with_the_same_run(place, monkeypatch):
+    begun, logged = [], []
+    run = types.SimpleNamespace(finish=lambda: begun.append("end"))
+    run.log = lambda values, step: logged.append((step, values))
+    module = types.ModuleType("wandb")
+    module.init = lambda **settings: begun.append(settings) or run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    words = ["train.wandb.enabled=True", "train.wandb.project=tests", "train.wandb.mode=offline"]
+    assert train(*words, "train.train_iter=4") == 0
+    assert train(*words, "--resume") == 0
+    first, _, second, _ = begun
+    assert first["id"] == second["id"]
+    assert (first["project"], first["name"], first["mode"], first["resume"]) == ("tests", "out", "offline", None)
+    assert second["resume"] == "allow"
+    rows = {row["iteration"]: row for row in rows_of(place / "out")}
+    assert {step for step, _ in logged} == set(rows)
+    sent = [
+        (step, name, value) for step, found in logged for name, value in found.items() if name not in map(tag_of, TIMES)
+    ]
+    assert all({tag_of(key): number for key, number in rows[step].items()}[name] == value for step, name, value in sent)
+
+
+def test_epochs_between_snapshots(place):
+    words = ["train.checkpointer.save_model_after_n_epoch=1", "train.checkpointer.max_to_keep=9"]
+    trainer = trainer_from("tiny.py", ["train.train_iter=1"])
+    trainer.train()
+    num_samples = snapshot.read_info(place / "out" / "model_final")["data"]["num_samples"]
+    period = num_samples // 4
+    batch = [f"train.train_micro_batch_size={num_samples // 2}", "train.num_accumulation_steps=1"]
+    assert period > 1
+    assert train(*words, *batch, "train.output_dir=epochs", "train.evaluation.enabled=False") == 0
+    assert [path.name for path in sorted((place / "epochs").glob("model_0*"))] == [
+        f"model_000000{n}" for n in (1, 3, 5, 7)
+    ]
+
+
+def test_epochs_between_evaluations(place):
+    trainer = trainer_from("tiny.py", ["train.train_iter=1", "train.evaluation.enabled=False"])
+    trainer.train()
+    num_samples = snapshot.read_info(place / "out" / "model_final")["data"]["num_samples"]
+    batch = [f"train.train_micro_batch_size={num_samples // 2 - 1}", "train.num_accumulation_steps=1"]
+    assert train(*batch, "train.evaluation.eval_after_n_epoch=2", "train.output_dir=epochs") == 0
+    evaluated = [row["iteration"] for row in rows_of(place / "epochs") if "eval_ppl" in row]
+    assert evaluated == [3, 7, 9]  # libai counts whole updates in an epoch: 2, although a few samples are left over

@@ -1,0 +1,346 @@
+"""Whole runs of the command line, on a model and a text of a minute's reading."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.small_run import CONFIG, train
+from helpers.subprocess_runner import run_script
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from graphckpt.cli import main
+from graphckpt.config.files import existing
+from graphckpt.config.trainer import trainer_from
+from graphckpt.train.build_model import TrainGraph
+from graphckpt.train.loop import HookBase
+from graphckpt.train.output import Report
+
+LARGER = """
+data.seq_length = 32
+model.config.update(n_layer=3, n_embd=32)
+train.update(train_micro_batch_size=8, num_accumulation_steps=None, train_iter=12, log_period=1, warmup_ratio=0.1)
+train.checkpointer.update(period=5000, max_to_keep=100)
+train.evaluation.update(eval_period=6, eval_iter=3)
+train.activation_checkpoint.enabled = True
+"""
+
+
+@pytest.fixture(autouse=True)
+def larger(place):
+    (place / "tiny.py").write_text(CONFIG + LARGER, encoding="utf-8")
+
+
+def _rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+
+
+def _losses(folder):
+    return [row["total_loss"] for row in _rows(folder) if "total_loss" in row]
+
+
+def test_a_run_learns_and_writes_all(place, pictures, capsys):
+    assert train("train.train_iter=40", "train.log_period=5") == 0
+    out = place / "out"
+    rows = _rows(out)
+    losses = _losses(out)
+    assert losses[0] == pytest.approx(math.log(300), rel=0.1)
+    assert losses[-1] < losses[0] - 1
+    evaluated = [row for row in rows if "eval_ppl" in row]
+    assert [row["iteration"] for row in evaluated] == [5, 11, 17, 23, 29, 35, 39]
+    assert all(row["eval_ppl"] == math.exp(row["eval_loss"]) for row in evaluated)
+    assert (out / "step.png").read_bytes().startswith(b"\x89PNG")
+
+    printed, log = capsys.readouterr().out, (out / "log.txt").read_text()
+    for text in (printed, log):
+        assert re.search(r"model\.transformer\.h\.0-2 \(3x\) +full", text)
+        assert "kept for backward" in text
+        assert re.search(
+            r"eta: 0:00:00  iteration: 40/40  consumed_samples: 320"
+            r"  total_loss: \d\.\d+  lm_loss: \d\.\d+  time: \S+ s/iter"
+            r"  data_time: \S+ s/iter  total_throughput: \S+ samples/s  lr: \S+"
+            r"  process_memory: \S+ [MG]iB  peak_process_memory: \S+ [MG]iB",
+            text,
+        )
+        assert re.search(r"Overall training speed: 40 iterations in 0:00:\d\d \(\S+ s / it\)", text)
+    assert "model_final" in printed
+
+
+def test_saved_model_is_the_trained_one_for_transformers(place):
+    assert train() == 0
+    model = AutoModelForCausalLM.from_pretrained(place / "out" / "model_final")
+    tokenizer = AutoTokenizer.from_pretrained(place / "out" / "model_final")
+    assert tokenizer.decode(tokenizer("w1 w2 text")["input_ids"]) == "w1 w2 text"
+    trainer = trainer_from("tiny.py", ["train.output_dir=again"])
+    prepared = trainer._data.prepare(trainer.report)
+    total = count = 0.0
+    with torch.no_grad():
+        chosen = [n * len(prepared.heldout) // 12 for n in range(12)]
+        for first in (0, 4, 8):  # the three batches of four that the run evaluated
+            rows = prepared.heldout.batch(chosen[first : first + 4])
+            total += model(input_ids=rows, labels=rows).loss.item() * rows.shape[0]
+            count += rows.shape[0]
+    assert total / count == pytest.approx(_rows(place / "out")[-1]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "train.activation_checkpoint.rule=selective",
+        "train.activation_checkpoint.rule=True",
+        'train.activation_checkpoint.blocks={"transformer.h.*.mlp": {"activation_checkpointing": true}}',
+    ],
+)
+def test_losses_are_the_same_to_the_bit_without_checkpointing(place, policy):
+    assert train("train.output_dir=plain", "train.activation_checkpoint.enabled=False") == 0
+    assert train("train.output_dir=policy", policy) == 0
+    assert _losses(place / "policy") == _losses(place / "plain")
+    weights = [(place / name / "model_final" / "model.safetensors").read_bytes() for name in ("plain", "policy")]
+    assert weights[0] == weights[1]
+
+
+def test_named_blocks_are_those_that_act(place):
+    blocks = '{"transformer.h.[01]": {"activation_checkpointing": true}}'
+    only = ["train.activation_checkpoint.rule=null", f"train.activation_checkpoint.blocks={blocks}"]
+    assert train("train.train_iter=3", *only) == 0
+    log = (place / "out" / "log.txt").read_text()
+    assert re.search(r"model\.transformer\.h\.0-1 \(2x\) +full", log)
+    assert re.search(r"model\.transformer\.h\.2 +keep", log)
+
+
+def test_accumulation_comes_near_one_large_batch(place):
+    dropout = [f"model.config.{name}=0" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    assert train("train.output_dir=one", *dropout) == 0
+    steps = ["train.num_accumulation_steps=4", "train.train_micro_batch_size=2"]
+    assert train("train.output_dir=four", *dropout, *steps) == 0
+    assert _losses(place / "four") == pytest.approx(_losses(place / "one"), rel=1e-3)
+    assert [row["consumed_samples"] for row in _rows(place / "four")] == [8 * n for n in range(1, 13)]
+
+
+def test_amp_trains_in_the_shorter_type(place):
+    assert train("train.output_dir=long") == 0
+    assert train("train.output_dir=short", "train.amp.enabled=True") == 0
+    long, short = _losses(place / "long"), _losses(place / "short")
+    assert short != long
+    assert short == pytest.approx(long, rel=0.05)
+
+
+def test_saved_config_runs_the_same_again(place):
+    assert train("train.seed=7") == 0
+    first = _losses(place / "out")
+    assert main(["train", "--config-file", "out/config.yaml", "train.output_dir=again"]) == 0
+    assert _losses(place / "again") == first
+    assert train("train.seed=8", "train.overwrite=True") == 0
+    assert _losses(place / "out") != first
+
+
+def test_fast_dev_run_and_overrides_between_flags(place):
+    assert (
+        main(
+            [
+                "train",
+                "train.evaluation.eval_iter=1",
+                "train.output_dir=out",
+                "--fast-dev-run",
+                "optim.lr=1e-3",
+                "--config-file",
+                "tiny.py",
+            ]
+        )
+        == 0
+    )
+    rows = _rows(place / "out")
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert [row["consumed_samples"] for row in rows] == [2, 4, 6]
+    assert [row["iteration"] for row in rows if "eval_ppl" in row] == [1, 2]
+    log = (place / "out" / "log.txt").read_text()
+    assert "--fast-dev-run made the run smaller; key=value on the command line wins over these:" in log
+    assert "  train.train_micro_batch_size=2  (else 8)" in log
+    assert "eval_iter" not in log  # which the command line said
+
+
+def test_what_the_command_line_says_is_not_made_smaller(place):
+    words = ["train.train_iter=5", "train.train_micro_batch_size=4", "train.evaluation.eval_period=4"]
+    assert train("--fast-dev-run", "train.output_dir=out", *words) == 0
+    rows = _rows(place / "out")
+    assert [row["consumed_samples"] for row in rows] == [4, 8, 12, 16, 20]
+    assert [row["iteration"] for row in rows if "eval_ppl" in row] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "fix"),
+    [
+        (MemoryError("no room"), [], "no room · fix: a train.train_micro_batch_size below 8, with more"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried\nmore"),
+            ["train.activation_checkpoint.enabled=False"],
+            "you tried · fix: train.activation_checkpoint.enabled=True, or a train.train_micro_batch_size below 8",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            ["train.train_micro_batch_size=1"],
+            "CUDA out of memory · fix: use a smaller model, shorter samples, or a device with more memory",
+        ),
+    ],
+)
+def test_memory_that_runs_out_is_one_clear_error(monkeypatch, capsys, error, words, fix):
+    def full(self, **batch):
+        raise error
+
+    monkeypatch.setattr(TrainGraph, "build", full)
+    assert train(*words) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: memory ran out: ")
+    assert fix in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(place):
+    class Remove(HookBase):
+        def after_step(self, loop):
+            if loop.done == 4:
+                shutil.rmtree(place / "out")
+
+    trainer = trainer_from("tiny.py", ["train.checkpointer.period=3"])
+    trainer._more_hooks = (Remove(),)
+    assert trainer.train().iterations == 12
+    assert AutoModelForCausalLM.from_pretrained(place / "out" / "model_final") is not None
+    assert train("--resume") == 0
+
+
+def test_interrupt_saves_what_there_is(place):
+    class Interrupt(HookBase):
+        def after_step(self, loop):
+            if loop.done == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = trainer_from("tiny.py", ["train.train_iter=1000"])
+    trainer._more_hooks = (Interrupt(),)
+    outcome = trainer.train()
+    assert (outcome.iterations, outcome.is_stopped) == (4, True)
+    assert (place / "out" / "last_checkpoint").read_text() == "model_0000003\n"
+    assert AutoModelForCausalLM.from_pretrained(place / "out" / "model_0000003") is not None
+    assert "stopped after 4 iterations" in (place / "out" / "log.txt").read_text()
+
+
+def test_model_without_marked_layers_asks_for_names(place, capsys):
+    (place / "plain.py").write_text(
+        CONFIG + LARGER + "from graphckpt.config import LazyCall\nfrom torch import nn\nmodel = LazyCall(nn.Linear)"
+        "(in_features=2, out_features=2)\n"
+    )
+    assert main(["train", "--config-file", "plain.py"]) == 2
+    assert "Linear marks no layer as a unit · fix: name its class or its blocks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            ["trian.seed=1", "train.seed=x"],
+            [" train.seed=x: 2 faults", "• trian: no such key · did you mean 'train'", "• train.seed: expected int"],
+        ),
+        (["data.paths=nowhere"], ["data.paths: nowhere: no such file or folder"]),
+        (["data.seq_length=100000"], ["fewer than one sequence of 100000"]),
+        (["model.config.vocab_size=100"], ["it knows 100 tokens, and the tokenizer has", "${data.vocab_size}"]),
+        (["data.dataset=imdb", "data.paths=null"], ["data.dataset: 'imdb'"]),
+        (["train.global_batch_size=30"], ["train.global_batch_size: expected a multiple of micro batch 8"]),
+        (["train.device=cuda:99"], ["train.device: 'cuda:99' cannot be used"]),
+        (
+            ["train.device=meta", "train.train_epoch=.inf", f"train.seed={2**63}"],
+            [
+                "train.device: 'meta' holds no",
+                "train.train_epoch: expected a finite number, got inf",
+                "got 9223372036854775808",
+            ],
+        ),
+        (
+            ["train.capture=cudagraph"],
+            ["train.capture: expected 'auto', 'cuda_graph' or 'eager'", "did you mean 'cuda_graph'"],
+        ),
+        (["train.capture=cuda_graph"], ["'cuda_graph' expected modules on one CUDA device, got cpu"]),
+        (["train.output_dir=tiny.py"], ["train.output_dir: tiny.py: File exists"]),
+        (["model.config.n_embd=33"], ["model: error in call to 'transformers", "divisible"]),
+        (["optim.lr=1e6"], ["the loss is", "fix: lower optim.lr"]),
+        (
+            ['train.activation_checkpoint.blocks={"transformer.g.*": {}, "x": {}}'],
+            ["blocks: 'transformer.g.*' matches no module", "blocks: 'x' matches no module"],
+        ),
+        (
+            ['train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpoint": true}}'],
+            ["did you mean 'activation_checkpointing'"],
+        ),
+        (["train.activation_checkpoint.rule=selectiv"], ["activation_checkpointing: ", "'selective'"]),
+    ],
+)
+def test_faults_are_messages_and_exit_code_2(capsys, overrides, messages):
+    assert train("train.train_iter=8", *overrides) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+    for message in messages:
+        assert message in error
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--version"], 0, r"graphckpt \d+\.\d+\.\d+"),
+        (["train", "--help"], 0, r"graphckpt train --config-file configs/quickstart\.py --fast-dev-run"),
+        (["train", "--config-file", "tiny.py", "--fast-dev-rnu"], 2, "unknown option --fast-dev-rnu"),
+        (["train", "--config-file", "tiny.py", "--resum"], 2, "unknown option --resum"),
+        (["train"], 2, "required: --config-file"),
+        ([], 2, "required: command"),
+    ],
+)
+def test_words_of_the_command_line(capsys, words, code, message):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == code
+    captured = capsys.readouterr()
+    assert re.search(message, captured.out + captured.err)
+
+
+def test_packaged_config_runs_from_anywhere_and_a_missing_one_has_a_hint(capsys):
+    quick = [
+        "train.train_iter=1",
+        "train.evaluation.enabled=False",
+        "data.paths=texts",
+        "data.cache_dir=cache",
+    ]
+    small = [
+        "model.config.n_layer=1",
+        "data.seq_length=16",
+        "data.vocab_size=300",
+        "data.eval_fraction=0.2",
+    ]
+    words = ["train", "--config-file", "configs/quickstart.py", "train.output_dir=out", *quick, *small]
+    assert main(words) == 0
+    assert existing(Path("quickstart")) == existing(Path("configs/quickstart.py"))
+    assert main(["train", "--config-file", "configs/quickstrat.py"]) == 2
+    assert "did you mean 'quickstart.py'" in capsys.readouterr().err
+
+
+def test_exit_code_reaches_the_shell(place):
+    ran = run_script("graphckpt", "train", "--config-file", "nowhere.py", folder=place)
+    assert ran.code == 2
+    assert ran.stderr.startswith("error: nowhere.py: no such config file")
+    assert len(ran.stderr.splitlines()) == 1
+
+
+def test_terminal_shows_a_bar_with_the_time_left(place):
+    screen = io.StringIO()
+    trainer = trainer_from("tiny.py", ["train.train_iter=3"])
+    trainer.report = Report(Console(file=screen, force_terminal=True, width=100))
+    trainer.train()
+    shown = screen.getvalue()
+    for label in ("training the tokenizer", "tokenizing", "training", "eta"):
+        assert label in shown

@@ -1,0 +1,153 @@
+"""Where samples come from beside text files: a data set of Hugging Face, a user's tokenizer, a user's data sets."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from graphckpt.train.data.documents import DataError
+from graphckpt.train.data.samples import OwnData
+from graphckpt.train.data.text_data import TextData
+from graphckpt.train.tasks import CausalLM, MaskedLM, OwnLoss, SequenceClassification
+
+_CARD = """---
+configs:
+- {config_name: plain, data_files: train.jsonl}
+dataset_info:
+- config_name: plain
+  features:
+  - {name: text, dtype: string}
+  - {name: label, dtype: {class_label: {names: {'0': bad, '1': good}}}}
+---
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A data set of JSON lines, and nothing of the user's in the cache of data sets."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    datasets.disable_progress_bars()
+    generator = random.Random(0)
+    rows = [
+        {"text": f"review {n}: " + " ".join(generator.choices(["fine", "poor", "long"], k=30)), "label": n % 2}
+        for n in range(30)
+    ]
+    rows += [rows[0], {"text": "  ", "label": 0}, {"text": None, "label": 1}]
+    (tmp_path / "reviews").mkdir()
+    (tmp_path / "reviews" / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def _data(folder, **fields):
+    sizes = {"vocab_size": 280, "seq_length": 16, "eval_fraction": 0.3, "cache_dir": str(folder / "cache")}
+    return TextData(**{"dataset": str(folder / "reviews"), **sizes, **fields})
+
+
+@pytest.mark.parametrize(("config", "groups"), [(None, ("0", "1")), ("plain", ("bad", "good"))])
+def test_rows_of_a_data_set_are_text_with_classes(folder, quiet, config, groups):
+    if config:
+        (folder / "reviews" / "README.md").write_text(_CARD)
+    data = _data(folder, dataset_config=config, label_column="label")
+    opened = data.open(SequenceClassification(), seed=1, report=quiet)
+    assert opened.text.groups == groups
+    assert opened.text.train.num_documents + opened.text.heldout.num_documents == 30  # without repeated and empty rows
+    batch = opened.train.batch(np.arange(len(opened.train)))
+    assert set(batch["labels"].tolist()) == {0, 1}
+    assert opened.tokenizer_file.exists()
+    assert len(_data(folder).open(CausalLM(), seed=1, report=quiet).train) > 1
+
+
+def test_files_of_a_format_are_the_rows_of_their_data_set(folder, quiet):
+    file = str(folder / "reviews" / "train.jsonl")
+    named, listed = (_data(folder, **fields).prepare(quiet) for fields in ({}, {"dataset": "json", "paths": [file]}))
+    assert listed.tokenizer_file == named.tokenizer_file  # the folder of its name is a hash of the text
+    lines = _data(folder, dataset="text", paths=file).prepare(quiet)
+    assert lines.train.num_documents + lines.heldout.num_documents == 32  # lines of JSON, without the repeated one
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dataset_split": "tset"}, r"data\.dataset: '.*reviews': ValueError: .*tset.* · fix: check data\.dataset"),
+        ({"dataset_config": "plian"}, r"data\.dataset: '.*reviews': ValueError: .*plian.* · fix: check data\.dataset"),
+        ({"dataset": "nowhere/at-all"}, r"data\.dataset: 'nowhere/at-all': \w+: .* · fix: check data\.dataset"),
+        (
+            {"text_column": "txt"},
+            r"data\.text_column: expected a column of the data set, got 'txt' · did you mean 'text'\? · fix: use one",
+        ),
+        (
+            {"label_column": "lable"},
+            r"data\.label_column: expected a column of the data set, got 'lable' · did you mean 'label'",
+        ),
+        ({"dataset": "json"}, r"data\.dataset: 'json' is the format of files · fix: name them in data\.paths"),
+        ({"paths": "x"}, r"data\.dataset: '.*reviews', and data\.paths is set too · fix: set one of them to null"),
+    ],
+)
+def test_faults_of_a_data_set_are_one_line(folder, monkeypatch, quiet, fields, message):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match=message) as caught:
+        _data(folder, **fields).prepare(quiet)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def _tokenizer(path, *special):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=list(special), initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["review word"], trainer)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def test_tokenizer_of_the_user_is_used(folder, quiet):
+    special = ["[MASK]", "[SEP]", "[CLS]", "[PAD]", "<|endoftext|>"]
+    own = _tokenizer(folder / "tokenizer.json", *special)
+    text = _data(folder, tokenizer_file=str(folder / "tokenizer.json")).prepare(quiet, MaskedLM.special_tokens)
+    assert text.vocab_size == own.get_vocab_size()
+    assert text.special_ids == {"[PAD]": 3, "[CLS]": 2, "[SEP]": 1, "[MASK]": 0}
+
+
+def test_faults_of_a_tokenizer(folder, quiet):
+    with pytest.raises(DataError, match=r"data\.tokenizer_file: none\.json: no such file"):
+        _data(folder, tokenizer_file="none.json").prepare(quiet)
+    (folder / "broken.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match=r"broken\.json: .* · fix: name a tokenizer\.json of the tokenizers library"):
+        _data(folder, tokenizer_file=str(folder / "broken.json")).prepare(quiet)
+    _tokenizer(folder / "plain.json", "<|endoftext|>", "[PAD]")
+    with pytest.raises(DataError, match=r"plain\.json has no \[CLS\], \[SEP\], \[MASK\] · fix: add them"):
+        _data(folder, tokenizer_file=str(folder / "plain.json")).prepare(quiet, MaskedLM.special_tokens)
+    with pytest.raises(
+        DataError, match=r"data\.vocab_size: expected 261 or more, with one for \[PAD\], \[CLS\].* each, got 260"
+    ):
+        _data(folder, vocab_size=260).prepare(quiet, MaskedLM.special_tokens)
+
+
+def test_own_data_sets_are_collated(quiet):
+    items = [{"x": torch.full((2,), float(n)), "y": n} for n in range(5)]
+    opened = OwnData(train=items, heldout=items[:2]).open(OwnLoss(), seed=0, report=quiet)
+    batch = opened.train.batch(np.array([3, 1]))
+    assert batch["x"].tolist() == [[3.0, 3.0], [1.0, 1.0]]
+    assert batch["y"].tolist() == [3, 1]
+    assert (len(opened.train), len(opened.heldout), opened.tokenizer_file, opened.tokens_each) == (5, 2, None, 1)
+    assert OwnData(train=items).open(OwnLoss(), seed=0, report=quiet).heldout is None
+
+
+def test_faults_of_own_data_sets(quiet):
+    with pytest.raises(
+        DataError, match=r"data\.train: expected a map-style data set, got generator · fix: give it __len__"
+    ):
+        OwnData(train=(n for n in range(3))).open(OwnLoss(), seed=0, report=quiet)
+    with pytest.raises(DataError, match=r"data\.heldout: list holds no sample · fix: fill it"):
+        OwnData(train=[{}], heldout=[]).open(OwnLoss(), seed=0, report=quiet)
+    opened = OwnData(train=[torch.ones(2)]).open(OwnLoss(), seed=0, report=quiet)
+    with pytest.raises(DataError, match=r"data\.train: a sample is a Tensor · fix: return a dict"):
+        opened.train.batch(np.array([0]))
