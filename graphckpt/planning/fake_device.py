@@ -305,7 +305,8 @@ class _AttentionCall:
             return is_enabled and is_half and not is_wide and self.mask is None
         if kernel == "cudnn":
             is_enabled = torch.backends.cuda.cudnn_sdp_enabled() and capability >= (8, 0)
-            return is_enabled and is_half and width <= 128 and width % 8 == 0
+            has_mask_gradient = self.mask is not None and self.mask.requires_grad  # its backward computes none
+            return is_enabled and is_half and width <= 128 and width % 8 == 0 and not has_mask_gradient
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and (is_half or query.dtype is torch.float32)

@@ -54,6 +54,13 @@ def test_a_cut_is_the_cheapest_choice_for_its_price(seed):
         assert chosen.ticks == sum(ticks[number] for number in again)
 
 
+def test_a_storage_with_the_id_of_one_that_is_freed_has_no_producer():
+    log, add, x = OpGraph(), torch.ops.aten.add.Tensor, torch.ones(2)
+    for number in range(100):
+        log.add(add, number, (torch.ones(2), x), {}, x + x)  # each new tensor takes the place of one before
+    assert all(not call.inputs for call in log.calls)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed):
     front = candidates._cheapest(*drawn(seed))[:-1]
