@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from torch import nn
 
@@ -95,18 +95,8 @@ def plan_step(
     with restoring:
         planners = measure_all(step, model, blocks, options, group)
         limit = _limit_of(budget, planners.plain, step, group)
-        checked = partial(
-            plan_and_check,
-            model=model,
-            step=step,
-            limit=limit,
-            group=group,
-            policy_fields=planners.policy_fields,
-            check=options.check,
-        )
-        return planners.best_of(
-            checked, floor_of=lambda planner: group.from_leader(planner.least), is_least=limit is None
-        )
+        checked = partial(plan_and_check, model=model, step=step, limit=limit, group=group, check=options.check)
+        return planners.best_of(checked, is_least=limit is None)
 
 
 def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
@@ -183,7 +173,6 @@ def measure_all(
     if ranks is not None:
         candidates = with_partition(candidates, ranks)
     heads = head_rows(model, options.head, blocks)
-    known = [option.fields for option in candidates] + [row.fields for rows in heads for row in rows]
     group.check_equal(
         compile=repr(options.compile),
         blocks=[name for name, _ in blocks],
@@ -204,15 +193,13 @@ def measure_all(
         with on_head, compiled_forwards(modules, code.options):
             progress = options.progress
             try:
-                measured = measure(step, Blocks(blocks), candidates, progress, group.classes, group.broadcast)
+                measured = measure(step, Blocks(blocks), candidates, progress, group)
             except PathError as error:
                 if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
                     raise
                 found.append(_ALL_BLOCKS)
                 measured = measure(step, Blocks(blocks), candidates, progress)
             measured = group.times(measured)
-        if not planners:
-            found += group.elect_leader(measured.model.highest([0] * len(blocks)).peak)
         planners.append(
             Planner(
                 measured,
@@ -222,13 +209,13 @@ def measure_all(
                 host_budget=options.host_bytes,
                 # without the first layer of a run, the others join the run before it, and exceed the peak
                 joins=can_join(modules, options.candidates) and _ALL_BLOCKS not in found,
-                notes=tuple(found),
+                notes=(*found, *group.notes),
                 extra_rows=rows,
                 compiled={} if code.field is None else {"compile": code.field},
                 has_slabs=options.contiguous,
             )
         )
-    return Planners(planners, [*known, {"compile": code.field}])
+    return Planners(planners)
 
 
 _ALL_BLOCKS = (
@@ -290,9 +277,6 @@ class Planner:
     @cached_property
     def floor(self) -> PolicyChoice:
         return self.search.floor()
-
-    def least(self) -> int:
-        return self.floor.peak
 
     def bytes_of(self, budget: int | str, available: int) -> int:
         """Returns a budget in bytes; ``available`` is the memory of the device."""
@@ -412,17 +396,15 @@ def _with_slab(row: PlanRow) -> PlanRow:
 class Planners:
     """Plans of one step that was measured in several ways: with its loss computed at once, and in slices."""
 
-    def __init__(self, planners: Sequence[Planner], policy_fields: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, planners: Sequence[Planner]) -> None:
         self._planners = planners
         self.plain = planners[0]
         """Of the step as it is."""
-        self.policy_fields = policy_fields
-        """The fields of policies, which all processes have."""
 
     def bytes_of(self, budget: int | str, available: int) -> int:
         """Returns a budget in bytes; ``available`` is the memory of the device."""
         if budget == "min":
-            return min(planner.least() for planner in self._planners)
+            return min(planner.floor.peak for planner in self._planners)
         return self.plain.bytes_of(budget, available)
 
     def plan(self, budget: int) -> Plan:
@@ -437,7 +419,6 @@ class Planners:
         self,
         plan_with: Callable[[Planner], Plan],
         *,
-        floor_of: Callable[[Planner], int] = Planner.least,
         is_least: bool = False,
     ) -> Plan:
         """Returns the fastest plan of all planners; with ``is_least`` the one with the lowest peak.
@@ -453,7 +434,7 @@ class Planners:
             except GroupError:
                 raise
             except PlanError as fault:
-                faults.append((floor_of(planner), fault))
+                faults.append((planner.floor.peak, fault))
         if not plans:
             raise min(faults, key=lambda row: row[0])[1]
         best = min(plans, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
@@ -481,7 +462,6 @@ def plan_and_check(
     step: RealStep,
     limit: int | None,
     group: PlanGroup,
-    policy_fields: Sequence[Mapping[str, Any]],
     *,
     check: bool = True,
 ) -> Plan:
@@ -498,29 +478,19 @@ def plan_and_check(
         plan = planner.plan(bound) if choice is None else planner.to_plan(choice, bound, correction)
         return replace(plan, model=model)
 
-    def lowest() -> Plan:
-        return replace(planner.to_plan(planner.floor, limit or 0), model=model)
-
-    def refuse() -> NoReturn:
-        raise PlanError(planner.infeasible(limit or 0, min(peaks.values())))
-
-    def agree_on(action: Callable[[], Plan]) -> Plan:
-        if group.size == 1:
-            return action()
-        message = group.from_leader(lambda: action()._to_message(policy_fields))
-        return Plan._from_message(message, policy_fields, model)
-
     peaks: dict[tuple[str, ...], int] = {}  # by the options of a plan
     fitting: list[Plan] = []
-    candidate = agree_on(fastest)
+    candidate = fastest()
     is_lowest = False
     while check:
         options = tuple(row.option for row in candidate.rows)
         if options in peaks:
             if fitting or is_lowest:
                 break
-            candidate, is_lowest = agree_on(lowest), True
+            candidate = replace(planner.to_plan(planner.floor, limit or 0), model=model)
+            is_lowest = True
             continue
+        group.check_equal(policies=options)
         with candidate.apply():
             peak = peaks[options] = group.max(_peak(step, group, candidate))
         surprise = peak - candidate.predicted_peak_bytes
@@ -532,10 +502,12 @@ def plan_and_check(
         if peak <= limit:
             fitting.append(candidate)
         if len(peaks) < _MOST_CHECKS:
-            candidate = agree_on(partial(fastest, candidate.correction_bytes))
+            candidate = fastest(candidate.correction_bytes)
     if fitting:
         return min(fitting, key=lambda plan: plan.predicted_step_seconds)
-    return group.from_leader(refuse) if check else candidate
+    if check:
+        raise PlanError(planner.infeasible(limit or 0, min(peaks.values())))
+    return candidate
 
 
 def _corrected(plan: Plan, surprise: int) -> Plan:

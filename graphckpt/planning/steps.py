@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.engine.call_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.planning.candidates import OpTimes, Option
+from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import available_bytes
 from graphckpt.planning.program import Interval
@@ -24,15 +25,6 @@ from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_by
 from graphckpt.stores.placement import Placement
 from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
 from graphckpt.training_state import TrainingState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-
-    from graphckpt.planning.candidates import Option
-    from graphckpt.planning.fake_device import FakeDevice
-    from graphckpt.planning.trace import Blocks
-    from graphckpt.stores.base import Offload
 
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
@@ -96,7 +88,7 @@ class RealStep:
         if any(order != orders[0] for order in orders):
             raise PathError(orders)
         total = min(clock.total for clock in plain)
-        return StepSample(trace, _fastest(clocks), total, _fastest(plain))
+        return StepSample(trace.log, trace.peak_bytes, _fastest(clocks), total, _fastest(plain))
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         names = dict.fromkeys(option.name for option in options if option.is_part)
@@ -304,7 +296,7 @@ class PartitionStore(RecordingStore):
         if len(sizes) > 1:
             sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in cut))  # as one buffer
         if sizes and self.trace is not None:
-            self.trace.ahead_bytes[len(self.trace.calls) - 1] += sum(sizes)
+            self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
 
 
 def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
@@ -389,7 +381,7 @@ class FakeStep:
             trace = self._trace()
             with blocks.traced(trace, [store]):
                 self._step_fn()
-        return StepSample(trace, trace.seconds, sum(trace.seconds.values()))
+        return StepSample(trace.log, trace.peak_bytes, trace.seconds, sum(trace.seconds.values()))
 
     def available_bytes(self, static: int) -> int:
         del static

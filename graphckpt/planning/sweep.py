@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, final
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import KEEP, Option, with_levels
 from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
+from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, with_holds
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.trace import Blocks, PathError
@@ -25,24 +26,32 @@ def measure(
     blocks: Blocks,
     options: Sequence[Option],
     progress: Callable[[int, int], None] | None = None,
-    classes: Callable[[Sequence[int]], Sequence[int]] = list,
-    broadcast: Callable[[Any], Any] = lambda value: value,
+    group: PlanGroup | None = None,
 ) -> MeasuredStep:
     """Measures every option on every block. Equal blocks share the options, so that each option runs on one of them.
+
+    All processes of ``group`` measure the step, and use the traces of one of them.
 
     Raises:
         PathError: the blocks are called in another order each time.
         PlanError: no block runs with gradients.
     """
     assert options[0] is KEEP
+    group = group or PlanGroup()
     every = range(len(blocks.names))
-    kept = step.sample(blocks, [KEEP] * len(every))
+
+    def sample(blocks: Blocks, options: Sequence[Option]) -> StepSample:
+        own = step.sample(blocks, options)
+        group.elect_leader(own.peak_bytes)
+        return replace(own, trace=group.from_leader(own.trace))
+
+    kept = sample(blocks, [KEEP] * len(every))
     base = StepLog(kept.trace)
     if not base.calls:
         raise PlanError("no block ran with gradients on · fix: let step_fn run forward and backward of this model")
     if not base.has_backward:
         raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
-    found = TraceCollector(base, classes(_classes(base, blocks)))
+    found = TraceCollector(base, _classes(base, blocks))
     found.add(kept, every, [0] * len(every))
     some = _excerpt(found.classes, len(options))  # enough to measure each option in a short run
     with step.restricted_to(blocks, some) as is_shorter:
@@ -51,12 +60,12 @@ def measure(
         kinds = [found.classes[number] for number in numbers]
         timed = _excerpt(kinds, _MOST_TIMED)
         few = Blocks([(part.names[number], part.modules[number]) for number in timed])
-        options, own = with_levels(options, [kinds[number] for number in timed], lambda: step.ops(few), broadcast)
+        options, own = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
         turns = list(_turns(kinds, len(options), is_shorter=is_shorter))
         for done, turn in enumerate(turns, start=1):
             if progress is not None:
                 progress(done, len(turns) + 1)
-            found.add(step.sample(part, [own[kind][o] for kind, o in zip(kinds, turn, strict=True)]), numbers, turn)
+            found.add(sample(part, [own[kind][o] for kind, o in zip(kinds, turn, strict=True)]), numbers, turn)
     if progress is not None:
         progress(len(turns) + 1, len(turns) + 1)
     return found.measured(blocks, options, own, kept, len(turns) + 1)

@@ -171,7 +171,7 @@ def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
     for plan in plans(len(blocks.names), len(known.options), 12, seed):
         predicted = known.model.highest(plan).peak
         chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
-        assert predicted == whole.sample(blocks, chosen).trace.peak_bytes, plan
+        assert predicted == whole.sample(blocks, chosen).peak_bytes, plan
         assert predicted == peak(chain, plan), "the solver sees the same level"
         if not any(option.is_far for option in chosen):
             assert predicted == tracked(fields_of(known, plan))

@@ -77,15 +77,6 @@ def test_parts_are_options_of_their_own():
     ]  # fmt: skip
 
 
-def test_a_plan_in_words_is_the_same_plan():
-    model, step = made(num_layers=3)
-    found = graphckpt.plan(model, step, memory_budget="70%", candidates=["full"], check=False)
-    known = [option.fields for option in options(only=["full"])]
-    again = Plan._from_message(found._to_message(known), known, model)
-    assert again == found
-    assert again.model is model
-
-
 @pytest.mark.parametrize("group", [True, "all", 3])
 def test_what_is_no_group_is_an_error(group):
     with pytest.raises(ConfigError, match=r"group: expected a ProcessGroup, got .* · fix: use None .* or False"):
