@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property, partial
+from math import inf
 from typing import Any, final
 
 from torch import nn
@@ -301,13 +302,13 @@ class Planner:
             raise PlanError(self.infeasible(budget, self.floor.peak + correction))
         return self.to_plan(choice, budget, correction)
 
-    def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
-        plans = [self.to_plan(choice, choice.peak + correction, correction) for choice in self.search.pareto()]
-        return [(p.predicted_peak_bytes, p.predicted_step_seconds, p) for p in plans]
+    def front(self, correction: int = 0) -> list[Plan]:
+        return [self.to_plan(choice, choice.peak + correction, correction) for choice in self.search.pareto()]
 
-    def uniform(self) -> list[tuple[str, int, float]]:
-        found = ((o, self.to_plan(choice, choice.peak)) for o, choice in self.search.uniform())
-        return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
+    def uniform(self) -> dict[str, Plan]:
+        """Returns the plan with one option for all blocks, for each option by its name."""
+        options = zip(self.measured.options, self.search.uniform(), strict=True)
+        return {option.name: self.to_plan(choice, choice.peak) for option, choice in options}
 
     def to_plan(self, choice: PolicyChoice, budget: int, correction: int = 0) -> Plan:
         known, names = self.measured, self.measured.names
@@ -438,18 +439,17 @@ class Planners:
         if not plans:
             raise min(faults, key=lambda row: row[0])[1]
         best = min(plans, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
-        return replace(best, front=lambda: [plan for _, _, plan in self.front(max(0, best.correction_bytes))])
+        return replace(best, front=lambda: self.front(max(0, best.correction_bytes)))
 
-    def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
-        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first.
+    def front(self, correction: int = 0) -> list[Plan]:
+        """Returns the Pareto-optimal plans, lowest peak first.
 
         ``correction`` is the measured peak of a step minus the prediction, in bytes.
         """
-        rows = sorted((r for planner in self._planners for r in planner.front(correction)), key=lambda row: row[:2])
-        return [row for number, row in enumerate(rows) if all(row[1] < other[1] for other in rows[:number])]
-
-    def uniform(self) -> list[tuple[str, int, float]]:
-        return self.plain.uniform()
+        plans = [plan for planner in self._planners for plan in planner.front(correction)]
+        plans.sort(key=lambda plan: (plan.predicted_peak_bytes, plan.predicted_step_seconds))
+        seconds = [plan.predicted_step_seconds for plan in plans]
+        return [plan for number, plan in enumerate(plans) if seconds[number] < min(seconds[:number], default=inf)]
 
 
 _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected

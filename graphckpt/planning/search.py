@@ -310,7 +310,7 @@ class PolicySearch:
 
     def floor(self) -> PolicyChoice:
         """Returns the choice with the lowest peak, without copies."""
-        found = [self._evaluate(chain, front.least_peak()[0]) for chain, front in self.fronts]
+        found = [self._evaluate(chain, front.least_peak()) for chain, front in self.fronts]
         return min(found + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def fastest(self, budget: int) -> PolicyChoice | None:
@@ -336,9 +336,9 @@ class PolicySearch:
                 front.append(choice)
         return front
 
-    def uniform(self) -> Iterator[tuple[int, PolicyChoice]]:
-        for option in range(len(self.measured.options)):
-            yield option, self.evaluate((option,) * len(self.measured.names))
+    def uniform(self) -> list[PolicyChoice]:
+        options = range(len(self.measured.options))
+        return [self.evaluate((option,) * len(self.measured.names)) for option in options]
 
     def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
         plan = tuple(plan)

@@ -172,7 +172,7 @@ def test_a_larger_budget_is_never_slower(known):
 
 def test_no_uniform_policy_that_fits_is_faster(known):
     _, planner = known
-    uniform = [choice for _, choice in planner.search.uniform()]
+    uniform = planner.search.uniform()
     assert len(uniform) == len(planner.measured.options)
     for budget in budgets(planner, 20):
         chosen = planner.search.fastest(budget)
@@ -662,7 +662,7 @@ def test_explain_prints_policies_costs_and_notes(capsys):
 def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tmp_path):
     case = gpt2()
     planner = case.planner()
-    choices = [planner.to_plan(choice, choice.peak) for _, choice in planner.search.uniform()]
+    choices = [*planner.uniform().values()]
     found = next(choice for choice in choices if choice.rows[0].option.startswith("selective(level"))
     found.save(tmp_path / "plan.yaml")
     for each in (found, Plan.load(tmp_path / "plan.yaml")):
@@ -709,18 +709,21 @@ def test_the_picture_names_what_counts(planned, tmp_path):
 
 
 def test_the_picture_of_a_sweep(tmp_path):
-    front = [(3 << 30, 0.3), (2 << 30, 0.4), (5 << 30, 0.2)]
-    uniform = [("full", 2 << 30, 0.5), ("keep", 5 << 30, 0.2)]
+    def plan_of(gib, seconds):
+        return dataclasses.replace(FIXED, predicted_peak_bytes=gib << 30, predicted_step_seconds=seconds)
+
+    front = [plan_of(3, 0.3), plan_of(2, 0.4), plan_of(5, 0.2)]
+    uniform = {"full": plan_of(2, 0.5), "keep": plan_of(5, 0.2)}
     for name in ("front.png", "front.svg"):
         assert draw_sweep(front, uniform, tmp_path / name).stat().st_size > 1000
     words = words_of(tmp_path / "front.svg")
     assert {"chosen by the planner", "full", "keep", "peak memory (GiB)", "step time (ms)"} <= set(words)
     draw_sweep([], uniform, tmp_path / "front.svg")
-    draw_sweep(front, [], tmp_path / "front.svg")
+    draw_sweep(front, {}, tmp_path / "front.svg")
     with pytest.raises(ConfigError, match="there is no plan to draw"):
-        draw_sweep([], [], tmp_path / "front.svg")
+        draw_sweep([], {}, tmp_path / "front.svg")
     with pytest.raises(ConfigError, match="expected an existing folder"):
-        draw_sweep(front, [], tmp_path / "none" / "front.svg")
+        draw_sweep(front, {}, tmp_path / "none" / "front.svg")
 
 
 # ---- policies that people know
