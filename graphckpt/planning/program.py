@@ -100,8 +100,6 @@ class ArgumentObject:
 @final
 @dataclass(frozen=True, slots=True)
 class TraceLog:
-    """What a trace records of a step, beside times."""
-
     stretches: list[TraceSpan] = field(default_factory=list)
     """Its intervals in the order of time; an interval may come several times."""
     calls: list[BlockCall] = field(default_factory=list)
@@ -149,8 +147,6 @@ EventProgram: TypeAlias = tuple[PrivateRun | SharedEvent, ...]
 @final
 @dataclass(frozen=True, slots=True)
 class BlockProgram:
-    """The events of one call of a block under one option."""
-
     forward: EventProgram
     backward: EventProgram
     left: tuple[int, ...]
@@ -202,7 +198,6 @@ class StepLog:
         return any(phase is Phase.BACKWARD and call not in self.dropped for phase, call in self.intervals)
 
     def allocated(self, call: int) -> list[int]:
-        """Returns the storages that the forward of a call allocates, in order."""
         return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is EventKind.BORN]
 
     def leaving(self, call: int) -> set[int]:
@@ -429,7 +424,6 @@ def _steps(entries: Iterable[StorageEvent], roles: Mapping[int, Role]) -> Iterat
 
 
 def _fold(steps: Iterable[PrivateRun | SharedEvent]) -> Iterator[PrivateRun | SharedEvent]:
-    """Merges the private events between shared ones."""
     peak = change = 0
     for step in steps:
         if isinstance(step, PrivateRun):

@@ -110,7 +110,6 @@ def _groups(rows: Sequence[PlanRow], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def _levels(rows: Sequence[PlanRow]) -> dict[str, str]:
-    """Returns the ops that each level of ``selective`` keeps."""
     values = (row.fields.get("activation_checkpointing") for row in rows)
     levels = [value for value in values if isinstance(value, dict) and value.get("label")]
     return dict(sorted((f"selective({v['label']})", ", ".join(map(str, v["save"]))) for v in levels))

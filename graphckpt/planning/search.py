@@ -248,8 +248,6 @@ _ATTEMPTS = 6  # a step whose backward takes another order than its forward need
 
 
 class CopyRates(NamedTuple):
-    """Bytes per second from and to a device."""
-
     out: float
     back: float
 
@@ -268,8 +266,6 @@ class PolicyChoice:
 
 @final
 class PolicySearch:
-    """Searches for the fastest policies of a measured step, for any budget."""
-
     def __init__(
         self,
         measured: MeasuredStep,
@@ -309,7 +305,6 @@ class PolicySearch:
         return [self.evaluate(plan) for plan in plans]
 
     def floor(self) -> PolicyChoice:
-        """Returns the choice with the lowest peak, without copies."""
         found = [self._evaluate(chain, front.least_peak()) for chain, front in self.fronts]
         return min(found + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 

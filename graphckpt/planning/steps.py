@@ -18,7 +18,7 @@ from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import available_bytes
 from graphckpt.planning.program import Interval
-from graphckpt.planning.trace import Blocks, PathError, RecordingStore, Trace, TracedStore, now, record_ops
+from graphckpt.planning.trace import Blocks, HeldKey, PathError, RecordingStore, Trace, TracedStore, now, record_ops
 from graphckpt.planning.write_profile import copy_rates
 from graphckpt.stores.base import Offload, Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
@@ -143,7 +143,6 @@ class RealStep:
         return trace.peak_bytes
 
     def run(self) -> tuple[int, float]:
-        """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""
         return self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS))
 
     def _seconds(self) -> float:
@@ -155,7 +154,6 @@ class RealStep:
         return available_bytes(self.device, static)
 
     def restoring(self) -> AbstractContextManager[None]:
-        """Restores parameters, buffers, gradients, optimizers and random state at the end."""
         return self.excluding_copies(self._restoring())
 
     @contextmanager
@@ -276,11 +274,14 @@ class PartitionStore(RecordingStore):
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
         store = self._stores[group.block]
-        return _PartitionKey(store, store.put(tensor, group), self.trace)
+        key = store.put(tensor, group)
+        return HeldKey((store, key), _whole(key), self.trace)
 
     def get(self, key: object) -> torch.Tensor | None:
-        assert isinstance(key, _PartitionKey)
-        return key.store.get(key.key)
+        assert isinstance(key, HeldKey)
+        store, inner = key.value
+        result: torch.Tensor | None = store.get(inner)
+        return result
 
     def close_group(self, group: TensorGroup | None) -> None:
         assert group is not None
@@ -311,22 +312,6 @@ def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> No
 
 def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
     return [piece for piece in pieces_of(group) if (unsplit_bytes(piece.handle) is None) == is_cut]
-
-
-@final
-class _PartitionKey:
-    __slots__ = ("__weakref__", "_held", "_trace", "key", "store")
-
-    def __init__(self, store: Store, key: object, trace: Trace | None) -> None:
-        self.store = store
-        self.key = key
-        self._trace = trace
-        self._held = [] if trace is None else [trace.hold(tensor) for tensor in _whole(key)]
-
-    def __del__(self) -> None:
-        for held in self._held:
-            assert self._trace is not None
-            self._trace.release(held)
 
 
 def _whole(key: object) -> Iterator[torch.Tensor]:
@@ -388,11 +373,9 @@ class FakeStep:
         return self._device.machine.memory_bytes
 
     def restoring(self) -> AbstractContextManager[None]:
-        """Does nothing: a fake step has no values."""
         return nullcontext()
 
     def run(self) -> tuple[int, float]:
-        """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""
         with self._device:
             if any(buffer.is_floating_point() for buffer in self._model.buffers()):
                 self._step_fn()  # finds those that change

@@ -179,7 +179,6 @@ class TraceCollector:
         kept_run: StepSample,
         num_runs: int,
     ) -> MeasuredStep:
-        """Returns the measured step; ``own`` holds the options of each class, ``kept_run`` kept everything."""
         base, block_of = self._base, [call.block for call in self._base.calls]
         self._name_roles()
         ends = self._ends()

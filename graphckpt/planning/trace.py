@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, pairwise
 from time import perf_counter, process_time
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, cast, final
 from weakref import ref
 
 import torch
@@ -53,8 +53,6 @@ TimeMark: TypeAlias = "float | torch.cuda.Event"
 
 @final
 class PathError(PlanError):
-    """A step calls its blocks in another order each time."""
-
     def __init__(self, orders: Sequence[Sequence[int]]) -> None:
         super().__init__(
             "the step calls its blocks in another order each time · fix: plan with one batch, and with a model that "
@@ -65,8 +63,6 @@ class PathError(PlanError):
 
 @final
 class Blocks:
-    """The blocks that are planned."""
-
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self.names = [name for name, _ in named]
         self.modules = [module for _, module in named]
@@ -107,7 +103,6 @@ class Blocks:
 
     @contextmanager
     def traced(self, trace: Trace, stores: Iterable[Store | None]) -> Iterator[None]:
-        """Traces the ops of a step, its blocks, and what they put into their stores."""
         recording = [store for store in stores if isinstance(store, RecordingStore)]
         for store in recording:
             store.trace = trace
@@ -227,7 +222,6 @@ class Trace(LiveBytes):
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Runs one op, and adds its time and temporary bytes on the device."""
         self._num_ops += 1
         if getattr(func, "namespace", "") == "prim":  # asks for a device: of the calls of a fake step, two out of three
             return func(*args, **(kwargs or {}))
@@ -263,7 +257,6 @@ class Trace(LiveBytes):
         return self.call
 
     def end_call(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Ends the forward of the block, with its outputs; returns the number of the call."""
         self.is_in_block = False
         call = self.call
         if self._clock is None:
@@ -323,13 +316,11 @@ class Trace(LiveBytes):
             self.log.stretches[-1] = TraceSpan(Interval(Phase.AFTER_BACKWARD, self._interval.call))
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Records that the current block saves ``tensor``; returns the argument of :meth:`release`."""
         entry = self.name_of(tensor), self.call if self.is_in_block else -1
         self._log(EventKind.HELD, *entry)
         return entry
 
     def release(self, entry: tuple[int, int]) -> None:
-        """Records that a block releases a saved tensor."""
         self._log(EventKind.RELEASED, *entry)
 
     def name_of(self, tensor: torch.Tensor) -> int:
@@ -457,7 +448,7 @@ class TracedStore(RecordingStore):
         assert group is not None
         trace = self.trace
         if trace is None or group.block not in self._far_blocks or self._stays(tensor, group):
-            return _Near(tensor.detach(), trace)
+            return HeldKey(tensor.detach(), [tensor], trace)
         storage = tensor.untyped_storage()
         known = self._sent.get(id(storage))
         far = known() if known is not None else None
@@ -468,10 +459,10 @@ class TracedStore(RecordingStore):
         return _View(far, tensor, trace)
 
     def get(self, key: object) -> torch.Tensor | None:
-        if isinstance(key, _Near):
-            return key.tensor
-        assert isinstance(key, _View)
-        return key.take()
+        if isinstance(key, _View):
+            return key.take()
+        assert isinstance(key, HeldKey)
+        return cast("torch.Tensor", key.value)
 
     def close_group(self, group: TensorGroup | None) -> None:
         """Does nothing: blocks hold the tensors."""
@@ -485,19 +476,20 @@ class TracedStore(RecordingStore):
 
 
 @final
-class _Near:
-    """The key of a tensor that stays on the device."""
+class HeldKey:
+    """The key of saved tensors on the device. A trace records how long it lives."""
 
-    __slots__ = ("__weakref__", "_held", "_trace", "tensor")
+    __slots__ = ("__weakref__", "_entries", "_trace", "value")
 
-    def __init__(self, tensor: torch.Tensor, trace: Trace | None) -> None:
-        self.tensor = tensor
+    def __init__(self, value: Any, tensors: Iterable[torch.Tensor], trace: Trace | None) -> None:
+        self.value = value
         self._trace = trace
-        self._held = trace.hold(tensor) if trace is not None else None
+        self._entries = [] if trace is None else [trace.hold(tensor) for tensor in tensors]
 
     def __del__(self) -> None:
-        if self._trace is not None and self._held is not None:
-            self._trace.release(self._held)
+        for entry in self._entries:
+            assert self._trace is not None
+            self._trace.release(entry)
 
 
 @final
@@ -552,8 +544,6 @@ class _View:
 @final
 @dataclass(frozen=True, eq=False)
 class _OpObserver(Rule, is_registered=False):
-    """Runs a block as it is and records its ops."""
-
     name: ClassVar[str] = "observe"
     calls: list[OpTimes]
     marks: list[tuple[OpTimes, int, TimeMark, TimeMark]]

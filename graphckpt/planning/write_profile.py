@@ -44,7 +44,6 @@ class DeviceBenchmark:
         self._seconds = seconds
 
     def matmul(self, dtype: str) -> float:
-        """Returns the best rate of all sizes."""
         best = 0.0
         for size in self.sizes:
             a = torch.zeros(size, size, dtype=getattr(torch, dtype), device=self.device)
@@ -126,7 +125,6 @@ class CudaBenchmark(DeviceBenchmark):
         torch.cuda.synchronize(self.device)
 
     def matmul(self, dtype: str) -> float:
-        """Returns the best rate; ``"tf32"`` is float32 with fewer bits in the products."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
         try:
@@ -261,7 +259,6 @@ def write_profile(path: str | Path, device: str | torch.device | None = None, **
 
 
 def copy_rates(device: str | torch.device, tier: str) -> tuple[float, float]:
-    """Measures the rates of copies from a device to a tier and back, in bytes per second."""
     bench = _bench(_device(device), seconds=0.1)
     return bench.host_copies() if tier == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
 
