@@ -5,12 +5,12 @@ import random
 
 import pytest
 import torch
+from helpers.peaks import tracked_peak
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
-from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import candidates, steps
+from graphckpt.planning import candidates
 from graphckpt.planning.candidates import NEAR, OpTimes, options, selective_levels, with_levels
 from graphckpt.planning.planner import find_blocks
 from graphckpt.planning.steps import RealStep
@@ -86,9 +86,7 @@ def gpt2():
 @pytest.fixture(scope="module")
 def known():
     model, step = gpt2()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "_TIMED_RUNS", 1)
-        return measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
+    return measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
 
 
 def test_equal_layers_have_equal_levels_between_keep_and_full(known):
@@ -108,12 +106,7 @@ def test_a_level_keeps_what_it_says(known):
         with graphckpt.apply(
             model, {name: own[option].fields for name, own in zip(known.names, known.options_of, strict=True)}
         ):
-            step()
-            live = LiveBytes(record_timeline=False)
-            live.track([*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())])
-            with live:
-                step()
-        assert live.peak_bytes == known.model.highest([option] * 6).peak
+            assert tracked_peak(model, step) == known.model.highest([option] * 6).peak
 
 
 def test_attention_is_named_in_a_way_that_holds_on_other_devices(known):

@@ -11,12 +11,11 @@ import random
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
+from helpers.peaks import tracked_peak
 from helpers.thinning import slow_unless
 from torch import nn
 
 import graphckpt
-from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import steps
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.frontier import COVERED, peak
 from graphckpt.planning.planner import Planner
@@ -55,13 +54,7 @@ def trained(model, inputs, loss_of):
 
     def tracked(fields):
         with graphckpt.apply(model, fields):
-            step()
-            live = LiveBytes(record_timeline=False)
-            state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-            live.track([*model.parameters(), *model.buffers(), *state])
-            with live:
-                step()
-        return live.peak_bytes
+            return tracked_peak(model, step, [optimizer])
 
     return step, tracked
 
@@ -81,8 +74,7 @@ FAST = {"albert", "fnet", "gpt2", "gptj", "llama", "qwen2_moe", "resnet"}
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(a, id=a.name, marks=slow_unless(a.name in FAST)) for a in CASES])
-def test_predicted_is_tracked(architecture, monkeypatch):
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
+def test_predicted_is_tracked(architecture):
     model = architecture.build()
     step, tracked = trained(model, architecture.inputs(), architecture.loss)
     blocks = Blocks(list(architecture.layer_modules(model).items()))
@@ -156,8 +148,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
+def test_odd_chains_are_predicted_near_and_far(seed):
     torch.manual_seed(seed)
     model = Odd(seed)
     x = torch.randn(160, 8)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from helpers.peaks import tracked_peak
 from omegaconf import OmegaConf
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +27,7 @@ from graphckpt.blocks import presets
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan, PlanError, steps
+from graphckpt.planning import Plan, PlanError
 from graphckpt.planning.candidates import NEAR
 from graphckpt.planning.planner import Planner, find_blocks
 from graphckpt.planning.plot import draw_sweep
@@ -40,13 +40,6 @@ from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.units import format_bytes
 
 D = 16  # width
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _timed_once():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "_TIMED_RUNS", 1)
-        yield
 
 
 class Layer(nn.Module):
@@ -102,13 +95,7 @@ class Case:
         self.optimizer.zero_grad()
 
     def peak(self):
-        self.step()
-        live = LiveBytes(record_timeline=False)
-        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        live.track([*self.model.parameters(), *self.model.buffers(), *state])
-        with live:
-            self.step()
-        return live.peak_bytes
+        return tracked_peak(self.model, self.step, [self.optimizer])
 
     def planner(self):
         return Planner(measure(self.real(), Blocks(find_blocks(self.model, None)), NEAR), model=self.model)

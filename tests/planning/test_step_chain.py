@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from graphckpt.planning import steps
 from graphckpt.planning.candidates import options
 from graphckpt.planning.frontier import peak
 from graphckpt.planning.planner import find_blocks
@@ -45,9 +44,8 @@ class Stack(nn.Module):
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def measured():
     """Returns a step and its measurements, near and offloaded."""
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
     model, x = Stack([32] * NUM_BLOCKS), torch.randn(64, 32)
 
     def step():

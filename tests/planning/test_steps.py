@@ -87,8 +87,7 @@ def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights():
         assert known.model.highest(plan).peak == fake.sample(blocks, chosen).peak_bytes, plan
 
 
-def test_it_predicts_the_bytes_of_the_real_step(monkeypatch):
-    monkeypatch.setitem(RealStep.sample.__globals__, "_TIMED_RUNS", 1)
+def test_it_predicts_the_bytes_of_the_real_step():
     by_hand = options(False, ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul"))])
     by_hand += options(False, [{"rule": "selective", "save": "matmul+attention"}])[1:]  # levels depend on times
     device = FakeDevice(load_profile("cpu"))
