@@ -1,0 +1,541 @@
+"""Plans keep their budget, are never slower than they must be, and leave nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.peaks import tracked_peak
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import graphckpt
+from graphckpt import plan
+from graphckpt.blocks.forward import BlockForward
+from graphckpt.errors import ConfigError
+from graphckpt.planning import PlanError
+from graphckpt.planning.candidates import NEAR
+from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
+from graphckpt.units import format_bytes
+
+D = 16  # width
+
+
+class Layer(nn.Module):
+    def __init__(self, width=D):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Looped(nn.Module):
+    """Layers in a list, a head, and nothing that Transformers marks."""
+
+    def __init__(self, num_layers=4, vocabulary=8):
+        super().__init__()
+        self.embed = nn.Linear(D, D)
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.norm = nn.BatchNorm1d(D)
+        self.head = nn.Linear(D, vocabulary)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Piled(nn.Module):
+    """Layers in a sequence."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 4)
+        self.body = nn.Sequential(*(Layer() for _ in range(num_layers)))
+
+    def forward(self, x):
+        return self.last(self.body(self.first(x)))
+
+
+class Case:
+    """A model with its step, and what such a step really takes."""
+
+    def __init__(self, model, loss):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+        self._loss = loss
+
+    def step(self):
+        torch.manual_seed(5)
+        self._loss(self.model).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak(self):
+        return tracked_peak(self.model, self.step, [self.optimizer])
+
+    def planner(self):
+        return Planner(measure(self.real(), Blocks(find_blocks(self.model, None)), NEAR), model=self.model)
+
+    def real(self):
+        return RealStep(self.model, self.step)
+
+
+def stack(num_layers=5, rows=256):
+    torch.manual_seed(0)
+    x = torch.randn(rows, D)
+    return Case(Piled(num_layers), lambda model: model(x).square().mean())
+
+
+def gpt2(*, use_cache=False, vocabulary=32, num_layers=4):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=num_layers, n_embd=D, n_head=2, n_positions=32, vocab_size=vocabulary, use_cache=use_cache,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(0, vocabulary, (4, 24))
+    return Case(GPT2LMHeadModel(config).train(), lambda model: model(input_ids=ids, labels=ids).loss)
+
+
+@pytest.fixture(scope="module", params=[gpt2, stack], ids=["gpt2", "sequential"])
+def known(request):
+    case = request.param()
+    return case, case.planner()
+
+
+@pytest.fixture(scope="module")
+def planned():
+    case = stack()
+    return case, case.planner()
+
+
+def budgets(planner, count):
+    low, high = planner.floor.peak, planner.plain.peak
+    return [low + (high - low) * n // (count - 1) for n in range(count)]
+
+
+# ---- the promise
+
+
+def test_a_plan_takes_what_it_says_and_never_more_than_the_budget(known):
+    case, planner = known
+    seen = set()
+    for budget in budgets(planner, 6):
+        found = planner.plan(budget)
+        with found.apply():
+            assert case.peak() == found.predicted_peak_bytes <= budget
+        seen.add(tuple(row.option for row in found.rows))
+    assert len(seen) > 2, "budgets lead to plans that differ"
+
+
+def test_a_larger_budget_is_never_slower(known):
+    _, planner = known
+    seconds = [planner.plan(budget).predicted_step_seconds for budget in budgets(planner, 40)]
+    assert all(after <= before + 1e-12 for before, after in itertools.pairwise(seconds))
+
+
+def test_no_uniform_policy_that_fits_is_faster(known):
+    _, planner = known
+    uniform = planner.search.uniform()
+    assert len(uniform) == len(planner.measured.options)
+    for budget in budgets(planner, 20):
+        chosen = planner.search.fastest(budget)
+        for choice in uniform:
+            assert choice.peak > budget or chosen.seconds <= choice.seconds + 1e-12
+
+
+def test_the_front_holds_plans_of_which_none_is_better_in_both(known):
+    _, planner = known
+    front = planner.search.pareto()
+    assert front[0].peak == planner.floor.peak
+    assert all(a.peak < b.peak and a.seconds > b.seconds for a, b in itertools.pairwise(front))
+    for choice in front:
+        assert planner.search.fastest(choice.peak).seconds <= choice.seconds + 1e-12
+
+
+def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known):
+    case, planner = known
+    floor = planner.floor.peak
+    least = planner.plan(floor)
+    with pytest.raises(PlanError) as error:
+        planner.plan(floor - 1)
+    text = str(error.value)
+    assert text.startswith(f"memory_budget {format_bytes(floor - 1)}: no plan fits · the lowest possible peak is ")
+    assert f"{format_bytes(floor)}, set by {least.binding}; " in text
+    assert text.endswith("a smaller batch, or a larger budget") or "`tiles`" in text
+    with least.apply():
+        assert case.peak() == floor == least.floor_bytes
+
+
+def test_a_floor_that_the_head_sets_is_mended_there():
+    planner = gpt2(vocabulary=2000, num_layers=2).planner()
+    with pytest.raises(PlanError, match=r"set by the head and the loss, after transformer\.h\.1; .* and `Tiles`"):
+        planner.plan(planner.floor.peak - 1)
+
+
+def test_one_measurement_gives_the_same_plan_each_time(planned):
+    case, planner = planned
+    again = Planner(planner.measured, model=case.model)
+    for budget in budgets(planner, 5):
+        assert planner.plan(budget) == planner.plan(budget) == again.plan(budget)
+
+
+def test_a_check_above_the_budget_counts_however_little(planned, monkeypatch):
+    case, planner = planned
+    real_peak = RealStep.peak
+    monkeypatch.setattr(RealStep, "peak", lambda step: real_peak(step) + 64)
+    budget = budgets(planner, 3)[1]
+    for limit in (budget, plan(case.model, case.step, memory_budget=budget, check=False).predicted_peak_bytes):
+        found = plan(case.model, case.step, memory_budget=limit)
+        assert found.correction_bytes in (0, 64)
+        assert found.predicted_peak_bytes + 64 - found.correction_bytes <= limit
+    least = plan(case.model, case.step, memory_budget="min")
+    assert least.correction_bytes == 64
+    assert least.predicted_peak_bytes == least.floor_bytes == least.budget_bytes
+
+
+def deep_sequence():
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(64)))
+    x = torch.randn(512, D)
+    return Case(nn.Sequential(nn.Linear(D, D), layers), lambda model: model(x).square().mean())
+
+
+def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less():
+    case = deep_sequence()
+    floor = plan(case.model, case.step, memory_budget="min").predicted_peak_bytes
+    with pytest.raises(PlanError, match=r"no plan fits .* · fix: segments='log' on '1' \(less memory, more time\)"):
+        plan(case.model, case.step, memory_budget=int(0.9 * floor))
+    with graphckpt.apply(case.model, {"1": {"segments": "log"}}):
+        assert case.peak() <= int(0.9 * floor)
+    with pytest.raises(PlanError, match=r"no plan fits .* · fix: a smaller batch, or a larger budget$"):
+        plan(case.model, case.step, memory_budget=1)
+
+
+def test_layers_are_joined_where_the_rules_say_so(monkeypatch):
+    case = deep_sequence()
+    alone = plan(case.model, case.step, memory_budget="min", candidates=["full"])
+    joined = plan(case.model, case.step, memory_budget="min", candidates=["full", "joined"])
+    assert joined.predicted_peak_bytes < 0.7 * alone.predicted_peak_bytes
+    assert {row.option for row in alone.rows} <= {"keep", "full"}
+    assert "joined" in {row.option for row in joined.rows}
+    monkeypatch.setattr(graphckpt.Joined, "check", lambda *_: "units of FSDP2 cannot")
+    without = plan(case.model, case.step, memory_budget="min")
+    assert without.predicted_peak_bytes == alone.predicted_peak_bytes
+
+
+# ---- budgets
+
+
+def test_budgets_of_every_kind(planned):
+    _, planner = planned
+    static, plain = planner.measured.model.static_bytes, planner.plain.peak
+    for budget, num_bytes in {
+        12 << 20: 12 << 20,
+        "12MiB": 12 << 20,
+        "min": planner.floor.peak,
+        "max": 99,
+        "25%": static + int(0.25 * (plain - static)),
+        "100%": plain,
+    }.items():
+        assert planner.bytes_of(budget, 99) == num_bytes, budget
+    assert 0 < static < planner.floor.peak < plain
+
+
+@pytest.mark.parametrize("budget", ["min", "max", "70%", "1GiB", 1 << 30])
+def test_plan_takes_budgets_of_every_kind(budget):
+    case = stack(num_layers=2, rows=64)
+    told = []
+    found = plan(case.model, case.step, memory_budget=budget, progress=lambda done, all_runs: told.append(done))
+    assert found.predicted_peak_bytes <= found.budget_bytes
+    assert told == list(range(1, len(told) + 1))
+    assert 1 <= len(told) <= 5, "two equal layers take turns with full, and with up to four levels, found by time"
+    assert found.blocks or budget not in ("min", "70%")
+    with found.apply():
+        assert case.peak() == found.predicted_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("0%", r"memory_budget: expected above 0% and up to 100%, got '0%' · fix: "),
+        ("0.5", r"memory_budget: expected a unit, got '0\.5' · fix: '0\.5GiB', or '50%'"),
+        ("150%", r"memory_budget: expected above 0% and up to 100%, got '150%'"),
+        (1.5, r"memory_budget: expected above 0% and up to 100%, got 1\.5"),
+        ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '50%', or '12GiB'"),
+        (True, r"memory_budget: expected bytes, '12GiB', '50%', 'max' or 'min', got True · fix: "),
+        (None, r"memory_budget: expected bytes, .* got None"),
+        ("12 G", r"memory_budget: .*unknown unit 'G' · fix: write 'GiB'.*; or '50%', 'max', 'min'"),
+        ("most", r"memory_budget: .*'most' is not a memory size"),
+        (-1, r"memory_budget: .*below 0"),
+    ],
+)
+def test_a_budget_that_cannot_be_read(budget, message):
+    with pytest.raises(ConfigError, match=message):
+        plan(nn.Sequential(Layer(), Layer()), lambda: pytest.fail("runs nothing"), memory_budget=budget)
+
+
+# ---- what is planned
+
+
+def test_blocks_may_be_named(planned):
+    case, _ = planned
+    found = plan(case.model, case.step, memory_budget="min", blocks=["body.[01]", "body.4"], check=False)
+    assert [row.block for row in found.rows] == ["body.0", "body.1", "body.4"]
+    by_class = plan(case.model, case.step, memory_budget="min", blocks=Layer, check=False)
+    assert [row.block for row in by_class.rows] == [f"body.{n}" for n in range(5)]
+    assert by_class.predicted_peak_bytes < found.predicted_peak_bytes
+    outer = plan(case.model, case.step, memory_budget="min", blocks=["body.*.up", "body"], check=False)
+    assert [row.block for row in outer.rows] == ["body"], "what is in another block is none"
+    with pytest.raises(ConfigError, match=r"'layers\.\*' matches no module"):
+        plan(case.model, case.step, memory_budget="min", blocks="layers.*")
+    with pytest.raises(ConfigError, match="Linear: no list of layers was found · fix: blocks="):
+        plan(nn.Linear(2, 2), case.step, memory_budget="min")
+
+
+def test_rules_may_be_named(planned):
+    case, _ = planned
+    found = plan(case.model, case.step, memory_budget="min", candidates=["full"], check=False)
+    assert {row.option for row in found.rows} <= {"keep", "full"}
+    with pytest.raises(ConfigError, match="candidates: expected a rule other than keep, got False · fix: leave it out"):
+        plan(case.model, case.step, memory_budget="min", candidates=[False])
+
+
+def test_a_layer_that_runs_several_times_is_one_block():
+    torch.manual_seed(0)
+    layer, first, last, x = Layer(), nn.Linear(D, D), nn.Linear(D, 2), torch.randn(64, D)
+    model = nn.ModuleDict({"first": first, "layers": nn.ModuleList([layer, layer, Layer(), layer]), "last": last})
+
+    def loss(model):
+        y = model["first"](x)
+        for each in (layer, layer, model["layers"][2], layer):
+            y = each(y)
+        return model["last"](y).square().mean()
+
+    case = Case(model, loss)
+    planner = Planner(measure(case.real(), Blocks(find_blocks(model, ["layers.*"])), NEAR), model=model)
+    assert [row.block for row in planner.plan(planner.plain.peak).rows] == ["layers.0", "layers.2"]
+    for budget in budgets(planner, 4):
+        found = planner.plan(budget)
+        with found.apply():
+            assert case.peak() == found.predicted_peak_bytes <= budget
+
+
+def test_a_model_that_runs_twice_before_backward():
+    torch.manual_seed(0)
+    model, x = Looped(), torch.randn(2, 64, D)
+    case = Case(model, lambda model: (model(x[0]) * model(x[1])).square().mean())
+    planner = case.planner()
+    seconds = []
+    for budget in budgets(planner, 5):
+        found = planner.plan(budget)
+        seconds.append(found.predicted_step_seconds)
+        with found.apply():
+            assert case.peak() == found.predicted_peak_bytes <= budget
+    assert all(after <= before + 1e-12 for before, after in itertools.pairwise(seconds))
+    assert any(len(set(choice.plan)) > 1 for choice in planner.search.baselines), "not only uniform"
+
+
+def test_micro_batches_in_one_step():
+    torch.manual_seed(0)
+    model, batches = Looped(), torch.randn(2, 64, D)
+    case = Case(model, lambda model: model(batches[1]).square().mean())
+    whole = case.step
+
+    def step():
+        torch.manual_seed(5)
+        model(batches[0]).square().mean().backward()
+        whole()
+
+    case.step = step
+    planner = case.planner()
+    for budget in budgets(planner, 4):
+        found = planner.plan(budget)
+        with found.apply():
+            assert case.peak() == found.predicted_peak_bytes <= budget
+
+
+@pytest.mark.parametrize("keeps_output", [False, True])
+def test_a_cache_of_keys_lives_as_long_as_any_block_that_is_recomputed_with_it(keeps_output):
+    case, ids = gpt2(use_cache=True, num_layers=6), torch.randint(0, 32, (4, 24))
+
+    def step():
+        torch.manual_seed(5)
+        output = case.model(input_ids=ids, labels=ids)
+        loss = output.loss
+        if not keeps_output:
+            del output
+        loss.backward()
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+
+    case.step = step
+    planner = case.planner()
+    assert not planner.measured.notes
+    for budget in budgets(planner, 12):
+        found = planner.plan(budget)
+        with found.apply():
+            assert case.peak() == found.predicted_peak_bytes <= budget
+
+
+def test_a_step_without_its_blocks_cannot_be_planned(planned):
+    case, _ = planned
+    with pytest.raises(PlanError, match="no block ran with gradients on · fix: let step_fn run"):
+        plan(case.model, lambda: None, memory_budget="min")
+    with pytest.raises(ConfigError, match=r"^plan\.step_fn: expected a function without arguments .* type Tensor · "):
+        plan(case.model, torch.ones(99, 99), memory_budget="min")
+
+
+def test_a_step_that_takes_another_path_each_time_cannot_be_planned():
+    model, x, calls = Looped(), torch.randn(8, D), []
+
+    def step():
+        calls.append(1)
+        y = x
+        for layer in model.layers if len(calls) < 4 else reversed(model.layers):
+            y = layer(y)
+        y.sum().backward()
+
+    with pytest.raises(PlanError, match="calls its blocks in another order each time · fix: plan with one batch"):
+        plan(model, step, memory_budget="min")
+
+
+class Dropped(Looped):
+    """Leaves out some layers at random, as LayerDrop does."""
+
+    def __init__(self, rate, draw):
+        super().__init__(num_layers=6)
+        self.rate, self.draw = rate, draw
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            if self.draw() >= self.rate:
+                x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), np.random.rand, random.random])
+def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw):
+    torch.manual_seed(0)
+    x = torch.randn(256, D)
+    case = Case(Dropped(0.2, draw), lambda model: model(x).square().mean())
+
+    def step():
+        case.model(x).square().mean().backward()
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+
+    case.step = step
+    for budget in ("min", "50%", "1GiB"):
+        found = plan(case.model, step, memory_budget=budget)
+        assert any("it is planned for a step that calls all of them" in note for note in found.notes)
+        with found.apply():
+            case.model.rate = 0
+            assert case.peak() == found.predicted_peak_bytes
+            case.model.rate = 0.2
+            assert all(case.peak() <= found.predicted_peak_bytes for _ in range(6))
+    case.model.rate = 0
+    assert not plan(case.model, step, memory_budget="1GiB").notes
+
+    layers_in_turn = itertools.cycle([1, 1, 0, 1, 1])
+    case.model.rate, case.model.draw = 0.5, lambda: next(layers_in_turn)
+    with pytest.raises(PlanError, match=r"calls its blocks in another order each time · fix: .*layerdrop=0"):
+        plan(case.model, step, memory_budget="min")
+
+
+# ---- nothing is left behind
+
+
+def everything(case):
+    optimizer = case.optimizer
+    return copy.deepcopy(
+        {
+            "state": case.model.state_dict(),
+            "grads": {name: p.grad for name, p in case.model.named_parameters()},
+            "optimizer": optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "training": [m.training for m in case.model.modules()],
+        }
+    )
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def is_clean(model):
+    return not any(
+        isinstance(m.forward, BlockForward) or "forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks
+        for m in model.modules()
+    )
+
+
+@pytest.mark.parametrize("fails_at", [None, 1, 2, 5], ids=lambda n: "" if n is None else f"fails_at_{n}")
+@pytest.mark.parametrize("is_first", [True, False], ids=["before_any_step", "later"])
+def test_planning_changes_nothing(is_first, fails_at):
+    torch.manual_seed(0)
+    x, calls = torch.randn(64, D), []
+    case = Case(Looped(num_layers=2), lambda model: model(x).square().mean())
+    if not is_first:
+        case.step()
+        case.model(x).sum().backward()
+        case.model.embed.weight.grad = None  # gradients of both kinds
+    grads = {name: p.grad for name, p in case.model.named_parameters()}
+    torch.manual_seed(7)
+    before = everything(case)
+
+    def step():
+        calls.append(1)
+        if fails_at == 1 == len(calls):
+            raise RuntimeError("out of data")
+        F.dropout(case.model(x)).square().mean().backward()
+        case.optimizer.step()
+        if len(calls) == fails_at:
+            raise RuntimeError("out of data")
+        case.optimizer.zero_grad(set_to_none=len(calls) % 2 == 0)
+
+    if fails_at is None:
+        plan(case.model, step, memory_budget="min")
+    else:
+        with pytest.raises(RuntimeError, match="out of data"):
+            plan(case.model, step, memory_budget="min")
+    assert same(before, everything(case))
+    assert all(p.grad is grads[name] for name, p in case.model.named_parameters()), "the same tensors, not only bits"
+    assert is_clean(case.model)
+
+
+def test_apply_leaves_the_model_clean(planned):
+    case, planner = planned
+    found = planner.plan(planner.floor.peak)
+    with found.apply():
+        assert not is_clean(case.model)
+    assert is_clean(case.model)
+    handle = found.apply()
+    with pytest.raises(ConfigError, match="has a policy already"):
+        found.apply()
+    handle.remove()
+    handle.remove()
+    assert is_clean(case.model)
+    other = copy.deepcopy(case.model)
+    with found.apply(other):
+        assert is_clean(case.model)
+        assert not is_clean(other)
+    with pytest.raises(ConfigError, match="matches no module"):
+        found.apply(nn.Linear(2, 2))
