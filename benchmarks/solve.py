@@ -96,7 +96,7 @@ def fronts(repeats: int) -> list[dict[str, Any]]:
             front = Frontier(chain)
             spent.append(time.process_time() - began)
         fine = Frontier(chain, 16 * 4096)
-        floor, most = front.least_peak()[1], peak(chain, (0,) * num_blocks)
+        floor, most = peak(chain, front.least_peak()), peak(chain, (0,) * num_blocks)
         for share in (0.1, 0.2, 0.4, 0.6, 0.8):
             budget = int(floor + share * (most - floor))
             began = time.process_time()

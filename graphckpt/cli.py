@@ -380,10 +380,9 @@ def _sweep(planner: Planners, path: str) -> None:
     from graphckpt.planning.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
     from graphckpt.planning.rows import print_sweep  # noqa: PLC0415
 
-    front = planner.front()
-    uniform = planner.uniform()
-    print_sweep([(peak, seconds, plan.rows) for peak, seconds, plan in front], uniform)
-    draw_sweep([(peak, seconds) for peak, seconds, _ in front], uniform, path)
+    front, uniform = planner.front(), planner.plain.uniform()
+    print_sweep(front, uniform)
+    draw_sweep(front, uniform, path)
     print(f"drawn: {path}")
 
 

@@ -102,7 +102,6 @@ class LiveBytes(DispatchMode):
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Runs one op and counts the storages of its inputs and outputs."""
         for kind in types:
             if hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # a DTensor unwraps first; its op is dispatched again with the inner tensors
@@ -195,7 +194,6 @@ class LiveBytes(DispatchMode):
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the tensors inside of a wrapper such as a DTensor, or of a sparse tensor."""
     if tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -210,7 +208,6 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yields the storage of a tensor, or those of the tensors inside of it."""
     storage = storage_of(tensor)
     if storage is not None and not hasattr(tensor, "__tensor_flatten__"):
         yield storage
@@ -311,7 +308,6 @@ class StorageLog(LiveBytes):
         return levels_if_kept(self.lives, len(self._changes or ()), is_kept)
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-        """Sets the kind of living tensors; see :attr:`~graphckpt.ledger.record.TensorLife.kind`."""
         for tensor in tensors:
             for storage in () if tensor is None else storages_of(tensor):
                 life = self._life_of.get(id(storage))

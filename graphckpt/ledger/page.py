@@ -143,7 +143,6 @@ def area(xs: Sequence[float], ys: Sequence[float], colour: str) -> dict[str, Any
 
 
 def line(xs: Sequence[float], ys: Sequence[float], **settings: Any) -> dict[str, Any]:
-    """Returns the trace of a line of steps, in the colour of text."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -186,7 +185,6 @@ def legend_entries(title: str, colour_of: Mapping[str, str]) -> Iterator[dict[st
 
 
 def write_step(explanation: StepRecord, target: Path) -> Path:
-    """Writes the page: live bytes over the step, the composition of the peak, and the policies."""
     step = StepLevels(explanation, _MAX_POINTS)
     drawn = f" {len(step.xs):,} of {step.end:,} levels are drawn, the highest of those in between."
     peak = f"peak of {format_bytes(step.peak_bytes)}, {explanation.peak_at}"

@@ -207,7 +207,6 @@ class StepLevels:
         return block_spans([self.record.timeline[at].block for at in self.events], policies, self.xs, self.end)
 
     def policies(self) -> dict[str, str]:
-        """Returns the colours of the policies in :meth:`blocks`."""
         options = sorted_rules(map(rule_and_place, self.record.rows))
         colours = {option: rule_colour(option) for option in options[:_MAX_RULES]}
         return colours | {OUTSIDE: GREY} if any(not event.block for event in self.record.timeline) else colours
@@ -229,7 +228,6 @@ def _change(what: str, before: int, after: int, remark: str = "") -> str:
 
 
 def draw_step(explanation: StepRecord, target: Path) -> Path:
-    """Plots the live bytes after each allocation and free of the step, by kind."""
     step = StepLevels(explanation, _MAX_STEPS)
     with figure_of(target) as figure:
         phases, blocks, axes = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1, 20))

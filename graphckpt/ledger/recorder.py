@@ -72,7 +72,6 @@ class Recorder:
             self._kept.ignore(tensor)
 
     def bytes_before(self, block: str) -> int:
-        """Returns what the plain step saves for a block when it saves most."""
         return self._plain.of_block(block)
 
     def bytes_after(self, block: str) -> int:
@@ -88,7 +87,6 @@ class Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Records a step, or a forward, from its first op to its last."""
         try:
             self.begin()
             with self.live or nullcontext():
@@ -107,7 +105,6 @@ class Recorder:
             pop_saved_tensor_hooks()
 
     def phase(self, name: str, block: str = "") -> None:
-        """Sets the label of later events: ``"forward"``, ``"backward"``, ``"recompute"`` or ``"optimizer"``."""
         if self.live is not None:
             self.live.phase = name
             self.live.block = block
@@ -152,14 +149,12 @@ class Recorder:
             self._leave(block)
 
     def tensor_saved(self, block: str, tensor: torch.Tensor, owner: object) -> None:
-        """Counts ``tensor``, which the rule of ``block`` saves for the recomputation while ``owner`` is alive."""
         if not self._again:
             self._kept.add(block, tensor, owner)
             if self.live is not None:
                 self.live.hold(tensor, block, owner, is_kept=True, saved_by=block)
 
     def released(self, tensor: torch.Tensor, owner: object) -> None:
-        """Uncounts ``tensor``, which the rule of a block does not save after all."""
         if not self._again:
             self._kept.remove(tensor, owner)
 

@@ -148,7 +148,6 @@ def percent_of(value: float) -> str:
 
 
 def _hidden(row: Row) -> str:
-    """Returns the share of the copies' time that overlapped with computation."""
     if not row.copy_seconds or row.wait_seconds is None:
         return "-"
     return percent_of(max(0.0, 1 - row.wait_seconds / row.copy_seconds))
@@ -195,7 +194,6 @@ def print_table(explanation: StepRecord, file: TextIO | None = None) -> None:
 
 
 def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
-    """Yields what :func:`print_table` prints."""
     yield Text(f"{explanation.title}: bytes kept for backward, before and after", style="bold")
     prefix = common_prefix(row.block for row in explanation.rows)
     short, legend = _short_rules(explanation)

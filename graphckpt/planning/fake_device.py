@@ -239,8 +239,6 @@ FULL_PRECISION = frozenset(
 
 @final
 class CudaKernels:
-    """The kernels of one device, in the order of its profile."""
-
     def __init__(self, machine: DeviceProfile) -> None:
         self._order = machine.attention
         self._capability = machine.capability or (8, 0)
@@ -262,7 +260,6 @@ class CudaKernels:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Replaces ``scaled_dot_product_attention``, with the first kernel that supports the call."""
         if torch.is_autocast_enabled("cpu"):
             low = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(low), key.to(low), value.to(low)
@@ -305,7 +302,8 @@ class _AttentionCall:
             return is_enabled and is_half and not is_wide and self.mask is None
         if kernel == "cudnn":
             is_enabled = torch.backends.cuda.cudnn_sdp_enabled() and capability >= (8, 0)
-            return is_enabled and is_half and width <= 128 and width % 8 == 0
+            has_mask_gradient = self.mask is not None and self.mask.requires_grad  # its backward computes none
+            return is_enabled and is_half and width <= 128 and width % 8 == 0 and not has_mask_gradient
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and (is_half or query.dtype is torch.float32)
@@ -381,8 +379,6 @@ def dropout(
 
 
 def in_full_precision(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls ``func`` in float32, as autocast does on CUDA."""
-
     def raised(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype in _HALF:
             return value.float()

@@ -248,7 +248,7 @@ class _SizedRows:
             def plan_of(planner: Planner) -> Plan:
                 if isinstance(step, FakeStep):
                     return planner.plan(self.limit)
-                return plan_and_check(planner, model, step, self.limit, PlanGroup(), planners.policy_fields)
+                return plan_and_check(planner, model, step, self.limit, PlanGroup())
 
             row = BatchFit(
                 batch_size=size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import fsum
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.extras import LazyPackage
@@ -69,26 +69,8 @@ class Chain(Protocol):
         """Highest level between the last forward and the first backward, above the level then, in bytes."""
 
 
-@final
-class ChainInterval(NamedTuple):
-    """A part of the step.
-
-    >>> str(ChainInterval("backward", 3)), str(ChainInterval("head"))
-    ('backward of block 3', 'head')
-    """
-
-    kind: Literal["forward", "head", "backward", "fixed"]
-    block: int | None = None
-
-    def __str__(self) -> str:
-        """For messages."""
-        return self.kind if self.block is None else f"{self.kind} of block {self.block}"
-
-
-def levels(
-    chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None
-) -> list[tuple[ChainInterval, int]]:
-    """Returns the highest level of each interval in bytes, in the order of time, and the fixed intervals last.
+def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> list[int]:
+    """Returns the highest level of each interval in bytes, in the order of time, and the fixed peak last.
 
     ::
 
@@ -106,29 +88,23 @@ def levels(
         ConfigError: The chain does not allow an option.
     """
     level, held = chain.base, chain.start
-    forward: list[tuple[ChainInterval, int]] = []
-    backward: list[tuple[ChainInterval, int]] = []
+    forward, backward = [], []
     for block, option in enumerate(plan):
         if option == COVERED:
             continue
         move = _allowed(chain, block, option, held)
-        forward.append((ChainInterval("forward", block), level + move.forward_peak))
+        forward.append(level + move.forward_peak)
         level, held = level + move.kept, move.held
-        backward.append((ChainInterval("backward", block), level + move.backward_peak))
-    rows = [*forward, (ChainInterval("head"), level + chain.head_peak(held)), *reversed(backward)]
+        backward.append(level + move.backward_peak)
+    rows = [*forward, level + chain.head_peak(held), *reversed(backward)]
     if in_flight is not None:
-        rows = [(interval, high + more) for (interval, high), more in zip(rows, in_flight, strict=True)]
-    return [*rows, (ChainInterval("fixed"), chain.fixed_peak)]
-
-
-def binding(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> tuple[ChainInterval, int]:
-    """Returns the first interval that reaches the peak, and the peak in bytes."""
-    return max(levels(chain, plan, in_flight), key=lambda row: row[1])
+        rows = [high + more for high, more in zip(rows, in_flight, strict=True)]
+    return [*rows, chain.fixed_peak]
 
 
 def peak(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = None) -> int:
     """Returns the peak of a plan in bytes; the arguments are those of :func:`levels`."""
-    return binding(chain, plan, in_flight)[1]
+    return max(levels(chain, plan, in_flight))
 
 
 def seconds(chain: Chain, plan: Sequence[int]) -> float:
@@ -214,10 +190,8 @@ class Frontier:
             return None
         return self._plan(label)
 
-    def least_peak(self) -> tuple[ChainPlan, int, ChainInterval]:
-        plan = self._plan(0)
-        interval, highest = binding(self._chain, plan)
-        return plan, highest, interval
+    def least_peak(self) -> ChainPlan:
+        return self._plan(0)
 
     def plans(self, most: int = 64) -> list[ChainPlan]:
         """Returns plans of which none is better in both peak and seconds, from the lowest peak up.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
@@ -172,6 +172,7 @@ class MemoryModel:
         self._program_of = program_of
         self._storages = [{role: storage for storage, role in base.roles(c).items()} for c in range(len(base.calls))]
         self._late: dict[Interval, list[int]] = {}
+        self._numbers: dict[tuple[Hashable, ...], int] = {}
         self._outcome_cache: OutcomeCache = {}
         self._outside = {i: self.steps_of(self._outside_steps(i, ends)) for i in self.intervals if not i.is_of_block}
         for storage, (where, _) in ends.items():
@@ -220,7 +221,11 @@ class MemoryModel:
     def storage(self, call: int, role: Role, option: int) -> int:
         """Returns the number of a storage in ``base``, or a new number if only this option has it."""
         known = self._storages[call].get(role)
-        return known if known is not None else -2 - (hash((call, role, option)) & 0xFFFFFFFFFFFF)
+        return self.number_of(call, role, option) if known is None else known
+
+    def number_of(self, *key: Hashable) -> int:
+        """Returns a number that no storage in ``base`` has. Not a hash: processes must count alike."""
+        return self._numbers.setdefault(key, -2 - len(self._numbers))
 
     def holds(self, call: int, option: int) -> frozenset[int]:
         """Returns the shared storages that a call holds until its backward."""
@@ -286,6 +291,7 @@ class StepSample:
     """One run of the step with one option on each block."""
 
     trace: TraceLog
+    peak_bytes: int
     seconds: dict[Interval, float]
     step_seconds: float
     """Seconds of the step without policies, if it was run, or else with these."""
@@ -500,7 +506,7 @@ class JoinedRuns:
         """Returns the event for what the recomputation allocates in place of a storage of the original forward."""
         if step.storage not in self._allocated[call]:
             return step
-        return step._replace(storage=-2 - (hash(("recomputed", call, step.storage)) & 0xFFFFFFFFFFFF))
+        return step._replace(storage=self._model.number_of(call, step.storage))
 
     def _backward_of_last(self, call: int) -> EventSeq:
         steps = self._model.steps(Interval(Phase.BACKWARD, call), self._full)

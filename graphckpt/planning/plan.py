@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from graphckpt.extras import LazyPackage
 from graphckpt.ledger.plot import PAGE, file_of
 from graphckpt.ledger.table import html_of, text_of
 from graphckpt.ledger.table import show as show_parts
-from graphckpt.planning.rows import PlanData, PlanRow, Stage, parts_of, summary_lines
+from graphckpt.planning.rows import PlanData, PlanRow, parts_of, summary_lines
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -113,42 +112,6 @@ class Plan(PlanData):
         ]
         return {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}
 
-    def _to_message(self, policy_fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the plan as JSON; values of policies that are not, such as a process group, as their numbers.
-
-        Args:
-            policy_fields: the fields of policies that the receiver has as well.
-        """
-        numbers = {id(value): number for number, value in enumerate(_values(policy_fields))}
-
-        def plain(value: Any) -> dict[str, Any]:
-            if isinstance(value, PlanRow | Stage):
-                return {each.name: getattr(value, each.name) for each in fields(value)}
-            return {_SHARED: numbers[id(value)]}
-
-        message = {name: getattr(self, name) for name in (*_NUMBERS, "notes", "rows", "stages")}
-        result: dict[str, Any] = json.loads(json.dumps(message, default=plain))
-        return result
-
-    @classmethod
-    def _from_message(
-        cls, message: Mapping[str, Any], policy_fields: Sequence[Mapping[str, Any]], model: nn.Module | None
-    ) -> Self:
-        """Returns the plan of :meth:`_to_message`."""
-        values = _values(policy_fields)
-
-        def shared(value: dict[str, Any]) -> Any:
-            return values[value[_SHARED]] if _SHARED in value else value
-
-        content = json.loads(json.dumps(message), object_hook=shared)
-        rows, stages = content.pop("rows"), content.pop("stages")
-        return cls(
-            **content | {"notes": tuple(content["notes"])},
-            rows=tuple(PlanRow(**row) for row in rows),
-            stages=tuple(Stage(**stage) for stage in stages),
-            model=model,
-        )
-
     def plot(self, path: str | Path) -> Path:
         """Draws the predicted live bytes over the step; ``path`` ends in ``.png`` or ``.svg``.
 
@@ -216,9 +179,4 @@ def _dumper() -> type[yaml.SafeDumper]:
     return type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
 
 
-def _values(policy_fields: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [value for policy in policy_fields for value in policy.values()]
-
-
-_SHARED = "graphckpt.planning.plan.shared"  # the key of a value's number in a message
 _NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in ("rows", "stages", "notes"))

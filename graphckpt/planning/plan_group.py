@@ -1,15 +1,15 @@
 """Gives the processes that run one step together the same plan.
 
-Each process measures, since all of them must run a step that contains collectives. Then one of them, the leader,
-chooses the plan and broadcasts it. The leader is the process with the highest peak; it uses the times of the process
-that is slowest within the blocks, since the others wait for that one.
+Each process measures, since all of them must run a step that contains collectives. All of them use the traces of the
+leader, which has the highest peak, and the times of the process that is slowest within the blocks, since the others
+wait for that one. So all choose the same plan.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 import time
-from collections.abc import Callable, Sequence
+import zlib
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self, final
@@ -25,9 +25,9 @@ _SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may ho
 
 # Note [One plan for all processes]
 # The recomputation of a block issues its collectives again, so processes with different plans would deadlock. All that
-# determines how often a step runs is therefore exchanged first: the classes of equal blocks, the bytes of a real step,
-# the plan itself. Messages are JSON and go through the key-value store of the group, not through its collectives as
-# `dist.broadcast_object_list` does: a process whose step has failed is at another collective than the others, and must
+# plans and the number of runs follow from is therefore exchanged: traces, times, levels, the bytes of a real step. The
+# rest is computed alike on all. Messages go through the key-value store of the group, not through its collectives as
+# with `dist.broadcast_object_list`: a process whose step has failed is at another collective than the others, and must
 # still be able to report its error.
 
 
@@ -46,8 +46,10 @@ class PlanGroup:
         self._is_over = False
         self.size = len(self._members)
         self.rank = 0 if process_group is None else process_group.rank()
-        self.leader = 0
-        """The process that chooses the plan."""
+        self.leader = -1
+        """The process whose traces all use; -1 before there is one."""
+        self.notes: list[str] = []
+        """What plans should mention."""
 
     def __enter__(self) -> Self:
         return self
@@ -64,7 +66,7 @@ class PlanGroup:
             time.sleep(_SECONDS_TO_READ)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the values that the processes pass, by rank, which are JSON.
+        """Returns the values that the processes pass, by rank.
 
         Raises:
             GroupError: another process has failed, has exited or did not join.
@@ -89,55 +91,32 @@ class PlanGroup:
                 raise GroupError(f"rank {member}: {answer['fault']}{more}")
         return [answer["value"] for answer in answers]
 
-    def from_leader(self, action: Callable[[], Any]) -> Any:
-        """Returns the value that ``action`` returns on the leader; the others do not call it.
-
-        Raises:
-            PlanError: ``action`` has raised it on the leader.
-        """
-        if self.size == 1:
-            return action()
-        message: dict[str, Any] = {}
-        if self.rank == self.leader:
-            try:
-                message = {"value": action()}
-            except PlanError as error:
-                message = {"fault": str(error)}
-        message = self.all_gather(message)[self.leader]
-        if "fault" in message:
-            raise PlanError(message["fault"])
-        return message["value"]
-
-    def broadcast(self, value: Any) -> Any:
+    def from_leader(self, value: Any) -> Any:
         """Returns the value that the leader passes."""
-        return self.all_gather(value)[self.leader]
+        return self.all_gather(value if self.size == 1 or self.rank == self.leader else None)[self.leader]
 
     def max(self, value: float) -> Any:
         return max(self.all_gather(value))
-
-    def classes(self, own: Sequence[int]) -> list[int]:
-        """Returns classes of blocks such that blocks of one class are of one class on all processes."""
-        numbers: dict[Any, int] = {}
-        return [numbers.setdefault(each, len(numbers)) for each in zip(*self.all_gather(list(own)), strict=True)]
 
     def times(self, measured: MeasuredStep) -> MeasuredStep:
         """Returns the measured step with the times of the process whose forwards take the longest.
 
         Times of whole steps are no guide: processes that average gradients in backward wait for each other.
         """
-        rows = self.all_gather([measured.step_seconds, measured.forward_seconds, measured.backward_seconds])
-        _, *slowest = max(rows, key=lambda row: sum(map(sum, row[1])))
-        forward, backward = (tuple(map(tuple, table)) for table in slowest)
+        rows = self.all_gather((measured.step_seconds, measured.forward_seconds, measured.backward_seconds))
+        _, forward, backward = max(rows, key=lambda row: sum(map(sum, row[1])))
         step = max(row[0] for row in rows)
         return replace(measured, step_seconds=step, forward_seconds=forward, backward_seconds=backward)
 
-    def elect_leader(self, peak: int) -> list[str]:
-        """Makes the process whose plain step has the highest peak the leader; returns notes for the plan."""
+    def elect_leader(self, peak: int) -> None:
+        """Makes the process whose plain step has the highest peak the leader, unless there is one."""
+        if self.leader >= 0:
+            return
         peaks = self.all_gather(peak)
         self.leader = peaks.index(max(peaks))
-        if min(peaks) == max(peaks):
-            return []
-        return [f"peaks differ between processes; planned for rank {self._members[self.leader]}, which has the highest"]
+        if min(peaks) != max(peaks):
+            highest = f"rank {self._members[self.leader]}, which has the highest"
+            self.notes.append(f"peaks differ between processes; planned for {highest}")
 
     def check_equal(self, **settings: Any) -> None:
         """Checks that all processes are about to plan the same.
@@ -155,9 +134,9 @@ class PlanGroup:
                     )
 
     def _exchange(self, message: dict[str, Any], seconds: float) -> list[Any]:
-        text = json.dumps(message).encode()
-        answers = exchange(self._group, self._members, text, topic="graphckpt plan", seconds=seconds)
-        return [json.loads(answer) for answer in answers]
+        data = zlib.compress(pickle.dumps(message), 1)  # the store takes up to 8 MiB at a time
+        answers = exchange(self._group, self._members, data, topic="graphckpt plan", seconds=seconds)
+        return [pickle.loads(zlib.decompress(answer)) for answer in answers]  # noqa: S301 - of ranks, as dist's objects
 
 
 def planning_group(group: Any = None) -> PlanGroup:

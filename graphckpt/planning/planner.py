@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any, NoReturn, final
+from math import inf
+from typing import Any, final
 
 from torch import nn
 
@@ -133,19 +134,9 @@ def plan_step(
         limit, headroom = _limit_of(budget, planners.plain, step, group)
         if isinstance(step, FakeStep):
             plan = planners.best_of(lambda planner: planner.plan(planner.floor.peak if limit is None else limit))
-            return replace(plan, headroom_bytes=headroom)
-        checked = partial(
-            plan_and_check,
-            model=model,
-            step=step,
-            limit=limit,
-            group=group,
-            policy_fields=planners.policy_fields,
-            check=options.check,
-        )
-        plan = planners.best_of(
-            checked, floor_of=lambda planner: group.from_leader(planner.least), is_least=limit is None
-        )
+        else:
+            checked = partial(plan_and_check, model=model, step=step, limit=limit, group=group, check=options.check)
+            plan = planners.best_of(checked, is_least=limit is None)
         return replace(plan, headroom_bytes=headroom)
 
 
@@ -169,27 +160,14 @@ def plan_recorded(
     with step.standing_alone():
         planners = measure_all(step, model, blocks, options, group, notes)
     limit, headroom = _limit_of(budget, planners.plain, step, group)
-    policy_fields = planners.policy_fields
 
-    def agree(planner: Planner) -> Plan:
+    def plan_with(planner: Planner) -> Plan:
         option = step.option_of(planner.measured.options)
         known = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
         surplus = group.max(max(0, step.peak_bytes - known)) + extra_bytes
-        bound = planner.floor.peak + surplus if limit is None else limit
-        return _agree_on(lambda: planner.plan(bound, surplus), group, policy_fields, model)
+        return planner.plan(planner.floor.peak + surplus if limit is None else limit, surplus)
 
-    plan = planners.best_of(agree, floor_of=lambda planner: group.from_leader(planner.least))
-    return replace(plan, headroom_bytes=headroom)
-
-
-def _agree_on(
-    action: Callable[[], Plan], group: PlanGroup, policy_fields: Sequence[Mapping[str, Any]], model: nn.Module
-) -> Plan:
-    """Returns the plan that ``action`` returns on the leader."""
-    if group.size == 1:
-        return action()
-    message = group.from_leader(lambda: action()._to_message(policy_fields))
-    return Plan._from_message(message, policy_fields, model)
+    return replace(planners.best_of(plan_with), headroom_bytes=headroom)
 
 
 def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
@@ -272,7 +250,6 @@ def measure_all(
     if ranks is not None:
         candidates = with_partition(candidates, ranks)
     heads = head_rows(model, options.head, blocks)
-    known = [option.fields for option in candidates] + [row.fields for rows in heads for row in rows]
     group.check_equal(
         compile=repr(options.compile),
         blocks=[name for name, _ in blocks],
@@ -293,15 +270,13 @@ def measure_all(
         with on_head, compiled_forwards(modules, code.options):
             progress = options.progress
             try:
-                measured = measure(step, Blocks(blocks), candidates, progress, group.classes, group.broadcast)
+                measured = measure(step, Blocks(blocks), candidates, progress, group)
             except PathError as error:
                 if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
                     raise
                 found.append(_ALL_BLOCKS)
                 measured = measure(step, Blocks(blocks), candidates, progress)
             measured = group.times(measured)
-        if not planners:
-            found += group.elect_leader(measured.model.highest([0] * len(blocks)).peak)
         planners.append(
             Planner(
                 measured,
@@ -312,13 +287,13 @@ def measure_all(
                 host_budget=options.host_bytes,
                 # without the first layer of a run, the others join the run before it, and exceed the peak
                 joins=can_join(modules, options.candidates) and _ALL_BLOCKS not in found,
-                notes=tuple(found),
+                notes=(*found, *group.notes),
                 extra_rows=rows,
                 compiled={} if code.field is None else {"compile": code.field},
                 has_slabs=options.contiguous,
             )
         )
-    return Planners(planners, [*known, {"compile": code.field}])
+    return Planners(planners)
 
 
 _ALL_BLOCKS = (
@@ -382,9 +357,6 @@ class Planner:
     def floor(self) -> PolicyChoice:
         return self.search.floor()
 
-    def least(self) -> int:
-        return self.floor.peak
-
     def bytes_of(self, budget: Budget, memory: DeviceMemory) -> int:
         floor = self.floor.peak if budget == "min" else 0
         return budgets.budget_bytes(budget, memory, plain_peak=self.plain.peak, floor=floor)
@@ -402,13 +374,13 @@ class Planner:
             raise PlanError(self.infeasible(budget, self.floor.peak + correction))
         return self.to_plan(choice, budget, correction)
 
-    def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
-        plans = [self.to_plan(choice, choice.peak + correction, correction) for choice in self.search.pareto()]
-        return [(p.predicted_peak_bytes, p.predicted_step_seconds, p) for p in plans]
+    def front(self, correction: int = 0) -> list[Plan]:
+        return [self.to_plan(choice, choice.peak + correction, correction) for choice in self.search.pareto()]
 
-    def uniform(self) -> list[tuple[str, int, float]]:
-        found = ((o, self.to_plan(choice, choice.peak)) for o, choice in self.search.uniform())
-        return [(self.measured.options[o].name, p.predicted_peak_bytes, p.predicted_step_seconds) for o, p in found]
+    def uniform(self) -> dict[str, Plan]:
+        """Returns the plan with one option for all blocks, for each option by its name."""
+        options = zip(self.measured.options, self.search.uniform(), strict=True)
+        return {option.name: self.to_plan(choice, choice.peak) for option, choice in options}
 
     def to_plan(self, choice: PolicyChoice, budget: int, correction: int = 0) -> Plan:
         known, names = self.measured, self.measured.names
@@ -498,12 +470,10 @@ def _with_slab(row: PlanRow) -> PlanRow:
 class Planners:
     """Plans of one step that was measured in several ways: with its loss computed at once, and in slices."""
 
-    def __init__(self, planners: Sequence[Planner], policy_fields: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, planners: Sequence[Planner]) -> None:
         self._planners = planners
         self.plain = planners[0]
         """Of the step as it is."""
-        self.policy_fields = policy_fields
-        """The fields of policies, which all processes have."""
 
     def floor_bytes(self) -> int:
         return min(planner.floor.peak for planner in self._planners)
@@ -523,7 +493,6 @@ class Planners:
         self,
         plan_with: Callable[[Planner], Plan],
         *,
-        floor_of: Callable[[Planner], int] = Planner.least,
         is_least: bool = False,
     ) -> Plan:
         """Returns the fastest plan of all planners; with ``is_least`` the one with the lowest peak.
@@ -539,22 +508,21 @@ class Planners:
             except GroupError:
                 raise
             except PlanError as fault:
-                faults.append((floor_of(planner), fault))
+                faults.append((planner.floor.peak, fault))
         if not plans:
             raise min(faults, key=lambda row: row[0])[1]
         best = min(plans, key=lambda plan: plan.predicted_peak_bytes if is_least else plan.predicted_step_seconds)
-        return replace(best, front=lambda: [plan for _, _, plan in self.front(max(0, best.correction_bytes))])
+        return replace(best, front=lambda: self.front(max(0, best.correction_bytes)))
 
-    def front(self, correction: int = 0) -> list[tuple[int, float, Plan]]:
-        """Returns peak in bytes, seconds of a step and plan, for all Pareto-optimal plans, lowest peak first.
+    def front(self, correction: int = 0) -> list[Plan]:
+        """Returns the Pareto-optimal plans, lowest peak first.
 
         ``correction`` is the measured peak of a step minus the prediction, in bytes.
         """
-        rows = sorted((r for planner in self._planners for r in planner.front(correction)), key=lambda row: row[:2])
-        return [row for number, row in enumerate(rows) if all(row[1] < other[1] for other in rows[:number])]
-
-    def uniform(self) -> list[tuple[str, int, float]]:
-        return self.plain.uniform()
+        plans = [plan for planner in self._planners for plan in planner.front(correction)]
+        plans.sort(key=lambda plan: (plan.predicted_peak_bytes, plan.predicted_step_seconds))
+        seconds = [plan.predicted_step_seconds for plan in plans]
+        return [plan for number, plan in enumerate(plans) if seconds[number] < min(seconds[:number], default=inf)]
 
 
 _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
@@ -567,7 +535,6 @@ def plan_and_check(
     step: RealStep,
     limit: int | None,
     group: PlanGroup,
-    policy_fields: Sequence[Mapping[str, Any]],
     *,
     check: bool = True,
 ) -> Plan:
@@ -584,26 +551,19 @@ def plan_and_check(
         plan = planner.plan(bound) if choice is None else planner.to_plan(choice, bound, correction)
         return replace(plan, model=model)
 
-    def lowest() -> Plan:
-        return replace(planner.to_plan(planner.floor, limit or 0), model=model)
-
-    def refuse() -> NoReturn:
-        raise PlanError(planner.infeasible(limit or 0, min(peaks.values())))
-
-    def agree_on(action: Callable[[], Plan]) -> Plan:
-        return _agree_on(action, group, policy_fields, model)
-
     peaks: dict[tuple[str, ...], int] = {}  # by the options of a plan
     fitting: list[Plan] = []
-    candidate = agree_on(fastest)
+    candidate = fastest()
     is_lowest = False
     while check:
         options = tuple(row.option for row in candidate.rows)
         if options in peaks:
             if fitting or is_lowest:
                 break
-            candidate, is_lowest = agree_on(lowest), True
+            candidate = replace(planner.to_plan(planner.floor, limit or 0), model=model)
+            is_lowest = True
             continue
+        group.check_equal(policies=options)
         with candidate.apply():
             peak = peaks[options] = group.max(_peak(step, group, candidate))
         surprise = peak - candidate.predicted_peak_bytes
@@ -615,10 +575,12 @@ def plan_and_check(
         if peak <= limit:
             fitting.append(candidate)
         if len(peaks) < _MOST_CHECKS:
-            candidate = agree_on(partial(fastest, candidate.correction_bytes))
+            candidate = fastest(candidate.correction_bytes)
     if fitting:
         return min(fitting, key=lambda plan: plan.predicted_step_seconds)
-    return group.from_leader(refuse) if check else candidate
+    if check:
+        raise PlanError(planner.infeasible(limit or 0, min(peaks.values())))
+    return candidate
 
 
 def _corrected(plan: Plan, surprise: int) -> Plan:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -119,26 +119,30 @@ def block_of(stage: str) -> str | None:
     return None if match is None else match[1]
 
 
-def draw_sweep(front: Sequence[tuple[int, float]], uniform: Sequence[tuple[str, int, float]], path: str | Path) -> Path:
+def draw_sweep(front: Sequence[PlanData], uniform: Mapping[str, PlanData], path: str | Path) -> Path:
     """Draws peak in bytes and seconds of the Pareto-optimal plans and of uniform policies."""
     target = file_of(path)
-    if not front and not uniform:
+    plans = [*front, *uniform.values()]
+    if not plans:
         raise ConfigError(f"{target}: there is no plan to draw · fix: sweep over budgets from the lowest peak up")
-    scale, unit = unit_of(max([peak for peak, _ in front] + [peak for _, peak, _ in uniform]))
-    second, second_name = second_of(max([s for _, s in front] + [s for _, _, s in uniform]))
+    scale, unit = unit_of(max(plan.predicted_peak_bytes for plan in plans))
+    second, second_name = second_of(max(plan.predicted_step_seconds for plan in plans))
+
+    def point(plan: PlanData) -> tuple[float, float]:
+        return plan.predicted_peak_bytes / scale, plan.predicted_step_seconds * second
+
     with figure_of(target, inches=(8, 4.8)) as figure:
         axes = figure.subplots()
         planned, points = [], {}
         if front:
-            peaks, seconds = zip(*sorted(front), strict=True)
             # steps-post, as a budget between two plans has the lower one
             planned = axes.plot(
-                [peak / scale for peak in peaks], [s * second for s in seconds], "o-", drawstyle="steps-post",
+                *zip(*sorted(map(point, front)), strict=True), "o-", drawstyle="steps-post",
                 color=INK, linewidth=1.2, markersize=3.5, label="chosen by the planner",
             )  # fmt: skip
-        for number, (name, peak, s) in enumerate(uniform):
+        for number, (name, plan) in enumerate(uniform.items()):
             (points[name],) = axes.plot(
-                [peak / scale], [s * second], linestyle="none", marker=_MARKERS[number % len(_MARKERS)], markersize=8,
+                *point(plan), linestyle="none", marker=_MARKERS[number % len(_MARKERS)], markersize=8,
                 markeredgecolor="white", color=rule_colour(name), label=name,
             )  # fmt: skip
         axes.grid(color=GREY, linewidth=0.6, alpha=0.6)

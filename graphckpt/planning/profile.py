@@ -230,7 +230,6 @@ class DeviceProfile:
             raise ConfigError(bullets(f"device profile {self.name!r}", faults))
 
     def rounded(self, num_bytes: int) -> int:
-        """Returns the bytes that the allocator reserves for ``num_bytes``."""
         return -(-num_bytes // self.rounding) * self.rounding
 
     def op_seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 OpSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 """Returns the seconds that an op takes on a device, from the op, its arguments and its result."""
@@ -97,14 +97,18 @@ class ArgumentObject:
     """The storages that it reaches after one of these calls, in order."""
 
 
-class TraceLog(Protocol):
-    stretches: list[TraceSpan]
+@final
+@dataclass(frozen=True, slots=True)
+class TraceLog:
+    stretches: list[TraceSpan] = field(default_factory=list)
     """Its intervals in the order of time; an interval may come several times."""
-    calls: list[BlockCall]
-    far_bytes: Counter[int]
-    ahead_bytes: Counter[int]
-    objects: list[ArgumentObject]
+    calls: list[BlockCall] = field(default_factory=list)
+    objects: list[ArgumentObject] = field(default_factory=list)
     """The objects among the arguments of calls."""
+    far_bytes: Counter[int] = field(default_factory=Counter)
+    """The bytes that each call has offloaded, by the number of the call."""
+    ahead_bytes: Counter[int] = field(default_factory=Counter)
+    """The bytes that an all-gather of a call's parts takes until they are used, by the number of the call."""
 
 
 class Role(NamedTuple):
@@ -143,21 +147,19 @@ EventProgram: TypeAlias = tuple[PrivateRun | SharedEvent, ...]
 @final
 @dataclass(frozen=True, slots=True)
 class BlockProgram:
-    """The events of one call of a block under one option."""
-
     forward: EventProgram
     backward: EventProgram
     left: tuple[int, ...]
     """Bytes of tensors that outlive its backward, in order; if options differ, the prediction is an estimate."""
 
     @property
-    def holds(self) -> frozenset[Role]:
-        """The shared storages that it holds from its forward to its backward."""
+    def holds(self) -> tuple[Role, ...]:
+        """The shared storages that it holds from its forward to its backward, in order."""
         counts: Counter[Role] = Counter()
         for step in self.forward:
             if isinstance(step, SharedEvent):
                 counts[step.role] += _BALANCE.get(step.kind, 0)
-        return frozenset(role for role, count in counts.items() if count > 0)
+        return tuple(role for role, count in counts.items() if count > 0)
 
 
 @final
@@ -196,7 +198,6 @@ class StepLog:
         return any(phase is Phase.BACKWARD and call not in self.dropped for phase, call in self.intervals)
 
     def allocated(self, call: int) -> list[int]:
-        """Returns the storages that the forward of a call allocates, in order."""
         return [e.storage for e in self.entries(Interval(Phase.FORWARD, call)) if e.kind is EventKind.BORN]
 
     def leaving(self, call: int) -> set[int]:
@@ -423,7 +424,6 @@ def _steps(entries: Iterable[StorageEvent], roles: Mapping[int, Role]) -> Iterat
 
 
 def _fold(steps: Iterable[PrivateRun | SharedEvent]) -> Iterator[PrivateRun | SharedEvent]:
-    """Merges the private events between shared ones."""
     peak = change = 0
     for step in steps:
         if isinstance(step, PrivateRun):

@@ -277,7 +277,7 @@ class RecordedStep:
         """Returns the step as it ran, and the number of the option that its blocks had; -1 if it is not among them."""
         del blocks
         assert self._trace is not None
-        return StepSample(self._trace, {}, self.seconds), self.option_of(options)
+        return StepSample(self._trace.log, self._trace.peak_bytes, {}, self.seconds), self.option_of(options)
 
     @staticmethod
     def option_of(options: Sequence[Option]) -> int:
@@ -335,11 +335,11 @@ class RecordedStep:
 
     def _replay(self) -> None:
         assert self._trace is not None
-        backwards = [s.interval.call for s in self._trace.stretches if s.interval.phase is Phase.BACKWARD]
+        backwards = [s.interval.call for s in self._trace.log.stretches if s.interval.phase is Phase.BACKWARD]
         first_of: dict[int, int] = {}
         for number in backwards:
             first_of.setdefault(self._calls[number].block, number)
-        for number, (recorded, border) in enumerate(zip(self._calls, self._trace.calls, strict=True)):
+        for number, (recorded, border) in enumerate(zip(self._calls, self._trace.log.calls, strict=True)):
             if recorded.block in self._numbers:
                 self._set_gradients(recorded.block, accumulates=first_of.get(recorded.block) != number)
                 self._repeat(recorded, sorted(border.gradients))

@@ -136,21 +136,16 @@ def _groups(rows: Sequence[PlanRow], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def _levels(rows: Sequence[PlanRow]) -> dict[str, str]:
-    """Returns the ops that each level of ``selective`` keeps."""
     values = (row.fields.get("activation_checkpointing") for row in rows)
     levels = [value for value in values if isinstance(value, dict) and value.get("label")]
     return dict(sorted((f"selective({v['label']})", ", ".join(map(str, v["save"]))) for v in levels))
 
 
-def print_sweep(
-    front: Sequence[tuple[int, float, Sequence[PlanRow]]], uniform: Sequence[tuple[str, int, float]]
-) -> None:
-    prefix = common_prefix(row.block for _, _, rows in front[:1] for row in rows)
-    lines = [
-        (peak, seconds, ", ".join(f"{name} {option}" for name, option, _ in _groups(rows, prefix)))
-        for peak, seconds, rows in front
-    ]
-    lines += [(peak, seconds, f"all {name}") for name, peak, seconds in uniform]
+def print_sweep(front: Sequence[PlanData], uniform: Mapping[str, PlanData]) -> None:
+    prefix = common_prefix(row.block for plan in front[:1] for row in plan.rows)
+    texts = [(p, ", ".join(f"{name} {option}" for name, option, _ in _groups(p.rows, prefix))) for p in front]
+    texts += [(plan, f"all {name}") for name, plan in uniform.items()]
+    lines = [(plan.predicted_peak_bytes, plan.predicted_step_seconds, text) for plan, text in texts]
     columns = [Column("peak", is_number=True), Column("step", is_number=True), Column("policies")]
     cells = [(format_bytes(peak), format_seconds(seconds), text) for peak, seconds, text in sorted(lines)]
     show([table_of(columns, cells), *([bullet(prefix_note(prefix), "*")] if prefix else [])])

@@ -248,8 +248,6 @@ _ATTEMPTS = 6  # a step whose backward takes another order than its forward need
 
 
 class CopyRates(NamedTuple):
-    """Bytes per second from and to a device."""
-
     out: float
     back: float
 
@@ -268,8 +266,6 @@ class PolicyChoice:
 
 @final
 class PolicySearch:
-    """Searches for the fastest policies of a measured step, for any budget."""
-
     def __init__(
         self,
         measured: MeasuredStep,
@@ -309,8 +305,7 @@ class PolicySearch:
         return [self.evaluate(plan) for plan in plans]
 
     def floor(self) -> PolicyChoice:
-        """Returns the choice with the lowest peak, without copies."""
-        found = [self._evaluate(chain, front.least_peak()[0]) for chain, front in self.fronts]
+        found = [self._evaluate(chain, front.least_peak()) for chain, front in self.fronts]
         return min(found + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def fastest(self, budget: int) -> PolicyChoice | None:
@@ -336,9 +331,9 @@ class PolicySearch:
                 front.append(choice)
         return front
 
-    def uniform(self) -> Iterator[tuple[int, PolicyChoice]]:
-        for option in range(len(self.measured.options)):
-            yield option, self.evaluate((option,) * len(self.measured.names))
+    def uniform(self) -> list[PolicyChoice]:
+        options = range(len(self.measured.options))
+        return [self.evaluate((option,) * len(self.measured.names)) for option in options]
 
     def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
         plan = tuple(plan)

@@ -22,8 +22,6 @@ _Release = int | tuple[int, int, int] | None
 @final
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The events of one block, or of a run of blocks, in forward and backward."""
-
     steps: Sequence[Sequence[EventSeq]]
     """By interval, with the events before the next interval of a block."""
     holds: Held

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
@@ -14,10 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.candidates import KEEP, OpTimes, Option
+from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.program import Interval
-from graphckpt.planning.trace import Blocks, PathError, RecordingStore, Trace, TracedStore, now, record_ops
+from graphckpt.planning.trace import Blocks, HeldKey, PathError, RecordingStore, Trace, TracedStore, now, record_ops
 from graphckpt.planning.write_profile import copy_rates
 from graphckpt.stores.base import Offload, Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
@@ -25,9 +26,6 @@ from graphckpt.stores.placement import Placement
 from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.training_state import TrainingState
-
-if TYPE_CHECKING:
-    from graphckpt.planning.fake_device import FakeDevice
 
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
@@ -92,7 +90,7 @@ class RealStep:
         if any(order != orders[0] for order in orders):
             raise PathError(orders)
         total = min(clock.total for clock in plain)
-        return StepSample(trace, _fastest(clocks), total, _fastest(plain))
+        return StepSample(trace.log, trace.peak_bytes, _fastest(clocks), total, _fastest(plain))
 
     def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
         """Runs the step with everything kept; returns it, and the number of that option."""
@@ -152,7 +150,6 @@ class RealStep:
         return trace.peak_bytes
 
     def run(self) -> tuple[int, float]:
-        """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""
         return self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS))
 
     def _seconds(self) -> float:
@@ -164,7 +161,6 @@ class RealStep:
         return device_memory(self.device, static, sharers)
 
     def restoring(self) -> AbstractContextManager[None]:
-        """Restores parameters, buffers, gradients, optimizers and random state at the end."""
         return self.excluding_copies(self._restoring())
 
     @contextmanager
@@ -285,11 +281,14 @@ class PartitionStore(RecordingStore):
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
         store = self._stores[group.block]
-        return _PartitionKey(store, store.put(tensor, group), self.trace)
+        key = store.put(tensor, group)
+        return HeldKey((store, key), _whole(key), self.trace)
 
     def get(self, key: object) -> torch.Tensor | None:
-        assert isinstance(key, _PartitionKey)
-        return key.store.get(key.key)
+        assert isinstance(key, HeldKey)
+        store, inner = key.value
+        result: torch.Tensor | None = store.get(inner)
+        return result
 
     def close_group(self, group: TensorGroup | None) -> None:
         assert group is not None
@@ -305,7 +304,7 @@ class PartitionStore(RecordingStore):
         if len(sizes) > 1:
             sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in cut))  # as one buffer
         if sizes and self.trace is not None:
-            self.trace.ahead_bytes[len(self.trace.calls) - 1] += sum(sizes)
+            self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
 
 
 def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
@@ -320,22 +319,6 @@ def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> No
 
 def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
     return [piece for piece in pieces_of(group) if (unsplit_bytes(piece.handle) is None) == is_cut]
-
-
-@final
-class _PartitionKey:
-    __slots__ = ("__weakref__", "_held", "_trace", "key", "store")
-
-    def __init__(self, store: Store, key: object, trace: Trace | None) -> None:
-        self.store = store
-        self.key = key
-        self._trace = trace
-        self._held = [] if trace is None else [trace.hold(tensor) for tensor in _whole(key)]
-
-    def __del__(self) -> None:
-        for held in self._held:
-            assert self._trace is not None
-            self._trace.release(held)
 
 
 def _whole(key: object) -> Iterator[torch.Tensor]:
@@ -419,7 +402,7 @@ class FakeStep:
             trace = self._trace()
             with blocks.traced(trace, [store]):
                 self._step_fn()
-        return StepSample(trace, trace.seconds, sum(trace.seconds.values()))
+        return StepSample(trace.log, trace.peak_bytes, trace.seconds, sum(trace.seconds.values()))
 
     def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
         del options
@@ -430,11 +413,9 @@ class FakeStep:
         return absent_memory(self._device.machine.kind, self._device.machine.memory_bytes)
 
     def restoring(self) -> AbstractContextManager[None]:
-        """Does nothing: a fake step has no values."""
         return nullcontext()
 
     def run(self) -> tuple[int, float]:
-        """Runs the step with the policies that its model has; returns the peak in bytes and the seconds."""
         with self._device:
             if any(buffer.is_floating_point() for buffer in self._model.buffers()):
                 self._step_fn()  # finds those that change

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, final
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import KEEP, Option, with_levels
 from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
+from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, with_holds
 from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.steps import FakeStep, RealStep
@@ -26,24 +27,32 @@ def measure(
     blocks: Blocks,
     options: Sequence[Option],
     progress: Callable[[int, int], None] | None = None,
-    classes: Callable[[Sequence[int]], Sequence[int]] = list,
-    broadcast: Callable[[Any], Any] = lambda value: value,
+    group: PlanGroup | None = None,
 ) -> MeasuredStep:
     """Measures every option on every block. Equal blocks share the options, so that each option runs on one of them.
+
+    All processes of ``group`` measure the step, and use the traces of one of them.
 
     Raises:
         PathError: the blocks are called in another order each time.
         PlanError: no block runs with gradients.
     """
     assert options[0] is KEEP
+    group = group or PlanGroup()
     every = range(len(blocks.names))
+
+    def shared(own: StepSample) -> StepSample:
+        group.elect_leader(own.peak_bytes)
+        return replace(own, trace=group.from_leader(own.trace))
+
     run, option = step.base(blocks, options)
+    run = shared(run)
     base = StepLog(run.trace)
     if not base.calls:
         raise PlanError("no block ran with gradients on · fix: let step_fn run forward and backward of this model")
     if not base.has_backward:
         raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
-    found = TraceCollector(base, classes(_classes(base, blocks)))
+    found = TraceCollector(base, _classes(base, blocks))
     found.add(run, every, [option] * len(every), is_whole=True)
     some = _excerpt(found.classes, len(options))  # enough to measure each option in a short run
     with step.restricted_to(blocks, some) as is_shorter:
@@ -52,14 +61,14 @@ def measure(
         kinds = [found.classes[number] for number in numbers]
         timed = _excerpt(kinds, _MOST_TIMED)
         few = Blocks([(part.names[number], part.modules[number]) for number in timed])
-        options, own = with_levels(options, [kinds[number] for number in timed], lambda: step.ops(few), broadcast)
+        options, own = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
         turns = list(_turns(kinds, len(options), is_shorter=is_shorter))
         if option != 0:
             turns.insert(0, [0] * len(kinds))
         for done, turn in enumerate(turns, start=1):
             if progress is not None:
                 progress(done, len(turns) + 1)
-            sample = step.sample(part, [own[kind][o] for kind, o in zip(kinds, turn, strict=True)])
+            sample = shared(step.sample(part, [own[kind][o] for kind, o in zip(kinds, turn, strict=True)]))
             found.add(sample, numbers, turn, is_whole=option == 0 and len(numbers) == len(every))
     if progress is not None:
         progress(len(turns) + 1, len(turns) + 1)
@@ -174,7 +183,6 @@ class TraceCollector:
         base_option: int,
         num_runs: int,
     ) -> MeasuredStep:
-        """Returns the measured step; ``own`` holds the options of each class, ``base_run`` had one on all blocks."""
         base, block_of = self._base, [call.block for call in self._base.calls]
         self._name_roles()
         ends = self._ends()

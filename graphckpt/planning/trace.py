@@ -7,14 +7,14 @@ add the time of a launch, 15 to 25 us, to every interval and every op.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, pairwise
 from time import perf_counter, process_time
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, cast, final
 from weakref import ref
 
 import torch
@@ -39,6 +39,7 @@ from graphckpt.planning.program import (
     OpSeconds,
     Phase,
     StorageEvent,
+    TraceLog,
     TraceSpan,
 )
 from graphckpt.rules.base import Rule
@@ -52,8 +53,6 @@ TimeMark: TypeAlias = "float | torch.cuda.Event"
 
 @final
 class PathError(PlanError):
-    """A step calls its blocks in another order each time."""
-
     def __init__(self, orders: Sequence[Sequence[int]]) -> None:
         super().__init__(
             "the step calls its blocks in another order each time · fix: plan with one batch, and with a model that "
@@ -64,8 +63,6 @@ class PathError(PlanError):
 
 @final
 class Blocks:
-    """The blocks that are planned."""
-
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self.names = [name for name, _ in named]
         self.modules = [module for _, module in named]
@@ -106,7 +103,6 @@ class Blocks:
 
     @contextmanager
     def traced(self, trace: Trace, stores: Iterable[Store | None]) -> Iterator[None]:
-        """Traces the ops of a step, its blocks, and what they put into their stores."""
         recording = [store for store in stores if isinstance(store, RecordingStore)]
         for store in recording:
             store.trace = trace
@@ -194,13 +190,7 @@ class Trace(LiveBytes):
         extra_bytes: Callable[[Any, tuple[Any, ...]], int] | None = None,
     ) -> None:
         super().__init__(device, record_timeline=False, counts_fake=is_fake)
-        self.stretches: list[TraceSpan] = [TraceSpan(Interval(Phase.BEFORE))]
-        self.calls: list[BlockCall] = []
-        self.objects: list[ArgumentObject] = []
-        self.far_bytes: Counter[int] = Counter()
-        """The bytes that each call has offloaded, by the number of the call."""
-        self.ahead_bytes: Counter[int] = Counter()
-        """The bytes that an all-gather of a call's parts takes until they are used, by the number of the call."""
+        self.log = TraceLog([TraceSpan(Interval(Phase.BEFORE))])
         self.seconds: dict[Interval, float] = {}
         self.total = 0.0
         self.is_in_block = False
@@ -209,7 +199,7 @@ class Trace(LiveBytes):
         """Where each stretch begins."""
         self._has_parameters = False
         """Whether the backward of a first block has computed the gradient of a parameter."""
-        self._interval = self.stretches[0].interval
+        self._interval = self.log.stretches[0].interval
         self._num_updates = 0
         self._in_backward: set[int] = set()
         self._rounded = rounded or int
@@ -223,17 +213,21 @@ class Trace(LiveBytes):
 
     @property
     def order(self) -> list[int]:
-        return [call.block for call in self.calls]
+        return [call.block for call in self.log.calls]
+
+    @property
+    def call(self) -> int:
+        """The number of the present call of a block, or of the last one."""
+        return len(self.log.calls) - 1
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Runs one op, and adds its time and temporary bytes on the device."""
         self._num_ops += 1
         if getattr(func, "namespace", "") == "prim":  # asks for a device: of the calls of a fake step, two out of three
             return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._op_seconds is not None and result is not NotImplemented:
-            interval = self.stretches[-1].interval
+            interval = self.log.stretches[-1].interval
             took = self._op_seconds(func, args, kwargs or {}, result)
             self.seconds[interval] = self.seconds.get(interval, 0.0) + took
         if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
@@ -250,7 +244,7 @@ class Trace(LiveBytes):
         """
         self.is_in_block = True
         call = BlockCall(block)
-        self.calls.append(call)
+        self.log.calls.append(call)
         if self._clock is None:
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             call.arguments.extend(map(self.name_of, tensors))
@@ -259,18 +253,17 @@ class Trace(LiveBytes):
             for leaf in leaves:
                 if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS and hasattr(leaf, "__weakref__"):
                     self._add_object(leaf)
-        self._mark(Phase.FORWARD, len(self.calls) - 1)
-        return len(self.calls) - 1
+        self._mark(Phase.FORWARD, self.call)
+        return self.call
 
     def end_call(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Ends the forward of the block, with its outputs; returns the number of the call."""
         self.is_in_block = False
-        call = len(self.calls) - 1
+        call = self.call
         if self._clock is None:
             for value, entry in list(self._alive_objects.values()):
                 if entry.calls[-1] == call:
                     entry.reached.update(dict.fromkeys(self._reached_by(value())))
-            self.calls[-1].outputs.extend(map(self.name_of, tensors))
+            self.log.calls[-1].outputs.extend(map(self.name_of, tensors))
             self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._mark(Phase.AFTER_FORWARD, call)
         return call
@@ -281,8 +274,8 @@ class Trace(LiveBytes):
             self._in_backward.add(call)
             self._mark(Phase.BACKWARD, call)
         if self._clock is None:
-            self.calls[call].backwards.add(current_backward())
-            self.calls[call].gradients.setdefault(output, self.name_of(gradient))
+            self.log.calls[call].backwards.add(current_backward())
+            self.log.calls[call].gradients.setdefault(output, self.name_of(gradient))
 
     def end_backward(self, call: int) -> None:
         """Ends the backward of a call: the gradient of one of its arguments has been computed."""
@@ -306,13 +299,13 @@ class Trace(LiveBytes):
         assert self._clock is not None
         self._leave_backward()
         self._times.append(time_mark(self._clock))
-        for span, (begin, end) in zip(self.stretches, pairwise(self._times), strict=True):
+        for span, (begin, end) in zip(self.log.stretches, pairwise(self._times), strict=True):
             self.seconds[span.interval] = self.seconds.get(span.interval, 0.0) + seconds_between(begin, end)
         self.total = seconds_between(self._times[0], self._times[-1])
 
     def _mark(self, phase: Phase, call: int) -> None:
         self._interval = Interval(phase, call)
-        self.stretches.append(TraceSpan(self._interval))
+        self.log.stretches.append(TraceSpan(self._interval))
         if self._clock is not None:
             self._has_parameters = False
             self._times.append(time_mark(self._clock))
@@ -320,16 +313,14 @@ class Trace(LiveBytes):
     def _leave_backward(self) -> None:
         """Excludes what follows the last gradient of a first block, such as waiting for other processes."""
         if self._has_parameters and self._interval.phase is Phase.BACKWARD:
-            self.stretches[-1] = TraceSpan(Interval(Phase.AFTER_BACKWARD, self._interval.call))
+            self.log.stretches[-1] = TraceSpan(Interval(Phase.AFTER_BACKWARD, self._interval.call))
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Records that the current block saves ``tensor``; returns the argument of :meth:`release`."""
-        entry = self.name_of(tensor), len(self.calls) - 1 if self.is_in_block else -1
+        entry = self.name_of(tensor), self.call if self.is_in_block else -1
         self._log(EventKind.HELD, *entry)
         return entry
 
     def release(self, entry: tuple[int, int]) -> None:
-        """Records that a block releases a saved tensor."""
         self._log(EventKind.RELEASED, *entry)
 
     def name_of(self, tensor: torch.Tensor) -> int:
@@ -348,8 +339,8 @@ class Trace(LiveBytes):
             self._log(EventKind.BORN, number)
             reference = ref(value, partial(self._object_freed, id(value), number))
             entry = self._alive_objects[id(value)] = reference, ArgumentObject(number)
-            self.objects.append(entry[1])
-        entry[1].calls.append(len(self.calls) - 1)
+            self.log.objects.append(entry[1])
+        entry[1].calls.append(self.call)
 
     def _object_freed(self, key: int, storage: int, _: object) -> None:
         del self._alive_objects[key]
@@ -393,7 +384,7 @@ class Trace(LiveBytes):
 
     def _log(self, kind: EventKind, storage: int, call: int = -1) -> None:
         num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0
-        self.stretches[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
+        self.log.stretches[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
 
 
 def now(device: torch.device) -> float:
@@ -457,21 +448,21 @@ class TracedStore(RecordingStore):
         assert group is not None
         trace = self.trace
         if trace is None or group.block not in self._far_blocks or self._stays(tensor, group):
-            return _Near(tensor.detach(), trace)
+            return HeldKey(tensor.detach(), [tensor], trace)
         storage = tensor.untyped_storage()
         known = self._sent.get(id(storage))
         far = known() if known is not None else None
         if far is None or far.storage() is not storage:
             far = _Far(tensor)
             self._sent[id(storage)] = weakref.ref(far)
-            trace.far_bytes[len(trace.calls) - 1] += far.num_bytes
+            trace.log.far_bytes[trace.call] += far.num_bytes
         return _View(far, tensor, trace)
 
     def get(self, key: object) -> torch.Tensor | None:
-        if isinstance(key, _Near):
-            return key.tensor
-        assert isinstance(key, _View)
-        return key.take()
+        if isinstance(key, _View):
+            return key.take()
+        assert isinstance(key, HeldKey)
+        return cast("torch.Tensor", key.value)
 
     def close_group(self, group: TensorGroup | None) -> None:
         """Does nothing: blocks hold the tensors."""
@@ -485,19 +476,20 @@ class TracedStore(RecordingStore):
 
 
 @final
-class _Near:
-    """The key of a tensor that stays on the device."""
+class HeldKey:
+    """The key of saved tensors on the device. A trace records how long it lives."""
 
-    __slots__ = ("__weakref__", "_held", "_trace", "tensor")
+    __slots__ = ("__weakref__", "_entries", "_trace", "value")
 
-    def __init__(self, tensor: torch.Tensor, trace: Trace | None) -> None:
-        self.tensor = tensor
+    def __init__(self, value: Any, tensors: Iterable[torch.Tensor], trace: Trace | None) -> None:
+        self.value = value
         self._trace = trace
-        self._held = trace.hold(tensor) if trace is not None else None
+        self._entries = [] if trace is None else [trace.hold(tensor) for tensor in tensors]
 
     def __del__(self) -> None:
-        if self._trace is not None and self._held is not None:
-            self._trace.release(self._held)
+        for entry in self._entries:
+            assert self._trace is not None
+            self._trace.release(entry)
 
 
 @final
@@ -534,7 +526,7 @@ class _View:
     def __init__(self, far: _Far, tensor: torch.Tensor, trace: Trace) -> None:
         self._far = far
         self._trace = trace
-        self._call = len(trace.calls) - 1
+        self._call = trace.call
         self._device, self._dtype = tensor.device, tensor.dtype
         self._offset, self._stride = tensor.storage_offset(), (tensor.shape, tensor.stride())
         self._flat: torch.Tensor | None = None
@@ -552,8 +544,6 @@ class _View:
 @final
 @dataclass(frozen=True, eq=False)
 class _OpObserver(Rule, is_registered=False):
-    """Runs a block as it is and records its ops."""
-
     name: ClassVar[str] = "observe"
     calls: list[OpTimes]
     marks: list[tuple[OpTimes, int, TimeMark, TimeMark]]

@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -13,10 +14,10 @@ from typing import Any, final
 
 import torch
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.profile import DeviceProfile, flops_of
+from graphckpt.planning.profile import DeviceProfile
 from graphckpt.units import format_bytes, format_seconds
 
 _MIB = 2**20
@@ -43,7 +44,6 @@ class DeviceBenchmark:
         self._seconds = seconds
 
     def matmul(self, dtype: str) -> float:
-        """Returns the best rate of all sizes."""
         best = 0.0
         for size in self.sizes:
             a = torch.zeros(size, size, dtype=getattr(torch, dtype), device=self.device)
@@ -98,9 +98,10 @@ class DeviceBenchmark:
         """Does nothing: the host computes."""
 
     def _rate(self, run: Callable[[], Any]) -> float:
-        with _FlopCounter() as counter:
+        with _flop_counter() as counter:
             run()
-        return float(counter.flops / self.time(run))
+        flops: int = counter.get_total_flops()
+        return flops / self.time(run)
 
 
 @final
@@ -125,7 +126,6 @@ class CudaBenchmark(DeviceBenchmark):
         torch.cuda.synchronize(self.device)
 
     def matmul(self, dtype: str) -> float:
-        """Returns the best rate; ``"tf32"`` is float32 with fewer bits in the products."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
         try:
@@ -174,25 +174,21 @@ class CudaBenchmark(DeviceBenchmark):
         wide = query.detach().float().requires_grad_()
         order: dict[str, None] = {}
         for given, bias in ((query, None), (query, mask), (wide, None)):
-            with _FlopCounter() as counter:
+            with _flop_counter() as counter:
                 F.scaled_dot_product_attention(given, given, given, attn_mask=bias)
-            order.update(dict.fromkeys(k for k in _KERNELS if any(f"_{k}_attention" in op for op in counter.names)))
+            ops = counter.get_flop_counts()["Global"]
+            order.update(dict.fromkeys(k for k in _KERNELS if any(f"_{k}_attention" in str(op) for op in ops)))
         rest = (kernel for kernel in ("flash", "efficient") if kernel not in order)
         return (*order, *rest, "math")
 
 
-@final
-class _FlopCounter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.flops = 0.0
+def _flop_counter() -> FlopCounterMode:
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which PyTorch does not count
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.names.append(str(func))
-        self.flops += flops_of(func, args, kwargs or {}, result)
-        return result
+    def count(query: torch.Size, key: torch.Size, *_: object, **__: object) -> int:
+        return 4 * prod(query) * key[-2]
+
+    return FlopCounterMode(display=False, custom_mapping={on_cpu: count})
 
 
 def profile(
@@ -266,7 +262,6 @@ def write_profile(path: str | Path, device: str | torch.device | None = None, **
 
 
 def copy_rates(device: str | torch.device, tier: str) -> tuple[float, float]:
-    """Measures the rates of copies from a device to a tier and back, in bytes per second."""
     bench = _bench(_device(device), seconds=0.1)
     return bench.host_copies() if tier == "host" else _disk(Path(tempfile.gettempdir()), bench.disk_bytes)
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -109,7 +110,8 @@ class OpGraph:
     """Whether all ops of the block are in the graph. ``False`` with tensor subclasses such as DTensor, sparse tensors,
     higher-order ops or a recomputed block inside of it."""
     _saved_storages: set[int] = field(default_factory=set)
-    _producer: dict[int, int] = field(default_factory=dict)  # by id of a storage: the call that has written it last
+    _producer: WeakKeyDictionary[torch.UntypedStorage, int] = field(default_factory=WeakKeyDictionary)
+    """By storage: the call that has written it last. Weak, since a new storage may have the id of one that is freed."""
 
     def add(self, func: Op, number: int, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         schema = getattr(func, "_schema", None)
@@ -119,27 +121,27 @@ class OpGraph:
         if schema is None or not all(map(_is_plain, chain(inputs, results))):
             self.is_complete = False
             return
-        producers = frozenset(m for t in inputs if (m := self._producer.get(id(t.untyped_storage()))) is not None)
+        producers = frozenset(m for t in inputs if (m := self._producer.get(t.untyped_storage())) is not None)
         call = OpCall(func, number, producers, tuple(map(_meta, leaves)), spec)
         own = len(self.calls)
         if schema.is_mutable:
             written = list(mutated_by(func, args, kwargs))
             call.mutates = len(written) == 1 and written[0] is output and args[0] is output
-            call.must_run = not call.mutates or id(output.untyped_storage()) not in self._producer
+            call.must_run = not call.mutates or output.untyped_storage() not in self._producer
             for tensor in written:
-                producer = self._producer.get(id(tensor.untyped_storage()))
+                producer = self._producer.get(tensor.untyped_storage())
                 if producer is not None:
                     self.calls[producer].is_mutated = True
-                self._producer[id(tensor.untyped_storage())] = own
+                self._producer[tensor.untyped_storage()] = own
         else:
             input_storages = {id(tensor.untyped_storage()) for tensor in inputs}
             call.is_view = any(id(result.untyped_storage()) in input_storages for result in results)
         call.is_random = torch.Tag.nondeterministic_seeded in func.tags
         call.must_run |= not results or func.namespace in _COLLECTIVE_NAMESPACES
         if call.can_be_kept:
-            storages = {id(s := result.untyped_storage()): s for result in results}
-            call.num_bytes = sum(storage.nbytes() for storage in storages.values())
-            self._producer.update(dict.fromkeys(storages, own))
+            storages = dict.fromkeys((result.untyped_storage() for result in results), own)
+            call.num_bytes = sum(storage.nbytes() for storage in storages)
+            self._producer.update(storages)
         if not call.is_view:
             for producer in producers:
                 self.calls[producer].is_read = True
@@ -154,7 +156,7 @@ class OpGraph:
             self.is_complete = False
             return
         storage = tensor.untyped_storage()
-        producer = self._producer.get(id(storage))
+        producer = self._producer.get(storage)
         if producer is not None:
             self.saved_bytes += 0 if id(storage) in self._saved_storages else storage.nbytes()
             self._saved_storages.add(id(storage))

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from graphckpt.planning.frontier import COVERED, ChainInterval, Frontier, Move, peak, seconds
+from graphckpt.planning.frontier import COVERED, Frontier, Move, peak, seconds
 
 
 @dataclass
@@ -100,9 +100,10 @@ def cheapest(chain: Table, budget: int) -> tuple[int, ...] | None:
     return Frontier(chain).fastest(budget)
 
 
-def least_peak(chain: Table) -> tuple[tuple[int, ...], int, ChainInterval]:
-    """Returns the plan with the lowest peak, its peak and what sets it."""
-    return Frontier(chain).least_peak()
+def least_peak(chain: Table) -> tuple[tuple[int, ...], int]:
+    """Returns the plan with the lowest peak, and its peak."""
+    plan = Frontier(chain).least_peak()
+    return plan, peak(chain, plan)
 
 
 def pareto(chain: Table, most: int = 64) -> list[tuple[int, float, tuple[int, ...]]]:

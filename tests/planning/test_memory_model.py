@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
+from helpers.peaks import tracked_peak
 from helpers.thinning import slow_unless
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import graphckpt
-from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import steps
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.frontier import COVERED, peak
+from graphckpt.planning.memory_model import Change, EventSeq, LiveState
 from graphckpt.planning.planner import Planner
+from graphckpt.planning.program import EventKind, PrivateRun
 from graphckpt.planning.step_chain import StepChain
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
@@ -55,13 +59,7 @@ def trained(model, inputs, loss_of):
 
     def tracked(fields):
         with graphckpt.apply(model, fields):
-            step()
-            live = LiveBytes(record_timeline=False)
-            state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-            live.track([*model.parameters(), *model.buffers(), *state])
-            with live:
-                step()
-        return live.peak_bytes
+            return tracked_peak(model, step, [optimizer])
 
     return step, tracked
 
@@ -81,8 +79,7 @@ FAST = {"albert", "fnet", "gpt2", "gptj", "llama", "qwen2_moe", "resnet"}
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(a, id=a.name, marks=slow_unless(a.name in FAST)) for a in CASES])
-def test_predicted_is_tracked(architecture, monkeypatch):
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
+def test_predicted_is_tracked(architecture):
     model = architecture.build()
     step, tracked = trained(model, architecture.inputs(), architecture.loss)
     blocks = Blocks(list(architecture.layer_modules(model).items()))
@@ -156,8 +153,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
+def test_odd_chains_are_predicted_near_and_far(seed):
     torch.manual_seed(seed)
     model = Odd(seed)
     x = torch.randn(160, 8)
@@ -171,7 +167,7 @@ def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
     for plan in plans(len(blocks.names), len(known.options), 12, seed):
         predicted = known.model.highest(plan).peak
         chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
-        assert predicted == whole.sample(blocks, chosen).trace.peak_bytes, plan
+        assert predicted == whole.sample(blocks, chosen).peak_bytes, plan
         assert predicted == peak(chain, plan), "the solver sees the same level"
         if not any(option.is_far for option in chosen):
             assert predicted == tracked(fields_of(known, plan))
@@ -280,3 +276,64 @@ def test_layers_join_only_where_that_frees_what_the_one_before_returns(build, ar
     for choice in (*choices, *planner.search.pareto()):
         with planner.to_plan(choice, choice.peak).apply():
             assert real.peak() == choice.peak
+
+
+# ---- events
+
+SIZES = (10, 7, 3)
+
+
+def test_an_example_to_read_first():
+    interval = [
+        PrivateRun(5, 2),
+        Change(EventKind.BORN, 1, 10),
+        Change(EventKind.HELD, 1, 10),
+        Change(EventKind.GONE, 1, 10),
+    ]
+    walked = {}
+    state = LiveState(100)
+    state.advance(EventSeq(interval, walked))
+    assert (state.level, state.peak) == (112, 112)
+    state.advance(EventSeq([Change(EventKind.RELEASED, 1, 10)], walked))
+    assert (state.level, state.peak) == (102, 112)
+
+
+changes = st.builds(lambda kind, s: Change(kind, s, SIZES[s]), st.sampled_from(EventKind), st.integers(0, 2))
+runs = st.builds(lambda above, change: PrivateRun(max(above, change, 0), change), st.integers(0, 9), st.integers(-5, 9))
+intervals = st.lists(st.lists(changes | runs, max_size=6), min_size=1, max_size=6)
+
+
+@given(intervals, st.sets(st.integers(0, 2)), st.sets(st.integers(0, 2)), st.data())
+def test_it_is_the_walk_entry_by_entry(intervals, others, held, data):
+    walked = {}
+    steps = [EventSeq(interval, walked) for interval in intervals]
+    order = data.draw(st.lists(st.integers(0, len(intervals) - 1), max_size=12))
+    state = LiveState(50, others, held)
+    level = peak = 50
+    others, holders = set(others), Counter(held)
+    for number in order:
+        state.advance(steps[number])
+        for step in intervals[number]:
+            if isinstance(step, PrivateRun):
+                peak, level = max(peak, level + step.peak), level + step.change
+                continue
+            before = step.storage in others or holders[step.storage] > 0
+            if step.kind in (EventKind.BORN, EventKind.GONE):
+                (others.add if step.kind is EventKind.BORN else others.discard)(step.storage)
+            else:
+                holders[step.storage] += 1 if step.kind is EventKind.HELD else -1
+            after = step.storage in others or holders[step.storage] > 0
+            level += step.num_bytes * (after - before)
+            peak = max(peak, level)
+    assert (state.level, state.peak) == (level, peak)
+
+
+def test_equal_intervals_share_what_they_lead_to(monkeypatch):
+    count, walk = [], EventSeq._simulate
+    monkeypatch.setattr(EventSeq, "_simulate", lambda steps, holders: count.append(steps) or walk(steps, holders))
+    walked, state = {}, LiveState()
+    for storage in range(100):
+        state.advance(
+            EventSeq([PrivateRun(9, 1), Change(EventKind.BORN, storage, 4), Change(EventKind.HELD, storage, 4)], walked)
+        )
+    assert (state.level, state.peak, len(count)) == (500, 504, 1)

@@ -187,6 +187,14 @@ class TestCudaKernels:
         assert kernel in ops
         assert not any(name.endswith("for_cpu") for name in ops)
 
+    def test_a_mask_that_wants_a_gradient_gets_one(self) -> None:
+        """As the bias of positions of T5, where the kernel that Hopper prefers computes none."""
+        with FakeDevice(load_profile("h200")), Ops() as ops:
+            x, bias = (torch.zeros(2, 4, 32, n, dtype=torch.bfloat16, requires_grad=True) for n in (64, 32))
+            F.scaled_dot_product_attention(x, x, x, bias).sum().backward()
+            assert bias.grad is not None
+        assert "_scaled_dot_product_efficient_attention" in ops.results
+
     def test_a_kernel_that_is_turned_off_is_not_taken(self) -> None:
         def run() -> torch.Tensor:
             x = torch.zeros(2, 4, 32, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from helpers.peaks import tracked_peak
 from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError, Graph, Plan, PlanError, Tiles
-from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.planning import planner
+from graphckpt.planning.sweep import measure
 
 
 class Head(nn.Module):
@@ -43,15 +47,6 @@ def made():
 SLICED = {"head": [Tiles(4, reduce="sum"), Tiles(16, reduce="sum")]}
 
 
-def peak(model, step):
-    step()
-    live = LiveBytes(record_timeline=False)
-    live.track([*model.parameters(), *(p.grad for p in model.parameters())])
-    with live:
-        step()
-    return live.peak_bytes
-
-
 def test_it_is_cut_where_nothing_else_fits():
     model, step = made()
     sizes = []
@@ -62,15 +57,19 @@ def test_it_is_cut_where_nothing_else_fits():
         found = graphckpt.plan(model, step, memory_budget=least - 1, head=SLICED)
         assert found.rows[-1].block == "head"
         with found.apply():
-            assert peak(model, step) <= found.predicted_peak_bytes <= found.budget_bytes
+            assert tracked_peak(model, step) <= found.predicted_peak_bytes <= found.budget_bytes
         sizes.append(found.rows[-1].fields["activation_checkpointing"]["num_tiles"])
     assert sizes[1] == 16
 
 
-def test_it_stays_whole_where_there_is_room():
+@pytest.mark.parametrize(("seconds", "block"), [((1.0, 2.0, 3.0), None), ((3.0, 1.0, 2.0), "head")])
+def test_it_stays_whole_where_there_is_room_unless_slices_are_faster(seconds, block, monkeypatch):
+    """``seconds`` are those of the step with its loss computed at once, in 4 slices, and in 16."""
+    took = iter(seconds)
+    monkeypatch.setattr(planner, "measure", lambda *args: replace(measure(*args), step_seconds=next(took)))
     model, step = made()
     found = graphckpt.plan(model, step, memory_budget=1.0, head=SLICED)
-    assert [row.block for row in found.rows] == [f"layers.{n}" for n in range(4)]
+    assert [row.block for row in found.rows] == [f"layers.{n}" for n in range(4)] + [block] * (block is not None)
 
 
 def test_the_least_is_that_of_the_finest_slices(tmp_path):
@@ -81,7 +80,7 @@ def test_the_least_is_that_of_the_finest_slices(tmp_path):
     again = Plan.load(tmp_path / "plan.yaml")
     assert again.blocks == found.blocks
     with again.apply(model):
-        assert peak(model, step) <= found.predicted_peak_bytes
+        assert tracked_peak(model, step) <= found.predicted_peak_bytes
 
 
 def test_a_graph_takes_it_and_lets_it_go_again():

@@ -85,11 +85,10 @@ def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights():
     known = measure(fake, blocks, options(False, ["full"]))
     for plan in ([1] * 7, [0, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]):
         chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
-        assert known.model.highest(plan).peak == fake.sample(blocks, chosen).trace.peak_bytes, plan
+        assert known.model.highest(plan).peak == fake.sample(blocks, chosen).peak_bytes, plan
 
 
-def test_it_predicts_the_bytes_of_the_real_step(monkeypatch):
-    monkeypatch.setitem(RealStep.sample.__globals__, "_TIMED_RUNS", 1)
+def test_it_predicts_the_bytes_of_the_real_step():
     by_hand = options(False, ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul"))])
     by_hand += options(False, [{"rule": "selective", "save": "matmul+attention"}])[1:]  # levels depend on times
     device = FakeDevice(load_profile("cpu"))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.peaks import tracked_peak
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -15,7 +16,7 @@ import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan, planner, steps
+from graphckpt.planning import Plan, planner
 from graphckpt.planning.sweep import measure
 
 pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
@@ -28,8 +29,7 @@ AOT = {"backend": "aot_eager"}
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
+def _fresh():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -84,16 +84,6 @@ def gpt2():
     return model, step
 
 
-def peak_of(model, step):
-    step()
-    live = LiveBytes(record_timeline=False)
-    live.track([*model.parameters(), *model.buffers()])
-    model.zero_grad()
-    with live:
-        step()
-    return live.peak_bytes
-
-
 @pytest.mark.parametrize("build", [stack, pytest.param(gpt2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_a_plan_takes_what_it_says(build, share):
@@ -106,7 +96,7 @@ def test_a_plan_takes_what_it_says(build, share):
     assert not any(isinstance(module.forward, BlockForward) for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
     with found.apply():
-        assert peak_of(model, step) == found.predicted_peak_bytes
+        assert tracked_peak(model, step) == found.predicted_peak_bytes
 
 
 def test_bits_are_those_of_compiled_layers_without_a_plan():
@@ -146,7 +136,7 @@ def test_layers_save_as_much_as_fits(monkeypatch):
     peaks = []
     for share in (1.0, 0.3):
         with graphckpt.apply(model, {"layers.*": {"compile": AOT | {"activation_memory_budget": share}}}):
-            peaks.append(peak_of(model, step))
+            peaks.append(tracked_peak(model, step))
     assert peaks[0] == found.plain_peak_bytes
     assert peaks[1] < found.predicted_peak_bytes <= found.budget_bytes < peaks[0]
 
@@ -186,7 +176,7 @@ def test_layers_that_their_owner_has_compiled_are_planned_as_they_are():
     found = graphckpt.plan(model, step, memory_budget=0.5)
     assert not any("level" in row.option for row in found.rows)
     with found.apply():
-        assert peak_of(model, step) == found.predicted_peak_bytes <= found.budget_bytes
+        assert tracked_peak(model, step) == found.predicted_peak_bytes <= found.budget_bytes
 
 
 def test_a_part_that_its_owner_has_compiled_runs_again_with_its_layer():
@@ -212,7 +202,7 @@ def test_a_plan_with_compiled_layers_can_be_saved(tmp_path):
     again = Plan.load(tmp_path / "plan.yaml")
     assert again.blocks == found.blocks
     with again.apply(model):
-        assert peak_of(model, step) == found.predicted_peak_bytes
+        assert tracked_peak(model, step) == found.predicted_peak_bytes
 
 
 @pytest.mark.parametrize("how", ["in place", "a layer", "from outside"])
@@ -234,19 +224,19 @@ def test_a_part_beside_the_layers_or_in_one_may_be_compiled_as_a_whole():
     model.layers[1].up.compile(backend="aot_eager")
     found = graphckpt.plan(model, step, memory_budget=0.6, candidates=["full"])
     with found.apply():
-        assert peak_of(model, step) == found.predicted_peak_bytes <= found.budget_bytes
+        assert tracked_peak(model, step) == found.predicted_peak_bytes <= found.budget_bytes
 
 
-def test_what_is_no_option_is_refused():
-    model, step = stack()
-    with pytest.raises(ConfigError, match="compile: expected a bool or a dict of options, got 'yes'"):
-        graphckpt.plan(model, step, memory_budget=0.5, compile="yes")
-
-
-def test_options_that_the_compiler_does_not_know_are_an_error_at_once():
-    model, step = stack()
-    with pytest.raises(ConfigError, match=r"compile: torch\.compile has no option 'dynamik' · did you mean 'dynamic'"):
-        graphckpt.plan(model, step, memory_budget=0.5, compile={"dynamik": True})
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("yes", "compile: expected a bool or a dict of options, got 'yes'"),
+        ({"dynamik": True}, r"compile: torch\.compile has no option 'dynamik' · did you mean 'dynamic'"),
+    ],
+)
+def test_what_is_no_option_is_an_error_at_once(value, message):
+    with pytest.raises(ConfigError, match=message):
+        graphckpt.plan(*stack(), memory_budget=0.5, compile=value)
 
 
 def test_a_value_that_the_compiler_refuses_is_its_own_error_and_leaves_the_model_as_it_was():

@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.peaks import tracked_peak
 from torch import nn
 
 from graphckpt import apply, plan
-from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import PlanError, steps
+from graphckpt.planning import PlanError
 from graphckpt.planning.candidates import NEAR
 from graphckpt.planning.planner import Planner, find_blocks
 from graphckpt.planning.steps import RealStep
@@ -21,13 +21,6 @@ from graphckpt.planning.trace import Blocks
 from graphckpt.units import format_bytes
 
 D, ROWS = 16, 128  # width, rows of a batch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _timed_once():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "_TIMED_RUNS", 1)
-        yield
 
 
 class Layer(nn.Module):
@@ -154,7 +147,7 @@ def stepped_once(model, loss):
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, lambda: [optimizer]
+    return step, [optimizer]
 
 
 def gan(model):
@@ -174,7 +167,7 @@ def gan(model):
         for optimizer in optimizers:
             optimizer.zero_grad()
 
-    return step, lambda: optimizers
+    return step, optimizers
 
 
 def truncated(model):
@@ -193,7 +186,7 @@ def truncated(model):
             optimizer.step()
             optimizer.zero_grad()
 
-    return step, lambda: [optimizer]
+    return step, [optimizer]
 
 
 def optimizer_in_backward(model, loss=lambda model: model.online(model.views[0]).square().mean()):
@@ -210,7 +203,7 @@ def optimizer_in_backward(model, loss=lambda model: model.online(model.views[0])
         torch.manual_seed(5)
         loss(model).backward()
 
-    return step, optimizers.values
+    return step, optimizers.values()
 
 
 LOSSES = [
@@ -235,17 +228,6 @@ STEPS = {
 }
 
 
-def counted_peak(model, step, optimizers):
-    """Returns the peak of a step, counted apart from the planner."""
-    step()
-    live = LiveBytes(record_timeline=False)
-    state = [v for o in optimizers() for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    live.track([*model.parameters(), *model.buffers(), *state])
-    with live:
-        step()
-    return live.peak_bytes
-
-
 def layers_of(model):
     return find_blocks(model, Layer)
 
@@ -265,7 +247,7 @@ def test_any_plan_takes_what_is_predicted(name):
     for choice in choices:
         found = planner.to_plan(choice, choice.peak)
         with found.apply():
-            peak = counted_peak(model, step, optimizers)
+            peak = tracked_peak(model, step, optimizers)
         is_bound = name == "unused_second_output" and choice.runs  # a joined layer may leave its second output
         assert peak <= choice.peak if is_bound else peak == choice.peak, (choice.plan, choice.runs)
     assert 0 < planner.measured.model.static_bytes < low
@@ -289,11 +271,11 @@ def test_a_budget_at_the_peak_of_full_is_kept(name):
     model = Views()
     step, optimizers = STEPS[name](model)
     with apply(model, {name: True for name, _ in layers_of(model)}):
-        budget = counted_peak(model, step, optimizers)
+        budget = tracked_peak(model, step, optimizers)
     found = plan(model, step, memory_budget=budget, blocks=Layer)
     assert 0 < found.floor_bytes <= budget
     with found.apply():
-        assert counted_peak(model, step, optimizers) == found.predicted_peak_bytes <= budget
+        assert tracked_peak(model, step, optimizers) == found.predicted_peak_bytes <= budget
 
 
 def gradient_penalty(model):
@@ -319,7 +301,7 @@ def truncated_with_overlap(model):
             last = x
         model.zero_grad()
 
-    return step, list
+    return step, []
 
 
 @pytest.mark.parametrize("build", [lambda model: stepped_once(model, gradient_penalty), truncated_with_overlap])
@@ -330,7 +312,7 @@ def test_a_second_backward_makes_it_an_estimate(build):
         found = plan(model, step, memory_budget=budget, blocks=Layer)
         assert [note for note in found.notes if "create_graph=True or retain_graph=True" in note] == list(found.notes)
         with found.apply():
-            peak = counted_peak(model, step, optimizers)
+            peak = tracked_peak(model, step, optimizers)
         assert peak <= found.budget_bytes
         assert abs(peak - found.predicted_peak_bytes) <= 0.01 * peak
 

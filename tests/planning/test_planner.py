@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
-import json
 import random
-import re
-import textwrap
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
-from omegaconf import OmegaConf
+from helpers.peaks import tracked_peak
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 from graphckpt import plan
-from graphckpt.blocks import presets
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan, PlanError, steps
+from graphckpt.planning import PlanError
 from graphckpt.planning.candidates import NEAR
 from graphckpt.planning.options import DeviceMemory
 from graphckpt.planning.planner import Planner, find_blocks
-from graphckpt.planning.plot import draw_sweep
-from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
-from graphckpt.train.policies import block_policies
-from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.units import format_bytes
 
 D = 16  # width
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _timed_once():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "_TIMED_RUNS", 1)
-        yield
 
 
 class Layer(nn.Module):
@@ -103,13 +83,7 @@ class Case:
         self.optimizer.zero_grad()
 
     def peak(self):
-        self.step()
-        live = LiveBytes(record_timeline=False)
-        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        live.track([*self.model.parameters(), *self.model.buffers(), *state])
-        with live:
-            self.step()
-        return live.peak_bytes
+        return tracked_peak(self.model, self.step, [self.optimizer])
 
     def planner(self):
         return Planner(measure(self.real(), Blocks(find_blocks(self.model, None)), NEAR), model=self.model)
@@ -173,7 +147,7 @@ def test_a_larger_budget_is_never_slower(known):
 
 def test_no_uniform_policy_that_fits_is_faster(known):
     _, planner = known
-    uniform = [choice for _, choice in planner.search.uniform()]
+    uniform = planner.search.uniform()
     assert len(uniform) == len(planner.measured.options)
     for budget in budgets(planner, 20):
         chosen = planner.search.fastest(budget)
@@ -572,258 +546,3 @@ def test_apply_leaves_the_model_clean(planned):
         assert not is_clean(other)
     with pytest.raises(ConfigError, match="matches no module"):
         found.apply(nn.Linear(2, 2))
-
-
-# ---- the plan as a thing
-
-
-def test_save_and_load(planned, tmp_path):
-    case, planner = planned
-    found = planner.plan(planner.floor.peak)
-    path = tmp_path / "plan.yaml"
-    found.save(path)
-    with pytest.raises(ConfigError, match=r"nodir/plan\.yaml: cannot be written: No such file .* existing folder"):
-        found.save(tmp_path / "nodir/plan.yaml")
-    assert "&" not in path.read_text(encoding="utf-8"), "any line may be copied"
-    loaded = Plan.load(path)
-    assert loaded.blocks == found.blocks != {}
-    assert loaded.explain(show=False).rows == found.rows
-    assert loaded == dataclasses.replace(found, stages=(), notes=())
-    with pytest.raises(
-        ConfigError, match=r"Plan\.apply: expected a model, since the plan is from a file · fix: plan\.apply\(model\)"
-    ):
-        loaded.apply()
-    with pytest.raises(ConfigError, match=r"a plan from a file has no levels to draw · fix: plan again"):
-        loaded.plot(str(tmp_path / "plan.png"))
-    with loaded.apply(case.model):
-        assert case.peak() == found.predicted_peak_bytes
-    for text in ("", "blocks: {}", "[1, 2]", "plan: {rows: [{block: a}]}", "a: b: c"):
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match=r"(?s)plan\.yaml: .* · fix: name a file that Plan\.save wrote"):
-            Plan.load(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Plan.load(tmp_path / "none.yaml")
-
-
-def test_the_file_is_a_section_of_a_config(planned, tmp_path):
-    case, planner = planned
-    found = planner.plan(planner.floor.peak)
-    found.save(tmp_path / "plan.yaml")
-    blocks = yaml.safe_load((tmp_path / "plan.yaml").read_text(encoding="utf-8"))["blocks"]
-    section = {"enabled": True, "rule": None, "blocks": blocks}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"train": {"activation_checkpoint": section}}), encoding="utf-8")
-    config = LazyConfig.load(str(tmp_path / "run.yaml"))
-    settings = ActivationCheckpointConfig(**OmegaConf.to_container(config.train.activation_checkpoint))
-    assert block_policies(case.model, settings) == found.blocks
-
-
-FIXED = Plan(
-    rows=(
-        *(PlanRow(block=f"h.{n}", option="full", fields={"activation_checkpointing": True}, extra_seconds=0.002)
-          for n in range(3)),
-        PlanRow(block="h.3", option="full + host", fields={"activation_checkpointing": True, "offload": True},
-                extra_seconds=0.001, moved_bytes=3 << 20),
-        *(PlanRow(block=f"h.{n}", option="keep", fields={"activation_checkpointing": False}) for n in (4, 5)),
-    ),
-    predicted_peak_bytes=11 << 20, predicted_step_seconds=0.11, binding="backward of h.3", floor_bytes=5 << 20,
-    budget_bytes=12 << 20, plain_peak_bytes=20 << 20, plain_step_seconds=0.1, correction_bytes=1 << 10, device="h200",
-    notes=("something to [know]",),
-    stages=tuple(
-        Stage(name=name, start_bytes=start << 20, peak_bytes=peak << 20)
-        for name, start, peak in (
-            ("before the first block", 2, 3), ("forward of h.0", 3, 4), ("after the forward of h.0", 4, 4),
-            ("forward of h.3", 4, 8), ("forward of h.5", 7, 8), ("the head and the loss, after h.5", 7, 9),
-            ("backward of h.5", 8, 9), ("backward of h.3", 7, 11), ("backward of h.0", 5, 6), ("optimizer", 4, 5),
-        )
-    ),
-)  # fmt: skip
-
-
-CORRECTED = "(corrected by 1.00 KiB after a measured step)"
-PEAK_OF_FIXED = f"peak 11.0 MiB, 91.7 % of the budget; reached during the backward of h.3 {CORRECTED}"
-
-
-def test_explain_prints_policies_costs_and_notes(capsys):
-    assert FIXED.explain(show=False) is FIXED
-    assert capsys.readouterr().out == ""
-    FIXED.explain()
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert printed == [
-        "block  policy       blocks    costs  offloaded",
-        "----------------------------------------------",
-        "h.0-2  full              3  6.00 ms          -",
-        "h.3    full + host       1  1.00 ms   3.00 MiB",
-        "h.4-5  keep              2        -          -",
-        "memory budget 12.0 MiB on h200",
-        *textwrap.wrap(PEAK_OF_FIXED, 80),
-        "step 110 ms, +10.0 % over keeping everything",
-        "everything kept: 20.0 MiB; lowest possible: 5.00 MiB",
-        "* something to [know]",
-    ]
-    assert str(FIXED).splitlines() == printed
-    assert "h.0-2" in FIXED._repr_html_()
-    assert repr(FIXED) == "<Plan of 6 blocks: peak 11.0 MiB of a budget of 12.0 MiB>"
-    assert json.loads(json.dumps(FIXED.to_dict()))["plan"]["rows"][3]["option"] == "full + host"
-
-
-def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tmp_path):
-    case = gpt2()
-    planner = case.planner()
-    choices = [planner.to_plan(choice, choice.peak) for _, choice in planner.search.uniform()]
-    found = next(choice for choice in choices if choice.rows[0].option.startswith("selective(level"))
-    found.save(tmp_path / "plan.yaml")
-    for each in (found, Plan.load(tmp_path / "plan.yaml")):
-        each.explain()
-        with each.apply(case.model) as handle:
-            with handle.measure():
-                case.step()
-            seen = handle.explain()
-        rules = {row.block: row.rule for row in seen.rows}
-        assert {row.block: rules[row.block] for row in found.rows} == {row.block: row.option for row in found.rows}
-        printed = capsys.readouterr().out.splitlines()
-        assert max(map(len, printed)) <= 80
-        assert sum("keeps the results of" in line for line in printed) == 2 * len(seen.legend) > 0
-        assert not any("aten." in line for line in printed if line.startswith(found.rows[0].block[:2]))
-
-
-@pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
-def test_the_picture_of_a_plan(tmp_path, name):
-    for folder in "ab":
-        (tmp_path / folder).mkdir()
-        FIXED.plot(str(tmp_path / folder / name))
-    one, other = ((tmp_path / folder / name).read_bytes() for folder in "ab")
-    assert one == other
-    assert b"\x89PNG" in one[:100] if name.endswith("png") else b"<svg" in one[:2000]
-
-
-def words_of(path):
-    return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
-
-
-def test_the_picture_names_what_counts(planned, tmp_path):
-    _, planner = planned
-    found = planner.plan(planner.floor.peak)
-    path = tmp_path / "plan.svg"
-    found.plot(str(path))
-    words = words_of(path)
-    assert {row.option for row in found.rows} | {"outside of blocks", "memory budget"} <= set(words)
-    assert {f"peak {format_bytes(found.predicted_peak_bytes)}", found.binding} <= set(words)
-    assert f"memory budget {format_bytes(found.budget_bytes)}" in words
-    dataclasses.replace(found, budget_bytes=1 << 50).plot(str(path))
-    assert "memory budget" not in words_of(path), "it would press the levels flat"
-    with pytest.raises(ConfigError, match=r"got '\.jpg'"):
-        found.plot(str(tmp_path / "plan.jpg"))
-
-
-def test_the_picture_of_a_sweep(tmp_path):
-    front = [(3 << 30, 0.3), (2 << 30, 0.4), (5 << 30, 0.2)]
-    uniform = [("full", 2 << 30, 0.5), ("keep", 5 << 30, 0.2)]
-    for name in ("front.png", "front.svg"):
-        assert draw_sweep(front, uniform, tmp_path / name).stat().st_size > 1000
-    words = words_of(tmp_path / "front.svg")
-    assert {"chosen by the planner", "full", "keep", "peak memory (GiB)", "step time (ms)"} <= set(words)
-    draw_sweep([], uniform, tmp_path / "front.svg")
-    draw_sweep(front, [], tmp_path / "front.svg")
-    with pytest.raises(ConfigError, match="there is no plan to draw"):
-        draw_sweep([], [], tmp_path / "front.svg")
-    with pytest.raises(ConfigError, match="expected an existing folder"):
-        draw_sweep(front, [], tmp_path / "none" / "front.svg")
-
-
-# ---- policies that people know
-
-
-def runs(model, policies, x):
-    """Returns how often each layer begins to run in a step: once, or again for backward."""
-    layers = dict(find_blocks(model, None))
-    counts = dict.fromkeys(layers, 0)
-
-    def counting(name):
-        def count(*_):
-            counts[name] += 1
-
-        return count
-
-    hooks = [layer.up.register_forward_pre_hook(counting(name)) for name, layer in layers.items()]
-    with graphckpt.apply(model, policies):
-        model(x).square().mean().backward()
-    for hook in hooks:
-        hook.remove()
-    return list(counts.values())
-
-
-X = torch.ones(8, D)
-
-
-@pytest.mark.parametrize(
-    ("policies", "expected"),
-    [
-        (lambda m: presets.every_k(m, 1), [2] * 9),
-        (lambda m: presets.every_k(m, 4), [2, 1, 1, 1, 2, 1, 1, 1, 2]),
-        (lambda m: presets.first_k(m, 2), [2, 2, 1, 1, 1, 1, 1, 1, 1]),
-        (lambda m: presets.uniform(m, 1), [2] * 9),
-        (lambda m: presets.uniform(m, 4), [2] * 9),
-        (lambda m: presets.uniform(m, 9), [2] * 9),
-        (presets.sqrt, [2, 2, 2, 2, 2, 2, 1, 1, 1]),
-        (presets.memory, [2, 2, 2, 2, 2, 2, 1, 1, 1]),
-        (presets.speed, [2] * 9),
-    ],
-)
-def test_presets_say_which_layers_run_again(policies, expected):
-    model = Piled(9)
-    found = policies(model)
-    assert runs(model, found, X) == expected
-    with_config = ActivationCheckpointConfig(enabled=True, rule=None, blocks=found)
-    assert set(block_policies(model, with_config)) == set(found), "a config takes them too"
-
-
-def test_presets_on_layers_that_a_loop_calls():
-    model = Looped(num_layers=5)
-    assert presets.every_k(model, 2, "selective") == dict.fromkeys(["layers.0", "layers.2", "layers.4"], "selective")
-    assert runs(model, presets.uniform(model, 1), X) == [2] * 5
-    ran = []
-    for number, layer in enumerate(model.layers):
-        layer.up.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
-    for policies, again in ((presets.uniform(model, 2), [4, 2, 3, 0, 1]), (presets.sqrt(model), [0, 1])):
-        with graphckpt.apply(model, policies):
-            for _ in range(2):
-                ran.clear()
-                model(X).square().mean().backward()
-        assert ran == [0, 1, 2, 3, 4, *again]
-
-
-def test_presets_that_cannot_act_say_so():
-    model = Piled(3)
-    for wrong in (0, -1, True, 1.5):
-        for preset in (presets.every_k, presets.first_k, presets.uniform):
-            with pytest.raises(ConfigError, match=r": .: expected a positive int, got .* · fix: use a whole number"):
-                preset(model, wrong)
-    with pytest.raises(ConfigError, match="first_k: expected k up to 3, got 4 · fix: use 1 to 3"):
-        presets.first_k(model, 4)
-    with pytest.raises(ConfigError, match=r"sqrt: 'body\.0': expected at least 4 layers, got 3"):
-        presets.sqrt(model)
-    assert runs(model, presets.memory(model), X) == [2] * 3
-    with pytest.raises(ConfigError, match="Linear: no list of layers was found"):
-        presets.speed(nn.Linear(2, 2))
-
-
-def test_speed_runs_no_matrix_product_again():
-    class Ops(TorchDispatchMode):
-        counts = None
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.counts[func] = self.counts.get(func, 0) + 1
-            return func(*args, **(kwargs or {}))
-
-    def counted(policies):
-        ops = Ops()
-        ops.counts = {}
-        with graphckpt.apply(model, policies), ops:
-            model(X).square().mean().backward()
-        return [ops.counts.get(op, 0) for op in (torch.ops.aten.addmm.default, torch.ops.aten.gelu.default)]
-
-    model = Piled(4)
-    counted({"first": False})  # the first call learns what forward moves
-    assert counted({"first": False}) == [10, 4]
-    assert counted(presets.speed(model)) == [10, 8]
-    assert counted(presets.every_k(model, 1))[1] == 8

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.peaks import tracked_peak
 from helpers.thinning import slow_unless
 from torch import nn
 from transformers import (
@@ -21,21 +22,13 @@ from transformers import (
 
 import graphckpt
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import PlanError, options, steps
+from graphckpt.planning import PlanError, options
 from graphckpt.planning.fit import largest
 from graphckpt.planning.fit_result import BatchFit
 from graphckpt.planning.profile import load_profile
 from graphckpt.units import format_bytes
 
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _timed_once():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "_TIMED_RUNS", 1)
-        yield
 
 
 def gpt2():
@@ -96,13 +89,7 @@ class Case:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-        step()
-        live = LiveBytes(record_timeline=False)
-        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        live.track([*self.model.parameters(), *self.model.buffers(), *state])
-        with live:
-            step()
-        return live.peak_bytes
+        return tracked_peak(self.model, step, [self.optimizer])
 
 
 @pytest.fixture(

@@ -1,0 +1,148 @@
+"""Policies that people know: which layers they recompute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphckpt
+from graphckpt.blocks import presets
+from graphckpt.blocks.select import layers as layer_names
+from graphckpt.errors import ConfigError
+from graphckpt.train.policies import block_policies
+from graphckpt.train.settings import ActivationCheckpointConfig
+
+D = 16  # width
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Looped(nn.Module):
+    """Layers in a list."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Piled(nn.Module):
+    """Layers in a sequence."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 4)
+        self.body = nn.Sequential(*(Layer() for _ in range(num_layers)))
+
+    def forward(self, x):
+        return self.last(self.body(self.first(x)))
+
+
+def runs(model, policies, x):
+    """Returns how often each layer begins to run in a step: once, or again for backward."""
+    layers = {name: model.get_submodule(name) for name in layer_names(model)}
+    counts = dict.fromkeys(layers, 0)
+
+    def counting(name):
+        def count(*_):
+            counts[name] += 1
+
+        return count
+
+    hooks = [layer.up.register_forward_pre_hook(counting(name)) for name, layer in layers.items()]
+    with graphckpt.apply(model, policies):
+        model(x).square().mean().backward()
+    for hook in hooks:
+        hook.remove()
+    return list(counts.values())
+
+
+X = torch.ones(8, D)
+
+
+@pytest.mark.parametrize(
+    ("policies", "expected"),
+    [
+        (lambda m: presets.every_k(m, 1), [2] * 9),
+        (lambda m: presets.every_k(m, 4), [2, 1, 1, 1, 2, 1, 1, 1, 2]),
+        (lambda m: presets.first_k(m, 2), [2, 2, 1, 1, 1, 1, 1, 1, 1]),
+        (lambda m: presets.uniform(m, 1), [2] * 9),
+        (lambda m: presets.uniform(m, 4), [2] * 9),
+        (lambda m: presets.uniform(m, 9), [2] * 9),
+        (presets.sqrt, [2, 2, 2, 2, 2, 2, 1, 1, 1]),
+        (presets.memory, [2, 2, 2, 2, 2, 2, 1, 1, 1]),
+        (presets.speed, [2] * 9),
+    ],
+)
+def test_presets_say_which_layers_run_again(policies, expected):
+    model = Piled(9)
+    found = policies(model)
+    assert runs(model, found, X) == expected
+    with_config = ActivationCheckpointConfig(enabled=True, rule=None, blocks=found)
+    assert set(block_policies(model, with_config)) == set(found), "a config takes them too"
+
+
+def test_presets_on_layers_that_a_loop_calls():
+    model = Looped(num_layers=5)
+    assert presets.every_k(model, 2, "selective") == dict.fromkeys(["layers.0", "layers.2", "layers.4"], "selective")
+    assert runs(model, presets.uniform(model, 1), X) == [2] * 5
+    ran = []
+    for number, layer in enumerate(model.layers):
+        layer.up.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
+    for policies, again in ((presets.uniform(model, 2), [4, 2, 3, 0, 1]), (presets.sqrt(model), [0, 1])):
+        with graphckpt.apply(model, policies):
+            for _ in range(2):
+                ran.clear()
+                model(X).square().mean().backward()
+        assert ran == [0, 1, 2, 3, 4, *again]
+
+
+def test_presets_that_cannot_act_say_so():
+    model = Piled(3)
+    for wrong in (0, -1, True, 1.5):
+        for preset in (presets.every_k, presets.first_k, presets.uniform):
+            with pytest.raises(ConfigError, match=r": .: expected a positive int, got .* · fix: use a whole number"):
+                preset(model, wrong)
+    with pytest.raises(ConfigError, match="first_k: expected k up to 3, got 4 · fix: use 1 to 3"):
+        presets.first_k(model, 4)
+    with pytest.raises(ConfigError, match=r"sqrt: 'body\.0': expected at least 4 layers, got 3"):
+        presets.sqrt(model)
+    assert runs(model, presets.memory(model), X) == [2] * 3
+    with pytest.raises(ConfigError, match="Linear: no list of layers was found"):
+        presets.speed(nn.Linear(2, 2))
+
+
+def test_speed_runs_no_matrix_product_again():
+    class Ops(TorchDispatchMode):
+        counts = None
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.counts[func] = self.counts.get(func, 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    def counted(policies):
+        ops = Ops()
+        ops.counts = {}
+        with graphckpt.apply(model, policies), ops:
+            model(X).square().mean().backward()
+        return [ops.counts.get(op, 0) for op in (torch.ops.aten.addmm.default, torch.ops.aten.gelu.default)]
+
+    model = Piled(4)
+    counted({"first": False})  # the first call learns what forward moves
+    assert counted({"first": False}) == [10, 4]
+    assert counted(presets.speed(model)) == [10, 8]
+    assert counted(presets.every_k(model, 1))[1] == 8
