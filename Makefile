@@ -54,8 +54,8 @@ coverage: $(INSTALLED)
 	$(PYTEST) --cov --cov-report=json:build/coverage.json --cov-report=
 	$(BIN)/python benchmarks/coverage.py build/coverage.json
 
-# Faults in copies of the package, one by one, each with the tests that must find it: tests/planted_faults.toml. 15 minutes
-# on a core; PLANTED="partition" plants those with this word in their names. Into benchmarks/results/planted.md.
+# Faults in copies of the package, one by one, each with the tests that must find it (tests/planted_faults.toml): a run of
+# pytest for each. PLANTED="partition" plants those with this word in their names. Into benchmarks/results/planted.md.
 PLANTED ?=
 planted: $(INSTALLED)
 	$(BIN)/python tests/planted_faults.py $(PLANTED)

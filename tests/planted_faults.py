@@ -78,7 +78,7 @@ def run_tests(
     options = (*options, *(_SIMULATED if is_simulated else ("-m", "")))
     arguments = ["-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *options, *dict.fromkeys(tests)]
     code, output = run_python(root, *arguments, seconds=seconds)
-    failures = _FAILURE.findall(output) if code == 1 else []
+    failures = dict.fromkeys(_FAILURE.findall(output) if code == 1 else ())
     return code, ", ".join(failures) or output
 
 
