@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +21,7 @@ from rich.console import Console
 
 from graphckpt.errors import ConfigError, GraphckptError
 from graphckpt.extras import LazyPackage
+from graphckpt.progress import Progress
 
 if TYPE_CHECKING:
     import yaml
@@ -35,7 +35,6 @@ _Commands = argparse._SubParsersAction
 
 _FAULT = 2  # exit code for user errors, as in argparse
 _INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT, as in shells
-_SHOW_AFTER = 2.0  # seconds after which a command says what it is doing
 
 _TRAIN_EXAMPLES = """\
 examples:
@@ -349,7 +348,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.planning.options import check_budget  # noqa: PLC0415
 
     budget = check_budget(parsed.memory_budget)
-    with Progress() as progress:
+    with CommandProgress() as progress:
 
         def on_measured(planners: Planners) -> None:
             progress.begin(f"choosing the policies of {len(planners.plain.measured.names)} blocks")
@@ -398,7 +397,7 @@ def _fit(parsed: argparse.Namespace) -> int:
 
         file_of(parsed.plot)  # raises now, not after the measurements
     fits: list[tuple[int | None, Fit]] = []
-    with Progress() as progress:
+    with CommandProgress() as progress:
         for length in lengths:
             progress.begin("loading the config and its model")
             fit = fit_from(
@@ -494,41 +493,35 @@ def _heads(rules: Iterable[str]) -> dict[str, list[str]]:
 
 
 @final
-class Progress:
-    """Prints on stderr what is being done, once it has taken a while, and ends it on Ctrl-C.
+class CommandProgress(Progress):
+    """Ends a command on Ctrl-C as well.
 
     Python swallows a ``KeyboardInterrupt`` that is raised within a destructor: it is then raised where the next thing
     begins.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._is_interrupted = False
         self._handles_interrupts = False
-        self._began = time.monotonic()
-        self._text = ""
-        self._timer = threading.Timer(_SHOW_AFTER, self._show)
-        self._timer.daemon = True
 
     def __enter__(self) -> Self:
-        self._timer.start()
         if threading.current_thread() is threading.main_thread():  # others cannot set a handler
             self._handles_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if self._handles_interrupts:
             signal.signal(signal.SIGINT, self._interrupt)
-        return self
+        return super().__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._timer.cancel()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         if self._handles_interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if kind is None:
+        if error[:1] == (None,):
             self._check_interrupts()
 
     def begin(self, text: str) -> None:
         self._check_interrupts()
-        self._text = text
-        if time.monotonic() - self._began >= _SHOW_AFTER:
-            self._show()
+        super().begin(text)
 
     def _interrupt(self, *_: object) -> None:
         self._is_interrupted = True
@@ -537,6 +530,3 @@ class Progress:
     def _check_interrupts(self) -> None:
         if self._is_interrupted:
             raise KeyboardInterrupt
-
-    def _show(self) -> None:
-        print(f"planning, {time.monotonic() - self._began:.0f} s: {self._text}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from graphckpt.cli import Progress
+from graphckpt.cli import CommandProgress
 
 COMMAND = [sys.executable, "-m", "graphckpt", "--help"]
 
@@ -46,7 +46,7 @@ def test_an_interrupt_in_a_destructor_is_not_lost(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.unraisablehook", lambda ignored: swallowed.append(ignored.exc_type))
 
     def work() -> None:
-        with Progress() as progress:
+        with CommandProgress() as progress:
             del [InterruptedAsItEnds()][:]
             assert swallowed == [KeyboardInterrupt]
             if has_more:

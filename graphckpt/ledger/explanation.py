@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, final
 
 from graphckpt.errors import ConfigError
-from graphckpt.ledger.page import write_step
+from graphckpt.ledger.page import notebook_html, write_step
 from graphckpt.ledger.plot import PAGE, draw_step, file_of
 from graphckpt.ledger.record import StepRecord
-from graphckpt.ledger.table import html_of, parts_of, text_of
+from graphckpt.ledger.table import parts_of, text_of
 from graphckpt.units import format_bytes
 
 _LONG = ("timeline", "plain_levels", "tensors")
@@ -35,7 +35,7 @@ class Explanation(StepRecord):
         return f"<Explanation of {self.title}: {len(self.rows)} rows, kept for backward {change}>"
 
     def _repr_html_(self) -> str:
-        return html_of(parts_of(self))
+        return notebook_html(parts_of(self), self.plot)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the rows, totals and warnings as plain values, without the timeline and the tensors."""

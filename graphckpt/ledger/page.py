@@ -7,11 +7,18 @@ Plotly takes half a second to import, so only a call of :func:`plot` or :func:`w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.console import RenderableType
+from rich.table import Table
+
+from graphckpt.errors import GraphckptError
 from graphckpt.ledger.groups import KINDS, SAVED, Part, Span, composition, fitting_label, kind_of, tensor_name
 from graphckpt.ledger.plot import EDGE, INK, MAX_EDGES, StepLevels, shorten, step_totals
 from graphckpt.ledger.record import StepRecord, TensorLife
@@ -34,11 +41,18 @@ body { margin: 0 auto; max-width: 1320px; padding: 24px 28px 48px; background: v
 h1 { font-size: 24px; margin: 0 }
 h2 { font-size: 17px; margin: 32px 0 0 }
 p { margin: 4px 0; color: var(--soft); max-width: 90ch }
+"""
+_TABLE_STYLE = """
 .table { overflow-x: auto; margin-top: 8px }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums }
 th, td { padding: 5px 24px 5px 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap }
 th { color: var(--soft); font-weight: 600 }
 td.number, th.number { text-align: right }
+"""
+_NOTEBOOK_STYLE = f"""
+.graphckpt {{ --soft: #8d95a1; --line: #8d95a166; font-size: 14px; line-height: 1.5;
+img {{ max-width: min(100%, 960px); margin-top: 8px }}
+{_TABLE_STYLE}}}
 """
 _THEME = """
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -93,6 +107,29 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="table"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{"".join(lines)}</tbody></table></div>'
 
 
+def notebook_html(parts: Iterable[RenderableType], draw: Callable[[Path], object]) -> str:
+    """Returns the parts of a printed table as HTML for a notebook, with a picture if ``draw`` can draw one."""
+    body = "\n".join(map(_part_html, parts))
+    with TemporaryDirectory() as folder, suppress(GraphckptError):  # nothing to draw, or no matplotlib
+        target = Path(folder, "plot.png")
+        draw(target)
+        data = b64encode(target.read_bytes()).decode("ascii")
+        body += f'\n<img alt="memory of the step" src="data:image/png;base64,{data}">'
+    return f'<div class="graphckpt"><style>{_NOTEBOOK_STYLE}</style>\n{body}</div>'
+
+
+def _part_html(part: RenderableType) -> str:
+    if not isinstance(part, Table):
+        return f"<div>{escape(str(part))}</div>"
+    rows = list(zip(*(map(str, column.cells) for column in part.columns), strict=True))
+    if not part.show_header or part.box is None:  # a line with a mark
+        return "".join(f"<div>{escape(' '.join(row))}</div>" for row in rows)
+    if part.show_footer:
+        rows.append(tuple(str(column.footer) for column in part.columns))
+    columns = [Column(str(column.header), is_number=column.justify == "right") for column in part.columns]
+    return table(columns, rows)
+
+
 def plot(figure: Mapping[str, Any], name: str, description: str, height: int) -> str:
     """Returns a plot as HTML; ``figure`` is as plotly takes it, ``description`` is for those who cannot see it."""
     from plotly.graph_objects import Figure
@@ -125,7 +162,8 @@ def write_page(target: Path, title: str, lead: str, sections: Iterable[str]) -> 
     name = escape(title)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
     parts = (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script>',
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}{_TABLE_STYLE}</style>',
+        f"<script>{get_plotlyjs()}</script>",
         f"</head><body><main><h1>{name}</h1>\n<p>{escape(lead)}</p>\n",
         *sections,
         f"</main><script>{_THEME}</script></body></html>\n",

@@ -119,13 +119,6 @@ def text_of(parts: Iterable[RenderableType]) -> str:
     return "".join(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
 
 
-def html_of(parts: Iterable[RenderableType]) -> str:
-    console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, highlight=False)
-    for part in parts:
-        console.print(part)
-    return console.export_html(inline_styles=True, code_format='<pre style="line-height: 1.2">{code}</pre>')
-
-
 # ---- the table of a step
 
 

@@ -23,6 +23,7 @@ from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.planner import Planner, find_blocks, measure_all, plan_and_check
 from graphckpt.planning.profile import Device, DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
+from graphckpt.progress import Progress
 
 MakeStep = Callable[[int], tuple[nn.Module, Callable[[], object]]]
 
@@ -87,11 +88,24 @@ def fit_steps(
     options: PlanOptions,
     *,
     global_batch: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | bool | None = None,
+) -> Fit:
+    with Progress(is_shown=False if callable(progress) else progress) as lines:
+        report = progress if callable(progress) else lines.begin
+        return _fit_steps(source, batch_sizes, memory_budget, options, global_batch, report)
+
+
+def _fit_steps(
+    source: StepSource,
+    batch_sizes: Iterable[int] | None,
+    memory_budget: budgets.Budget,
+    options: PlanOptions,
+    global_batch: int | None,
+    progress: Callable[[str], None],
 ) -> Fit:
     budget = budgets.check_fit_budget(memory_budget)
     sizes = _checked_sizes(batch_sizes, global_batch)
-    sized = _SizedRows(source, budget, options, progress or (lambda _: None))
+    sized = _SizedRows(source, budget, options, progress)
     if isinstance(sizes, list):
         for size in sizes:
             sized.row(size)
@@ -413,7 +427,7 @@ def fit(
     memory_budget: budgets.Budget = "max",
     device: Device = None,
     global_batch: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | bool | None = None,
     **options: Any,
 ) -> Fit:
     """Finds the largest batch that fits into a memory budget, the fastest one, and the plan of each batch size.
@@ -434,7 +448,8 @@ def fit(
             build the model there.
         global_batch: samples of one update; sizes that divide it are planned too, of a search the eight largest that
             fit, for :meth:`~graphckpt.planning.fit_result.Fit.at_global_batch`.
-        progress: called with a line about each measurement before it begins.
+        progress: called with a line about each measurement before it begins. ``True`` prints it from two seconds on,
+            and ``None`` does so in a terminal and in a notebook.
         options: fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
 
     Raises:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from graphckpt.errors import PlanError
 from graphckpt.ledger.groups import rule_colour, sorted_rules
+from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.plot import (
     ACCENT,
     DASHES,
@@ -24,7 +25,7 @@ from graphckpt.ledger.plot import (
     title_of,
     unit_of,
 )
-from graphckpt.ledger.table import Column, bullet, html_of, show, table_of, text_of
+from graphckpt.ledger.table import Column, bullet, show, table_of, text_of
 from graphckpt.planning.plot import LEVEL_AT_START
 from graphckpt.planning.rows import budget_line, device_text
 from graphckpt.units import format_bytes, format_seconds
@@ -230,7 +231,7 @@ class Fit:
         return f"<Fit of {len(self.rows)} batch sizes: {largest} in {where}>"
 
     def _repr_html_(self) -> str:
-        return html_of(_parts_of(self))
+        return notebook_html(_parts_of(self), self.plot)
 
     def explain(self, *, display: bool = True) -> Self:
         """Prints the table unless ``display`` is false; returns the fit, which prints the same."""

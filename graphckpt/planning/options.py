@@ -65,8 +65,9 @@ class PlanOptions:
     ``None`` is the default group if ``torch.distributed`` is initialized; ``False`` is this process alone."""
     check: bool = field(default=True, metadata=_except("command"))
     """Run the step under the plan, and plan again if its peak exceeds the budget or differs by more than 1 %."""
-    progress: Callable[[int, int], None] | None = field(default=None, metadata=_except("config", "command"))
-    """Called as ``progress(done, total)`` with the measuring runs of the step that are done, and how many there are."""
+    progress: Callable[[int, int], None] | bool | None = field(default=None, metadata=_except("config", "command"))
+    """Called as ``progress(done, total)`` with the measuring runs of the step that are done, and how many there are.
+    ``True`` prints a line for each stage from two seconds on; ``None`` does so in a terminal and in a notebook."""
 
     def __post_init__(self) -> None:
         if self.candidates is not None:
@@ -75,6 +76,10 @@ class PlanOptions:
         for name in ("contiguous", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r} · fix: {name}=True")
+        if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
+            raise ConfigError(
+                f"progress: expected True, False or a function, got {self.progress!r} · fix: progress=True"
+            )
         _ = self.host_bytes
         BlockConfig("plan").update({"compile": self.compile})
 

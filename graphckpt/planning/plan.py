@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 from graphckpt.blocks.apply import apply
 from graphckpt.errors import ConfigError
 from graphckpt.extras import LazyPackage
+from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.plot import PAGE, file_of
-from graphckpt.ledger.table import html_of, text_of
 from graphckpt.ledger.table import show as show_parts
+from graphckpt.ledger.table import text_of
 from graphckpt.planning.rows import PlanData, PlanRow, parts_of, summary_lines
 from graphckpt.units import format_bytes
 
@@ -62,12 +64,14 @@ class Plan(PlanData):
         """
         return {row.block: dict(row.fields) for row in self.rows if row.fields != KEEP_ALL}
 
-    def apply(self, model: nn.Module | None = None) -> AppliedPolicies:
+    def apply(self, model: nn.Module | None = None, *, replace: bool = False) -> AppliedPolicies:
         """Sets the policies on a model, until the handle's ``remove()`` or the end of the ``with`` block.
 
         Args:
             model: ``None`` is the model or the Graph that was planned. A plan that is from a file, or was made with
                 ``device``, needs a model.
+            replace: Whether the policies that the model has are taken off first, so that a cell of a notebook can run
+                again. Those of a Graph are replaced in any case.
 
         Raises:
             ConfigError: there is no model, or it has no blocks of these names.
@@ -79,7 +83,7 @@ class Plan(PlanData):
             source = f"simulated on {self.device}" if self.is_simulated else "from a file"
             raise ConfigError(f"Plan.apply: expected a model, since the plan is {source} · fix: plan.apply(model)")
         rules: dict[Selector, Mapping[str, Any] | Rule | bool | str] = dict(self.blocks.items())
-        return apply(model, rules)
+        return apply(model, rules, replace=replace)
 
     def __str__(self) -> str:
         """Returns the policies and their cost as a table, in plain text."""
@@ -91,7 +95,7 @@ class Plan(PlanData):
         return f"<Plan of {len(self.rows)} blocks: peak {peak} of a budget of {budget}>"
 
     def _repr_html_(self) -> str:
-        return html_of(parts_of(self))
+        return notebook_html(parts_of(self), self.plot)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what pickle writes: all but :attr:`front`, which needs the measurements."""
@@ -169,10 +173,10 @@ class Plan(PlanData):
 
     def below(self, name: str) -> Plan:
         """Returns the plan with the paths of blocks relative to the child ``name``."""
-        rows = (replace(row, block=row.block.removeprefix(f"{name}.")) for row in self.rows)
+        rows = (changed(row, block=row.block.removeprefix(f"{name}.")) for row in self.rows)
         front = self.front
         below = None if front is None else lambda: [plan.below(name) for plan in front()]
-        return replace(self, rows=tuple(rows), model=None, apply_to_graph=None, front=below)
+        return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=below)
 
 
 def _dumper() -> type[yaml.SafeDumper]:

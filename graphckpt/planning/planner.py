@@ -39,6 +39,7 @@ from graphckpt.planning.search import CopyRates, PolicyChoice, PolicySearch, int
 from graphckpt.planning.steps import FakeStep, MakeModel, RealStep, made_step
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks, PathError
+from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.stores.base import parse_offload
 from graphckpt.units import format_bytes
@@ -128,9 +129,15 @@ def plan_step(
         raise ConfigError(
             f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
         )
-    with restoring:
+    is_shown = False if callable(options.progress) or group.rank else options.progress
+    with restoring, Progress(is_shown=is_shown) as progress:
+        progress.begin("running the step to measure it")
+        if not callable(options.progress):
+            report = lambda done, total: progress.begin(f"run {done} of {total} is done")  # noqa: E731
+            options = replace(options, progress=report)
         planners = measure_all(step, model, blocks, options, group, notes)
         on_measured(planners)
+        progress.begin(f"choosing the policies of {len(blocks)} blocks")
         limit, headroom = _limit_of(budget, planners.plain, step, group)
         if isinstance(step, FakeStep):
             plan = planners.best_of(lambda planner: planner.plan(planner.floor.peak if limit is None else limit))
@@ -191,7 +198,9 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     found = [(name, model.get_submodule(name)) for name in names]
     for name, module in found:
         if any(isinstance(part.forward, BlockForward) for part in module.modules()):
-            raise ConfigError(f"{name}: expected a block without a policy · fix: remove() the handle before planning")
+            raise ConfigError(
+                f"{name}: expected a block without a policy · fix: graphckpt.remove(model) before planning"
+            )
     for name, part in model.named_modules():
         if has_compiled_call(part) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
             raise ConfigError(
@@ -268,7 +277,7 @@ def measure_all(
     for rows in heads:
         on_head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
         with on_head, compiled_forwards(modules, code.options):
-            progress = options.progress
+            progress = options.progress if callable(options.progress) else None
             try:
                 measured = measure(step, Blocks(blocks), candidates, progress, group)
             except PathError as error:

@@ -1,13 +1,16 @@
 """Makes the pictures of a step and the screenshots of the interactive pages for the docs.
 
-``PYTHONPATH=.:tests python tests/helpers/doc_pictures.py docs/images`` writes ``step.png``, ``step_report.png`` and
-``plan_report.png``. Those of a plan, a sweep and a fit are by the commands beside them in the docs.
+``PYTHONPATH=.:tests python tests/helpers/doc_pictures.py docs/images`` writes ``step.png``, ``step_report.png``,
+``plan_report.png`` and ``notebook.png``, from the stored outputs of ``examples/notebook.ipynb``. Those of a plan, a
+sweep and a fit are by the commands beside them in the docs.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
+from html import escape
 from pathlib import Path
 
 import torch
@@ -54,11 +57,29 @@ def main(folder: Path) -> None:
         with opened(page_of_plan) as page:
             page.resize(1200, 1130)
             page.screenshot(folder / "plan_report.png")
-    for name in ("step.png", "step_report.png", "plan_report.png"):
+        draw_notebook(folder / "notebook.png", Path(pages))
+    for name in ("step.png", "step_report.png", "plan_report.png", "notebook.png"):
         with Image.open(folder / name) as image:
             image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
                 folder / name, optimize=True
             )
+
+
+def draw_notebook(target: Path, pages: Path) -> None:
+    """Shows the first cells with an output below each other, as a notebook does."""
+    cells = json.loads((Path(__file__).parents[2] / "examples/notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    body = ""
+    for cell in [cell for cell in cells if cell.get("outputs")][:2]:
+        body += f"<pre>{escape(''.join(cell['source']))}</pre>"
+        body += "".join("".join(output["data"]["text/html"]) for output in cell["outputs"])
+    style = (
+        "body { font: 14px sans-serif; margin: 16px } pre { background: #f4f5f7; padding: 10px; border-radius: 4px }"
+    )
+    page_file = pages / "notebook.html"
+    page_file.write_text(f"<!doctype html><meta charset=utf-8><style>{style}</style>{body}", encoding="utf-8")
+    with opened(page_file) as page:
+        page.resize(1000, 1700)
+        page.screenshot(target)
 
 
 if __name__ == "__main__":

@@ -189,10 +189,12 @@ def test_an_explanation_shows_itself(tmp_path):
     assert str(GPT) + "\n" == printed(GPT)
     assert repr(GPT) == "<Explanation of TrainStep: 14 rows, kept for backward 84.0 MiB -> 12.5 MiB>"
     html = GPT._repr_html_()
-    assert html.startswith("<pre")
+    assert html.startswith('<div class="graphckpt"><style>')
+    assert '<td class="number">84.0 MiB</td>' in html, "the total"
+    assert "<img" not in html, "nothing to draw without a timeline"
     assert "transformer.h.0-11 (12x)" in html
-    assert "#008000" in html or "color" in html
     record = explanation(layers(2), timeline=(Event(5 * MIB, "h.0", "forward"),), plain_levels=(6 * MIB,))
+    assert record._repr_html_().count('<img alt="memory of the step" src="data:image/png;base64,') == 1
     values = json.loads(json.dumps(record.to_dict()))
     assert values["bytes_before"] == record.bytes_before
     assert values["peak_at"] == "forward of h.0"

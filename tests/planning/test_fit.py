@@ -320,7 +320,9 @@ def test_what_it_prints(absent, tmp_path, capsys):
     assert max(map(len, text.splitlines())) <= 80
     assert absent.explain() is absent
     assert capsys.readouterr().out == f"{text}\n"
-    assert "<pre" in absent._repr_html_()
+    html = absent._repr_html_()
+    assert html.count("<tr>") == len(absent.rows) + 1
+    assert html.count('src="data:image/png;base64,') == 1
     assert repr(absent) == f"<Fit of {len(absent.rows)} batch sizes: largest batch {absent.largest.batch_size} in 33.0 MiB on h200 (simulated)>"  # fmt: skip  # noqa: E501
     plain = json.loads(json.dumps(absent.to_dict()))
     assert plain["largest"] == absent.largest.batch_size

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from graphckpt import cli
+from graphckpt import progress
 from graphckpt.cli import main
 from graphckpt.config.run import plan_from
 
@@ -22,7 +22,7 @@ def run(*words, capsys):
 
 
 def test_the_command_finds_the_largest_and_the_fastest_batch(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_SHOW_AFTER", 0.0)
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
     drawn = tmp_path / "fit.png"
     printed = run("--memory-budget", "4GiB", "--global-batch-size", "4096", "--plot", str(drawn), capsys=capsys)
     assert "largest batch: " in printed.out

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import graphckpt
-from graphckpt import ConfigError, cli
+from graphckpt import ConfigError, progress
 from graphckpt.cli import main
 from graphckpt.planning import sweep
 from graphckpt.planning.candidates import NEAR, options
@@ -225,7 +225,7 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
 
 @pytest.mark.parametrize("patience", [0.0, 1e6])
 def test_the_command_says_what_takes_long(patience, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_SHOW_AFTER", patience)
+    monkeypatch.setattr(progress, "SHOW_AFTER", patience)
     words = ["model.config.n_layer=2", "train.train_micro_batch_size=2"]
     assert main(["plan", "--config-file", "configs/quickstart.py", "--device", "h200", *words]) == 0
     err = capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""The example notebook runs as its stored outputs say, and results show themselves as tables with pictures."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphckpt
+from graphckpt import progress
+from graphckpt.errors import ConfigError
+from graphckpt.progress import Progress
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "examples/notebook.ipynb"
+
+
+def outputs(notebook: Any) -> list[Any]:
+    """Returns the outputs of cells, without lines of progress, which only slow machines show."""
+    found = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [output for output in found if not output.get("text", "").startswith("planning, ")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_notebook_runs_and_has_the_stored_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat  # noqa: PLC0415 - warns when it is imported
+    from nbclient import NotebookClient  # noqa: PLC0415
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    stored, notebook = (nbformat.read(NOTEBOOK, as_version=4) for _ in range(2))
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    before, now = outputs(stored), outputs(notebook)
+    assert [output.output_type for output in now] == [output.output_type for output in before]
+    assert all(output.output_type != "error" for output in now)
+    assert [output.get("text") for output in now] == [output.get("text") for output in before]
+    assert sum(output.get("text", "").count("True") for output in now) == 2
+    shown = [output.data for output in now if output.output_type == "execute_result"]
+    texts = [data["text/plain"] for data in shown]
+    assert [text.split()[0] for text in texts] == ["<Explanation", "<Plan", "<Fit"]
+    stored_texts = [o.data["text/plain"] for o in before if o.output_type == "execute_result"]
+    assert (texts[0], texts[2]) == (stored_texts[0], stored_texts[2]), "a plan depends on measured times as well"
+    for data in (*shown, *(o.data for o in before if o.output_type == "execute_result")):
+        assert "<table>" in data["text/html"]
+        assert data["text/html"].count('src="data:image/png;base64,') == 1
+    assert len(shown) == 3
+
+
+def model_and_step() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+    x = torch.ones(512, 8)
+    return model, lambda: model(x).sum().backward()
+
+
+def test_a_cell_that_applies_a_plan_can_run_again() -> None:
+    model, step = model_and_step()
+    plan = graphckpt.plan(model, step, memory_budget="min", check=False)
+    first = plan.apply()
+    with pytest.raises(ConfigError, match=r"it has a policy already · fix: .*apply\(\.\.\., replace=True\)"):
+        plan.apply()
+    second = plan.apply(replace=True)
+    assert repr(second) == repr(first)
+    with pytest.raises(
+        ConfigError, match=r"expected a block without a policy · fix: graphckpt\.remove\(model\) before"
+    ):
+        graphckpt.plan(model, step, memory_budget="min")
+    second.remove()
+
+
+def test_an_explanation_without_matplotlib_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, step = model_and_step()
+    with graphckpt.apply(model, {"*": True}) as handle:
+        with handle.measure():
+            step()
+        seen = handle.explain(show=False)
+    assert "<img" in seen._repr_html_()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    html = seen._repr_html_()
+    assert "<table>" in html
+    assert "<img" not in html
+
+
+@pytest.mark.parametrize(("place", "is_shown"), [("script", False), ("terminal", True), ("notebook", True)])
+def test_progress_shows_where_somebody_watches(
+    place: str, is_shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: place == "terminal")
+    shell = SimpleNamespace(kernel=None) if place == "notebook" else None
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    model, step = model_and_step()
+    graphckpt.plan(model, step, memory_budget="1GiB", check=False)
+    graphckpt.fit(lambda size: (model, step), batch_sizes=[1], memory_budget="1GiB")
+    out, err = capsys.readouterr()
+    text, other = (out, err) if place == "notebook" else (err, out)
+    assert other == ""
+    lines = re.findall(r"^planning, \d+ s: (.*)$", text, re.MULTILINE)
+    assert ("choosing the policies of 3 blocks" in lines, "measuring the step at batch size 1" in lines) == (
+        is_shown,
+    ) * 2
+
+
+def test_progress_is_silent_when_quick_and_when_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, step = model_and_step()
+    with Progress() as quick:
+        quick.begin("one")
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    graphckpt.plan(model, step, memory_budget="1GiB", check=False, progress=False)
+    assert capsys.readouterr().err == ""
+    graphckpt.plan(model, step, memory_budget="1GiB", check=False, progress=True)
+    assert "planning, 0 s: " in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match="progress: expected True, False or a function, got 'yes' · fix: progress=True"
+    ):
+        graphckpt.plan(model, step, memory_budget="1GiB", progress="yes")
+
+
+def test_a_stage_that_takes_long_is_named_while_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.05)
+    with Progress() as shown:
+        shown.begin("long")
+        time.sleep(0.5)
+    assert re.fullmatch(r"planning, \d s: long\n", capsys.readouterr().err)
