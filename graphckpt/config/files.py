@@ -139,11 +139,7 @@ class Origins:
 
 
 def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
-    """Returns the dicts, lists and calls of a config file, and the file that sets each value.
-
-    Raises:
-        ConfigError: no such file, another kind of file, or it raised; the message shows its own line.
-    """
+    """Returns the dicts, lists and calls of a config file, and the file that sets each value."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
     if not path.is_file():

@@ -66,11 +66,7 @@ class DeferredCall:
     """The key in the config, for messages."""
 
     def __call__(self, **further: Any) -> Any:
-        """Makes the call. ``further`` takes precedence over the arguments in the config.
-
-        Raises:
-            ConfigError: the target raised; its own error is the cause.
-        """
+        """Makes the call. ``further`` takes precedence over the arguments in the config."""
         arguments = {key: _make(value) for key, value in self.arguments.items() if key not in further}
         try:
             return self.target(**arguments, **further)

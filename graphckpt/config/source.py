@@ -68,11 +68,7 @@ class ConfigSource:
 
     @contextmanager
     def checked(self) -> Iterator[RunConfig]:
-        """Yields the checked config; the user modules that it names can be imported meanwhile.
-
-        Raises:
-            ConfigError: with every fault.
-        """
+        """Yields the checked config; the user modules that it names can be imported meanwhile."""
         folders, faults = self._module_folders()
         with importable_from(*folders):
             run, more = check(self.config)
@@ -102,11 +98,7 @@ class ConfigSource:
         return list(dict.fromkeys([folder, further])), []
 
     def describe(self) -> str:
-        """Returns all keys as YAML, with a comment behind each that names where it is set and its default.
-
-        Raises:
-            ConfigError: with every fault.
-        """
+        """Returns all keys as YAML, with a comment behind each that names where it is set and its default."""
         with self.checked():
             return "".join(_lines(plain_values(self.config), _defaults(RunConfig), self.origins))
 

@@ -119,13 +119,7 @@ def _filter(path: Path, is_valid: Callable[[str], bool]) -> None:
 
 @final
 class Report:
-    """Prints lines, tables and progress bars; everything but the bars goes to ``log_file`` too.
-
-    Args:
-        console: where to print.
-        log_file: the file, if any.
-        waits: write nothing into the file before ``open_log`` is called, then everything since the start.
-    """
+    """Prints lines, tables and progress bars; everything but the bars goes to ``log_file`` too."""
 
     def __init__(self, console: Console | None = None, log_file: Path | None = None, *, waits: bool = False) -> None:
         self._console = console or Console(highlight=False)

@@ -30,9 +30,6 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
 
     ``rule``, the store and ``compile`` apply to every unit; the fields in ``blocks`` override them, pattern by
     pattern. A saved plan replaces both.
-
-    Raises:
-        ConfigError: A name matches no block, a value is invalid, no unit can be found, or the plan cannot be read.
     """
     if not config.enabled or config.memory_budget is not None:
         return {}

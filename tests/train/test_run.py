@@ -5,15 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, train
+from helpers.small_run import CONFIG, stopped, train
 from helpers.subprocess_runner import run_script
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -218,14 +216,7 @@ def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(p
 
 
 def test_interrupt_saves_what_there_is(place):
-    class Interrupt(HookBase):
-        def after_step(self, loop):
-            if loop.done == 4:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    trainer = trainer_from("tiny.py", ["train.train_iter=1000"])
-    trainer._more_hooks = (Interrupt(),)
-    outcome = trainer.train()
+    outcome = stopped("out", 4, "train.train_iter=1000")
     assert (outcome.iterations, outcome.is_stopped) == (4, True)
     assert (place / "out" / "last_checkpoint").read_text() == "model_0000003\n"
     assert AutoModelForCausalLM.from_pretrained(place / "out" / "model_0000003") is not None
@@ -310,19 +301,9 @@ def test_words_of_the_command_line(capsys, words, code, message):
 
 
 def test_packaged_config_runs_from_anywhere_and_a_missing_one_has_a_hint(capsys):
-    quick = [
-        "train.train_iter=1",
-        "train.evaluation.enabled=False",
-        "data.paths=texts",
-        "data.cache_dir=cache",
-    ]
-    small = [
-        "model.config.n_layer=1",
-        "data.seq_length=16",
-        "data.vocab_size=300",
-        "data.eval_fraction=0.2",
-    ]
-    words = ["train", "--config-file", "configs/quickstart.py", "train.output_dir=out", *quick, *small]
+    small = ["model.config.n_layer=1", "data.seq_length=16", "data.vocab_size=300", "data.eval_fraction=0.2"]
+    brief = ["train.train_iter=1", "train.evaluation.enabled=False", "data.paths=texts", "data.cache_dir=cache"]
+    words = ["train", "--config-file", "configs/quickstart.py", "train.output_dir=out", *brief, *small]
     assert main(words) == 0
     assert existing(Path("quickstart")) == existing(Path("configs/quickstart.py"))
     assert main(["train", "--config-file", "configs/quickstrat.py"]) == 2

@@ -150,12 +150,21 @@ def numpy_state(position):
         (trainer_state(extra={"head._extra_state": 1}), "extra: expected the entries [], got ['head._extra_state']"),
     ],
 )
-def test_a_field_of_the_trainers_state_that_is_wrong_is_named(trainer, message):
+def test_a_field_of_the_trainer_state_that_is_wrong_is_named(trainer, message):
     run = {"buffers": {"mask": torch.zeros(2)}, "unsaved": ["mask"], "extra": [], "machine": {}}
     check_trainer(trainer_state(), **run)
     with pytest.raises(FieldError) as raised:
         check_trainer(trainer, **run)
     assert str(raised.value).startswith(message)
+
+
+def test_several_processes_have_a_generator_each():
+    run = {"buffers": {"mask": torch.zeros(2)}, "unsaved": [], "extra": [], "machine": {"data_parallel_size": 2}}
+    check_trainer(trainer_state(random_of_each=[numpy_state(0)] * 2), **run)
+    with pytest.raises(FieldError, match=r"^random_of_each: expected the generators of 2 processes, got 1"):
+        check_trainer(trainer_state(), **run)
+    run["machine"] = {"data_parallel_size": 2, "pipeline_parallel_size": 2}
+    check_trainer(trainer_state(random_of_each=[numpy_state(0)] * 4, pipeline_parallel_size=2), **run)
 
 
 class _Mixed(nn.Module):

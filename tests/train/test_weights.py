@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from graphckpt.train.snapshot.schema import SnapshotError
@@ -94,3 +95,9 @@ def test_a_folder_without_such_weights_says_what_it_has(tmp_path):
         read_weights(tmp_path / "pytorch_model.bin")
     with pytest.raises(SnapshotError, match="nowhere: no such folder"):
         read_weights(tmp_path / "nowhere")
+
+
+def test_weights_of_another_kind_are_refused():
+    weights = {name: value.to(torch.int64) for name, value in nn.Linear(2, 2).state_dict().items()}
+    with pytest.raises(SnapshotError, match=r"here: is of another model: weight is torch\.int64, not torch\.float32"):
+        load_weights(nn.Linear(2, 2), weights, "here")

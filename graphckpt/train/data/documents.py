@@ -71,11 +71,7 @@ class Corpus(NamedTuple):
 
 
 def read_files(paths: Sequence[str] | None) -> list[Document]:
-    """Returns the distinct texts in files and folders; ``None`` is the source text of Python's standard library.
-
-    Raises:
-        DataError: a path does not exist or cannot be read.
-    """
+    """Returns the distinct texts in files and folders; ``None`` is the source text of Python's standard library."""
     documents: dict[str, Document] = {}
     for path, group in _standard_library() if paths is None else _user_files(paths):
         try:
@@ -129,9 +125,6 @@ def read_dataset(
     """Loads a Hugging Face data set and returns its distinct rows with text, which stay in the data set.
 
     The arguments are the fields of ``TextData``; ``files`` are in the format that ``name`` says.
-
-    Raises:
-        DataError: the package cannot load the data set, or it lacks a column.
     """
     from datasets import load_dataset  # noqa: PLC0415 - half a second, for those who need it
 

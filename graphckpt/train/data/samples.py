@@ -142,14 +142,7 @@ def heldout_batches(
     """Yields every ``parts``-th batch, and whether it counts.
 
     All parts yield equally many batches, since a sharded model runs on all processes or on none: a part without a last
-    batch repeats its first one, or the very first, which does not count.
-
-    Args:
-        heldout: the samples.
-        size: samples of a batch.
-        limit: batches at most, over all parts; they are spread over all samples.
-        part: which process this is.
-        parts: of how many.
+    batch repeats its first one, or the very first, which does not count. At most ``limit`` are spread over all samples.
     """
     count = len(heldout) if limit is None else min(len(heldout), size * limit)
     chosen = np.arange(count) * len(heldout) // max(1, count)
@@ -168,11 +161,6 @@ class Prefetcher:
     On a CUDA device :meth:`prefetch` reads the next batch while the step that was launched before still runs, and
     copies it from pinned memory on a stream of its own: neither the host nor the device waits. On any other device a
     batch is read when it is asked for.
-
-    Args:
-        read: Returns the batch of an iteration, on the host.
-        device: Where batches are wanted.
-        num_iterations: No batch is read from this iteration on.
     """
 
     def __init__(self, read: Callable[[int], Batch], device: torch.device, num_iterations: int) -> None:
@@ -183,11 +171,7 @@ class Prefetcher:
         self._ahead: tuple[int, Batch | Exception] | None = None
 
     def get(self, iteration: int) -> Batch:
-        """Returns the batch of ``iteration``.
-
-        Raises:
-            Exception: What ``read`` raised for it, even if that was ahead of time.
-        """
+        """Returns the batch of ``iteration``."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] != iteration:
             return to_device(self._read(iteration), self._device)

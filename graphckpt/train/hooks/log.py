@@ -56,14 +56,6 @@ class LogHook(HookBase):
     is read and never set: the graph steps the schedule.
 
     A loss that is not finite makes the mean not finite: only then each loss is looked at, to name its iteration.
-
-    Args:
-        optimizer: whose learning rate to log.
-        device: whose memory to log.
-        log_period: iterations between two lines.
-        batch_size: sequences in one iteration.
-        seq_length: tokens in one sequence.
-        consumed_samples: returns the sequences that so many iterations have seen.
     """
 
     def __init__(
@@ -93,11 +85,7 @@ class LogHook(HookBase):
         self._late: _Line | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the sums since the previous line, so that the next line is the same after a resume.
-
-        Raises:
-            TrainError: a loss since then is not finite, so that a snapshot would be of no use.
-        """
+        """Returns the sums since the previous line, so that the next line is the same after a resume."""
         _check_finite([*(() if self._late is None else self._late.each), *self._each])
         state = {"sums": {name: value.cpu() for name, value in self._sums.items()}, "iterations": self._iterations}
         if (late := self._late) is not None:

@@ -46,9 +46,6 @@ def split_layers(
 
     Layers are in the stages of ``layer_stages``, or of ``stage_id`` in the ``fields`` of the model's blocks, or in
     stages of equal size. The model may have been split already.
-
-    Raises:
-        ConfigError: no pipeline plan is known for the model, or the stages do not match the ranks.
     """
     before, layers, after = _parts(model)
     staged = {name: values for name, values in fields.items() if values.get("stage_id") is not None}
@@ -88,11 +85,7 @@ def _parts(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
 
 
 def tied_weights(model: nn.Module, stages: Stages) -> list[str]:
-    """Returns the names of the weights tied between the first and the last stage, such as GPT-2's embedding and head.
-
-    Raises:
-        ConfigError: other stages share weights, or a module with weights runs on all stages.
-    """
+    """Returns the names of weights tied between the first and the last stage, such as GPT-2's embedding and head."""
     owners: dict[int, set[int]] = {id(weight): set() for weight in model.parameters()}
     for number, names in enumerate(stages):
         for name in names:
@@ -144,11 +137,7 @@ def _pass_through(module: nn.Module) -> None:
 
 
 def check_split(model: PreTrainedModel, stages: Stages, read: Read) -> None:
-    """Compares the full model, on the CPU, with its stages, run in sequence, on two tokens.
-
-    Raises:
-        ConfigError: the losses differ: the model passes more than hidden states between its layers.
-    """
+    """Compares the full model, on the CPU, with its stages, run in sequence, on two tokens."""
     ids = torch.arange(2, device=next(model.parameters()).device).view(1, 2)
     config: Any = model.config
     was_training, kernel = model.training, config._attn_implementation

@@ -299,13 +299,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_per_rank(seed: int, stream: int, done: int = 0) -> None:
-    """Seeds ranks with different samples or layers differently; stream 0 draws the numbers of a single process.
-
-    Args:
-        seed: of the run.
-        stream: the random stream of this rank.
-        done: iterations done, in a run that is resumed with more processes.
-    """
+    """Seeds ranks with different samples or layers differently; stream 0 draws the numbers of a single process."""
     if stream:
         entropy = np.random.SeedSequence((seed, stream, done))
         seed_all(int(entropy.generate_state(1, np.uint64)[0]) >> 1)

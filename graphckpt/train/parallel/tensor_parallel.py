@@ -181,13 +181,6 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     The weights of sharded layers become DTensors, all others stay plain. Call it before the optimizer is created. The
     plan is Transformers' own ``tp_plan``, or an attribute of this name on any module; GPT-2's is built in.
-
-    Args:
-        model: on its device, with the same shapes on every process.
-        mesh: one-dimensional.
-
-    Raises:
-        ConfigError: no plan is known for the model, or a size is not divisible by the number of processes.
     """
     plan = tensor_parallel_plan(model)
     faults = list(_indivisible(model, plan, mesh.size()))
