@@ -43,7 +43,7 @@ def measure(
     def sample(blocks: Blocks, options: Sequence[Option]) -> StepSample:
         own = step.sample(blocks, options)
         group.elect_leader(own.peak_bytes)
-        return replace(own, trace=group.from_leader(own.trace))
+        return own if group.size == 1 else replace(own, trace=group.trace_of_leader(own.trace))
 
     kept = sample(blocks, [KEEP] * len(every))
     base = StepLog(kept.trace)

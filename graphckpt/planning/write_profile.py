@@ -100,7 +100,7 @@ class DeviceBenchmark:
     def _rate(self, run: Callable[[], Any]) -> float:
         with _flop_counter() as counter:
             run()
-        return counter.get_total_flops() / self.time(run)
+        return float(counter.get_total_flops() / self.time(run))
 
 
 @final
