@@ -125,7 +125,7 @@ class TraceLog:
 
     @classmethod
     def from_message(cls, message: Sequence[Any]) -> Self:
-        spans, calls, objects, far, ahead = message
+        spans, calls, objects, offloaded, gathered = message
         return cls(
             [
                 TraceSpan(Interval(Phase(phase), call), [StorageEvent(EventKind(kind), *e) for kind, *e in entries])
@@ -133,8 +133,8 @@ class TraceLog:
             ],
             [BlockCall(block, args, outs, dict(grads), set(ids), old) for block, args, outs, grads, ids, old in calls],
             [ArgumentObject(storage, calls_of, dict.fromkeys(reached)) for storage, calls_of, reached in objects],
-            Counter(dict(far)),
-            Counter(dict(ahead)),
+            Counter(dict(offloaded)),
+            Counter(dict(gathered)),
         )
 
 
