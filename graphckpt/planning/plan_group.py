@@ -7,7 +7,7 @@ wait for that one. So all choose the same plan.
 
 from __future__ import annotations
 
-import pickle
+import json
 import time
 import zlib
 from contextlib import suppress
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from graphckpt.errors import ConfigError, GraphckptError, PlanError
 from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.program import TraceLog
 from graphckpt.stores.partition import RendezvousTimeout, exchange
 
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
@@ -66,7 +67,7 @@ class PlanGroup:
             time.sleep(_SECONDS_TO_READ)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the values that the processes pass, by rank.
+        """Returns the values that the processes pass, by rank, which are JSON.
 
         Raises:
             GroupError: another process has failed, has exited or did not join.
@@ -93,7 +94,11 @@ class PlanGroup:
 
     def from_leader(self, value: Any) -> Any:
         """Returns the value that the leader passes."""
-        return self.all_gather(value if self.size == 1 or self.rank == self.leader else None)[self.leader]
+        return self.all_gather(value)[self.leader]
+
+    def trace_of_leader(self, own: TraceLog) -> TraceLog:
+        message = self.from_leader(own.to_message() if self.rank == self.leader else None)
+        return TraceLog.from_message(message)
 
     def max(self, value: float) -> Any:
         return max(self.all_gather(value))
@@ -104,7 +109,8 @@ class PlanGroup:
         Times of whole steps are no guide: processes that average gradients in backward wait for each other.
         """
         rows = self.all_gather((measured.step_seconds, measured.forward_seconds, measured.backward_seconds))
-        _, forward, backward = max(rows, key=lambda row: sum(map(sum, row[1])))
+        _, *slowest = max(rows, key=lambda row: sum(map(sum, row[1])))
+        forward, backward = (tuple(map(tuple, table)) for table in slowest)
         step = max(row[0] for row in rows)
         return replace(measured, step_seconds=step, forward_seconds=forward, backward_seconds=backward)
 
@@ -134,9 +140,9 @@ class PlanGroup:
                     )
 
     def _exchange(self, message: dict[str, Any], seconds: float) -> list[Any]:
-        data = zlib.compress(pickle.dumps(message), 1)  # the store takes up to 8 MiB at a time
+        data = zlib.compress(json.dumps(message).encode(), 1)  # the store takes up to 8 MiB at a time
         answers = exchange(self._group, self._members, data, topic="graphckpt plan", seconds=seconds)
-        return [pickle.loads(zlib.decompress(answer)) for answer in answers]  # noqa: S301 - of ranks, as dist's objects
+        return [json.loads(zlib.decompress(answer)) for answer in answers]
 
 
 def planning_group(group: Any = None) -> PlanGroup:

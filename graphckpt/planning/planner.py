@@ -572,7 +572,7 @@ def plan_and_check(
             candidate = replace(planner.to_plan(planner.floor, limit or 0), model=model)
             is_lowest = True
             continue
-        group.check_equal(policies=options)
+        group.check_equal(policies=list(options))
         with candidate.apply():
             peak = peaks[options] = group.max(_peak(step, group, candidate))
         surprise = peak - candidate.predicted_peak_bytes

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 OpSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 """Returns the seconds that an op takes on a device, from the op, its arguments and its result."""
@@ -109,6 +109,33 @@ class TraceLog:
     """The bytes that each call has offloaded, by the number of the call."""
     ahead_bytes: Counter[int] = field(default_factory=Counter)
     """The bytes that an all-gather of a call's parts takes until they are used, by the number of the call."""
+
+    def to_message(self) -> list[Any]:
+        """Returns plain values, for JSON."""
+        spans = [
+            (span.interval.phase.value, span.interval.call, [(e.kind.value, *e[1:]) for e in span.entries])
+            for span in self.stretches
+        ]
+        calls = [
+            (c.block, c.arguments, c.outputs, [*c.gradients.items()], [*c.backwards], c.returned_before)
+            for c in self.calls
+        ]
+        objects = [(each.storage, each.calls, [*each.reached]) for each in self.objects]
+        return [spans, calls, objects, [*self.far_bytes.items()], [*self.ahead_bytes.items()]]
+
+    @classmethod
+    def from_message(cls, message: Sequence[Any]) -> Self:
+        spans, calls, objects, offloaded, gathered = message
+        return cls(
+            [
+                TraceSpan(Interval(Phase(phase), call), [StorageEvent(EventKind(kind), *e) for kind, *e in entries])
+                for phase, call, entries in spans
+            ],
+            [BlockCall(block, args, outs, dict(grads), set(ids), old) for block, args, outs, grads, ids, old in calls],
+            [ArgumentObject(storage, calls_of, dict.fromkeys(reached)) for storage, calls_of, reached in objects],
+            Counter(dict(offloaded)),
+            Counter(dict(gathered)),
+        )
 
 
 class Role(NamedTuple):

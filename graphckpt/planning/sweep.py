@@ -43,7 +43,7 @@ def measure(
 
     def shared(own: StepSample) -> StepSample:
         group.elect_leader(own.peak_bytes)
-        return replace(own, trace=group.from_leader(own.trace))
+        return own if group.size == 1 else replace(own, trace=group.trace_of_leader(own.trace))
 
     run, option = step.base(blocks, options)
     run = shared(run)

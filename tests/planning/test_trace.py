@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from helpers.cpu_burn import be_busy
 from torch import nn
 
 from graphckpt.planning import trace
-from graphckpt.planning.candidates import Option
+from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.planner import find_blocks
-from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.program import Interval, Phase, TraceLog
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.trace import Blocks, Trace
 from graphckpt.rules import Keep
@@ -81,6 +83,13 @@ def test_the_hooks_are_taken_off():
     timed(model, torch.ones(2, 4), after=lambda: None)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_trace_in_words_is_the_same_trace():
+    model, x = nn.Sequential(Slow(), Slow()), torch.ones(2, 4)
+    log = RealStep(model, lambda: model(x).sum().backward()).sample(Blocks(find_blocks(model, "*")), [KEEP] * 2).trace
+    log.far_bytes[1] = 7
+    assert TraceLog.from_message(json.loads(json.dumps(log.to_message()))) == log
 
 
 def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
