@@ -134,8 +134,8 @@ def plan_recorded(
 
     def agree(planner: Planner) -> Plan:
         option = step.option_of(planner.measured.options)
-        known = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
-        surplus = group.max(max(0, step.peak_bytes - known)) + extra_bytes
+        predicted = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
+        surplus = group.max(max(0, step.peak_bytes - predicted)) + extra_bytes
         bound = planner.floor.peak + surplus if limit is None else limit
         return _agree_on(lambda: planner.plan(bound, surplus), group, policy_fields, model)
 

@@ -164,9 +164,9 @@ class _CallRecorder:
             return leaf
         reached = [
             item
-            for _, held in copy_objects([leaf])
-            if not isinstance(held, torch.Tensor)
-            for item in (held.values() if isinstance(held, dict) else held)
+            for _, content in copy_objects([leaf])
+            if not isinstance(content, torch.Tensor)
+            for item in (content.values() if isinstance(content, dict) else content)
         ]
         memo: dict[int, Any] = {id(item): item for item in reached if isinstance(item, (nn.Module, type))}
         memo |= {id(item): self._entry(item, tensors) for item in reached if isinstance(item, torch.Tensor)}
@@ -180,8 +180,8 @@ class _CallRecorder:
             what = f"expected blocks that are called with plain tensors, got {type(tensor).__name__}"
             raise PlanError(f"memory_budget: {what} · fix: graphckpt.plan with a step of your own")
         storage = tensor.untyped_storage()
-        known, version, entry = self._storages.get(id(storage), (None, -1, None))
-        if entry is None or known is None or known() is not storage or version != tensor._version:
+        former, version, entry = self._storages.get(id(storage), (None, -1, None))
+        if entry is None or former is None or former() is not storage or version != tensor._version:
             num_elements = storage.nbytes() // tensor.element_size()
             is_needed = not (tensor.is_floating_point() or tensor.is_complex())
             value = tensor.detach().as_strided((num_elements,), (1,), 0).clone() if is_needed else None
