@@ -168,13 +168,13 @@ class PolicyCallback:
                     self._measuring.close()  # of a step that did not run under one plan
                     self._take_over(live, is_planned=is_planned)
                     return None
-            seen = self._explain_once()
-            if live is not None and seen is not None and live.correct(seen.peak_bytes or 0):
+            explanation = self._explain_once()
+            if live is not None and explanation is not None and live.correct(explanation.peak_bytes or 0):
                 self._take_over(live, is_planned=True)
         except BaseException:
             self._remove()
             raise
-        return seen
+        return explanation
 
     def _take_over(self, live: LivePlan, *, is_planned: bool) -> None:
         self.plan, self.handle = live.plan, live.handle

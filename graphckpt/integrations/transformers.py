@@ -195,6 +195,9 @@ def fit_training_arguments(
     if isinstance(dataset, IterableDataset):
         fix = "a data set with len()"
         raise ConfigError(f"fit_training_arguments: expected a map-style data set to fit on · fix: {fix}")
+    if type(args).__module__.partition(".")[0] == "trl":
+        what = f"expected the arguments of Transformers' Trainer, got {type(args).__name__}"
+        raise ConfigError(f"fit_training_arguments: {what} · fix: graphckpt.fit with the step of its trainer")
     was_training = model.training
     with restored_rng():
         trainer = Trainer(model=model, args=args, train_dataset=dataset, data_collator=data_collator)

@@ -131,11 +131,11 @@ class LivePlan:
         plan = self.plan
         if plan is None or self._recorded is None or peak <= plan.budget_bytes or self._budget == "min":
             return False
-        seen = f"a step took {format_bytes(peak)} under a plan for {format_bytes(plan.budget_bytes)}"
+        excess = f"a step took {format_bytes(peak)} under a plan for {format_bytes(plan.budget_bytes)}"
         if planning_group(self._options.group).size > 1:  # only some may have seen it
-            warnings.warn(f"graphckpt: {seen} · fix: a lower memory_budget, or a smaller batch", stacklevel=3)
+            warnings.warn(f"graphckpt: {excess} · fix: a lower memory_budget, or a smaller batch", stacklevel=3)
             return False
-        warnings.warn(f"graphckpt: {seen}; it is planned anew with what was missing", stacklevel=3)
+        warnings.warn(f"graphckpt: {excess}; it is planned anew with what was missing", stacklevel=3)
         self._recompute_all()
         self._plan(plan.correction_bytes + peak - plan.predicted_peak_bytes, or_least=True)
         self._apply()

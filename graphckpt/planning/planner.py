@@ -170,8 +170,8 @@ def plan_recorded(
 
     def plan_with(planner: Planner) -> Plan:
         option = step.option_of(planner.measured.options)
-        known = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
-        surplus = group.max(max(0, step.peak_bytes - known)) + extra_bytes
+        predicted = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
+        surplus = group.max(max(0, step.peak_bytes - predicted)) + extra_bytes
         return planner.plan(planner.floor.peak + surplus if limit is None else limit, surplus)
 
     return replace(planners.best_of(plan_with), headroom_bytes=headroom)

@@ -112,6 +112,8 @@ class _RecordedCall:
     spec: Any
     tensors: Sequence[_TensorArgument]
     ambient: Ambient
+    had_gradient: frozenset[int]
+    """The ids of the block's parameters that had a gradient when it was called."""
 
     def arguments(self, anchor: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         storages: dict[int, torch.Tensor] = {}
@@ -145,13 +147,14 @@ class _CallRecorder:
         self._devices = devices
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, _Storage]] = {}
 
-    def add(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def add(self, block: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, spec = flatten_value((args, kwargs))
         tensors: dict[int, _TensorArgument] = {}
         with unseen_by_modes(), torch.no_grad():
             entries = [self._entry(leaf, tensors) for leaf in leaves]
         ambient = take_ambient(self._devices)
-        self.calls.append(_RecordedCall(block, entries, spec, list(tensors.values()), ambient))
+        had_gradient = frozenset(id(p) for p in module.parameters() if p.grad is not None)
+        self.calls.append(_RecordedCall(block, entries, spec, list(tensors.values()), ambient, had_gradient))
 
     def _entry(self, leaf: Any, tensors: dict[int, _TensorArgument]) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -162,9 +165,9 @@ class _CallRecorder:
             return leaf
         reached = [
             item
-            for _, held in copy_objects([leaf])
-            if not isinstance(held, torch.Tensor)
-            for item in (held.values() if isinstance(held, dict) else held)
+            for _, content in copy_objects([leaf])
+            if not isinstance(content, torch.Tensor)
+            for item in (content.values() if isinstance(content, dict) else content)
         ]
         memo: dict[int, Any] = {id(item): item for item in reached if isinstance(item, (nn.Module, type))}
         memo |= {id(item): self._entry(item, tensors) for item in reached if isinstance(item, torch.Tensor)}
@@ -178,8 +181,8 @@ class _CallRecorder:
             what = f"expected blocks that are called with plain tensors, got {type(tensor).__name__}"
             raise PlanError(f"memory_budget: {what} · fix: graphckpt.plan with a step of your own")
         storage = tensor.untyped_storage()
-        known, version, entry = self._storages.get(id(storage), (None, -1, None))
-        if entry is None or known is None or known() is not storage or version != tensor._version:
+        former, version, entry = self._storages.get(id(storage), (None, -1, None))
+        if entry is None or former is None or former() is not storage or version != tensor._version:
             num_elements = storage.nbytes() // tensor.element_size()
             is_needed = not (tensor.is_floating_point() or tensor.is_complex())
             value = tensor.detach().as_strided((num_elements,), (1,), 0).clone() if is_needed else None
@@ -217,7 +220,7 @@ class RecordedStep:
         self._calls: Sequence[_RecordedCall] = ()
         self._trace: Trace | None = None
         self._numbers: frozenset[int] = frozenset()
-        self._had_gradient: set[int] = set()
+        self._later: frozenset[int] = frozenset()
         self._originals: Mapping[int, int] = {}
         """The ids of the model's parameters, by those of the parameters that replace them."""
         self._num_states = -1
@@ -226,15 +229,13 @@ class RecordedStep:
     def recording(self, store: TracedStore) -> Iterator[None]:
         """Records the step that runs within the ``with`` block; each planned block is recomputed, with this store."""
         self._trace = self._real.new_trace()
-        self._had_gradient = {id(p) for p in self._model.parameters() if p.grad is not None}
         self._num_states = self._state_tensors()
         recorder = _CallRecorder(self._devices)
         trace = self._trace
 
         def see(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            del module
             if torch.is_grad_enabled() and not trace.is_in_block:
-                recorder.add(number, args, kwargs)
+                recorder.add(number, module, args, kwargs)
 
         with ExitStack() as stack:
             for number, module in enumerate(self._blocks.modules):
@@ -243,6 +244,7 @@ class RecordedStep:
             stack.enter_context(self._blocks.traced(trace, [store]))
             yield
         self._calls = recorder.calls
+        self._later = frozenset(self._calls_after_others())
 
     def _state_tensors(self) -> int:
         return sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
@@ -335,20 +337,27 @@ class RecordedStep:
 
     def _replay(self) -> None:
         assert self._trace is not None
-        backwards = [s.interval.call for s in self._trace.log.stretches if s.interval.phase is Phase.BACKWARD]
-        first_of: dict[int, int] = {}
-        for number in backwards:
-            first_of.setdefault(self._calls[number].block, number)
         for number, (recorded, border) in enumerate(zip(self._calls, self._trace.log.calls, strict=True)):
             if recorded.block in self._numbers:
-                self._set_gradients(recorded.block, accumulates=first_of.get(recorded.block) != number)
+                for twin in self._blocks.modules[recorded.block].parameters():
+                    if (own := self._originals.get(id(twin))) is not None:
+                        is_added_to = number in self._later or own in recorded.had_gradient
+                        twin.grad = torch.zeros_like(twin) if is_added_to else None
                 self._repeat(recorded, sorted(border.gradients))
 
-    def _set_gradients(self, block: int, *, accumulates: bool) -> None:
-        for twin in self._blocks.modules[block].parameters():
-            if (number := self._originals.get(id(twin))) is not None:
-                has_gradient = accumulates or number in self._had_gradient
-                twin.grad = torch.zeros_like(twin) if has_gradient else None
+    def _calls_after_others(self) -> Iterator[int]:
+        """Yields the calls between whose forward and backward another call of their block has its backward."""
+        assert self._trace is not None
+        pending: dict[int, set[int]] = {}
+        for interval in (span.interval for span in self._trace.log.stretches):
+            if not interval.is_of_block:
+                continue
+            own = pending.setdefault(self._calls[interval.call].block, set())
+            if interval.phase is Phase.FORWARD:
+                own.add(interval.call)
+            elif interval.call in own:
+                own.remove(interval.call)
+                yield from own
 
     def _repeat(self, recorded: _RecordedCall, wanted: Sequence[int]) -> None:
         """Calls a block as it was called, and runs its backward from gradients of the outputs ``wanted``."""

@@ -37,12 +37,14 @@ def shard_on_cpus() -> None:
     AcceleratorState.__init__ = set_up_and_shard
 
 
-def by_transformers(folder: Path, wrapped: str, tied: bool = True, **more: Any) -> tuple[list[str], Explanation | None]:
+def by_transformers(
+    folder: Path, wrapped: str, tied: bool = True, budget: str | None = None, **more: Any
+) -> tuple[list[str], Explanation | None]:
     """Returns the names of weights that differ, and what the callback saw."""
     seen = []
-    callback = transformers.GraphckptCallback()
+    callback = transformers.GraphckptCallback(memory_budget=budget)
     for callbacks in ([], [callback]):
-        two = arguments(folder, ddp_backend="gloo", per_device_train_batch_size=2, max_steps=2, **more)
+        two = arguments(folder, ddp_backend="gloo", per_device_train_batch_size=2, max_steps=4, **more)
         trainer = Trainer(
             model=gpt2(tie_word_embeddings=tied),
             args=two,
@@ -75,6 +77,7 @@ def train(rank: int, folder: Path) -> None:
     runs = {
         "Lightning, DDP": by_lightning(folder),
         "Trainer, DDP": by_transformers(folder, "DistributedDataParallel"),
+        "Trainer, DDP, budget": by_transformers(folder, "DistributedDataParallel", budget="min"),
         "Trainer, FSDP2": by_transformers(folder, "FSDP", tied=TIED, **FSDP2),  # last: it writes into the environment
     }
     for name, (differ, seen) in runs.items():

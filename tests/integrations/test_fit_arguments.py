@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,11 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 def test_faults_are_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fit_training_arguments: expected a map-style data set to fit on"):
         fit_training_arguments(gpt2(), arguments(tmp_path), Stream())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = pytest.importorskip("trl").DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    with pytest.raises(ConfigError, match=r"arguments of Transformers' Trainer, got DPOConfig · fix: "):
+        fit_training_arguments(gpt2(), config, Tokens())
     with pytest.raises(ConfigError, match="as many bytes for each batch size, got 'min'"):
         fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget="min")
     with pytest.raises(PlanError, match="no batch fits"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -47,9 +48,14 @@ def words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def llama(kind: type = LlamaForCausalLM) -> Any:
+def llama(kind: type = LlamaForCausalLM, width: int = 32) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+    }
     more = {"num_labels": 1} if kind is LlamaForSequenceClassification else {}
     return kind(
         LlamaConfig(
@@ -83,16 +89,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KINDS = tuple(OPTIONS)
 
 
-def build(kind: str, folder: Path, data: Any, callback: GraphckptCallback | None, **more: Any) -> Any:
+def build(kind: str, folder: Path, data: Any, callback: GraphckptCallback | None, width: int = 32, **more: Any) -> Any:
     settings = {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2,
         "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
         "logging_strategy": "no", "dataloader_pin_memory": False, "seed": 1, OWN: False,
     }  # fmt: skip
-    model = more.pop("model", None) or llama(LlamaForSequenceClassification if kind == "Reward" else LlamaForCausalLM)
+    model = llama(LlamaForSequenceClassification if kind == "Reward" else LlamaForCausalLM, width)
     peft = {"peft_config": more.pop("peft_config")} if "peft_config" in more else {}
     args = getattr(trl, f"{kind}Config")(**{**settings, **OPTIONS[kind], **more})
-    reference = {"ref_model": llama()} if kind in ("DPO", "KTO") and not peft else {}  # else it asks the hub
+    reference = {"ref_model": llama(width=width)} if kind in ("DPO", "KTO") and not peft else {}  # else it asks the hub
     rewards = {"reward_funcs": lambda completions, **_: [float(len(set(c.split()))) for c in completions]}
     return getattr(trl, f"{kind}Trainer")(
         model=model,
@@ -153,14 +159,16 @@ def assert_equal(ours: Run, plain: Run) -> None:
     assert ours.num_steps == plain.num_steps
 
 
+@pytest.mark.parametrize(("width", "length"), [(32, 24), pytest.param(128, 128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rules_and_a_budget_change_no_bit_and_hold(kind: str, tmp_path: Path) -> None:
-    plain = train(kind, tmp_path)
-    full = train(kind, tmp_path, GraphckptCallback("full", report=False))
-    selective = train(kind, tmp_path, GraphckptCallback("selective", report=False))
+def test_rules_and_a_budget_change_no_bit_and_hold(kind: str, width: int, length: int, tmp_path: Path) -> None:
+    more = {"width": width, "lengths": [length] * 16}
+    plain = train(kind, tmp_path, **more)
+    full = train(kind, tmp_path, GraphckptCallback("full", report=False), **more)
+    selective = train(kind, tmp_path, GraphckptCallback("selective", report=False), **more)
     budget = (2 * full.peaks[-1] + plain.peaks[-1]) // 3
     callback = GraphckptCallback(memory_budget=budget, report=False)
-    planned = train(kind, tmp_path, callback)
+    planned = train(kind, tmp_path, callback, **more)
     for ours in (full, selective, planned):
         assert_equal(ours, plain)
     assert max(full.peaks[1:]) < max(selective.peaks[1:]) < max(plain.peaks[1:])
@@ -171,3 +179,21 @@ def test_rules_and_a_budget_change_no_bit_and_hold(kind: str, tmp_path: Path) ->
     assert max(planned.peaks[2:]) <= 1.01 * callback.plan.predicted_peak_bytes
     peaks = [f"{max(run.peaks[2:]) / 2**20:.2f}" for run in (plain, full, selective, planned)]
     print(f"\n| {kind} | {' | '.join(peaks)} | {budget / 2**20:.2f} | yes |")
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_adapters_lengths_and_a_stream(kind: str, tmp_path: Path) -> None:
+    """LoRA on a frozen base, TRL's default of its own checkpointing, an iterable data set, lengths that vary."""
+    lengths = [8, 9, 10, 12, 24, 12, 30, 8, 16, 24, 31, 9] * 2
+    runs = []
+    callback = GraphckptCallback(memory_budget="min", report="table")
+    for each in (None, callback):
+        data = Dataset.from_list(rows(kind, lengths)).to_iterable_dataset()
+        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        runs.append(train(kind, tmp_path, each, data=data, peft_config=lora, max_steps=6, **{OWN: True}))
+    assert_equal(runs[1], runs[0])
+    assert callback.plan is not None
+    assert callback.explanation is not None
+    assert {row.rule for row in callback.explanation.rows} & {"full", "joined"}
+    assert callback.explanation.peak_bytes is not None
+    assert callback.explanation.peak_bytes <= callback.plan.budget_bytes
