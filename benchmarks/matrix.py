@@ -25,9 +25,11 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler, which counts bytes
@@ -299,15 +301,32 @@ def _steps(model: nn.Module, run: nn.Module, loss_of: Callable[[nn.Module], Tens
     return found | {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
 
 
-def _kept(run: nn.Module, loss_of: Callable[[nn.Module], Tensor], *, settle_s: float = 0.0) -> int:
-    """Returns the bytes that a forward takes and keeps for backward, ``settle_s`` seconds after it."""
+def _kept(run: nn.Module, loss_of: Callable[[nn.Module], Tensor], handle: Any = None) -> int:
+    """Returns the bytes that a forward takes and keeps for backward, once its files are written."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
-        loss = loss_of(run)
-        time.sleep(settle_s)
+    files, may_write = _files_of(handle), Event()
+    for file in files:
+        file._pools["write"].submit(may_write.wait)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
+            loss = loss_of(run)
+            # The profiler does not see what other threads free: this one frees what they have written.
+            writes = [(tensor.write, tensor.data) for file in files for tensor in file._unwritten]
+            may_write.set()
+            wait([write for write, _ in writes if write is not None])
+            del writes
+    finally:
+        may_write.set()
     taken = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
     loss.backward()
     return int(taken)
+
+
+def _files_of(handle: Any) -> list[Any]:
+    """Returns the open files of the stores of a policy's blocks."""
+    stores = [wrapper.context.store for wrapper in handle._wrappers] if handle is not None else []
+    places = [place for store in stores for place in getattr(store, "_open_stores", list)()]
+    return list({id(place): place._io for place in places if getattr(place, "_io", None) is not None}.values())
 
 
 def _compare(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> tuple[str, float]:
@@ -374,8 +393,7 @@ def run_case(case: Model, mode: str, policy: str, plain: dict[str, Any]) -> dict
             for wrapper in handle._wrappers if handle is not None else ():
                 notes += wrapper.context.notes
             notes += handle._watcher._policies.idle.values() if handle is not None else ()
-            settle_s = 0.1 if "disk" in policy else 0.0  # which writes behind the forward
-            row |= {"kept": _kept(run, case.loss, settle_s=settle_s), "plain": plain["kept"]}
+            row |= {"kept": _kept(run, case.loss, handle), "plain": plain["kept"]}
         except GraphckptError as error:
             row |= {"outcome": "refused", "text": _general(str(error))}
         except Exception as error:
