@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple, final
 from weakref import ref
 
@@ -151,14 +152,16 @@ class Step:
             for wrapper in wrappers:
                 wrapper.install()
             fields.update(roots)
-            if self.captured is not None:
-                output, is_fresh = self.captured.call(build, args, kwargs, must_run=self._is_watched)
+            run = self._train if self._trains else self._evaluate_only
+            if self.captured is None:
+                output = run(build, args, kwargs)
+            else:
+                work = partial(self._forward_backward if self._trains else self._evaluate_only, build)
+                output, is_fresh = self.captured.call(
+                    partial(run, build), work, args, kwargs, must_run=self._is_watched
+                )
                 if is_fresh:
                     return output
-            elif self._trains:
-                output = self._train(build, args, kwargs)
-            else:
-                output = self._evaluate_only(build, args, kwargs)
         finally:
             for name in roots:
                 fields.pop(name, None)
@@ -215,14 +218,13 @@ class Step:
             warn_once(self.name, _NO_SCALER)
         if self.captured is not None:
             self.captured.release()
-        run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
         update = self.update if self._trains else Update(self.name)  # an evaluation has no optimizers to step
         roots = list(self.roots.items())
         devices = dict.fromkeys(p.device for _, root in roots for p in root.parameters())
         backend = backend_for(self.config.capture, list(devices))
         self.captured = None
         if backend is not None:
-            self.captured = CapturedStep(self.name, roots, backend, self.config, update, run, work)
+            self.captured = CapturedStep(self.name, roots, backend, self.config, update)
         self.setup.is_stale = False
 
     def sort_parameters(self) -> None:
