@@ -39,7 +39,7 @@ unit: $(INSTALLED)
 # unless GRAPHCKPT_REQUIRE_SIMULATED_CUDA=1 makes that an error.
 SIMULATED := PYTHONPATH=tests $(PYTEST) -p simulated_cuda.plugin -m "gpu and not slow"
 FAST_SIMULATED := $(addprefix tests/simulated_cuda/test_,streams.py capture.py planted.py) \
-    $(addprefix tests/graph/test_,capture.py capture_transformers.py cuda_graph.py) tests/gpu/test_gpu_capture_edges.py \
+    $(addprefix tests/graph/test_,capture.py capture_transformers.py cuda_graph.py) tests/gpu/test_capture_edges.py \
     tests/stores/test_host.py tests/stores/test_host_blocks.py tests/train/test_prefetch.py
 SCHEDULES ?= lazy eager random:0 random:1
 simulated-gpu: $(INSTALLED)
@@ -74,7 +74,7 @@ lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest $(XDIST) -m "not slow or multi_process" $(LOWEST_WARNINGS) $(LOWEST_TESTS)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(LOWEST)/bin/pytest $(XDIST) -p simulated_cuda.plugin -m "gpu and not slow" \
 	    $(LOWEST_WARNINGS) tests/graph
-LOWEST_TESTS ?= tests/graph tests/integrations tests/blocks/test_blocks_rival.py \
+LOWEST_TESTS ?= tests/graph tests/integrations tests/blocks/test_rival.py \
     tests/rules/test_backward.py tests/rules/test_architectures.py
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt

@@ -114,13 +114,8 @@ def _checkpointed(function: Callable[..., Any], **settings: Any) -> Callable[...
 def _run(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **settings: bool) -> Any:
     if torch.compiler.is_compiling():  # see Note [Blocks in a compiled model]
         return checkpoint_in_graph(function, args, kwargs, context_fn)
-    return Frame(_context(function, *args, *kwargs.values()), function, _contexts_of(context_fn), **settings).run(
-        args, kwargs
-    )
-
-
-def _contexts_of(context_fn: Any) -> Contexts | None:
-    return None if context_fn is noop_context_fn else _GivenContexts(*context_fn())
+    contexts = None if context_fn is noop_context_fn else _GivenContexts(*context_fn())
+    return Frame(_context(function, *args, *kwargs.values()), function, contexts, **settings).run(args, kwargs)
 
 
 @final

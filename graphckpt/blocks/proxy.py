@@ -158,8 +158,10 @@ class Block:
             self._tree.mark_changed()
 
     def __getitem__(self, key: Any) -> Any:
-        value = self._origin[key]
-        return BlockSlice(self, value, key) if isinstance(key, slice) else self._tree.wrap(value)
+        if not isinstance(key, slice):
+            return self._tree.wrap(self._origin[key])
+        start, stop = ("" if end is None else end for end in (key.start, key.stop))
+        return BlockSlice(self._origin[key], f"{self._path}[{start}:{stop}]", self._tree)
 
     __delattr__ = _delegate(delattr, changes=True)
     __setitem__ = _delegate(operator.setitem, changes=True)
@@ -188,8 +190,8 @@ class GraphModule:
 
     type = "MODULE"
 
-    def __init__(self, block: Block | BlockSlice) -> None:
-        self._block: Block | BlockSlice
+    def __init__(self, block: Block) -> None:
+        self._block: Block
         object.__setattr__(self, "_block", block)
 
     def set_stage(self, stage_id: int | None = None, placement: object = None) -> None:
@@ -213,45 +215,28 @@ class GraphModule:
         return f"GraphModule({', '.join(block.config.describe() for block in _blocks_of(self._block))})"
 
 
-def _blocks_of(block: Block | BlockSlice) -> list[Block]:
-    return block.blocks if type(block) is BlockSlice else [block]
+def _blocks_of(block: Block) -> list[Block]:
+    return list(block) if type(block) is BlockSlice else [block]
 
 
 @final
-class BlockSlice:
+class BlockSlice(Block):
     """Some consecutive blocks of a container. What is set on ``config`` is set on each of them."""
 
-    def __init__(self, container: Block, origin: Any, key: slice) -> None:
-        start, stop = ("" if end is None else end for end in (key.start, key.stop))
-        self.origin = origin
-        self.name = f"{container._path}[{start}:{stop}]"
-        self.blocks: list[Block] = [container._tree.wrap(child) for child in origin]
-        self.config = GraphModule(self)
+    __slots__ = ()
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """``to(GraphModule)`` is the policy of all; ``to(nn.Module)`` the modules; else it moves them."""
-        if args and isinstance(args[0], type):
-            return self.config if args[0] is GraphModule else self.origin
-        self.origin.to(*args, **kwargs)
-        return self
+    @property
+    def name(self) -> str:
+        """The path of the container, and the slice."""
+        return self._path
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("origin", "name", "config", "blocks"):
-            check_attribute(self.name, self.origin, name)
-        super().__setattr__(name, value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the part of the container."""
-        return self.origin(*args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.blocks[key]
-
-    def __len__(self) -> int:
-        return len(self.blocks)
+    @property
+    def config(self) -> GraphModule:  # type: ignore[override]
+        """The policies of all."""
+        return GraphModule(self)
 
     def __repr__(self) -> str:
-        return f"{self.name}: {self.origin!r}"
+        return f"{self.name}: {self._origin!r}"
 
 
 def unwrap(value: Any) -> Any:

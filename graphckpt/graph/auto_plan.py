@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from graphckpt._compat import pytree
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError, GraphError, PlanError
-from graphckpt.graph.fake_graph import fake_training
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
-from graphckpt.graph.step import Step
+from graphckpt.graph.step import Step, StepCall
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.candidates import without_share
+from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, check_budget, device_memory
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planners, find_blocks, measure_all, plan_step
-from graphckpt.planning.profile import Device, load_profile
-from graphckpt.planning.steps import RealStep
+from graphckpt.planning.profile import Device, DeviceProfile, load_profile, profile_names
+from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.tree import flatten_call
 from graphckpt.units import format_bytes
 
+_ANY_CUDA = "a100-80g"  # for a device without a profile: sizes are the same, times differ by similar factors
 _UNSET = dict.fromkeys(
     ("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "compile")
 )
@@ -49,41 +54,39 @@ class AutoPlan:
 
     def plan(
         self,
-        fields: dict[str, Any],
-        build: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
+        call: StepCall,
         memory_budget: Budget,
         options: PlanOptions | Mapping[str, Any],
         device: Device = None,
     ) -> Plan:
         """Returns a plan for inputs like these, which is not applied yet; with ``device`` it is simulated."""
         if device is None:
-            plan = self._plan(partial(self._step.call, fields, build, args, kwargs), memory_budget, options)
+            plan = self._plan(call, memory_budget, options)
         else:
-            wanted, machine = PlanOptions.of(options, f"{self._step.name}.plan"), load_profile(device)
-            backup = StepBackup(self._step, fields, (args, kwargs))
-            model, blocks, wanted = self._prepare(wanted)
-            try:
-                with (
-                    fake_training(self._step, model, fields, build, args, kwargs, machine) as fake,
-                    self._step.with_policies([]),
-                ):
-                    plan = plan_step(fake, model, blocks, memory_budget, wanted, PlanGroup(), nullcontext())
-            finally:
-                backup.restore()
-                self._step.sort_parameters()
+            plan = self._simulate(call, memory_budget, options, load_profile(device))
         self._is_unapplied = True
         self._step.setup.is_done = False
         return replace(plan, apply_to_graph=self._apply)
 
-    def _plan(
-        self, call: Callable[[], object], memory_budget: Budget, options: PlanOptions | Mapping[str, Any]
+    def _simulate(
+        self, call: StepCall, memory_budget: Budget, options: PlanOptions | Mapping[str, Any], profile: DeviceProfile
     ) -> Plan:
+        step = self._step
+        wanted = PlanOptions.of(options, f"{step.name}.plan")
+        backup = StepBackup(step, call)
+        model, blocks, wanted = self._prepare(wanted)
+        try:
+            with fake_training(step, model, call, profile) as fake, step.with_policies([]):
+                return plan_step(fake, model, blocks, memory_budget, wanted, PlanGroup(), nullcontext())
+        finally:
+            backup.restore()
+            step.sort_parameters()
+
+    def _plan(self, call: StepCall, memory_budget: Budget, options: PlanOptions | Mapping[str, Any]) -> Plan:
         group_option = options.group if isinstance(options, PlanOptions) else options.get("group")
         with planning_group(group_option) as group:
             wanted = PlanOptions.of(options, f"{self._step.name}.plan")
-            real = RealStep(_Roots(self._step.roots), call)
+            real = RealStep(_Roots(self._step.roots), partial(self._step.call, *call))
             return self._plan_step(real, memory_budget, wanted, group)
 
     def _plan_step(self, real: RealStep, memory_budget: Budget, options: PlanOptions, group: PlanGroup) -> Plan:
@@ -115,16 +118,7 @@ class AutoPlan:
             options = replace(options, compile=self._compile_of(blocks))
         return model, blocks, options
 
-    def replan(
-        self,
-        backup: StepBackup,
-        fields: dict[str, Any],
-        build: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-        *,
-        is_lowest: bool = False,
-    ) -> str:
+    def replan(self, backup: StepBackup, call: StepCall, *, is_lowest: bool = False) -> str:
         """Applies a plan for the memory that is free now, with a lower peak than the present policies have.
 
         The step runs on fake tensors only, since there may be no memory to measure another one. With ``is_lowest``, it
@@ -145,7 +139,7 @@ class AutoPlan:
         before = {w.module: w for w in resolved.wrappers}
         device = next(model.parameters()).device
         try:
-            with fake_training(step, model, fields, build, args, kwargs) as fake:
+            with fake_training(step, model, call) as fake:
                 with step.with_policies(resolved.wrappers):
                     failed = fake.run()[0]
                 with step.with_policies([]):
@@ -156,7 +150,7 @@ class AutoPlan:
             backup.restore()
             step.sort_parameters()
         self._apply(plan)
-        self._active_key = self._key(args, kwargs)
+        self._active_key = self._key(call)
         self._plans[self._active_key] = plan
         names = [rule.describe() if (w := before.get(m)) and (rule := w.rule) else "keep" for _, m in blocks]
         reason = "the lowest" if is_lowest else f"{format_bytes(memory.available)} available"
@@ -175,7 +169,7 @@ class AutoPlan:
             raise ConfigError(f"{self._step.name}.plan: expected planned blocks with equal `compile` · fix: {fix}")
         return values[0]
 
-    def before_call(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    def before_call(self, call: StepCall) -> None:
         """Applies the plan for ``config.memory_budget`` and these inputs, and warns of a plan that is not applied."""
         if self._is_unapplied:
             self._is_unapplied = False
@@ -183,23 +177,22 @@ class AutoPlan:
             fix = f"{name}.plan(...).apply(), since Graph.plan no longer sets the policies itself"
             warnings.warn(f"{name}: the step runs without the plan that was made for it · fix: {fix}", stacklevel=3)
         if self._step.config.memory_budget is not None and self._step.config.training:
-            self._ensure(fields, build, args, kwargs)
+            self._ensure(call)
 
-    def _ensure(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    def _ensure(self, call: StepCall) -> None:
         """Several processes plan together at the first call: later ones may bring new shapes to some of them alone."""
         config = self._step.config
-        key = self._key(args, kwargs)
+        key = self._key(call)
         if key == self._active_key:
             return
         if key not in self._plans:
-            call = partial(self._step.call, fields, build, args, kwargs)
             self._plans[key] = self._plan(call, config.memory_budget, config.plan_options)
         self._apply(self._plans[key])
         self._active_key = key
 
-    def _key(self, args: Any, kwargs: dict[str, Any]) -> Hashable:
+    def _key(self, call: StepCall) -> Hashable:
         config = self._step.config
-        leaves, _ = flatten_call(args, kwargs)
+        leaves, _ = flatten_call(call.args, call.kwargs)
         shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
         if planning_group(config.plan_options.group).size > 1:
             shapes = ()
@@ -280,3 +273,79 @@ class _Roots(nn.Module):
         super().__init__()
         for name, module in roots.items():
             self.add_module(name, module)
+
+
+@contextmanager
+def fake_training(
+    step: Step, model: nn.Module, call: StepCall, machine: DeviceProfile | None = None
+) -> Iterator[FakeStep]:
+    """Yields the step of a Graph on fake tensors. The caller restores modules and RNG state afterwards.
+
+    Args:
+        step: Its parameters, buffers and optimizers are replaced in the ``with`` block.
+        model: The modules of the Graph as one module.
+        call: The call to run.
+        machine: Profile of a device that may be absent; ``None`` is one like that of the model.
+
+    Raises:
+        PlanError: A tensor of the step is of a subclass.
+    """
+    update = step.update
+    parts = update.parts()
+    device = FakeDevice(machine or _profile_of(next(model.parameters()).device))
+    try:
+        with device:
+            fakes = _Fakes()
+            for module in model.modules():
+                owners: list[dict[str, Any]] = [vars(module), vars(module)["_parameters"], vars(module)["_buffers"]]
+                for owner in owners:
+                    owner.update({key: fakes.of(v) for key, v in owner.items() if isinstance(v, torch.Tensor)})
+            args, kwargs = pytree.tree_map_only(torch.Tensor, fakes.of, (call.args, call.kwargs))
+            optimizers = [_fake_optimizer(optimizer, fakes) for optimizer in update.optimizers]
+        update.take_over((optimizers, [None] * len(optimizers), None, 0))
+        step.sort_parameters()
+
+        def run() -> None:
+            outputs: list[Any] = []  # alive until the end of the step, as those of the Graph
+            step.call(call.fields, lambda *a, **k: outputs.append(call.build(*a, **k)), args, kwargs)
+
+        yield FakeStep(device, model, run, optimizers)
+    finally:
+        update.take_over(parts)
+        update.abandon()
+
+
+@final
+class _Fakes:
+    def __init__(self) -> None:
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the copy of a tensor; on the CPU, where the tensors of a :class:`FakeDevice` are."""
+        entry = self._fakes.get(id(tensor))
+        if entry is not None:
+            return entry[1]
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise PlanError(f"a tensor of type {type(tensor).__name__} cannot be planned without memory")
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        fake.requires_grad_(tensor.requires_grad)
+        fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        self._fakes[id(tensor)] = tensor, fake
+        return fake
+
+
+def _fake_optimizer(optimizer: Optimizer, fakes: _Fakes) -> Optimizer:
+    fake = copy.copy(optimizer)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(fake, name, OrderedDict())
+    to_fake = partial(pytree.tree_map_only, torch.Tensor, fakes.of)
+    fake.param_groups = [to_fake(dict(group)) for group in optimizer.param_groups]
+    fake.state = defaultdict(dict, {fakes.of(p): to_fake(dict(state)) for p, state in optimizer.state.items()})
+    return fake
+
+
+def _profile_of(device: torch.device) -> DeviceProfile:
+    if device.type != "cuda":
+        return load_profile("cpu")
+    device_name = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    return load_profile(next((name for name in profile_names() if name.split("-")[0] in device_name), _ANY_CUDA))

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
-from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -207,6 +206,9 @@ class CapturedStep:
     step runs twice, and none is discarded.
     """
 
+    _run: Callable[..., Any]
+    _forward_backward: Callable[..., Any]
+
     def __init__(
         self,
         name: str,
@@ -214,8 +216,6 @@ class CapturedStep:
         backend: CaptureBackend,
         config: GraphConfig,
         update: Update,
-        run: Callable[..., Any],
-        forward_backward: Callable[..., Any],
     ) -> None:
         self.backend = backend
         self.num_captured = 0
@@ -225,8 +225,6 @@ class CapturedStep:
         self._name = name
         self._roots = roots
         self._update = CapturedUpdate(update)
-        self._run_method, self._forward_backward = WeakMethod(run), WeakMethod(forward_backward)
-        self._build: Callable[..., Any] | None = None
         self._modules: list[nn.Module] = []
         self._children: list[nn.Module | None] | None = None  # of the modules, when they were listed
         is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
@@ -264,17 +262,28 @@ class CapturedStep:
         return "; ".join([text, *self.notes])
 
     def call(
-        self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool = False
+        self,
+        run: Callable[..., Any],
+        forward_backward: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        must_run: bool = False,
     ) -> tuple[Any, bool]:
         """Runs one step. Returns its output, and whether that has its own memory, as after a replay.
 
-        A recorded step must run in Python, and counts as a warm-up.
+        Args:
+            run: The whole step, as it runs eagerly.
+            forward_backward: Its part before the update.
+            args: Positional arguments of both.
+            kwargs: Keyword arguments of both.
+            must_run: The step is recorded: it must run in Python, and counts as a warm-up.
         """
-        self._build = build
+        self._run, self._forward_backward = run, forward_backward
         try:
             return self._call(args, kwargs, must_run=must_run)
         finally:
-            self._build = None  # it is a method of the Graph, which holds this
+            del self._run, self._forward_backward  # methods of the step that holds this
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool) -> tuple[Any, bool]:
         if self.reason is not None:
@@ -329,20 +338,11 @@ class CapturedStep:
         self._entries.clear()
         self._kinds.clear()
 
-    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return self._method(self._run_method)(self._build, args, kwargs)
-
     def _body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        output = self._method(self._forward_backward)(self._build, args, kwargs)
+        output = self._forward_backward(args, kwargs)
         result = self._update.work()
         leaves, spec = flatten_value(output)  # detached: the autograd graph would live as long as the capture
         return build_value(spec, [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]), result
-
-    @staticmethod
-    def _method(method: WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
-        function = method()
-        assert function is not None  # the step that holds this calls it
-        return function
 
     def _fingerprint(self) -> tuple[Hashable, Hashable, Any]:
         """Returns what the device work depends on besides its inputs.

@@ -17,7 +17,7 @@ from graphckpt.blocks.proxy import BlockTree, unwrap
 from graphckpt.errors import GraphError, bullets
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.out_of_memory import call_or_replan
-from graphckpt.graph.step import Setup, Step, running_graph
+from graphckpt.graph.step import Setup, Step, StepCall, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
 from graphckpt.graph.verify import Verification, verify
@@ -216,11 +216,12 @@ class Graph:
         replans = config.on_out_of_memory == "replan" and config.training
         if step.setup.is_done and running_graph.get() is None and not replans:
             return step.call(fields, self.build, args, kwargs)
+        call = StepCall(fields, self.build, args, kwargs)
         if running_graph.get() is None and (config.memory_budget is not None or fields["_auto_plan"] is not None):
-            self._planner().before_call(fields, self.build, args, kwargs)
+            self._planner().before_call(call)
         if running_graph.get() is None and replans:
-            return call_or_replan(step, self._replan, fields, self.build, args, kwargs)
-        return step.call_with_setup(fields, self.build, args, kwargs)
+            return call_or_replan(step, lambda *failed, **how: self._planner().replan(*failed, **how), call)
+        return step.call_with_setup(call)
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
         """Prints what each block keeps, where, and what it costs, as seen in the first calls, and returns it.
@@ -283,10 +284,8 @@ class Graph:
         """
         names = (*PlanOptions.names(), "rules")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
-        return self._planner().plan(self.__dict__, self.build, args, kwargs, memory_budget, options, device)
-
-    def _replan(self, *call: Any, is_lowest: bool) -> str:
-        return self._planner().replan(*call, is_lowest=is_lowest)
+        call = StepCall(self.__dict__, self.build, args, kwargs)
+        return self._planner().plan(call, memory_budget, options, device)
 
     def _planner(self) -> AutoPlan:
         planner = self._auto_plan

@@ -16,7 +16,7 @@ from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
-    from graphckpt.graph.step import Step
+    from graphckpt.graph.step import Step, StepCall
 
 _LINES_OF_TRACEBACK = 10
 _PHRASES = (
@@ -42,14 +42,9 @@ class StepBackup:
     """The state before a step, without parameters and optimizer states, which only the update changes.
 
     It copies as many bytes as the buffers, and the tensors that are attributes of modules, have.
-
-    Args:
-        step: The step of a Graph.
-        fields: The attributes of the Graph.
-        inputs: The arguments of the call, which are kept as they are.
     """
 
-    def __init__(self, step: Step, fields: dict[str, Any], inputs: Any) -> None:
+    def __init__(self, step: Step, call: StepCall) -> None:
         self._step = step
         roots = step.roots.values()
         if step.module_tree is None or not step.module_tree.is_of(roots):
@@ -57,8 +52,8 @@ class StepBackup:
         tree = step.module_tree
         tensors = [value for value in tree.attributes() if issubclass(type(value), torch.Tensor)]
         copied = [*tree.buffers(), *tensors, *(m.weight for m in tree.renormalized)]
-        self._state = TrainingState(copied, tree=tree, fields=fields)
-        constant = [*tree.parameters(), *tensors_in(inputs)]
+        self._state = TrainingState(copied, tree=tree, fields=call.fields)
+        constant = [*tree.parameters(), *tensors_in((call.args, call.kwargs))]
         if copied:
             ids = set(map(id, copied))
             constant = [tensor for tensor in constant if id(tensor) not in ids]
@@ -81,26 +76,16 @@ class StepBackup:
         self._state.restore()
 
 
-def call_or_replan(
-    step: Step,
-    replan: Callable[..., str],
-    fields: dict[str, Any],
-    build: Callable[..., Any],
-    args: Any,
-    kwargs: dict[str, Any],
-) -> Any:
+def call_or_replan(step: Step, replan: Callable[..., str], call: StepCall) -> Any:
     """Runs the step; if memory runs out, restores the state, plans for what is free, and repeats the step.
 
     If that is not enough, the plan with the lowest peak is tried before it gives up.
 
     Args:
         step: The step of a Graph.
-        replan: Applies another plan, given the backup of the state and the arguments below, with ``is_lowest`` the one
-            with the lowest peak; returns what has changed.
-        fields: The attributes of the Graph.
-        build: Its method ``build``.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
+        replan: Applies another plan, given the backup of the state and the call, with ``is_lowest`` the one with the
+            lowest peak; returns what has changed.
+        call: The call to run.
 
     Raises:
         ConfigError: Several processes train together: the others would wait for this one.
@@ -110,9 +95,9 @@ def call_or_replan(
         if num_ranks > 1:
             what = f"expected one process, got a process group of {num_ranks} ranks"
             raise ConfigError(f"{step.name}.config.on_out_of_memory: {what} · fix: on_out_of_memory = 'raise'")
-    backup = StepBackup(step, fields, (args, kwargs))
+    backup = StepBackup(step, call)
     try:
-        return step.call_with_setup(fields, build, args, kwargs)
+        return step.call_with_setup(call)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -125,7 +110,7 @@ def call_or_replan(
     texts = []
     for is_lowest in (False, True):
         try:
-            texts.append(replan(backup, fields, build, args, kwargs, is_lowest=is_lowest))
+            texts.append(replan(backup, call, is_lowest=is_lowest))
         except Exception as fault:  # user code on fake tensors may raise anything
             if texts:  # the plan that failed was the lowest one
                 break
@@ -133,7 +118,7 @@ def call_or_replan(
             raise failure from None
         warnings.warn(f"{step.name}: memory ran out; the step is repeated: {texts[-1]}", stacklevel=4)
         try:
-            return step.call_with_setup(fields, build, args, kwargs)
+            return step.call_with_setup(call)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error) or backup.lasting_change() is not None:
                 raise

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, final
+from functools import partial
+from typing import Any, NamedTuple, final
 from weakref import ref
 
 import torch
@@ -49,6 +50,16 @@ class Setup:
         """A module, a flag or an optimizer was set: the next call prepares anew."""
         self.is_done = False
         self.is_stale = True
+
+
+class StepCall(NamedTuple):
+    """The arguments of :meth:`Step.call`."""
+
+    fields: dict[str, Any]
+    """The attributes of the Graph, where the real modules stand for the length of the step."""
+    build: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @final
@@ -98,17 +109,16 @@ class Step:
             self._is_measured = False
             self._num_watched = max(self._num_watched, _WATCHED_OPS)
 
-    def call_with_setup(
-        self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def call_with_setup(self, call: StepCall) -> Any:
         """A call with something to do beside the step; later ones pass it by, unless they are watched too."""
+        _, build, args, kwargs = call
         config = self.config
         if (outer := running_graph.get()) is not None:
             raise GraphError(
                 f"{self.name} is called inside of {outer}.build() · fix: a Graph cannot be nested; call its modules"
             )
         if self.setup.is_done:
-            return self.call(fields, build, args, kwargs)
+            return self.call(*call)
         self.prepare()
         inputs = self.inputs or InputCheck(build, args, kwargs)
         if config.strict_static and (difference := inputs.difference(build, args, kwargs)):
@@ -122,7 +132,7 @@ class Step:
             if is_watched:
                 stack.enter_context(self._watch(args, kwargs))
             self._is_watched = is_watched or self._debug.level >= 0  # a replay runs no Python to observe
-            output = self.call(fields, build, args, kwargs)
+            output = self.call(*call)
         self._is_watched = False
         self.inputs = inputs
         self.num_calls += 1
@@ -133,7 +143,6 @@ class Step:
         return output
 
     def call(self, fields: dict[str, Any], build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the step; ``fields`` are the Graph's attributes, where the real modules stand for its length."""
         if self.is_running:
             raise GraphError(f"{self.name} is running in another thread · fix: call it from one thread at a time")
         roots, wrappers = self.roots, self._wrappers
@@ -143,14 +152,16 @@ class Step:
             for wrapper in wrappers:
                 wrapper.install()
             fields.update(roots)
-            if self.captured is not None:
-                output, is_fresh = self.captured.call(build, args, kwargs, must_run=self._is_watched)
+            run = self._train if self._trains else self._evaluate_only
+            if self.captured is None:
+                output = run(build, args, kwargs)
+            else:
+                work = partial(self._forward_backward if self._trains else self._evaluate_only, build)
+                output, is_fresh = self.captured.call(
+                    partial(run, build), work, args, kwargs, must_run=self._is_watched
+                )
                 if is_fresh:
                     return output
-            elif self._trains:
-                output = self._train(build, args, kwargs)
-            else:
-                output = self._evaluate_only(build, args, kwargs)
         finally:
             for name in roots:
                 fields.pop(name, None)
@@ -207,14 +218,13 @@ class Step:
             warn_once(self.name, _NO_SCALER)
         if self.captured is not None:
             self.captured.release()
-        run, work = (self._train, self._forward_backward) if self._trains else (self._evaluate_only,) * 2
         update = self.update if self._trains else Update(self.name)  # an evaluation has no optimizers to step
         roots = list(self.roots.items())
         devices = dict.fromkeys(p.device for _, root in roots for p in root.parameters())
         backend = backend_for(self.config.capture, list(devices))
         self.captured = None
         if backend is not None:
-            self.captured = CapturedStep(self.name, roots, backend, self.config, update, run, work)
+            self.captured = CapturedStep(self.name, roots, backend, self.config, update)
         self.setup.is_stale = False
 
     def sort_parameters(self) -> None:

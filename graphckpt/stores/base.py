@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast, final
 
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.extras import Registry
@@ -165,7 +165,7 @@ class ByteStore(ABC):
         return num_bytes
 
     def close(self) -> None:  # noqa: B027  # optional
-        """Releases files, threads and pinned memory."""
+        """Releases files, threads and pinned memory. No bytes are stored, or they are lost."""
 
 
 @final
@@ -238,19 +238,6 @@ ENTRY_POINTS = "graphckpt.offload"
 """The entry-point group that installed packages use to name their offload targets."""
 
 
-class DeviceRates(Protocol):
-    """The copy rates in a device profile, in bytes per second; 0 if unknown."""
-
-    @property
-    def copy_out(self) -> float: ...  # noqa: D102
-    @property
-    def copy_in(self) -> float: ...  # noqa: D102
-    @property
-    def disk_write(self) -> float: ...  # noqa: D102
-    @property
-    def disk_read(self) -> float: ...  # noqa: D102
-
-
 class Offload(ABC):
     """A target that saved tensors can be offloaded to. Subclasses are frozen dataclasses, registered by ``name``.
 
@@ -278,8 +265,8 @@ class Offload(ABC):
     def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
         """Returns a byte store for tensors of ``device``; ``None``, and a note with the reason, if there is none."""
 
-    def rates(self, profile: DeviceRates) -> tuple[float, float]:
-        """Returns the bytes per second of copies to this target and back, on a device described by a profile."""
+    def rates(self, profile: Any) -> tuple[float, float]:
+        """Returns the bytes per second of copies to this target and back, by a device profile; 0 if unknown."""
         if self.tier == "disk":
             return profile.disk_write, profile.disk_read
         return profile.copy_out, profile.copy_in

@@ -16,9 +16,7 @@ import errno
 import mmap
 import os
 import tempfile
-import threading
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -125,7 +123,6 @@ class DiskStore(ByteStore):
         self._folder = folder
         self._in_flight_bytes = in_flight_bytes
         self._io: _OpenFile | None = None
-        self._stop: Callable[[], object] = _no_op
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         self._check()
@@ -137,7 +134,6 @@ class DiskStore(ByteStore):
         try:
             if self._io is None:
                 self._io = _OpenFile(self._device, self._folder, self._in_flight_bytes, group.note)
-                self._stop = weakref.finalize(self, self._io.stop)
             return self._io.put(data, group)
         except BaseException as error:
             self._give_up("write", data.numel(), group, error)
@@ -179,23 +175,25 @@ class DiskStore(ByteStore):
 
     def free(self, handle: ByteHandle) -> None:
         assert isinstance(handle, _DiskHandle)
+        handle.release()
         if self._io is not None and handle.fate is self._io.fate and handle.fate.pid == os.getpid():
             self._io.free(handle)
 
     def begin_step(self) -> None:
-        if self._io is not None and self._io.alive:
+        if self._io is not None and self._io.ranges.end:  # an interrupt has lost a handle
             self.close()
 
     def stored_bytes(self, num_bytes: int) -> int:
         return in_blocks(num_bytes)
 
     def close(self) -> None:
-        self._stop()
-        self._io, self._stop = None, _no_op
+        io, self._io = self._io, None
+        if io is not None:
+            io.stop()
 
     def _check(self) -> None:
         if self._io is not None and self._io.fate.pid != os.getpid():
-            self.close()
+            self._io = None
         if self._io is not None and self._io.fate.failure is not None:
             text = self._io.fate.failure
             self.close()
@@ -222,9 +220,7 @@ class _Fate:
 
 @final
 class _DiskHandle(ByteHandle):
-    __slots__ = (
-        "block", "data", "fate", "is_freed", "is_requested", "offset", "read", "stream", "traffic", "write",
-    )  # fmt: skip
+    __slots__ = ("block", "data", "fate", "is_freed", "is_requested", "offset", "read", "stream", "traffic", "write")
 
     def __init__(self, fate: _Fate, data: torch.Tensor, group: TensorGroup, offset: int) -> None:
         super().__init__(data.numel())
@@ -247,32 +243,38 @@ class _DiskHandle(ByteHandle):
     def is_over(self) -> bool:
         return self.is_freed or self.fate.failure is not None
 
+    def release(self) -> None:
+        self.is_freed, self.data = True, None
+
+
+# Note [A file is closed with its last reference]
+# The number of a closed file may belong to another file at once, to which a thread that is still busy would write. So
+# nobody closes a file in use: `stop` drops it, and it ends with the last job that holds it.
+
 
 @final
 class _OpenFile:
-    """A file, the ranges of it in use, and the threads that write and read it.
+    """The ranges of a file in use, and the threads that write and read it.
 
     The methods are called by one thread at a time; the threads of the file only run jobs. A job that fails sets
-    ``fate.failure``, and those after it do nothing. The last one then closes the file.
+    ``fate.failure``, and those after it do nothing.
     """
 
     def __init__(self, device: torch.device, folder: str, in_flight_bytes: int, note: Callable[[str], None]) -> None:
         self.fate = _Fate()
-        self.alive: set[_DiskHandle] = set()
+        self.ranges = FreeRanges()
+        self._folder = folder
         self._bound = in_flight_bytes
-        self._ranges = FreeRanges()
         self._unwritten: deque[_DiskHandle] = deque()  # oldest first
         self._unwritten_bytes = 0
         self._ahead: deque[_DiskHandle] = deque()  # to be read as soon as the bound allows
         self._loaded_bytes = 0  # including those being read
-        self._lock = threading.RLock()  # of what follows
-        self._num_running = 0  # jobs
-        self._file = UnlinkedFile(folder)
+        file = UnlinkedFile(folder)
         try:
             with unseen_by_modes():
-                self._writer, self._reader = (Transfer(device, self._file, note) for _ in range(2))
+                self._writer, self._reader = (Transfer(device, file, note) for _ in range(2))
         except BaseException:
-            self._file.close()
+            file.close()
             raise
         self._pools = {doing: ThreadPoolExecutor(1, "graphckpt disk") for doing in ("write", "read")}
 
@@ -280,10 +282,8 @@ class _OpenFile:
         num_bytes = data.numel()
         ready = self._writer.mark()
         self._wait_for_room(num_bytes)
-        offset = self._ranges.allocate(in_blocks(num_bytes))
-        handle = _DiskHandle(self.fate, data, group, offset)
-        self.alive.add(handle)
-        handle.write = self._submit("write", handle, self._save, ready)
+        handle = _DiskHandle(self.fate, data, group, self.ranges.allocate(in_blocks(num_bytes)))
+        handle.write = self._submit("write", handle, _save, self._writer, ready)
         self._unwritten.append(handle)
         self._unwritten_bytes += num_bytes
         return handle
@@ -312,30 +312,17 @@ class _OpenFile:
         return flat
 
     def free(self, handle: _DiskHandle) -> None:
-        if handle.is_freed:
-            return
-        handle.is_freed, handle.data = True, None
-        self.alive.remove(handle)
-        self._ranges.free(handle.offset, handle.offset + in_blocks(handle.num_bytes))
+        self.ranges.free(handle.offset, handle.offset + in_blocks(handle.num_bytes))
         self._end_write(handle)
         self._end_read(handle)
 
     def stop(self) -> None:
-        """Ends the threads. Takes no lock of a pool, as the garbage collector may call it while one is taken."""
-        if self.fate.pid != os.getpid():  # a forked child has no such threads, and the lock may be taken for good
-            self._file.close()
-            return
-        with self._lock:
-            self.fate.failure = self.fate.failure or (
-                f"offload: the file in {self._file.folder} was closed before its bytes were read"
-                " · fix: run backward before closing"
-            )
-            if not self._num_running:
-                self._file.close()
-        for handle in self.alive:
-            handle.data = handle.read = None
-        self.alive.clear()
-        self._pools.clear()  # the threads of a pool end with it
+        """Ends the threads, which drop the file. See Note [A file is closed with its last reference]."""
+        self.fate.failure = self.fate.failure or (
+            f"offload: the file in {self._folder} was closed before its bytes were read"
+            " · fix: run backward before closing"
+        )
+        del self._writer, self._reader, self._pools  # an error may hold this object
 
     def _wait_for_room(self, num_bytes: int) -> None:
         while self._unwritten:
@@ -372,48 +359,36 @@ class _OpenFile:
 
     def _start_read(self, handle: _DiskHandle) -> None:
         target, handle.stream = self._reader.target(handle.num_bytes)
-        ready = self._reader.mark()
-        handle.read = self._submit("read", handle, self._load, target, ready)
+        handle.read = self._submit("read", handle, _load, self._reader, self._reader.mark(), target)
         self._loaded_bytes += handle.num_bytes
 
-    # ---- jobs
-
     def _submit(self, doing: str, handle: _DiskHandle, *job: Any) -> Future[Any]:
-        return self._pools[doing].submit(self._run, doing, handle, *job)
-
-    def _run(self, doing: str, handle: _DiskHandle, job: Callable[..., Any], *arguments: Any) -> Any:
-        with self._lock:
-            if handle.is_over():
-                return None
-            self._num_running += 1
-        started = perf_counter()
-        try:
-            return job(handle, *arguments)
-        except BaseException as error:  # of any kind: it would be lost with the thread
-            text = failure_message(handle.block, doing, handle.num_bytes, self._file.folder, error)
-            self.fate.failure = self.fate.failure or text
-        finally:
-            if handle.traffic is not None:
-                handle.traffic.copy_seconds += perf_counter() - started
-            with self._lock:
-                self._num_running -= 1
-                if self.fate.failure is not None and not self._num_running:
-                    self._file.close()
-        return None
-
-    def _save(self, handle: _DiskHandle, ready: Any) -> None:
-        data = handle.data
-        if data is not None:
-            self._writer.save(data, handle.offset, ready, handle.is_over)
-        if not handle.is_requested:
-            handle.data = None
-
-    def _load(self, handle: _DiskHandle, target: torch.Tensor | None, ready: Any) -> torch.Tensor:
-        return self._reader.load(handle.num_bytes, handle.offset, target, ready, handle.is_over)
+        return self._pools[doing].submit(_run, doing, self._folder, handle, *job)
 
 
-def _no_op() -> None:
+def _run(doing: str, folder: str, handle: _DiskHandle, job: Callable[..., Any], *arguments: Any) -> Any:
+    started = perf_counter()
+    try:
+        return None if handle.is_over() else job(handle, *arguments)
+    except BaseException as error:  # of any kind: it would be lost with the thread
+        text = failure_message(handle.block, doing, handle.num_bytes, folder, error)
+        handle.fate.failure = handle.fate.failure or text
+    finally:
+        if handle.traffic is not None:
+            handle.traffic.copy_seconds += perf_counter() - started
     return None
+
+
+def _save(handle: _DiskHandle, writer: Transfer, ready: Any) -> None:
+    data = handle.data
+    if data is not None:
+        writer.save(data, handle.offset, ready, handle.is_over)
+    if not handle.is_requested:
+        handle.data = None
+
+
+def _load(handle: _DiskHandle, reader: Transfer, ready: Any, target: torch.Tensor | None) -> torch.Tensor:
+    return reader.load(handle.num_bytes, handle.offset, target, ready, handle.is_over)
 
 
 def _on_current_stream(flat: torch.Tensor, origin: torch.cuda.Stream) -> torch.Tensor:
@@ -543,12 +518,11 @@ class UnlinkedFile:
     """
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder
         self.is_direct = False
         self._number = -1
         direct = getattr(os, "O_DIRECT", 0)  # not on every system
         if direct:
-            self._try_direct(direct)
+            self._try_direct(folder, direct)
         if not self.is_direct:
             self._number = _open_unlinked(folder, 0)
 
@@ -583,9 +557,12 @@ class UnlinkedFile:
         if number >= 0:
             os.close(number)
 
-    def _try_direct(self, direct: int) -> None:
+    def __del__(self) -> None:
+        self.close()
+
+    def _try_direct(self, folder: str, direct: int) -> None:
         try:
-            self._number = _open_unlinked(self.folder, direct)
+            self._number = _open_unlinked(folder, direct)
             page = memoryview(mmap.mmap(-1, BLOCK))
             self.write(page, 0)  # some file systems accept the flag and refuse the write
             self.read(page, 0)

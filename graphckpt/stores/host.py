@@ -109,7 +109,6 @@ class HostStore(ByteStore):
         self._reloading: dict[_HostHandle, None] = {}
         self._borrowed: dict[int, set[_HostHandle]] = {}  # by group: returned before the copy was waited for
         self._num_alive = 0
-        self._is_closing = False
         self._waits_at_end = False
         self._lock = threading.RLock()  # the callback at the end of backward runs in another thread
         self._shut = weakref.finalize(self, _shut, engine, self._memory)
@@ -177,8 +176,6 @@ class HostStore(ByteStore):
             self._num_alive -= 1
             if not self._num_alive:
                 self._engine.collect_times()
-                if self._is_closing:
-                    self._shut()
 
     def begin_step(self) -> None:
         with self._lock:
@@ -186,10 +183,7 @@ class HostStore(ByteStore):
             self._memory.begin_step()
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closing = True
-            if not self._num_alive:
-                self._shut()
+        self._shut()
 
     def _start_reloads(self, handles: Sequence[_HostHandle], group: TensorGroup) -> None:
         if not handles:

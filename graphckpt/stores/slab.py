@@ -41,11 +41,11 @@ class FreeRanges:
               +---------------------> moments
 
     >>> ranges = FreeRanges()
-    >>> ranges.allocate(10), ranges.allocate(20), ranges.take(100, 110), ranges.end
-    (0, 10, True, 110)
+    >>> ranges.allocate(10), ranges.allocate(20), ranges.end
+    (0, 10, 30)
     >>> ranges.free(0, 10)
-    >>> ranges.take(5, 15), ranges.allocate(11), ranges.allocate(3)  # the gap is too small for the second
-    (False, 30, 0)
+    >>> ranges.allocate(11), ranges.allocate(3)  # the gap is too small for the first
+    (30, 0)
     """
 
     __slots__ = ("_free",)
@@ -62,15 +62,6 @@ class FreeRanges:
         begin, end = self._free[at]
         self._free[at : at + 1] = [(begin + size, end)] if end - begin > size else []
         return begin
-
-    def take(self, begin: int, end: int) -> bool:
-        """Takes a range. Returns whether it was free."""
-        at = bisect(self._free, (begin, sys.maxsize)) - 1
-        if at < 0 or self._free[at][1] < end:
-            return False
-        low, high = self._free[at]
-        self._free[at : at + 1] = [part for part in ((low, begin), (end, high)) if part[0] < part[1]]
-        return True
 
     def free(self, begin: int, end: int) -> None:
         first = last = bisect(self._free, (begin, end))
@@ -160,11 +151,9 @@ class SlabStore(ByteStore):
         """Decides on a larger slab, if the last step has exceeded it."""
         self._free_dropped()
         self._needs_slab = self._wanted_bytes > self.slab_bytes
-        # Anew, as an interrupt may have left a range in it. What is in use of a slab to be replaced is not in the next.
-        self._ranges = FreeRanges()
-        self._in_use = {} if self._needs_slab else {n: use for n, use in self._in_use.items() if use[2]() is not None}
-        for begin, end, _ in self._in_use.values():
-            self._ranges.take(begin, end)
+        if self._needs_slab or not self._in_use:
+            # What is in use of a slab to be replaced is not in the next, and an interrupt may have left a range behind.
+            self._ranges, self._in_use = FreeRanges(), {}
 
     def close(self) -> None:
         self._slab = None

@@ -58,7 +58,8 @@ class TensorStore(Store):
         self._pieces: weakref.WeakKeyDictionary[torch.UntypedStorage, list[weakref.ref[Piece]]]
         self._pieces = weakref.WeakKeyDictionary()
         self._groups: list[weakref.ref[TensorGroup]] = []
-        self._order = PrefetchOrder()
+        self._next_number: dict[int, int] = {}  # of the group that was requested after this one the last time
+        self._last_number: int | None = None  # of the group that was requested last, in this step
         self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
         self._num_alive = 0
         self._lock = threading.RLock()  # backward runs in threads of its own, one for each device
@@ -84,7 +85,7 @@ class TensorStore(Store):
         with self._lock:
             if not self.num_alive and all((g := ref()) is None or g.is_closed for ref in self._groups):
                 self._groups.clear()
-                self._order.begin_step()
+                self._last_number = None
                 for store in self._open_stores():
                     store.begin_step()
             group.number = len(self._groups)
@@ -235,7 +236,9 @@ class TensorStore(Store):
         if group.is_requested:
             return
         group.is_requested = True
-        self._order.record(group.number)
+        if self._last_number is not None:
+            self._next_number[self._last_number] = group.number
+        self._last_number = group.number
         self._prefetch(group)
         ahead = self._next_group(group)
         if ahead is not None:
@@ -253,7 +256,7 @@ class TensorStore(Store):
 
     def _next_group(self, group: TensorGroup) -> TensorGroup | None:
         """Returns the group that backward likely needs next, or the last one before it that is still to be used."""
-        number = self._order.next_after(group.number)
+        number = self._next_number.get(group.number, group.number - 1)  # backward likely runs in reverse
         while 0 <= number < len(self._groups):
             candidate = self._groups[number]()
             if candidate is not None and not candidate.is_requested and pieces_of(candidate):
@@ -389,41 +392,6 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         return begin * element_size, (begin + tensor.numel()) * element_size
     last = begin + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return begin * element_size, (last + 1) * element_size
-
-
-@final
-class PrefetchOrder:
-    """Learns from one step in which order its groups are requested, for the next step.
-
-    Groups are numbered as forward opens them. Before the first step is over, backward is assumed to run in reverse.
-
-    >>> order = PrefetchOrder()
-    >>> order.next_after(3)
-    2
-    >>> for number in (3, 1, 2):
-    ...     order.record(number)
-    >>> order.begin_step()
-    >>> order.next_after(3), order.next_after(1), order.next_after(2)
-    (1, 2, 1)
-    """
-
-    __slots__ = ("_after", "_last")
-
-    def __init__(self) -> None:
-        self._after: dict[int, int] = {}
-        self._last: int | None = None
-
-    def begin_step(self) -> None:
-        self._last = None
-
-    def record(self, number: int) -> None:
-        if self._last is not None:
-            self._after[self._last] = number
-        self._last = number
-
-    def next_after(self, number: int) -> int:
-        """Returns the group that followed ``number`` the last time; without a record, the one before it."""
-        return self._after.get(number, number - 1)
 
 
 @final

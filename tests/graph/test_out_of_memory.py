@@ -16,6 +16,7 @@ from torch import nn
 
 from graphckpt import ConfigError, Graph
 from graphckpt.graph.out_of_memory import StepBackup, is_out_of_memory
+from graphckpt.graph.step import StepCall
 from graphckpt.planning import options
 
 pytestmark = pytest.mark.filterwarnings("default:.*memory ran out; the step is repeated")
@@ -250,7 +251,7 @@ def test_inputs_may_be_inference_tensors():
     step(X)
     with torch.inference_mode():
         x = X.clone()
-    backup = StepBackup(step._step, vars(step), x)
+    backup = StepBackup(step._step, StepCall(vars(step), step.build, (x,), {}))
     step._step.update.has_begun = False  # as before the first step
     assert backup.lasting_change() is None
     with torch.no_grad():
@@ -269,7 +270,7 @@ def test_expanded_buffers_and_those_of_later_children_are_restored():
     model.first.counter = Counting()  # of a module that had no children
     model.first.counter.register_buffer("count", torch.zeros(3))
     model.last.register_buffer("scale", torch.ones(1).expand(4))
-    backup = StepBackup(step._step, vars(step), X)
+    backup = StepBackup(step._step, StepCall(vars(step), step.build, (X,), {}))
     model.first.counter.count += 1
     model.last.scale.data[0] = 2
     backup.restore()
@@ -282,7 +283,7 @@ def test_children_that_a_failed_step_has_made_are_removed():
     step = made()
     step(X)
     model = step.model.origin
-    backup = StepBackup(step._step, vars(step), X)
+    backup = StepBackup(step._step, StepCall(vars(step), step.build, (X,), {}))
     first, names = model.first, list(model._modules)
     model.first = nn.Identity()
     model.another = nn.Identity()

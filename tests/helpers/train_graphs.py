@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +60,6 @@ def run_plain(
     *,
     count: int = 4,
     seed: int = 3,
-    before_step: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
     """Runs the same steps as a plain loop."""
     torch.manual_seed(seed)
@@ -69,7 +67,6 @@ def run_plain(
     for x, y in batches(count):
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
-        before_step()
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.watched_copies import WatchedCopies
-from torch import nn
 
 from graphckpt.errors import StoreError
 from graphckpt.stores import Host, Placement, TensorGroup, Traffic
@@ -396,16 +395,6 @@ def fail(*_: Any) -> None:
     raise RuntimeError("no stream")
 
 
-def test_closing_waits_for_what_is_kept(copies: WatchedCopies) -> None:
-    place = place_of(0)
-    handle = place.put(data(100), group())
-    place.close()
-    assert copies.live_bytes == 100
-    assert torch.equal(place.get(handle, group()), data(100))
-    place.free(handle)
-    assert copies.live_bytes == 0
-
-
 def test_garbage_gives_everything_back(copies: WatchedCopies) -> None:
     place = place_of()
     run_step(place, [100, 100])
@@ -512,6 +501,105 @@ def test_a_capture_cannot_be_the_first_step(copies: WatchedCopies, monkeypatch: 
     place.close()
 
 
+@pytest.mark.parametrize("in_flight_bytes", [0, 10**9])
+def test_a_capture_between_eager_steps(in_flight_bytes: int) -> None:
+    """It begins while copies of an eager step are not waited for, pins nothing, and waits for all of its own."""
+    place = place_of(in_flight_bytes)
+    sizes = [500, 1000, 700]
+    for _ in range(2):
+        run_step(place, sizes)
+    num_bytes, sources = place.host_bytes, [data(size, seed) for seed, size in enumerate(sizes)]
+    for _ in range(3):
+        place.begin_step()
+        unused = place.put(data(500), group())
+        graph = torch.cuda.CUDAGraph()
+        reloaded: list[torch.Tensor] = []
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            place.free(unused)
+            place.begin_step()
+            block = group()
+            handles = [place.put(source.clone(), block) for source in sources]
+            place.close_group(block)
+            in_backward(lambda: reloaded.extend(place.get(handle, block).clone() for handle in reversed(handles)))
+            for handle in handles:
+                place.free(handle)
+        assert place.host_bytes == num_bytes
+        for _ in range(2):
+            graph.replay()
+            assert all(map(torch.equal, reloaded, reversed(sources)))
+            run_step(place, sizes)
+    place.close()
+
+
+def test_memory_returns_to_the_stream_of_its_copy() -> None:
+    """A copy that starts on one stream may be waited for on another, where backward begins."""
+    place, side = place_of(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        source = data(2**16)
+        handle = place.put(source, group(0))
+        del source
+    place.close_group(group(1))
+    with torch.cuda.stream(side):
+        others = [torch.zeros(2**16, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    side.synchronize()
+    compare(place.get(handle, group(0)), data(2**16))
+    place.free(handle)
+    place.close()
+    del others
+
+
+def test_another_compute_stream_waits_for_host_memory() -> None:
+    """Memory that one stream still reloads from is written by copies that start from another."""
+    place = place_of(0)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    sources = [data(2**16, seed) for seed in range(20)]
+    torch.cuda.synchronize()
+    for step, source in enumerate(sources):
+        with torch.cuda.stream(streams[step % 2]):
+            place.begin_step()
+            handles = [place.put(source.clone(), group()) for _ in range(3)]
+            for handle in handles:
+                wrong += (place.get(handle, group()) != source).sum()
+                place.free(handle)
+    torch.cuda.synchronize()
+    assert wrong.item() == 0
+    place.close()
+
+
+def test_events_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    create = torch.cuda.Event
+
+    def count(**settings: Any) -> Any:
+        events.append(create(**settings))
+        return events[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", count)
+    place = place_of()
+    for step in range(8):
+        run_step(place, [500] * 8)
+        if step == 1:
+            num_events = len(events)
+    assert len(events) == num_events
+    place.close()
+
+
+def test_a_capture_adds_no_seconds_of_copies() -> None:
+    place = place_of(0)
+    run_step(place, [500])
+    traffic, source = Traffic(), data(500)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        place.begin_step()
+        handle = place.put(source, group(0, traffic))
+        in_backward(lambda: place.get(handle, group(0, traffic)))
+        place.free(handle)
+    run_step(place, [500])  # collects times
+    assert traffic.copy_seconds == traffic.wait_seconds == 0
+    place.close()
+
+
 # --- behind the front end
 
 
@@ -557,74 +645,5 @@ def test_the_next_group_is_under_way_before_it_is_asked_for(copies: WatchedCopie
             } == expected
         del chain
     assert store.num_alive == 0
-    store.close()
-    assert copies.live_bytes == 0
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4))).cuda()
-
-
-def rows(count: int) -> torch.Tensor:
-    return torch.ones(count, 64, device="cuda")
-
-
-def save_through(store: TensorStore, model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-    """A forward whose every layer keeps what autograd saves in the store."""
-    for number, layer in enumerate(model):
-        opened = store.open_group(TensorGroup(f"{number}", lambda layer=layer: list(layer.parameters()), print))
-
-        def unpack(key: Any) -> torch.Tensor:
-            found = store.get(key)
-            assert found is not None
-            return found
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, g=opened: store.put(t, g), unpack):
-            x = layer(x)
-        store.close_group(opened)
-    return x
-
-
-@pytest.mark.parametrize("in_flight_bytes", [None, 0, 40_000, 10**9])
-def test_same_gradients_to_the_bit(copies: WatchedCopies, in_flight_bytes: int | None) -> None:
-    """With backward twice, several forwards before one backward, forwards without backward, and other batch sizes."""
-    store = store_of(in_flight_bytes)
-    ours, plain = mlp(), mlp()
-
-    def both(run: Callable[[nn.Sequential, Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
-        run(ours, lambda x: save_through(store, ours, x))
-        run(plain, plain)
-        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(a.grad, b.grad)
-        assert store.num_alive == 0
-
-    def once(model: nn.Sequential, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        forward(rows(8)).pow(2).sum().backward()
-
-    def twice(model: nn.Sequential, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        loss = forward(rows(8)).pow(2).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    def crossed(model: nn.Sequential, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        first, second = (
-            forward(rows(8)).pow(2).sum(),
-            forward(rows(3)).sum(),
-        )
-        first.backward()
-        forward(rows(5))
-        second.backward()
-
-    def fails(model: nn.Sequential, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        y = forward(rows(8))
-        y.register_hook(fail)
-        with pytest.raises(RuntimeError, match="no stream"):
-            y.sum().backward()
-        del y
-        once(model, forward)
-
-    for run in (once, once, twice, crossed, fails, once, crossed):
-        both(run)
     store.close()
     assert copies.live_bytes == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.captured_steps import captured
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -74,10 +75,6 @@ def batch(seed: int = 1) -> Tensor:
     return torch.randn(16, D, generator=torch.Generator().manual_seed(seed)).cuda()
 
 
-def captures(graph: Graph) -> Any:
-    return graph._step.captured
-
-
 # --- a block outside of the loss
 
 
@@ -93,7 +90,7 @@ def test_an_offloaded_block_outside_of_the_loss(where: str, measures: bool) -> N
         graph.model.head.config.min_elements = 1
         results = [graph(batch(seed)) for seed in range(8)]
         if capture != "eager":
-            assert captures(graph).num_replays == 5
+            assert captured(graph).num_replays == 5
         return results
 
     for ours, plain in zip(losses("cuda_graph"), losses("eager"), strict=True):
@@ -154,7 +151,7 @@ def test_a_setting_that_changes_needs_a_capture_of_its_own(setting: str) -> None
 
     ours, graph = run("cuda_graph")
     plain, _ = run("eager")
-    assert captures(graph).num_captured == 2
+    assert captured(graph).num_captured == 2
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
@@ -179,17 +176,6 @@ def test_an_error_before_the_capture_leaves_the_garbage_collector_on(
     assert gc.isenabled()
 
 
-def test_explain_names_the_fix_of_a_fused_optimizer() -> None:
-    class Fused(Train):
-        def add_optimizer(self, optimizer: torch.optim.Optimizer, **fields: Any) -> None:
-            super().add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
-
-    graph = Fused(model_of(layers))
-    graph(batch())
-    capture = graph.explain(show=False).capture
-    assert "AdamW steps after it (fix: capturable=True)" in capture
-
-
 # --- several streams
 
 
@@ -206,8 +192,8 @@ def test_states_of_a_deleted_graph_are_not_reused_during_its_last_replay() -> No
         graph = Train(model)
         for each in x:
             graph(each)
-        assert captures(graph).num_replays == 2
-        captures(graph).release()
+        assert captured(graph).num_replays == 2
+        captured(graph).release()
         del graph
         for parameter in model.parameters():
             parameter.grad = None
@@ -230,7 +216,7 @@ def test_host_memory_of_a_deleted_graph_stays_pinned_during_its_last_replay() ->
     torch.cuda.synchronize()
     for each in x:
         graph(each)
-    assert captures(graph).num_replays == 2
+    assert captured(graph).num_replays == 2
     handle.remove()
     del graph
     gc.collect()

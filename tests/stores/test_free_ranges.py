@@ -15,21 +15,8 @@ from graphckpt.stores.slab import FreeRanges, aligned
 from graphckpt.stores.tensor_store import empty
 
 
-def test_ranges_that_overlap_are_refused() -> None:
-    """The plain case, to be read first."""
-    ranges = FreeRanges()
-    assert ranges.take(100, 200)
-    assert not ranges.take(199, 300)
-    assert not ranges.take(0, 101)
-    assert not ranges.take(120, 130)
-    assert ranges.take(200, 300)
-    assert ranges.take(0, 100)
-    ranges.free(100, 200)
-    assert ranges.allocate(100) == 100
-    assert ranges.allocate(101) == 300
-
-
 def test_a_gap_is_filled_first_and_neighbours_join() -> None:
+    """The plain case, to be read first."""
     ranges = FreeRanges()
     assert [ranges.allocate(10) for _ in range(5)] == [0, 10, 20, 30, 40]
     for begin in (10, 30, 20):
@@ -39,11 +26,7 @@ def test_a_gap_is_filled_first_and_neighbours_join() -> None:
     assert ranges.end == 40
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(("take", "allocate", "free")), st.integers(0, 60), st.integers(1, 15)), max_size=60
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(("allocate", "free")), st.integers(0, 60), st.integers(1, 15)), max_size=60))
 def test_ranges_are_those_of_a_set_of_numbers(calls: list[tuple[str, int, int]]) -> None:
     """Each call is that of a plain set, and the same calls return the same ranges once all are freed."""
     ranges = FreeRanges()
@@ -56,11 +39,6 @@ def test_ranges_are_those_of_a_set_of_numbers(calls: list[tuple[str, int, int]])
             if what == "free" and taken:
                 first = sorted(taken)[begin % len(taken)]
                 ranges.free(first, max(taken.pop(first)) + 1)
-            elif what == "take":
-                results.append(ranges.take(begin, begin + size))
-                assert results[-1] == used.isdisjoint(range(begin, begin + size))
-                if results[-1]:
-                    taken[begin] = set(range(begin, begin + size))
             elif what == "allocate":
                 first = next(at for at in itertools.count() if used.isdisjoint(range(at, at + size)))
                 results.append(ranges.allocate(size))

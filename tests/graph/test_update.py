@@ -90,17 +90,12 @@ def clipped_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_each_param_group_is_clipped_by_its_own_norm() -> None:
     ours, optimizer, plain, plain_optimizer = pair(clipped_groups)
-    first, second, _ = plain_optimizer.param_groups
-    norms = []
-
-    def clip() -> None:
-        norms.append(nn.utils.clip_grad_norm_(first["params"], 0.01))
-        norms.append(nn.utils.clip_grad_norm_(second["params"], 0.02, norm_type=math.inf))
-
     losses = run_graph(Train(ours, optimizer))
-    assert same(losses, run_plain(plain, plain_optimizer, before_step=clip))
+    assert same(losses, plain_steps(plain, plain_optimizer, 4))
     assert same(ours, plain)
-    assert min(norms[0], norms[2]) > 0.01, "nothing was clipped"
+    without_clipping = mlp()
+    run_plain(without_clipping, torch.optim.SGD(without_clipping.parameters(), lr=0.5))
+    assert not same(ours, without_clipping), "nothing was clipped"
 
 
 def test_a_clip_norm_that_is_set_later_holds() -> None:
@@ -112,6 +107,46 @@ def test_a_clip_norm_that_is_set_later_holds() -> None:
     before = [p.clone() for p in model.parameters()]
     run_graph(graph, 1)
     assert same(before, list(model.parameters()))
+
+
+def plain_steps(
+    model: nn.Module,
+    optimizer: Any,
+    count: int,
+    *,
+    dtype: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    schedule: Any = None,
+    num_parts: int = 1,
+) -> list[Tensor]:
+    """Runs what a Graph does around ``build``, written out; returns the losses, packed as its outputs are."""
+    torch.manual_seed(3)
+    losses = []
+    for x, y in batches(count):
+        parts = []
+        for part_x, part_y in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = nn.functional.cross_entropy(model(part_x), part_y)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            parts.append(loss.detach())
+        for parameter in model.parameters() if num_parts > 1 else ():
+            parameter.grad.mul_(1 / num_parts)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        for group in optimizer.param_groups:
+            if "clip_grad_max_norm" in group:
+                norm_type = group.get("clip_grad_norm_type", 2.0)
+                nn.utils.clip_grad_norm_(group["params"], group["clip_grad_max_norm"], norm_type)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        losses.append(parts[0] if num_parts == 1 else torch.stack(parts))
+    return losses
 
 
 def two_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -446,16 +481,7 @@ def test_amp_equals_the_plain_autocast_loop(dtype: torch.dtype, flag: Any) -> No
     graph.config.enable_amp(True, dtype=dtype)
     graph.model[1].config.activation_checkpointing = flag
     losses = run_graph(graph, 6)
-    torch.manual_seed(3)
-    plain_losses = []
-    for x, y in batches(6):
-        with torch.autocast("cpu", dtype):
-            loss = nn.functional.cross_entropy(plain(x), y)
-            loss.backward()
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-        plain_losses.append(loss.detach())
-    assert same(losses, plain_losses)
+    assert same(losses, plain_steps(plain, plain_optimizer, 6, dtype=dtype))
     assert same(ours, plain)
     full_precision = mlp()
     assert not same(losses, run_plain(full_precision, adamw(full_precision), count=6))
@@ -507,22 +533,7 @@ def test_a_scaler_scales_in_build_and_equals_the_plain_loop() -> None:
     losses = run_graph(graph, 5)
     assert max(seen) > 2.0**6, "the gradients were not scaled"
     assert max(losses) < 10, "the outputs were"
-
-    torch.manual_seed(3)
-    plain_losses = []
-    for x, y in batches(5):
-        loss = nn.functional.cross_entropy(plain(x), y)
-        plain_scaler.scale(loss).backward()
-        plain_scaler.unscale_(plain_optimizer)
-        for group in plain_optimizer.param_groups[:2]:
-            nn.utils.clip_grad_norm_(
-                group["params"], group["clip_grad_max_norm"], group.get("clip_grad_norm_type", 2.0)
-            )
-        plain_scaler.step(plain_optimizer)
-        plain_scaler.update()
-        plain_optimizer.zero_grad()
-        plain_losses.append(loss.detach())
-    assert same(losses, plain_losses)
+    assert same(losses, plain_steps(plain, plain_optimizer, 5, scaler=plain_scaler))
     assert same(ours, plain)
     assert our_scaler.get_scale() == plain_scaler.get_scale() == 2.0**11
 
@@ -709,26 +720,8 @@ def test_accumulation_with_amp_scaler_schedule_and_flags() -> None:
     losses = run_graph(graph, 5)
 
     plain, optimizer, schedule, plain_scaler = make()
-    torch.manual_seed(3)
-    for (x, y), packed in zip(batches(5), losses, strict=True):
-        parts = []
-        for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = nn.functional.cross_entropy(plain(part_x), part_y)
-                plain_scaler.scale(loss).backward()
-            parts.append(loss.detach())
-        for parameter in plain.parameters():
-            parameter.grad.mul_(0.5)
-        plain_scaler.unscale_(optimizer)
-        for group in optimizer.param_groups[:2]:
-            nn.utils.clip_grad_norm_(
-                group["params"], group["clip_grad_max_norm"], group.get("clip_grad_norm_type", 2.0)
-            )
-        plain_scaler.step(optimizer)
-        plain_scaler.update()
-        optimizer.zero_grad()
-        schedule.step()
-        assert torch.equal(packed, torch.stack(parts))
+    settings = {"dtype": torch.bfloat16, "scaler": plain_scaler, "schedule": schedule, "num_parts": 2}
+    assert same(losses, plain_steps(plain, optimizer, 5, **settings))
     assert same(ours, plain)
     assert our_scaler.get_scale() == plain_scaler.get_scale()
 

@@ -1,15 +1,13 @@
-"""The engine on a CUDA device: less memory by the allocator's own count, its generators, a step in a CUDA graph."""
+"""The engine on a CUDA device: its generators, a step in a CUDA graph."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import graphckpt
-from graphckpt import Graph, Segments, Selective
+from graphckpt import Graph
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,40 +15,10 @@ pytestmark = [
 ]
 
 
-def allocated_after_forward(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
-    """Bytes that a forward leaves allocated, and the peak of the step, by the allocator's count."""
-    model(x).sum().backward()  # a first call learns, and fills cuBLAS's workspace
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    loss = model(x).sum()
-    after = torch.cuda.memory_allocated()
-    loss.backward()
-    return after - before, torch.cuda.max_memory_allocated() - before
-
-
-def wide_chain(width: int = 128) -> nn.Sequential:
+def wide_chain(width: int) -> nn.Sequential:
     torch.manual_seed(0)
     parts = [(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width)) for _ in range(8)]
     return nn.Sequential(*(nn.Sequential(*layers) for layers in parts)).cuda()
-
-
-@pytest.mark.one_schedule("it counts bytes, whatever the order of work")
-@pytest.mark.parametrize("rules", [{"[0-7]": True}, {"[0-7]": Selective("matmul")}, {"": Segments("sqrt")}])
-def test_the_allocator_confirms_what_explain_says(rules: dict[str, Any]) -> None:
-    x = torch.randn(256, 128, device="cuda")
-    plain_kept, plain_peak = allocated_after_forward(wide_chain(), x)
-    model = wide_chain()
-    with graphckpt.apply(model, rules) as handle:
-        kept, peak = allocated_after_forward(model, x)
-        with handle.measure():
-            model(x).sum().backward()
-        explanation = handle.explain(show=False)
-    rounding = 512 * 64  # the allocator rounds each block up to 512 bytes
-    assert abs((plain_kept - kept) - explanation.bytes_saved) <= rounding
-    assert peak < plain_peak
-    model.zero_grad()
-    torch.cuda.synchronize()
 
 
 def test_rng_state_of_every_device_in_use_is_restored() -> None:

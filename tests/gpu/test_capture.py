@@ -90,10 +90,18 @@ def test_bfloat16_accumulation_and_clipping(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "host and selective"])
-def test_verify_compares_replays(policy: str) -> None:
+def test_verify_compares_replays_and_puts_everything_back(policy: str) -> None:
     _, graph = run("cuda_graph", set_up=POLICIES[policy])
+    model = graph._roots["model"]
+    before = [t.clone() for t in model.parameters()]
+    state, rng_state = str(graph._update.optimizers[0].state_dict()), torch.get_rng_state()
     report = graph.verify(batches(1)[0], steps=3)
     assert report.is_captured
+    assert report.num_steps == 3
+    assert report.num_bytes > 3 * sum(p.nbytes for p in before)
+    assert same(before, list(model.parameters()))
+    assert str(graph._update.optimizers[0].state_dict()) == state
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 class Drops(nn.Module):
@@ -321,7 +329,7 @@ def hazardous(kind: type[nn.Module]) -> nn.Module:
     return model
 
 
-AT = r"model\.2.* · test_gpu_capture\.py:\d+ in forward: .* · fix: "
+AT = r"model\.2.* · test_capture\.py:\d+ in forward: .* · fix: "
 HAZARDS: dict[str, tuple[type[nn.Module], SetUp, str]] = {
     "item": (Item, POLICIES["none"], AT),
     "item in a block that runs again": (Item, POLICIES["full"], AT),

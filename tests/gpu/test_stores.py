@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import graphckpt
-from graphckpt import Segments
+from graphckpt import Segments, Selective
 from graphckpt.stores import Disk, Host, Placement, TensorGroup
 from graphckpt.stores.disk import BLOCK, CHUNK
 from graphckpt.stores.host import HostStore
@@ -226,10 +226,11 @@ def test_memory_for_the_disk_that_cannot_be_registered_falls_back(
 # --- as a user sets it
 
 
-def wide_chain(length: int = 8) -> nn.Sequential:
+def wide_chain(*, has_dropout: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(length)]
-    return nn.Sequential(*layers).cuda()
+    parts = [(nn.Linear(D, 4 * D), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * D, D)) for _ in range(8)]
+    layers = [[part for part in layer if has_dropout or not isinstance(part, nn.Dropout)] for layer in parts]
+    return nn.Sequential(*(nn.Sequential(*layer) for layer in layers)).cuda()
 
 
 def allocated(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
@@ -245,21 +246,32 @@ def allocated(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
     return after - before, torch.cuda.max_memory_allocated() - before
 
 
+RULES = {"keep": None, "full": True, "selective": Selective("matmul"), "segments": Segments("sqrt")}
+
+
 @pytest.mark.one_schedule(COUNTS)
-@pytest.mark.parametrize("rule", [None, True, Segments("sqrt")], ids=["all that is saved", "full", "segments"])
-def test_the_allocator_confirms_what_explain_says(pinned: Pinned, rule: Any) -> None:
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_allocator_confirms_what_explain_says(
+    request: pytest.FixtureRequest, rule: str, is_offloaded: bool
+) -> None:
     """But for the last block, whose copies are under way when forward ends: with nothing in flight, to the byte."""
     x = torch.randn(256, D, device="cuda")
-    plain_kept, plain_peak = allocated(wide_chain(), x)
-    model = wide_chain()
-    fields = {"activation_checkpointing": rule, "offload": Host(in_flight_bytes=0)}
-    with graphckpt.apply(model, {"" if isinstance(rule, Segments) else "[0-7]": fields}) as handle:
+    plain_kept, plain_peak = allocated(wide_chain(has_dropout=True), x)
+    model = wide_chain(has_dropout=True)
+    fields = {"activation_checkpointing": RULES[rule], "offload": Host(in_flight_bytes=0) if is_offloaded else False}
+    with graphckpt.apply(model, {"" if rule == "segments" else "[0-7]": fields}) as handle:
+        pinned: Pinned | None = request.getfixturevalue("pinned") if is_offloaded else None
         kept, peak = allocated(model, x)
+        with handle.measure():
+            model(x).sum().backward()
         explanation = handle.explain(show=False)
-        assert sum(pinned.alive.values()) >= explanation.bytes_host > 0
+        assert pinned is None or sum(pinned.alive.values()) >= explanation.bytes_host > 0
     rounding = 512 * 64  # the allocator rounds each block up to 512 bytes
     assert abs((plain_kept - kept) - explanation.bytes_saved) <= rounding
-    assert peak < plain_peak
+    assert peak < plain_peak or (rule == "keep" and not is_offloaded)
+    model.zero_grad()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.one_schedule(COUNTS)
@@ -386,10 +398,10 @@ def test_what_is_collected_in_a_capture_is_unpinned_after_it(pinned: Pinned, wha
     unpin()
 
 
-def test_stores_on_disk_share_a_stream_that_is_not_the_captures() -> None:
+def test_stores_share_streams_that_are_not_the_captures() -> None:
     """PyTorch hands out 32 in turn: of a store made later, one would be that of the capture."""
     device = torch.device("cuda", 0)
-    used = set()
+    used, copying = set(), set()
     for _ in range(40):
         store = Disk().byte_store_for(device, fail)
         assert store is not None
@@ -397,5 +409,8 @@ def test_stores_on_disk_share_a_stream_that_is_not_the_captures() -> None:
         used.add(store._io._writer._stream)  # type: ignore[attr-defined]
         store.free(handle)
         store.close()
+        engine = place_on_cuda()._engine
+        copying.add((engine._offload_stream, engine._reload_stream))
     assert used == {streams_of(device).disk}
+    assert copying == {(streams_of(device).offload, streams_of(device).reload)}
     assert len(set(streams_of(device))) == 4
