@@ -49,7 +49,7 @@ def planned_alone(
         optimizer.step()
         optimizer.zero_grad()
 
-    plan = graphckpt.plan(model, step, memory_budget=0.5, blocks="[0-5]")
+    plan = graphckpt.plan(model, step, memory_budget=0.8, blocks="[0-5]")
     plan.apply()
     return plan, step
 
@@ -58,7 +58,7 @@ def planned_graph(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
 ) -> tuple[Plan, Callable[[], object]]:
     step = Step(model, optimizer)
-    plan = step.plan(x, memory_budget=0.5, blocks="model.[0-5]")
+    plan = step.plan(x, memory_budget=0.8, blocks="model.[0-5]")
     plan.apply()
     return plan, lambda: step(x)
 

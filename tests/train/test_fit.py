@@ -76,7 +76,14 @@ def test_a_short_trial_run_chooses_nothing(place, capsys):
     [
         (["train.global_batch_size=null"], "activation_checkpoint.fit: expected the samples of an update"),
         (["train.num_accumulation_steps=2"], "activation_checkpoint.fit: num_accumulation_steps is chosen, and set as"),
-        (["train.activation_checkpoint.memory_budget=min"], "fit: expected a memory_budget that does not depend on"),
+        (
+            ["train.activation_checkpoint.memory_budget=min"],
+            "expected as many bytes for each batch size, got 'min' · fix",
+        ),
+        (
+            ["train.activation_checkpoint.memory_budget=0.6"],
+            "expected as many bytes for each batch size, got 0.6 · fix",
+        ),
         (["train.activation_checkpoint.blocks={'*.h.0': True}"], "fit: the plan of the chosen batch size sets the"),
         (["train.activation_checkpoint.fit=fastest"], "activation_checkpoint.fit"),
         (["train.dist.data_parallel_size=2"], "activation_checkpoint.fit: expected one process, got 2"),
