@@ -50,7 +50,7 @@ class FakeDevice:
         self.machine = machine
         self._is_padded = is_padded
         self._tensors = FakeTensors(allow_non_fake_inputs=True)
-        self._functions = _FunctionOverrides(CudaKernels(machine) if machine.kind == "cuda" else None)
+        self._functions = _FunctionOverrides(machine)
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Self:
@@ -80,13 +80,18 @@ class FakeDevice:
 class _FunctionOverrides(TorchFunctionMode):
     """Intercepts calls of PyTorch before they become ops, as the CPU's kernels are chosen there."""
 
-    def __init__(self, kernels: CudaKernels | None) -> None:
+    def __init__(self, machine: DeviceProfile) -> None:
         super().__init__()
-        self._instead = {} if kernels is None else kernels.instead
-        self._by_name = (
-            {} if kernels is None else {"scaled_dot_product_attention": kernels.attention, "dropout": dropout}
-        )
-        self._emulates_autocast = kernels is not None
+        self._kernels = machine.attention
+        self._capability = machine.capability or (8, 0)
+        self._is_cuda = machine.kind == "cuda"
+        self._instead: dict[Any, Callable[..., Any]] = {}
+        if self._is_cuda:
+            self._instead = {
+                F.scaled_dot_product_attention: self._attention,
+                F.dropout: dropout,
+                torch.dropout: dropout,
+            }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
@@ -96,9 +101,10 @@ class _FunctionOverrides(TorchFunctionMode):
         if instead is not None:
             return instead(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with swapped(F, self._by_name):  # PyTorch disables the mode while it runs
+            by_name = {"scaled_dot_product_attention": self._attention, "dropout": dropout} if self._is_cuda else {}
+            with swapped(F, by_name):  # PyTorch disables the mode while it runs
                 return func(*args, **kwargs)
-        if self._emulates_autocast and func in FULL_PRECISION and torch.is_autocast_enabled("cpu"):
+        if self._is_cuda and func in FULL_PRECISION and torch.is_autocast_enabled("cpu"):
             return in_full_precision(func, args, kwargs)
         args, kwargs = _here(func, args, kwargs)
         try:
@@ -110,6 +116,29 @@ class _FunctionOverrides(TorchFunctionMode):
                 f"the step reads the value of a tensor by {resolve_name(func) or func}, and fake tensors have none · "
                 "fix: remove it from the step, or plan on the device"
             ) from None
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            low = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(low), key.to(low), value.to(low)
+            if attn_mask is not None and attn_mask.is_floating_point():
+                attn_mask = attn_mask.to(low)
+        call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        kernels = (
+            kernel for kernel in self._kernels if kernel == "math" or call.is_supported(kernel, self._capability)
+        )
+        run: Callable[[], torch.Tensor] = getattr(call, next(kernels, "math"))
+        return run()
 
 
 def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -235,40 +264,6 @@ FULL_PRECISION = frozenset(
     if hasattr(owner, name)
 )
 """Functions that autocast runs in float32 on CUDA (docs.pytorch.org/docs/stable/amp.html), but not on the CPU."""
-
-
-@final
-class CudaKernels:
-    def __init__(self, machine: DeviceProfile) -> None:
-        self._order = machine.attention
-        self._capability = machine.capability or (8, 0)
-        self.instead: dict[Any, Callable[..., Any]] = {
-            F.scaled_dot_product_attention: self.attention,
-            F.dropout: dropout,
-            torch.dropout: dropout,
-        }
-        """Replacements of PyTorch functions."""
-
-    def attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            low = torch.get_autocast_dtype("cpu")
-            query, key, value = query.to(low), key.to(low), value.to(low)
-            if attn_mask is not None and attn_mask.is_floating_point():
-                attn_mask = attn_mask.to(low)
-        call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        kernels = (kernel for kernel in self._order if kernel == "math" or call.is_supported(kernel, self._capability))
-        run: Callable[[], torch.Tensor] = getattr(call, next(kernels, "math"))
-        return run()
 
 
 @final

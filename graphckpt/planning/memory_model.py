@@ -363,6 +363,7 @@ Runs: TypeAlias = "tuple[tuple[int, int], ...]"
 """The first block of each run, and the one after its last."""
 
 _HOLDS = EventKind.HELD, EventKind.RELEASED
+_KEEP = 0  # the first option of a measured step
 
 LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Possible lengths of runs. For n blocks, runs of about sqrt(n) take the least memory: these suffice for 250."""
@@ -387,12 +388,12 @@ class JoinedRuns:
     def __init__(self, measured: MeasuredStep) -> None:
         self._model = model = measured.model
         rules = [option.rule for option in measured.options]
-        self._full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
-        self._keep = 0  # the first option of a measured step
+        self.full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
+        """The option that each block of a run has in a plan."""
         self._calls: dict[int, list[int]] = {}
         for call, block in enumerate(model.block_of_call):
             self._calls.setdefault(block, []).append(call)
-        every = range(len(model.block_of_call) if self._full else 0)
+        every = range(len(model.block_of_call) if self.full else 0)
         self._inputs = {call: storage for call in every for storage in self._input_of(call)}
         self._allocated = {call: frozenset(model.base.allocated(call)) - {self._inputs.get(call + 1)} for call in every}
         self._first = {call: self._as_first(call) for call in every}
@@ -409,11 +410,6 @@ class JoinedRuns:
 
     def seconds(self, runs: Runs) -> float:
         return fsum(self.extra_seconds[block] for first, end in runs for block in range(first, end - 1))
-
-    @property
-    def full(self) -> int:
-        """The option that each block of a run has in a plan."""
-        return self._full
 
     def lengths(self, block: int) -> Sequence[int]:
         longest = 1
@@ -451,18 +447,18 @@ class JoinedRuns:
         return self._first[calls[0]].holds.union(*(self._behind[call].holds for call in calls[1:]))
 
     def _extra_seconds(self, measured: MeasuredStep, block: int) -> float:
-        again, backward = measured.forward_seconds[block][self._keep], measured.backward_seconds[block]
-        return max(0.0, again + backward[self._keep] - backward[self._full])
+        again, backward = measured.forward_seconds[block][_KEEP], measured.backward_seconds[block]
+        return max(0.0, again + backward[_KEEP] - backward[self.full])
 
     def _as_first(self, call: int) -> _JoinedCall:
-        holds = self._model.holds(call, self._full)
-        forward = self._model.steps(Interval(Phase.FORWARD, call), self._full)
+        holds = self._model.holds(call, self.full)
+        forward = self._model.steps(Interval(Phase.FORWARD, call), self.full)
         return _JoinedCall(holds, forward, self._model.steps_of(self._backward(call, holds)))
 
     def _as_behind(self, call: int) -> _JoinedCall:
         """The input is not held, and is freed after its use."""
         passed_on = self._inputs[call]
-        holds = self._model.holds(call, self._full) - {passed_on}
+        holds = self._model.holds(call, self.full) - {passed_on}
         forward = self._under_full(Phase.FORWARD, call, passed_on)
         free = self._change(EventKind.GONE, passed_on)
         backward = [*self._backward(call, holds, passed_on), free]
@@ -474,14 +470,14 @@ class JoinedRuns:
         if call in self._model.base.dropped:
             yield from self._under_full(Phase.BACKWARD, call, passed_on)
             return
-        for step in self._model.steps(Interval(Phase.BACKWARD, call), self._keep):
+        for step in self._model.steps(Interval(Phase.BACKWARD, call), _KEEP):
             yield self._recomputed_one(call, step) if isinstance(step, Change) and step.kind in _HOLDS else step
         yield from (self._change(EventKind.RELEASED, storage) for storage in sorted(holds))
         yield from (PrivateRun(0, -2 * held.change) for held in self._private(call))
 
     def _under_full(self, phase: Phase, call: int, passed_on: int | None) -> Iterator[PrivateRun | Change]:
         """Yields the events under ``full``, but for the hold of the storage ``passed_on``."""
-        for step in self._model.steps(Interval(phase, call), self._full):
+        for step in self._model.steps(Interval(phase, call), self.full):
             if isinstance(step, PrivateRun) or step.storage != passed_on or step.kind not in _HOLDS:
                 yield step
 
@@ -489,7 +485,7 @@ class JoinedRuns:
         """It is recomputed as under ``keep``; of what leaves the block, only the input of the next one stays."""
         forward = [
             self._recomputed_one(call, step) if isinstance(step, Change) else step
-            for step in self._model.steps(Interval(Phase.FORWARD, call), self._keep)
+            for step in self._model.steps(Interval(Phase.FORWARD, call), _KEEP)
         ]
         born = [step for step in forward if isinstance(step, Change) and step.kind is EventKind.BORN]
         frees = [step._replace(kind=EventKind.GONE) for step in born if step.storage != self._inputs.get(call + 1)]
@@ -498,7 +494,7 @@ class JoinedRuns:
     def _recomputation_behind(self, call: int) -> EventSeq:
         """The input is freed at the end, unless an op saves it."""
         passed_on = self._inputs[call]
-        is_saved = passed_on in self._model.holds(call, self._keep)
+        is_saved = passed_on in self._model.holds(call, _KEEP)
         frees = [] if is_saved else [self._change(EventKind.GONE, passed_on)]
         return self._model.steps_of([*self._recomputation(call), *frees])
 
@@ -509,7 +505,7 @@ class JoinedRuns:
         return step._replace(storage=self._model.number_of(call, step.storage))
 
     def _backward_of_last(self, call: int) -> EventSeq:
-        steps = self._model.steps(Interval(Phase.BACKWARD, call), self._full)
+        steps = self._model.steps(Interval(Phase.BACKWARD, call), self.full)
         passed_on = self._inputs[call]
         return self._model.steps_of(
             [self._change(EventKind.HELD, passed_on), *steps, self._change(EventKind.GONE, passed_on)]
@@ -517,7 +513,7 @@ class JoinedRuns:
 
     def _private(self, call: int) -> list[PrivateRun]:
         """Returns what a call saves beside its inputs, such as copies of buffers; restoring them takes as much."""
-        steps = self._model.steps(Interval(Phase.FORWARD, call), self._full)
+        steps = self._model.steps(Interval(Phase.FORWARD, call), self.full)
         num_bytes = sum(step.change for step in steps if isinstance(step, PrivateRun))
         return [PrivateRun(num_bytes, num_bytes)] if num_bytes > 0 else []
 

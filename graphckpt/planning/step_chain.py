@@ -143,7 +143,11 @@ class StepChain:
     def _span(self, calls: range, option: int) -> _Span:
         if len(calls) == 1:
             own, handed = self._model.holds(calls[0], option), frozenset[int]()
-            intervals = [interval for interval in _intervals(calls[0]) if interval in self._order]
+            intervals = [
+                interval
+                for phase in (Phase.FORWARD, Phase.BACKWARD)
+                if (interval := Interval(phase, calls[0])) in self._order
+            ]
             steps: list[tuple[Interval, Sequence[EventSeq]]] = [(i, (self._model.steps(i, option),)) for i in intervals]
         else:
             assert self._joined_runs is not None
@@ -302,10 +306,6 @@ class StepChain:
         state = LiveState(self._constants[interval], self._others[interval])
         state.advance(self._model.steps(interval, 0))
         return state.peak
-
-
-def _intervals(call: int) -> tuple[Interval, Interval]:
-    return Interval(Phase.FORWARD, call), Interval(Phase.BACKWARD, call)
 
 
 def last_pass(intervals: Sequence[Interval]) -> list[int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, pairwise
 from time import perf_counter, process_time
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeAlias, cast, final
 from weakref import ref
 
@@ -90,7 +91,7 @@ class Blocks:
 
         try:
             for name, module, option, store in zip(self.names, self.modules, options, stores, strict=True):
-                stored: Any = _FixedPlacement(store)
+                stored: Any = SimpleNamespace(store=store)
                 compiling = option.fields.get("compile")
                 wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
                 wrapper.context.learns = learns
@@ -126,12 +127,6 @@ class Blocks:
                 stack.callback(module.register_forward_hook(end, prepend=True, always_call=True).remove)
             stack.callback(register_optimizer_step_pre_hook(lambda *_: trace.begin_optimizer()).remove)
             yield
-
-
-@final
-class _FixedPlacement:
-    def __init__(self, store: Store | None) -> None:
-        self.store = store
 
 
 def _begin(
