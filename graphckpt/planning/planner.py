@@ -139,7 +139,7 @@ def plan_recorded(
         bound = planner.floor.peak + surplus if limit is None else limit
         return _agree_on(lambda: planner.plan(bound, surplus), group, policy_fields, model)
 
-    return planners.best_of(agree, floor_of=lambda planner: group.from_leader(planner.least))
+    return planners.best_of(agree, floor_of=lambda planner: group.from_leader(lambda: planner.floor.peak))
 
 
 def _agree_on(
