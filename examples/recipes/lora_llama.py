@@ -91,7 +91,8 @@ def train(name: str, args: argparse.Namespace, callback: GraphckptCallback | Non
     """Trains with one callback, and returns what it took."""
     model = make_model(args)
     generator = torch.Generator().manual_seed(1)
-    shape = (args.steps * args.batch_size, LENGTH[args.size])
+    steps = args.steps + 2  # in which a budget is measured and planned for
+    shape = (steps * args.batch_size, LENGTH[args.size])
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=generator)
     meter = StepMeter()
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +100,7 @@ def train(name: str, args: argparse.Namespace, callback: GraphckptCallback | Non
             model=model,
             args=TrainingArguments(
                 folder,
-                max_steps=args.steps,
+                max_steps=steps,
                 per_device_train_batch_size=args.batch_size,
                 learning_rate=1e-3,
                 bf16=args.size == "full",
