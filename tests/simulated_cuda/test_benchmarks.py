@@ -69,7 +69,7 @@ def test_rows_of_stores_come_from_processes_with_the_device(tmp_path: Path) -> N
 @pytest.mark.one_schedule("it starts processes, which run lazily")
 def test_every_row_of_a_run_on_a_gpu_is_measured(tmp_path: Path) -> None:
     """All steps of all parts, but for most of the tests, which run here by themselves."""
-    few_tests = "-p simulated_cuda.plugin -k gpu/test_clock"
+    few_tests = "-p simulated_cuda.plugin -k test_clock.py"
     words = ["--minutes", "60", "--out", str(tmp_path / "gpu"), "--archive", str(tmp_path / "all")]
     run("gpu.py", *words, BENCHMARKS_FORK="1", PYTEST_ADDOPTS=few_tests)
     out = tmp_path / "gpu"
