@@ -181,6 +181,7 @@ def test_rules_and_a_budget_change_no_bit_and_hold(kind: str, width: int, length
     print(f"\n| {kind} | {' | '.join(peaks)} | {budget / 2**20:.2f} | yes |")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
 def test_adapters_lengths_and_a_stream(kind: str, tmp_path: Path) -> None:
     """LoRA on a frozen base, TRL's default of its own checkpointing, an iterable data set, lengths that vary."""
