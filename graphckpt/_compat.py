@@ -338,7 +338,7 @@ def op_names() -> list[str]:
 # Before it calls a mode, PyTorch sets aside all that comes before kernels, autocast among it, and so also for what a
 # kernel calls itself: `bilinear` on a CPU is the op `_trilinear`, whose kernel multiplies matrices, in bfloat16 under
 # autocast, and in float32 below a mode. An op that autocast casts the arguments of has set it aside itself: what its
-# kernel calls is not cast. So below a mode autocast is made active again for all other ops, but for those that such an
+# kernel calls is not cast. So below a mode autocast is made active again for all other ops, except those that such an
 # op calls: `cdist` casts, and `_euclidean_dist` is a part of it.
 
 _PARTS = {"aten::_euclidean_dist": "aten::cdist", "aten::_trilinear": "aten::bilinear"}

@@ -320,7 +320,7 @@ class ModuleState:
                 owner[key] = stand_in(tensor)
 
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
-        """Returns the name of a parameter or buffer that was modified since, but for those with the ids ``unread``."""
+        """Returns the name of a parameter or buffer that was modified since, except those with the ids ``unread``."""
         versions = _versions(state.tensors)
         if versions == state.versions:
             return None

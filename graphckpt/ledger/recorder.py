@@ -80,7 +80,7 @@ class Recorder:
         return self._kept.of_block(block) + stored
 
     def hooks_below(self, hooks: Any) -> Any:
-        """Returns the hooks that would be active without this recorder, but for what it counts in ``pack``."""
+        """Returns the hooks that would be active without this recorder, except that it counts in ``pack``."""
         if hooks is not None and isinstance(hooks[1], _AttributedUnpack):
             return hooks[0], hooks[1].unpack
         return self._outer if hooks is not None and hooks[0] == self._save_plainly else hooks

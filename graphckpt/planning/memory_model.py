@@ -476,7 +476,7 @@ class JoinedRuns:
         yield from (PrivateRun(0, -2 * held.change) for held in self._private(call))
 
     def _under_full(self, phase: Phase, call: int, passed_on: int | None) -> Iterator[PrivateRun | Change]:
-        """Yields the events under ``full``, but for the hold of the storage ``passed_on``."""
+        """Yields the events under ``full``, without the hold of the storage ``passed_on``."""
         for step in self._model.steps(Interval(phase, call), self.full):
             if isinstance(step, PrivateRun) or step.storage != passed_on or step.kind not in _HOLDS:
                 yield step

@@ -17,6 +17,7 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.select import Selector, layers, select
 from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
+from graphckpt.ledger.table import time_of
 from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import (
     JOINED,
@@ -450,7 +451,7 @@ class Planner:
             fix = f"compute the loss in slices (set `head` to its block and `Tiles`), {fix}"
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is "
-            f"{format_bytes(lowest)}{' without offloading' if self.rates is not None else ''}, set by {where}; "
+            f"{format_bytes(lowest)}{' without offloading' if self.rates is not None else ''}, reached {time_of(where)}; "
             f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
 

@@ -470,7 +470,7 @@ class SelectiveContexts(Contexts):
 
 
 class OpMode(DispatchMode):
-    """Receives the ops of one execution of a block, but for those of the engine."""
+    """Receives the ops of one execution of a block, except those of the engine."""
 
     def __init__(self, contexts: SelectiveContexts, frame: Frame) -> None:
         super().__init__()

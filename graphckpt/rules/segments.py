@@ -76,7 +76,7 @@ class Segments(Rule):
         return run_segments(block, children, self.num_segments, args[0], wrap=getattr(function, "wrap", _as_it_is))
 
     def graph_break(self, *, has_gradients: bool) -> str | None:
-        """Returns ``None``, but for ``"log"``, whose segments lie within one another."""
+        """Returns ``None``, except for ``"log"``, whose segments lie within one another."""
         return "segments='log' cannot be traced" if has_gradients and self.num_segments == "log" else None
 
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

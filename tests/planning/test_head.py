@@ -52,7 +52,7 @@ def test_it_is_cut_where_nothing_else_fits():
     sizes = []
     for coarser in (None, {"head": Tiles(4, reduce="sum")}):
         least = graphckpt.plan(model, step, memory_budget="min", head=coarser).predicted_peak_bytes
-        with pytest.raises(PlanError, match="set by the head and the loss"):
+        with pytest.raises(PlanError, match="reached in the head and the loss"):
             graphckpt.plan(model, step, memory_budget=least - 1, head=coarser)
         found = graphckpt.plan(model, step, memory_budget=least - 1, head=SLICED)
         assert found.rows[-1].block == "head"

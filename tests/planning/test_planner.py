@@ -18,6 +18,7 @@ import graphckpt
 from graphckpt import plan
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError
+from graphckpt.ledger.table import time_of
 from graphckpt.planning import PlanError
 from graphckpt.planning.candidates import NEAR
 from graphckpt.planning.options import DeviceMemory
@@ -172,7 +173,7 @@ def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known):
         planner.plan(floor - 1)
     text = str(error.value)
     assert text.startswith(f"memory_budget {format_bytes(floor - 1)}: no plan fits · the lowest possible peak is ")
-    assert f"{format_bytes(floor)}, set by {least.binding}; " in text
+    assert f"{format_bytes(floor)}, reached {time_of(least.binding)}; " in text
     assert text.endswith("a smaller batch, or a larger budget") or "`tiles`" in text
     with least.apply():
         assert case.peak() == floor == least.floor_bytes
@@ -180,7 +181,7 @@ def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known):
 
 def test_a_floor_that_the_head_sets_is_mended_there():
     planner = gpt2(vocabulary=2000, num_layers=2).planner()
-    with pytest.raises(PlanError, match=r"set by the head and the loss, after transformer\.h\.1; .* and `Tiles`"):
+    with pytest.raises(PlanError, match=r"reached in the head and the loss, after transformer\.h\.1; .* and `Tiles`"):
         planner.plan(planner.floor.peak - 1)
 
 
