@@ -451,8 +451,8 @@ class Planner:
             fix = f"compute the loss in slices (set `head` to its block and `Tiles`), {fix}"
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is "
-            f"{format_bytes(lowest)}{' without offloading' if self.rates is not None else ''}, reached {time_of(where)}; "
-            f"{format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
+            f"{format_bytes(lowest)}{' without offloading' if self.rates is not None else ''}, "
+            f"reached {time_of(where)}; {format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
         )
 
     def _input_bytes(self) -> int:
