@@ -452,7 +452,8 @@ class Planner:
         return (
             f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is "
             f"{format_bytes(lowest)}{' without offloading' if self.rates is not None else ''}, "
-            f"reached {time_of(where)}; {format_bytes(static)} of it are weights, optimizer state and inputs · fix: {fix}"
+            f"reached {time_of(where)}; {format_bytes(static)} of it are weights, optimizer state and inputs · "
+            f"fix: {fix}"
         )
 
     def _input_bytes(self) -> int:
