@@ -311,7 +311,8 @@ def _rejection(details: ErrorDetails, owner: Any, holder: dict[str, Any], key: s
     if isinstance(context.get("gt"), int):
         kind, context = "greater_than_equal", {"ge": context["gt"] + 1}
     kind = "invalid_key" if steps[-1:] == ("[key]",) else kind
-    expected = _EXPECTED.get(kind, "").format(**context) or details["msg"].removeprefix("Input should be ")
+    plain = {key: f"{value:g}" if isinstance(value, float) else value for key, value in context.items()}
+    expected = _EXPECTED.get(kind, "").format(**plain) or details["msg"].removeprefix("Input should be ")
     return _Rejection(kind, tuple(path), owner, value, [expected])
 
 

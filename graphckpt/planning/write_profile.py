@@ -251,6 +251,8 @@ def profile(
 def write_profile(path: str | Path, device: str | torch.device | None = None, **options: Any) -> DeviceProfile:
     """Measures a device and writes a profile file; ``options`` are those of :func:`profile`."""
     path = Path(path)
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"profile: expected a file that ends in .yaml, got {path} · fix: use {path.stem}.yaml")
     if not path.parent.is_dir():  # before the minutes that measuring takes
         raise ConfigError(f"profile: there is no folder {path.parent} · fix: create it, or name another one")
     measured = profile(device, **options)
