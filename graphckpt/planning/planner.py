@@ -141,11 +141,13 @@ def plan_step(
         progress.begin(f"choosing the policies of {len(blocks)} blocks")
         limit, headroom = _limit_of(budget, planners.plain, step, group)
         if isinstance(step, FakeStep):
-            plan = planners.best_of(lambda planner: planner.plan(planner.floor.peak if limit is None else limit))
+
+            def plan_with(planner: Planner) -> Plan:
+                return planner.plan(planner.floor.peak if limit is None else limit)
+
         else:
-            checked = partial(plan_and_check, model=model, step=step, limit=limit, group=group, check=options.check)
-            plan = planners.best_of(checked, is_least=limit is None)
-        return replace(plan, headroom_bytes=headroom)
+            plan_with = partial(plan_and_check, model=model, step=step, limit=limit, group=group, check=options.check)
+        return replace(planners.best_of(plan_with, is_least=limit is None), headroom_bytes=headroom)
 
 
 def plan_recorded(
