@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
+from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
 
@@ -184,6 +185,10 @@ def _replaced_policies(matches: Mapping[Selector, tuple[list[nn.Module], set[str
             )
 
 
+close_plans: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
+"""What ends the planning of a training, by its model: an error may have ended the training without a word to it."""
+
+
 def remove(model: nn.Module) -> None:
     """Takes all policies off ``model`` and the modules below, whatever has set them.
 
@@ -205,7 +210,11 @@ def remove(model: nn.Module) -> None:
     model = unwrap(model)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"remove: expected an nn.Module, got {shown(model)} · fix: remove(model)")
-    for module in model.modules():
+    modules = list(model.modules())
+    for close in [close_plans.pop(module) for module in modules if module in close_plans]:
+        if (method := close()) is not None:
+            method()
+    for module in modules:
         while isinstance(wrapper := module.__dict__.get("forward"), BlockForward):
             wrapper.uninstall()
             if wrapper.placement is not None:

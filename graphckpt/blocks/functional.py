@@ -44,7 +44,7 @@ def checkpoint(
 
     Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random
     state is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps, closes
-    over, names or gets as arguments are updated once.
+    over, names or gets as arguments, also in lists, tuples and dicts, are updated once.
 
     Args:
         function: Any callable. Without it, a decorator with the other settings is returned, as from torch 2.14 on.

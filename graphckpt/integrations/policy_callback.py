@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 
-from graphckpt.blocks.apply import Handle, apply
+from graphckpt.blocks.apply import Handle, apply, close_plans
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.select import Selector, layers, select
 from graphckpt.engine.objects import replaced
@@ -143,8 +144,10 @@ class PolicyCallback:
         if has_own:
             report("graphckpt: the plan replaces the model's own gradient checkpointing")
         self._report_line = report
+        close_plans[model] = WeakMethod(self._remove)
         try:
-            self._live = LivePlan(model, self._budget, options, lambda line: report(f"graphckpt: {line}"))
+            # Through the callback, which the plan so keeps alive, for `close_plans`.
+            self._live = LivePlan(model, self._budget, options, lambda line: self._report_line(f"graphckpt: {line}"))
         except BaseException:
             self._remove()
             raise

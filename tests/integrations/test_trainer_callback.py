@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -22,11 +23,13 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
+    TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
 
+import graphckpt
 from graphckpt import ConfigError, PlanError
 from graphckpt._compat import is_watched
 from graphckpt.blocks.forward import BlockForward
@@ -347,6 +350,27 @@ def test_an_error_in_a_step_removes_all_and_the_next_training_is_right(
     train(plain, tmp_path, max_steps=4)
     assert_equal(weights(again), weights(plain))
     assert callback.plan is not None
+
+
+class Interrupts(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_remove_ends_a_plan_whose_training_was_interrupted(tmp_path: Path) -> None:
+    """Trainers do not tell callbacks about errors outside of their steps."""
+    model, callback = gpt2(), GraphckptCallback(memory_budget="min", report=False)
+    trainer = Trainer(
+        model, arguments(tmp_path, max_steps=4), train_dataset=RandomTokens(classify=False), callbacks=[callback]
+    )
+    trainer.add_callback(Interrupts())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    graphckpt.remove(model)
+    assert not has_policies(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    train(copy.deepcopy(model), tmp_path, GraphckptCallback(memory_budget="min", report=False), max_steps=3)
 
 
 def test_evaluation_and_resuming_beside_a_budget(tmp_path: Path) -> None:
