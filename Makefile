@@ -42,9 +42,12 @@ FAST_SIMULATED := $(addprefix tests/simulated_cuda/test_,streams.py capture.py p
     $(addprefix tests/graph/test_,capture.py capture_transformers.py cuda_graph.py) tests/gpu/test_capture_edges.py \
     tests/stores/test_host.py tests/stores/test_host_blocks.py tests/train/test_prefetch.py
 SCHEDULES ?= lazy eager random:0 random:1
+# SEEN: files that `make unit` has run already, under the schedule `lazy`; .ci/run does not repeat them.
+SEEN ?=
 simulated-gpu: $(INSTALLED)
-	$(SIMULATED) tests/simulated_cuda
-	for schedule in $(SCHEDULES); do $(SIMULATED) --schedule $$schedule --ignore tests/simulated_cuda || exit 1; done
+	$(SIMULATED) tests/simulated_cuda $(addprefix --ignore=,$(SEEN))
+	for schedule in $(SCHEDULES); do $(SIMULATED) --schedule $$schedule --ignore=tests/simulated_cuda \
+	    $$(if [ $$schedule = lazy ]; then echo $(addprefix --ignore=,$(SEEN)); fi) || exit 1; done
 
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
