@@ -356,7 +356,9 @@ def test_a_refuted_plan_is_not_returned(simple, monkeypatch):
     model, step, _, most = simple
     budget = most + 64  # many plans are predicted to fit
     peaks = measuring(monkeypatch, lambda peak: budget + 8)
-    with pytest.raises(PlanError, match=f"no plan fits · the lowest possible peak is {format_bytes(budget + 8)}, reached"):
+    with pytest.raises(
+        PlanError, match=f"no plan fits · the lowest possible peak is {format_bytes(budget + 8)}, reached"
+    ):
         plan(model, step, memory_budget=budget, blocks=Layer)
     assert 2 <= len(peaks) <= 4
 
