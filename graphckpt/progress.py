@@ -1,4 +1,4 @@
-"""Says what is being done, once it has taken a while. No torch."""
+"""Prints progress lines of operations that take longer than two seconds. No torch."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, final
@@ -20,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.blocks.apply import Handle
-from graphckpt.errors import ConfigError, PlanError
+from graphckpt.errors import ConfigError
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
@@ -33,7 +32,6 @@ from graphckpt.tree import tensors_in
 from graphckpt.units import format_bytes
 
 _MOST_RECORDED = 16  # updates, until one calls all blocks: of 12 that are dropped one time in ten, one in four does
-_SECONDS_TO_REPORT = 2.0  # of planning
 
 
 @final
@@ -129,7 +127,9 @@ class LivePlan:
     def correct(self, peak: int) -> bool:
         """Plans anew if a step under the plan took ``peak`` bytes, which exceed the budget; returns whether it did."""
         plan = self.plan
-        if plan is None or self._recorded is None or peak <= plan.budget_bytes or self._budget == "min":
+        if plan is None or self._recorded is None or self._budget == "min":
+            return False
+        if peak <= max(plan.budget_bytes, plan.predicted_peak_bytes):  # the latter if no plan fits
             return False
         excess = f"a step took {format_bytes(peak)} under a plan for {format_bytes(plan.budget_bytes)}"
         if planning_group(self._options.group).size > 1:  # only some may have seen it
@@ -137,7 +137,7 @@ class LivePlan:
             return False
         warnings.warn(f"graphckpt: {excess}; it is planned anew with what was missing", stacklevel=3)
         self._recompute_all()
-        self._plan(plan.correction_bytes + peak - plan.predicted_peak_bytes, or_least=True)
+        self._plan(plan.correction_bytes + peak - plan.predicted_peak_bytes, or_lowest=True)
         self._apply()
         return True
 
@@ -209,37 +209,29 @@ class LivePlan:
                 return False
         if not self._is_frugal:
             self._recompute_all()
-        self._plan(or_least=True)
+        self._plan(or_lowest=True)
         self._report("larger batches than planned for were seen; the plan counts them in now")
         return True
 
-    def _plan(self, extra_bytes: int = 0, *, or_least: bool = False) -> None:
+    def _plan(self, extra_bytes: int = 0, *, or_lowest: bool = False) -> None:
         assert self._recorded is not None
         self._frugal.close()
-        begin = perf_counter()
-        step = self._recorded
-
-        def progress(done: int, total: int) -> None:
-            nonlocal begin
-            if perf_counter() - begin > _SECONDS_TO_REPORT:
-                begin = float("inf")
-                self._report(f"planning: {done} of {total} measurements of the layers are done")
-
+        step, options = self._recorded, self._options
         num_missing = len(self._blocks) - step.num_blocks
         what = f"the step that was measured did not call {num_missing} of the blocks; one that does takes more memory"
         notes = [what] * (num_missing > 0)
-        options = self._options if self._options.progress else replace(self._options, progress=progress)
-        for budget in (self._budget, "min"):
-            try:
-                with planning_group(options.group) as group:
-                    self.plan = plan_recorded(
-                        step, self._model, self._blocks, budget, options, group, extra_bytes=extra_bytes, notes=notes
-                    )
-                break
-            except PlanError as error:
-                if not or_least or budget == "min":
-                    raise
-                warnings.warn(f"graphckpt: {error} · until then: the plan with the lowest peak", stacklevel=2)
+        with planning_group(options.group) as group:
+            self.plan = plan_recorded(
+                step,
+                self._model,
+                self._blocks,
+                self._budget,
+                options,
+                group,
+                extra_bytes=extra_bytes,
+                or_lowest=or_lowest,
+                notes=notes,
+            )
         self._is_new = False
         self._planned_sizes = self._recorded_sizes
 

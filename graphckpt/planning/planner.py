@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
@@ -130,13 +131,9 @@ def plan_step(
         raise ConfigError(
             f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
         )
-    is_shown = False if callable(options.progress) or group.rank else options.progress
-    with restoring, Progress(is_shown=is_shown) as progress:
+    with restoring, _progress_of(options, group) as progress:
         progress.begin("running the step to measure it")
-        if not callable(options.progress):
-            report = lambda done, total: progress.begin(f"run {done} of {total} is done")  # noqa: E731
-            options = replace(options, progress=report)
-        planners = measure_all(step, model, blocks, options, group, notes)
+        planners = measure_all(step, model, blocks, options, group, notes, progress)
         on_measured(planners)
         progress.begin(f"choosing the policies of {len(blocks)} blocks")
         limit, headroom = _limit_of(budget, planners.plain, step, group)
@@ -150,6 +147,10 @@ def plan_step(
         return replace(planners.best_of(plan_with, is_least=limit is None), headroom_bytes=headroom)
 
 
+def _progress_of(options: PlanOptions, group: PlanGroup) -> Progress:
+    return Progress(is_shown=False if callable(options.progress) or group.rank else options.progress)
+
+
 def plan_recorded(
     step: RecordedStep,
     model: nn.Module,
@@ -159,23 +160,33 @@ def plan_recorded(
     group: PlanGroup,
     *,
     extra_bytes: int = 0,
+    or_lowest: bool = False,
     notes: Sequence[str] = (),
 ) -> Plan:
     """Plans a step that the training loop has run, on all processes of ``group``; the step does not run again.
 
-    ``extra_bytes`` is what an earlier plan took beyond its prediction.
+    ``extra_bytes`` is what an earlier plan took beyond its prediction. If no plan fits, ``or_lowest`` returns the plan
+    with the lowest peak, with a warning.
     """
     budget = budgets.check_budget(memory_budget)
     group.check_equal(memory_budget=budgets.budget_kind(budget))
-    with step.standing_alone():
-        planners = measure_all(step, model, blocks, options, group, notes)
+    with step.standing_alone(), _progress_of(options, group) as progress:
+        progress.begin("measuring the layers")
+        planners = measure_all(step, model, blocks, options, group, notes, progress)
     limit, headroom = _limit_of(budget, planners.plain, step, group)
 
     def plan_with(planner: Planner) -> Plan:
         option = step.option_of(planner.measured.options)
         predicted = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
         surplus = group.max(max(0, step.peak_bytes - predicted)) + extra_bytes
-        return planner.plan(planner.floor.peak + surplus if limit is None else limit, surplus)
+        bound = planner.floor.peak + surplus if limit is None else limit
+        try:
+            return planner.plan(bound, surplus)
+        except PlanError as error:
+            if not or_lowest:
+                raise
+            warnings.warn(f"graphckpt: {error} · until then: the plan with the lowest peak", stacklevel=2)
+            return planner.to_plan(planner.floor, bound, surplus)
 
     return replace(planners.best_of(plan_with), headroom_bytes=headroom)
 
@@ -245,6 +256,7 @@ def measure_all(
     options: PlanOptions,
     group: PlanGroup,
     notes: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> Planners:
     """Measures every candidate on every block, once for each way in which the head may run.
 
@@ -254,6 +266,13 @@ def measure_all(
         PlanError: the step cannot be measured, or another process has failed.
     """
     require("plan", "numpy", "networkx")  # before minutes of measuring
+
+    def on_run(done: int, total: int) -> None:
+        if callable(options.progress):
+            options.progress(done, total)
+        elif progress is not None:
+            progress.begin(f"run {done} of {total} is done")
+
     modules = [module for _, module in blocks]
     ranks, found = parse_partition_request(options.partition, group.size)
     found = [*notes, *found]
@@ -280,14 +299,13 @@ def measure_all(
     for rows in heads:
         on_head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
         with on_head, compiled_forwards(modules, code.options):
-            progress = options.progress if callable(options.progress) else None
             try:
-                measured = measure(step, Blocks(blocks), candidates, progress, group)
+                measured = measure(step, Blocks(blocks), candidates, on_run, group)
             except PathError as error:
                 if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
                     raise
                 found.append(_ALL_BLOCKS)
-                measured = measure(step, Blocks(blocks), candidates, progress)
+                measured = measure(step, Blocks(blocks), candidates, on_run)
             measured = group.times(measured)
         planners.append(
             Planner(

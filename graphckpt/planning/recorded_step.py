@@ -275,9 +275,8 @@ class RecordedStep:
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
         return self._real.copy_rates(target)
 
-    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
+    def base(self, options: Sequence[Option]) -> tuple[StepSample, int]:
         """Returns the step as it ran, and the number of the option that its blocks had; -1 if it is not among them."""
-        del blocks
         assert self._trace is not None
         return StepSample(self._trace.log, self._trace.peak_bytes, {}, self.seconds), self.option_of(options)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.candidates import KEEP, OpTimes, Option
+from graphckpt.planning.candidates import OpTimes, Option
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
@@ -91,11 +91,6 @@ class RealStep:
             raise PathError(orders)
         total = min(clock.total for clock in plain)
         return StepSample(trace.log, trace.peak_bytes, _fastest(clocks), total, _fastest(plain))
-
-    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
-        """Runs the step with everything kept; returns it, and the number of that option."""
-        del options
-        return self.sample(blocks, [KEEP] * len(blocks.names)), 0
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         names = dict.fromkeys(option.name for option in options if option.is_part)
@@ -403,10 +398,6 @@ class FakeStep:
             with blocks.traced(trace, [store]):
                 self._step_fn()
         return StepSample(trace.log, trace.peak_bytes, trace.seconds, sum(trace.seconds.values()))
-
-    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
-        del options
-        return self.sample(blocks, [KEEP] * len(blocks.names)), 0
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         del static, sharers

@@ -45,7 +45,10 @@ def measure(
         group.elect_leader(own.peak_bytes)
         return own if group.size == 1 else replace(own, trace=group.trace_of_leader(own.trace))
 
-    run, option = step.base(blocks, options)
+    if isinstance(step, RecordedStep):
+        run, option = step.base(options)
+    else:
+        run, option = step.sample(blocks, [KEEP] * len(every)), 0
     run = shared(run)
     base = StepLog(run.trace)
     if not base.calls:

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import graphckpt
-from graphckpt import ConfigError, PlanError
+from graphckpt import ConfigError, PlanError, progress
 from graphckpt._compat import is_watched
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.select import layers
@@ -316,6 +316,8 @@ def test_a_budget_that_a_longer_batch_exceeds_is_one_warning(tmp_path: Path) -> 
     callback = GraphckptCallback(memory_budget=(small + large) // 2, report=False)
     with pytest.warns(UserWarning, match="no plan fits · the lowest possible peak is .* until then: the plan with the"):
         trainer = in_order(tmp_path, (16, 16, 16, 64, 16), callback)
+    assert callback.plan is not None
+    assert callback.plan.budget_bytes == (small + large) // 2 < callback.plan.predicted_peak_bytes
     assert_equal(weights(trainer.model), weights(in_order(tmp_path, (16, 16, 16, 64, 16), None).model))
 
 
@@ -350,6 +352,23 @@ def test_an_error_in_a_step_removes_all_and_the_next_training_is_right(
     train(plain, tmp_path, max_steps=4)
     assert_equal(weights(again), weights(plain))
     assert callback.plan is not None
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_planning_says_how_far_it_is_as_its_option_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, is_shown: bool
+) -> None:
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
+    train(gpt2(), tmp_path, GraphckptCallback(memory_budget="min", report=False, progress=is_shown), max_steps=3)
+    assert ("planning, 0 s: run 1 of " in capsys.readouterr().err) is is_shown
+    done: list[int] = []
+    train(
+        gpt2(),
+        tmp_path,
+        GraphckptCallback(memory_budget="min", report=False, progress=lambda now, _: done.append(now)),
+        max_steps=3,
+    )
+    assert done[0] == 1 < len(done)
 
 
 class Interrupts(TrainerCallback):
