@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
+from helpers.layer_stacks import D, Layer, Piled
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,17 +14,6 @@ from graphckpt.blocks.select import layers as layer_names
 from graphckpt.errors import ConfigError
 from graphckpt.train.policies import block_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
-
-D = 16  # width
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
 class Looped(nn.Module):
@@ -38,18 +27,6 @@ class Looped(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class Piled(nn.Module):
-    """Layers in a sequence."""
-
-    def __init__(self, num_layers):
-        super().__init__()
-        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 4)
-        self.body = nn.Sequential(*(Layer() for _ in range(num_layers)))
-
-    def forward(self, x):
-        return self.last(self.body(self.first(x)))
 
 
 def runs(model, policies, x):

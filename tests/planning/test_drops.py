@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layer_stacks import D, Layer
 from helpers.peaks import tracked_peak
 from torch import nn
 
@@ -20,16 +21,7 @@ from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
 from graphckpt.units import format_bytes
 
-D, ROWS = 16, 128  # width, rows of a batch
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(x))))
+ROWS = 128  # of a batch
 
 
 class Encoder(nn.Module):

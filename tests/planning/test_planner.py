@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.layer_stacks import D, Layer, Piled
 from helpers.peaks import tracked_peak
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -28,17 +29,6 @@ from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
 from graphckpt.units import format_bytes
 
-D = 16  # width
-
-
-class Layer(nn.Module):
-    def __init__(self, width=D):
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(x))))
-
 
 class Looped(nn.Module):
     """Layers in a list, a head, and nothing that Transformers marks."""
@@ -55,18 +45,6 @@ class Looped(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
-
-
-class Piled(nn.Module):
-    """Layers in a sequence."""
-
-    def __init__(self, num_layers):
-        super().__init__()
-        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 4)
-        self.body = nn.Sequential(*(Layer() for _ in range(num_layers)))
-
-    def forward(self, x):
-        return self.last(self.body(self.first(x)))
 
 
 class Case:

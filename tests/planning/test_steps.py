@@ -100,16 +100,20 @@ def test_it_predicts_the_bytes_of_the_real_step():
         assert known.model.highest(plan).peak == really.model.highest(plan).peak
 
 
-def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
+def measured_with_offload():
     target = load_profile("h200")
     device = FakeDevice(target)
     with device:
         model, optimizer, step = made()
-    known = measure(
-        FakeStep(device, model, step, optimizer), Blocks(find_blocks(model, None)), options("cpu", ["full"])
-    )
+    step = FakeStep(device, model, step, optimizer)
+    known = measure(step, Blocks(find_blocks(model, None)), options("cpu", ["full"]))
+    return known, CopyRates(target.copy_out, target.copy_in)
+
+
+def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
+    known, rates = measured_with_offload()
     near = Planner(known, device="h200")
-    far = Planner(known, device="h200", rates=CopyRates(target.copy_out, target.copy_in))
+    far = Planner(known, device="h200", rates=rates)
     for share in (0.9, 0.7, 0.5):
         budget = int(share * near.plain.peak)
         if budget < near.floor.peak:
@@ -120,16 +124,10 @@ def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
 
 
 def test_no_more_is_offloaded_than_the_budget_of_host_memory():
-    target = load_profile("h200")
-    device = FakeDevice(target)
-    with device:
-        model, optimizer, step = made()
-    known = measure(
-        FakeStep(device, model, step, optimizer), Blocks(find_blocks(model, None)), options("cpu", ["full"])
-    )
+    known, rates = measured_with_offload()
 
     def moved_bytes(host_budget):
-        planner = Planner(known, rates=CopyRates(target.copy_out, target.copy_in), host_budget=host_budget)
+        planner = Planner(known, rates=rates, host_budget=host_budget)
         static = known.model.static_bytes
         plan = planner.plan(static + 7 * (planner.plain.peak - static) // 10)
         assert plan.predicted_peak_bytes <= plan.budget_bytes

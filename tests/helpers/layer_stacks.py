@@ -1,0 +1,29 @@
+"""Small residual layers with dropout, and a stack of them, which tests of policies and plans share."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+D = 16  # width
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Piled(nn.Module):
+    """Layers in a sequence."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 4)
+        self.body = nn.Sequential(*(Layer() for _ in range(num_layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x)))
