@@ -186,7 +186,7 @@ def _replaced_policies(matches: Mapping[Selector, tuple[list[nn.Module], set[str
 
 
 close_plans: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
-"""What ends the planning of a training, by its model: an error may have ended the training without a word to it."""
+"""Callbacks that plan in a training, by model: not every trainer tells them that an error has ended the training."""
 
 
 def remove(model: nn.Module) -> None:

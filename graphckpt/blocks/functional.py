@@ -49,19 +49,19 @@ def checkpoint(
     Args:
         function: Any callable. Without it, a decorator with the other settings is returned, as from torch 2.14 on.
         *args: Its arguments.
-        use_reentrant: Without meaning here: there is one kind, and it works under ``torch.autograd.grad`` as well.
+        use_reentrant: Ignored: there is one implementation, which supports ``torch.autograd.grad``.
         context_fn: Returns two contexts, for the original forward and for the recomputation.
         determinism_check: ``"none"`` lets a recomputation save tensors of other shapes.
-        debug: Without meaning here: an error always names op and line.
+        debug: Ignored: an error always names op and line.
         early_stop: ``False`` runs ``function`` to its end in the recomputation; so does
             ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` around the forward, for blocks of any rule too.
-        preserve_rng_state: Without meaning here: RNG state costs a microsecond and is always restored.
+        preserve_rng_state: Ignored: RNG state is always restored, which costs a microsecond.
         respect_saved_tensors_hooks: What ``context_fn`` keeps does not pass through saved-tensor hooks around the call;
             ``True`` with it is an error.
         **kwargs: Its keyword arguments.
 
     Raises:
-        ConfigError: A setting has another value than these.
+        ConfigError: A setting is not supported, or arguments are passed without a function.
         RecomputeError: In backward, if the recomputation differs from the first.
     """
     if function is None:

@@ -168,7 +168,7 @@ class Graph:
         Args:
             optim: Any optimizer; several can be added.
             lr_sch: Its scheduler, if any. Neither may be stepped by hand as well.
-            is_sparse: Without meaning here.
+            is_sparse: Ignored; OneFlow has it.
 
         Raises:
             GraphError: It is not an optimizer, the scheduler is not its own, it shares a parameter with another, or a

@@ -248,8 +248,8 @@ class _DiskHandle(ByteHandle):
 
 
 # Note [A file is closed with its last reference]
-# The number of a closed file may belong to another file at once, to which a thread that is still busy would write. So
-# nobody closes a file in use: `stop` drops it, and it ends with the last job that holds it.
+# The number of a closed file may be given to another file at once, and a busy thread would then write to that one. So
+# a file in use is never closed: `stop` drops the reference, and the last job that holds it closes it.
 
 
 @final

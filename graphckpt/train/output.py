@@ -173,7 +173,7 @@ class Report:
             self._waiting.append(text)
             return
         error = self._log_file.append(text)
-        if error and not self._has_complained:  # a full disk is no reason to end a run
+        if error and not self._has_complained:  # a full disk should not end a run
             what = f"{self._log_file.path}: {error.strerror}; its lines wait until they can be written"
             self._console.print(what, style="red", markup=False, highlight=False, soft_wrap=True)
         self._has_complained = error is not None

@@ -80,7 +80,7 @@ class Trainer:
     Raises:
         ConfigError: the output folder cannot be written, another process trains there, another run is there, or the
             device cannot be used.
-        SnapshotError: there is nothing to resume, or it is broken.
+        SnapshotError: no snapshot was found to resume from, or it is damaged.
     """
 
     def __init__(
