@@ -97,7 +97,9 @@ class PolicyCallback:
             what = "blocks" if self._blocks else "rule"
             raise ConfigError(f"{self._owner}.memory_budget: the plan chooses the policies · fix: leave {what} out")
         check_budget(memory_budget)
-        PlanOptions.of(self._options, self._owner)
+        if PlanOptions.of(self._options, self._owner).head:
+            fix = "graphckpt.plan with a step of your own, and GraphckptCallback(None, blocks=plan.blocks)"
+            raise ConfigError(f"{self._owner}.head: not supported with a memory_budget · fix: {fix}")
 
     def _check_fields(self) -> None:
         known = [*_ARGUMENTS, *(name for name in FIELDS if name not in {"activation_checkpointing", "stage_id"})]

@@ -51,9 +51,6 @@ class LivePlan:
     def __init__(
         self, model: nn.Module, memory_budget: Budget, options: PlanOptions, report: Callable[[str], None]
     ) -> None:
-        if options.head:
-            fix = "graphckpt.plan with a step of your own, and GraphckptCallback(None, blocks=plan.blocks)"
-            raise ConfigError(f"memory_budget: `head` cannot be planned while a training runs · fix: {fix}")
         self._model = model
         self._budget = memory_budget
         self._options = options

@@ -187,7 +187,7 @@ def check_budget(budget: Budget) -> Budget:
 
 
 def check_fit_budget(budget: Budget) -> int | str:
-    """Returns a budget that is as many bytes for each batch size.
+    """Returns a budget independent of the batch size.
 
     Raises:
         ConfigError: It is another one, or it cannot be used.
@@ -195,7 +195,7 @@ def check_fit_budget(budget: Budget) -> int | str:
     budget = check_budget(budget)
     if isinstance(budget, float) or budget == "min":
         fix = "fix: '12GiB', '50%' of the device's memory, or 'max'"
-        raise ConfigError(f"memory_budget: expected as many bytes for each batch size, got {budget!r} · {fix}")
+        raise ConfigError(f"memory_budget: expected a budget independent of the batch size, got {budget!r} · {fix}")
     return budget
 
 

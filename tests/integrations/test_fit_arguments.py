@@ -108,7 +108,7 @@ def test_faults_are_one_clear_error(tmp_path: Path) -> None:
         config = pytest.importorskip("trl").DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
     with pytest.raises(ConfigError, match=r"arguments of Transformers' Trainer, got DPOConfig · fix: "):
         fit_training_arguments(gpt2(), config, Tokens())
-    with pytest.raises(ConfigError, match="as many bytes for each batch size, got 'min'"):
+    with pytest.raises(ConfigError, match="independent of the batch size, got 'min'"):
         fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget="min")
     with pytest.raises(PlanError, match="no batch fits"):
         fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget=1000)

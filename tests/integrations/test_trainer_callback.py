@@ -629,6 +629,10 @@ def test_wrong_keys_fail_before_training() -> None:
         ({"report": 1}, r"\.report: expected True, False or 'table', got 1"),
         ({"rule": "selective", "memory_budget": 0.5}, r"\.memory_budget: the plan chooses .* fix: leave rule out"),
         ({"blocks": {"h": True}, "memory_budget": 0.5}, r"\.memory_budget: .* fix: leave blocks out"),
+        (
+            {"memory_budget": 0.5, "head": {"lm_head": "tiles"}},
+            r"Callback\.head: not supported .* fix: graphckpt",
+        ),
         ({"memory_budget": 0.5, "offlod": True}, r": there is no option 'offlod' · did you mean 'offload'"),
         (
             {"memory_budget": "150%"},

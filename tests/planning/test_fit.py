@@ -368,7 +368,7 @@ def test_a_range_bounds_the_search():
         ({"batch_sizes": range(8)}, r"batch_sizes: expected a range from 1 or more"),
         (
             {"memory_budget": "min"},
-            r"memory_budget: expected as many bytes for each batch size, got 'min' · fix: '12GiB', '50%' of",
+            r"memory_budget: expected a budget independent of the batch size, got 'min' · fix: '12GiB', '50%' of",
         ),
         ({"memory_budget": "1 fortnight"}, r"unknown unit"),
         ({"global_batch": 0}, r"global_batch: expected 1 or more, got 0"),
@@ -432,6 +432,6 @@ def test_a_simulated_fit_never_says_that_it_has_run():
 
 @pytest.mark.parametrize("budget", [0.6, "0.6", "min"])
 def test_a_budget_that_depends_on_the_batch_is_an_error(budget):
-    message = f"memory_budget: expected as many bytes for each batch size, got {budget!r}".replace("'0.6'", "0.6")
+    message = f"memory_budget: expected a budget independent of the batch size, got {budget!r}".replace("'0.6'", "0.6")
     with pytest.raises(ConfigError, match=message):
         graphckpt.fit(simple, memory_budget=budget)

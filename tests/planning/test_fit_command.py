@@ -76,10 +76,13 @@ def test_sequence_lengths(tmp_path, capsys):
         (["--batch-sizes", "8:4"], "batch_sizes: expected a range from 1 or more"),
         (["--sequence-lengths", "long"], "--sequence-lengths: expected whole numbers, got 'long'"),
         (["--global-batch-size", "0"], "global_batch: expected 1 or more, got 0"),
-        (["--memory-budget", "min"], "memory_budget: expected as many bytes for each batch size, got 'min'"),
+        (
+            ["--memory-budget", "min"],
+            "memory_budget: expected a budget independent of the batch size, got 'min'",
+        ),
         (
             ["--memory-budget", "0.6"],
-            "memory_budget: expected as many bytes for each batch size, got 0.6 · fix: '12GiB'",
+            "memory_budget: expected a budget independent of the batch size, got 0.6 · fix: '12GiB'",
         ),
         (
             ["--memory-budget", "150%"],

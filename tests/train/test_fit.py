@@ -78,11 +78,11 @@ def test_a_short_trial_run_chooses_nothing(place, capsys):
         (["train.num_accumulation_steps=2"], "activation_checkpoint.fit: num_accumulation_steps is chosen, and set as"),
         (
             ["train.activation_checkpoint.memory_budget=min"],
-            "expected as many bytes for each batch size, got 'min' · fix",
+            "expected a budget independent of the batch size, got 'min' · fix",
         ),
         (
             ["train.activation_checkpoint.memory_budget=0.6"],
-            "expected as many bytes for each batch size, got 0.6 · fix",
+            "expected a budget independent of the batch size, got 0.6 · fix",
         ),
         (["train.activation_checkpoint.blocks={'*.h.0': True}"], "fit: the plan of the chosen batch size sets the"),
         (["train.activation_checkpoint.fit=fastest"], "activation_checkpoint.fit"),
