@@ -49,8 +49,9 @@ class Recorder:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.recompute_seconds: defaultdict[str, float] = defaultdict(float)
         self.order: dict[str, None] = {}
-        self._plain = SavedBytes(self.plain_total)
-        self._saved = SavedBytes(self.totals["device"])
+        self._ignored: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._plain = SavedBytes(self.plain_total, self._ignored)
+        self._saved = SavedBytes(self.totals["device"], self._ignored)
         self.live = live
         """The log of live bytes, if they are counted."""
         self.has_optimizer_states = True
@@ -67,9 +68,7 @@ class Recorder:
         self.ignore(alive_anyway)
 
     def ignore(self, alive_anyway: Iterable[torch.Tensor]) -> None:
-        for tensor in alive_anyway:
-            self._plain.ignore(tensor)
-            self._saved.ignore(tensor)
+        self._ignored.update(storage for tensor in alive_anyway for storage in storages_of(tensor))
 
     def bytes_before(self, block: str) -> int:
         return self._plain.of_block(block)
@@ -268,10 +267,8 @@ def _now() -> float:
 
 @dataclass(eq=False, slots=True)
 class _Saved:
-    storage: weakref.ref[torch.UntypedStorage]
-    block: str | None = None
-    """``None`` if it is not counted."""
-    num_bytes: int = 0
+    block: str
+    num_bytes: int
     ends: list[weakref.finalize[Any, Any]] = field(default_factory=list)
     """Those of its owners: what autograd or a block holds while it is saved."""
 
@@ -284,31 +281,29 @@ class _Saved:
 class SavedBytes:
     """Sums what is saved: each storage once, for its first block. See Note [One storage, one object]."""
 
-    def __init__(self, total: Total) -> None:
+    def __init__(self, total: Total, ignored: weakref.WeakSet[torch.UntypedStorage]) -> None:
         self._total = total
-        self._saved: dict[int, _Saved] = {}
+        self._ignored = ignored
+        self._saved: weakref.WeakKeyDictionary[torch.UntypedStorage, _Saved] = weakref.WeakKeyDictionary()
 
     def of_block(self, block: str) -> int:
         return self._total.share_of(block)
 
-    def ignore(self, tensor: torch.Tensor) -> None:
-        for storage in storages_of(tensor):
-            self._saved[id(storage)] = _Saved(weakref.ref(storage))
-
     def add(self, block: str, tensor: torch.Tensor, owner: object) -> None:
         """Counts the tensor's storage for ``block``, if it is new, until all its owners are gone."""
         for storage in storages_of(tensor):
-            saved = self._saved.get(id(storage))
-            if saved is None or saved.storage() is not storage or (saved.block is not None and not saved.is_owned()):
-                saved = self._saved[id(storage)] = _Saved(weakref.ref(storage), block, storage.nbytes())
+            if storage in self._ignored:
+                continue
+            saved = self._saved.get(storage)
+            if saved is None or not saved.is_owned():
+                saved = self._saved[storage] = _Saved(block, storage.nbytes())
                 self._total.add(block, saved.num_bytes)
-            if saved.block is not None:
-                saved.ends.append(when_gone(owner, tensor, self._drop, saved))
+            saved.ends.append(when_gone(owner, tensor, self._drop, saved))
 
     def remove(self, tensor: torch.Tensor, owner: object) -> None:
         for storage in storages_of(tensor):
-            saved = self._saved.get(id(storage))
-            if saved is None or saved.storage() is not storage or not saved.is_owned():
+            saved = self._saved.get(storage)
+            if saved is None or not saved.is_owned():
                 continue
             for end in saved.ends:
                 if (watched := end.peek()) and watched[0] is owner:
