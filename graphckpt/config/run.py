@@ -67,7 +67,7 @@ def plan_from(
         on_measured: called with the planners of the step, before they choose.
 
     Raises:
-        ConfigError: with every fault of the config, or there is no such device.
+        ConfigError: with every fault of the config, or the device is unknown.
         PlanError: no plan fits.
     """
     with fake_steps_from(config_file, overrides, device=device, options=options) as steps:

@@ -75,13 +75,13 @@ def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainR
         raise ConfigError(f"{what} · fix: task=CausalLM, or train.dist.pipeline_parallel_size=1")
     config = settings.dist
     fields = block_policies(model, settings.activation_checkpoint)
-    cut = pipeline.split_layers(
+    stages = pipeline.split_layers(
         model, fields, num_stages=config.pipeline_parallel_size, layer_stages=config.custom_pipeline_stage_id
     )
-    pipeline.check_split(model, cut, task.losses)
-    pipeline.keep_stage(model, cut, ranks.stage, device)
+    pipeline.check_split(model, stages, task.losses)
+    pipeline.keep_stage(model, stages, ranks.stage, device)
     dtype = getattr(torch, settings.amp.dtype) if settings.amp.enabled else None
-    return pipeline.Pipeline(model, cut, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
+    return pipeline.Pipeline(model, stages, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
 
 
 def block_fields(built: BuiltModel, settings: TrainConfig, ranks: TrainRanks) -> dict[str, dict[str, Any]]:

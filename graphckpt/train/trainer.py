@@ -123,11 +123,11 @@ class Trainer:
         self.report = report or self._own_report(eval_only=eval_only)
 
     def _scratch_folder(self) -> Path:
-        made = ""
+        folder = ""
         with writing_to(self.folder), self.ranks.main_first():
             if self.ranks.is_main:
-                made = tempfile.mkdtemp(prefix="graphckpt-")
-        return Path(self.ranks.broadcast(made))
+                folder = tempfile.mkdtemp(prefix="graphckpt-")
+        return Path(self.ranks.broadcast(folder))
 
     def _own_report(self, *, eval_only: bool) -> Report:
         if not self.ranks.is_main:
