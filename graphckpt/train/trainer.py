@@ -18,15 +18,7 @@ from torch.optim import Optimizer
 from graphckpt.errors import ConfigError, GraphError, first_line
 from graphckpt.graph.out_of_memory import is_out_of_memory
 from graphckpt.planning.options import Budget
-from graphckpt.train.build_model import (
-    BuiltModel,
-    EvalGraph,
-    TrainGraph,
-    block_fields,
-    build_model,
-    check_task,
-    grad_sync_of,
-)
+from graphckpt.train.build_model import BuiltModel, EvalGraph, TrainGraph, build_model, check_task
 from graphckpt.train.data.samples import (
     Opened,
     Prefetcher,
@@ -157,7 +149,7 @@ class Trainer:
         if settings.load_weight and not self.saved.source:
             self._load(built.model, Path(settings.load_weight).expanduser(), "train.load_weight")
         optimizer = self._make_optimizer(built.model)
-        blocks = block_fields(built, settings, self.ranks)  # raises before the data is prepared, which may take long
+        blocks = built.block_fields()  # raises before the data is prepared, which may take long
         opened = self._open(built.model)
         train_iter = iterations(
             train_iter=settings.train_iter,
@@ -192,20 +184,8 @@ class Trainer:
         settings = self.settings
         warmup_iter = math.ceil(train_iter * settings.warmup_ratio)
         scheduler = settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter)
-        grad_sync = grad_sync_of(built.model, self._task, settings, self.ranks)
         try:
-            graph = TrainGraph(
-                built.model,
-                self._task,
-                optimizer,
-                scheduler,
-                blocks=blocks,
-                amp=settings.amp,
-                capture=self._capture,
-                num_accumulation_steps=settings.sizes.accumulation,
-                grad_sync=grad_sync,
-                pipeline=built.pipeline,
-            )
+            graph = TrainGraph(built, optimizer, scheduler, blocks)
         except GraphError as error:
             raise ConfigError(f"optim, train.scheduler: {error}") from error
         section = settings.activation_checkpoint
@@ -278,12 +258,6 @@ class Trainer:
     def _build_model(self) -> BuiltModel:
         return build_model(self._make_model, self._task, self.settings, self.ranks, self.device)
 
-    @property
-    def _capture(self) -> str:
-        """Whether steps are captured; not with data or pipeline parallelism: all ranks would have to capture alike."""
-        is_shared = self.ranks.data_mesh is not None or self.ranks.stage_mesh is not None
-        return "eager" if is_shared else self.settings.capture
-
     def _load(self, model: nn.Module, folder: Path, where: str) -> None:
         load_weights(model, read_weights(folder, like=tensors_of(model), group=self.ranks.control), where)
 
@@ -332,9 +306,7 @@ class Trainer:
         if heldout is None:
             return None
         evaluation = self.settings.evaluation
-        eval_graph = EvalGraph(
-            built.model, self._task, amp=self.settings.amp, capture=self._capture, pipeline=built.pipeline
-        )
+        eval_graph = EvalGraph(built)
         return EvalHook(
             lambda batch: eval_graph(**batch),
             lambda: self._heldout_batches(heldout),
