@@ -37,7 +37,7 @@ from graphckpt.train.loop import HookBase, Loop, TrainError, attribute_errors
 from graphckpt.train.output import Report
 from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
 from graphckpt.train.policies import plan_on_batch, replan_on_out_of_memory
-from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig, epoch_period, iterations
+from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
 from graphckpt.train.snapshot.run_state import RunState
 from graphckpt.train.snapshot.saved_run import (
     LOG,
@@ -151,13 +151,7 @@ class Trainer:
         optimizer = self._make_optimizer(built.model)
         blocks = built.block_fields()  # raises before the data is prepared, which may take long
         opened = self._open(built.model)
-        train_iter = iterations(
-            train_iter=settings.train_iter,
-            train_epoch=settings.train_epoch,
-            train_samples=settings.train_samples,
-            num_samples=len(opened.train),
-            global_batch=self.batch_size,
-        )
+        train_iter = settings.iterations(len(opened.train))
         graph = self._train_graph(built, optimizer, blocks, train_iter)
         self._describe(built, opened, train_iter)
         state = RunState(built.model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
@@ -291,10 +285,11 @@ class Trainer:
         if eval_hook:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
             yield BestHook(writer.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
+        snapshots = settings.checkpointer
         yield SnapshotHook(
             writer,
-            period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
-            max_to_keep=settings.checkpointer.max_to_keep,
+            period=settings.period(snapshots.period, snapshots.save_model_after_n_epoch, len(opened.train)),
+            max_to_keep=snapshots.max_to_keep,
         )
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)
@@ -305,21 +300,16 @@ class Trainer:
         heldout = opened.heldout
         if heldout is None:
             return None
-        evaluation = self.settings.evaluation
+        settings, evaluation = self.settings, self.settings.evaluation
         eval_graph = EvalGraph(built)
         return EvalHook(
             lambda batch: eval_graph(**batch),
             lambda: self._heldout_batches(heldout),
             self._task.metrics,
             model=built.model,
-            eval_period=self._period(opened, evaluation.eval_after_n_epoch, evaluation.eval_period),
+            eval_period=settings.period(evaluation.eval_period, evaluation.eval_after_n_epoch, len(opened.train)),
             over_ranks=self.ranks.sum,
         )
-
-    def _period(self, opened: Opened, epochs: int | None, iterations: int) -> int:
-        if epochs is None:
-            return iterations
-        return epoch_period(epochs, num_samples=len(opened.train), global_batch=self.batch_size)
 
     def _heldout_batches(self, heldout: Samples) -> Iterator[tuple[dict[str, Tensor], bool]]:
         settings, ranks = self.settings, self.ranks

@@ -19,6 +19,7 @@ from graphckpt.config.trainer import trainer_from
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.ranks import ParallelError
+from graphckpt.train.parallel.sharding import full_tensor_tree, restore_sharded
 from graphckpt.train.snapshot import dcp
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import SnapshotWriteError
@@ -134,9 +135,11 @@ class Copy(HookBase):
     def before_train(self, loop: Loop) -> None:
         hook = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
         saver: Any = hook._writer
-        weights, states = saver._state.weights(), saver._state.states()
+        shards: dict[str, torch.Tensor] = {}
+        weights, states = saver._state.weights(), saver._state.states(shards)
+        graph = restore_sharded(states["graph"], full_tensor_tree(shards))
         if self._trainer.ranks.is_main:
-            torch.save({"weights": weights, "graph": states["graph"]}, f"{self._name}.pt")
+            torch.save({"weights": weights, "graph": graph}, f"{self._name}.pt")
         saver.save(LAST, loop, lambda: None)
         loop._is_asked = True
 

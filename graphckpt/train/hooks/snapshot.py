@@ -85,17 +85,17 @@ class SnapshotWriter:
         hooks = loop.hook_states()  # raises if a loss is not finite
         self._check_weights(loop.done)
         folder = self.saved.folder / name
-        shards: dict[str, Tensor] | None = {} if self._state.is_sharded else None
+        is_sharded, shards = self._state.is_sharded, dict[str, Tensor]()
         states = self._state.states(shards)
         states["trainer"]["hooks"] = hooks
-        weights = self._state.weights() if shards is None or name in {BEST, FINAL} else None
-        begun = None if shards is None else self._write_shards(folder, shards)
+        weights = self._state.weights() if not is_sharded or name in {BEST, FINAL} else None
+        begun = self._write_shards(folder, shards) if is_sharded else None
         write = partial(
             snapshot.write,
             folder,
             info=self._info(loop, states["graph"]),
             companions=self._add_files,
-            has_shards=shards is not None,
+            has_shards=is_sharded,
         )
         if self._thread is None:
             self._ranks.run_on_main(partial(write, weights=weights, states=states), SnapshotWriteError)
