@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, GraphError, first_line
 from graphckpt.graph.out_of_memory import is_out_of_memory
-from graphckpt.planning.options import Budget
 from graphckpt.train.build_model import BuiltModel, EvalGraph, TrainGraph, build_model, check_task
 from graphckpt.train.data.samples import (
     Opened,
@@ -37,7 +36,7 @@ from graphckpt.train.loop import HookBase, Loop, TrainError, attribute_errors
 from graphckpt.train.output import Report
 from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
 from graphckpt.train.policies import plan_on_batch, replan_on_out_of_memory
-from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig
+from graphckpt.train.settings import TrainConfig
 from graphckpt.train.snapshot.run_state import RunState
 from graphckpt.train.snapshot.saved_run import (
     LOG,
@@ -70,9 +69,7 @@ class Trainer:
         write_config: writes the config into the given folder; called once the run has begun.
 
     Raises:
-        ConfigError: the output folder cannot be written, another process trains there, another run is there, or the
-            device cannot be used.
-        SnapshotError: no snapshot was found to resume from, or it is damaged.
+        ConfigError: the device cannot be used.
     """
 
     def __init__(
@@ -100,26 +97,15 @@ class Trainer:
         self.device = resolve_device(settings.device, settings.dist)
         self.ranks = TrainRanks(settings.dist, self.device)
         if scratch:
-            self.folder = self._scratch_folder()
-        with writing_to(self.folder), self.ranks.main_first():
-            self.saved = SavedRun(
-                self.folder,
-                resume=resume,
-                overwrite=settings.overwrite,
-                eval_only=eval_only,
-                batch_size=self.batch_size,
-                ranks=self.ranks,
-            )
+            with writing_to(self.folder):
+                folder = tempfile.mkdtemp(prefix="graphckpt-") if self.ranks.is_main else ""
+            self.folder = Path(self.ranks.broadcast(folder))
+        self.saved = SavedRun(
+            self.folder, resume=resume, overwrite=settings.overwrite, batch_size=self.batch_size, ranks=self.ranks
+        )
         if write_config is not None:
             self.saved.at_start(partial(write_config, self.folder))
         self.report = report or self._own_report(eval_only=eval_only)
-
-    def _scratch_folder(self) -> Path:
-        folder = ""
-        with writing_to(self.folder), self.ranks.main_first():
-            if self.ranks.is_main:
-                folder = tempfile.mkdtemp(prefix="graphckpt-")
-        return Path(self.ranks.broadcast(folder))
 
     def _own_report(self, *, eval_only: bool) -> Report:
         if not self.ranks.is_main:
@@ -138,6 +124,8 @@ class Trainer:
         """Prepares the data, trains, and writes the results.
 
         Raises:
+            ConfigError: the output folder cannot be written, another process trains there, or another run is there.
+            SnapshotError: no snapshot was found to resume from, or it is damaged.
             GraphckptError: the config is invalid, there is too little text or memory, or the loss is not finite.
         """
         with self.saved.locked():
@@ -228,8 +216,11 @@ class Trainer:
             self.ranks.translate_errors(),
         ):
             self.saved.restore(state, loop, data=data, report=self.report)
-            if (budget := settings.activation_checkpoint.memory_budget) is not None and loop.done < loop.train_iter:
-                step.plan(loop.done, budget, settings.activation_checkpoint, self.report, self.saved)
+            section = settings.activation_checkpoint
+            if section.memory_budget is not None and loop.done < loop.train_iter:
+                with attribute_errors(_KEYS, "planning"):
+                    batch = step.batches.get(loop.done)
+                    plan_on_batch(step.graph, section.memory_budget, section, self.report, self.saved, batch)
             loop.run()
 
     def evaluate(self) -> dict[str, float]:
@@ -349,12 +340,6 @@ class _Step:
     ranks: TrainRanks
     loop: Loop | None = None
     """Receives the seconds that the step waited for its data."""
-
-    def plan(
-        self, iteration: int, budget: Budget, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
-    ) -> None:
-        with attribute_errors(_KEYS, "planning"), self.ranks.translate_errors():
-            plan_on_batch(self.graph, budget, config, report, saved, self.batches.get(iteration))
 
     def __call__(self, iteration: int) -> dict[str, Tensor]:
         with attribute_errors(_KEYS, f"iteration {iteration + 1}"), self.ranks.translate_errors():

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import small_run
 from helpers.ranks import run_on_ranks
 from helpers.small_run import equal, rows_of, same_weights
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from graphckpt.config.trainer import trainer_from
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.ranks import ParallelError
@@ -37,10 +37,8 @@ SQUARE = [
 LAST = "model_0000003"
 
 
-def trainer_of(folder: str, *words: str, hooks: tuple[HookBase, ...] = (), **how: bool) -> Any:
-    trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", *BRIEF, *words], **how)
-    trainer._more_hooks = hooks
-    return trainer
+def trainer_of(folder: str, *words: str, **how: Any) -> Any:
+    return small_run.trainer_of(folder, *BRIEF, *words, **how)
 
 
 # ---- four ranks: one of them is lost; all of them go on
