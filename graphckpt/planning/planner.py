@@ -209,8 +209,8 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
         wanted = {name for selector in listed for name, _ in select(model, selector)}
         order = [name for name, _ in model.named_modules()]
         names = [n for n in order if n in wanted and not any(n != w and n.startswith(f"{w}.") for w in wanted if w)]
-    found = [(name, model.get_submodule(name)) for name in names]
-    for name, module in found:
+    blocks = [(name, model.get_submodule(name)) for name in names]
+    for name, module in blocks:
         if any(isinstance(part.forward, BlockForward) for part in module.modules()):
             raise ConfigError(
                 f"{name}: expected a block without a policy · fix: graphckpt.remove(model) before planning"
@@ -226,7 +226,7 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
                 f"{name or type(model).__name__}: expected its own gradient checkpointing to be off · "
                 "fix: model.gradient_checkpointing_disable()"
             )
-    return found
+    return blocks
 
 
 def _limit_of(
@@ -274,8 +274,8 @@ def measure_all(
             progress.begin(f"run {done} of {total} is done")
 
     modules = [module for _, module in blocks]
-    ranks, found = parse_partition_request(options.partition, group.size)
-    found = [*notes, *found]
+    ranks, all_notes = parse_partition_request(options.partition, group.size)
+    all_notes = [*notes, *all_notes]
     code = parse_compile(options.compile, options.candidates)
     candidates = candidates_of(options.offload, options.candidates, code=code)
     if ranks is not None:
@@ -294,7 +294,7 @@ def measure_all(
         rates = _slowest(group.all_gather(step.copy_rates(target)))
         if rates is None:
             candidates = tuple(option for option in candidates if not option.is_far)
-            found.append(step.no_copies)
+            all_notes.append(step.no_copies)
     planners: list[Planner] = []
     for rows in heads:
         on_head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
@@ -304,7 +304,7 @@ def measure_all(
             except PathError as error:
                 if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
                     raise
-                found.append(_ALL_BLOCKS)
+                all_notes.append(_ALL_BLOCKS)
                 measured = measure(step, Blocks(blocks), candidates, on_run)
             measured = group.times(measured)
         planners.append(
@@ -316,8 +316,8 @@ def measure_all(
                 rates=rates,
                 host_budget=options.host_bytes,
                 # without the first layer of a run, the others join the run before it, and exceed the peak
-                joins=can_join(modules, options.candidates) and _ALL_BLOCKS not in found,
-                notes=(*found, *group.notes),
+                joins=can_join(modules, options.candidates) and _ALL_BLOCKS not in all_notes,
+                notes=(*all_notes, *group.notes),
                 extra_rows=rows,
                 compiled={} if code.field is None else {"compile": code.field},
                 has_slabs=options.contiguous,
@@ -345,12 +345,12 @@ def head_rows(
     for name, value in (head or {}).items():
         if name not in dict(model.named_modules()):
             raise ConfigError(
-                f"head: there is no block {name!r}{did_you_mean(name, [n for n, _ in model.named_children()])} · "
+                f"head: unknown block {name!r}{did_you_mean(name, [n for n, _ in model.named_children()])} · "
                 "fix: name the module that computes the loss"
             )
-        around = next((block for block, _ in blocks if f"{block}.".startswith(f"{name}." if name else "")), None)
-        if around is not None:
-            raise ConfigError(f"head: {name!r} contains the layer {around!r} · fix: name the module after the layers")
+        layer = next((block for block, _ in blocks if f"{block}.".startswith(f"{name}." if name else "")), None)
+        if layer is not None:
+            raise ConfigError(f"head: {name!r} contains the layer {layer!r} · fix: name the module after the layers")
         for one in value if isinstance(value, (list, tuple)) else [value]:
             rule = parse_rule(one)
             if rule is None:
@@ -413,11 +413,12 @@ class Planner:
         return {option.name: self.to_plan(choice, choice.peak) for option, choice in options}
 
     def to_plan(self, choice: PolicyChoice, budget: int, correction: int = 0) -> Plan:
-        known, names = self.measured, self.measured.names
+        measured, names = self.measured, self.measured.names
         joined = {block for first, end in choice.runs for block in range(first + 1, end)}
         extra = self.search.extra_seconds(choice)
         chosen = [
-            JOINED if block in joined else known.options_of[block][option] for block, option in enumerate(choice.plan)
+            JOINED if block in joined else measured.options_of[block][option]
+            for block, option in enumerate(choice.plan)
         ]
         rows = tuple(
             PlanRow(
@@ -425,7 +426,7 @@ class Planner:
                 option=f"{chosen[block].name}, compiled" if self.compiled else chosen[block].name,
                 fields={**self.compiled, **chosen[block].fields},
                 extra_seconds=extra[block],
-                moved_bytes=known.far_bytes[block][option],
+                moved_bytes=measured.far_bytes[block][option],
             )
             for block, option in enumerate(choice.plan)
         )
@@ -434,24 +435,24 @@ class Planner:
         return Plan(
             rows=rows + self.extra_rows,
             predicted_peak_bytes=choice.peak + correction,
-            predicted_step_seconds=known.step_seconds + choice.seconds - self.plain.seconds,
+            predicted_step_seconds=measured.step_seconds + choice.seconds - self.plain.seconds,
             binding=self._name(choice),
             floor_bytes=min(self.floor.peak + max(0, correction), choice.peak + correction),
             budget_bytes=budget,
             plain_peak_bytes=self.plain.peak + correction,
-            plain_step_seconds=known.step_seconds,
+            plain_step_seconds=measured.step_seconds,
             correction_bytes=correction,
             device=self.device,
             is_simulated=self.is_simulated,
             stages=tuple(
                 Stage(
-                    name=interval_name(level.interval, names, known.model.block_of_call),
+                    name=interval_name(level.interval, names, measured.model.block_of_call),
                     start_bytes=level.start,
                     peak_bytes=level.peak,
                 )
                 for level in self.search.levels(choice.plan, choice.runs)
             ),
-            notes=(*known.notes, *self.notes),
+            notes=(*measured.notes, *self.notes),
             model=None if self.is_simulated else self.model,
         )
 
@@ -479,8 +480,8 @@ class Planner:
     def _input_bytes(self) -> int:
         """Returns what the blocks hold at the lowest peak, which segments of segments hold in part."""
         model, options = self.measured.model, self.floor.plan
-        held = {s for call, block in enumerate(model.block_of_call) for s in model.holds(call, options[block])}
-        return sum(model.base.sizes.get(storage, 0) for storage in held)
+        storages = {s for call, block in enumerate(model.block_of_call) for s in model.holds(call, options[block])}
+        return sum(model.base.sizes.get(storage, 0) for storage in storages)
 
     def _sequential(self) -> str | None:
         """Returns the name of the ``nn.Sequential`` whose children are planned, if there is one."""

@@ -207,7 +207,7 @@ def one_is_slow(rank: int) -> None:
     layer: Any = case.model.layers[1]
     layer.seconds = 0.01 * rank
     case.seconds_between = 0.1 * (1 - rank)
-    both = shared(case.plan(0.8).below("nowhere"))
+    both = shared(case.plan(0.8).relative_to("nowhere"))
     assert both[0] == both[1]
     assert policies(both[0])[1] == "keep", policies(both[0])
     assert len(set(policies(both[0]))) > 1
@@ -220,7 +220,7 @@ def one_has_less_memory(rank: int) -> None:
     case = Case()
     plain = case.plan(1.0, **FULL).plain_peak_bytes
     own = plain if rank == 0 else plain * 3 // 4
-    both = shared(case.plan(own, **FULL).below("nowhere"))
+    both = shared(case.plan(own, **FULL).relative_to("nowhere"))
     assert both[0] == both[1]
     assert both[0].predicted_peak_bytes <= both[0].budget_bytes == plain * 3 // 4
     with pytest.MonkeyPatch.context() as patch:
@@ -235,7 +235,7 @@ def one_takes_more(rank: int) -> None:
     case = Case(rows=256 + 128 * rank)
     found = case.plan(0.6, **FULL)
     assert "peaks differ between processes; planned for rank 1, which has the highest" in found.notes
-    both = shared(found.below("nowhere"))
+    both = shared(found.relative_to("nowhere"))
     assert both[0] == both[1]
     with found.apply():
         peaks = shared(case.peak())
@@ -271,7 +271,7 @@ def compiled_layers_are_planned_together() -> None:
     case.x = shared(case.x)[0]
     options = {"backend": "aot_eager"}
     found = case.plan("min", compile=options, check=False)
-    both = shared(found.below("nowhere"))
+    both = shared(found.relative_to("nowhere"))
     assert both[0] == both[1]
     assert all(fields["compile"].items() > options.items() for fields in found.blocks.values())
     with found.apply():

@@ -110,7 +110,7 @@ def test_a_graph_takes_it_and_lets_it_go_again():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"haed": Tiles(4)}, "head: there is no block 'haed' · did you mean 'head'|there is no block 'haed'"),
+        ({"haed": Tiles(4)}, "head: unknown block 'haed' · did you mean 'head'|unknown block 'haed'"),
         ({"": Tiles(4)}, "head: '' contains the layer 'layers.0'"),
         ({"layers": Tiles(4)}, "head: 'layers' contains the layer 'layers.0'"),
         ({"head": None}, "head: expected a rule, got None"),

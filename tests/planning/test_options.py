@@ -136,7 +136,7 @@ def test_names_of_before_still_work_and_say_what_to_write():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ofload": True}, r"plan: there is no option 'ofload' · did you mean 'offload'\? · fix: use offload, "),
+        ({"ofload": True}, r"plan: unknown option 'ofload' · did you mean 'offload'\? · fix: use offload, "),
         ({"host_budget": "12 G"}, r"host_budget: '12 G': unknown unit 'G' · fix: "),
         ({"contiguous": "yes"}, r"contiguous: expected True or False, got 'yes' · fix: "),
         ({"compile": "yes"}, r"compile: "),

@@ -63,7 +63,7 @@ def test_tensors_that_other_code_holds_do_not_multiply_the_states(measured):
     states = {chain.start}
     for block in range(NUM_BLOCKS):
         moves = (chain.move(block, option, held) for held in states for option in range(len(chain.options(block))))
-        states = {move.held for move in moves if move is not None}
+        states = {move.state for move in moves if move is not None}
         assert len(states) <= 4 * (block + 2)
 
 
