@@ -21,7 +21,8 @@ from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.planner import Planners, plan_step
+from graphckpt.planning.plan_step import plan_step
+from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import check_task
@@ -73,17 +74,17 @@ def plan_from(
     with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
         sizes = steps.run.train.sizes
         step = steps.step(sizes.micro_batch, sizes.accumulation).step
-        return plan_step(
-            step,
-            steps.model,
-            steps.blocks,
-            memory_budget,
-            replace(steps.options, progress=progress),
-            PlanGroup(),
-            step.restoring(),
-            notes=steps.notes,
-            on_measured=on_measured,
-        )
+        with step.restoring():
+            return plan_step(
+                step,
+                steps.model,
+                steps.blocks,
+                memory_budget,
+                replace(steps.options, progress=progress),
+                PlanGroup(),
+                notes=steps.notes,
+                on_measured=on_measured,
+            )
 
 
 def fit_from(

@@ -278,6 +278,7 @@ def options(
     only: Iterable[Any] | None = None,
     *,
     code: LayerCompilation = NOT_COMPILED,
+    partition: Any = None,
 ) -> tuple[Option, ...]:
     """Returns the options, ``keep`` first.
 
@@ -287,6 +288,7 @@ def options(
             ``joined`` is not an option of a single block: see :func:`can_join`.
         code: How blocks are compiled. Ops of compiled blocks are not visible, and the levels between keeping all and
             nothing are the compiler's.
+        partition: The ranks over which saved tensors may be partitioned; ``None``: they are not.
 
     Raises:
         ConfigError: A target or a rule is unknown.
@@ -295,24 +297,18 @@ def options(
         on_device = KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined))
     else:
         on_device = NEAR if code.field is None else (*NEAR[:-MOST], *map(_compiled, code.shares))
-    target = parse_offload(offload)
-    if target is None:
-        return on_device
-    place = "cpu" if offload is True else offload
-    return on_device + tuple(
-        Option(f"{option.name} + {target.tier}", {**option.fields, "offload": place}, option.rule, is_far=True)
-        for option in on_device
-    )
-
-
-def with_partition(options: Sequence[Option], partition: Any) -> tuple[Option, ...]:
-    """Returns options, followed by those without offloading with their saved tensors partitioned over ranks."""
-    parts = [
+    offloading: list[Option] = []
+    if (target := parse_offload(offload)) is not None:
+        place = "cpu" if offload is True else offload
+        offloading = [
+            replace(o, name=f"{o.name} + {target.tier}", fields={**o.fields, "offload": place}, is_far=True)
+            for o in on_device
+        ]
+    partitioning = [
         replace(o, name=f"{o.name} + part", fields={**o.fields, "partition": partition}, is_part=True)
-        for o in options
-        if not o.is_far
+        for o in (on_device if partition is not None else ())
     ]
-    return (*options, *parts)
+    return (*on_device, *offloading, *partitioning)
 
 
 def parse_partition_request(partition: Any, num_planning: int) -> tuple[Any, list[str]]:

@@ -327,6 +327,16 @@ class MeasuredStep:
     notes: tuple[str, ...] = ()
     """Where the prediction is not exact, and why."""
 
+    def interval_name(self, interval: Interval) -> str:
+        """Returns the name of an interval for tables and messages, such as ``"backward of h.1"``."""
+        if interval.call < 0 or interval.phase is Phase.OPTIMIZER:
+            return interval.phase.value
+        block_of_call = self.model.block_of_call
+        name = self.names[block_of_call[interval.call]]
+        if interval.phase is Phase.AFTER_FORWARD and interval.call == len(block_of_call) - 1:
+            return f"the head and the loss, after {name}"
+        return f"{interval.phase.value} {name}"
+
 
 def with_gathers(
     measured: MeasuredStep, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]]

@@ -214,17 +214,14 @@ def _device_share(budget: str) -> float:
     return share
 
 
-def budget_bytes(budget: Budget, memory: DeviceMemory, *, plain_peak: int = 0, floor: int = 0) -> int:
+def budget_bytes(budget: Budget, memory: DeviceMemory, plain_peak: int = 0) -> int:
     """Returns the largest peak of the step in bytes.
 
     Args:
-        budget: A value that :func:`check_budget` returned.
+        budget: A value that :func:`check_budget` returned, other than ``"min"``.
         memory: That of the device.
         plain_peak: The peak when everything is kept.
-        floor: The lowest peak of any plan.
     """
-    if budget == "min":
-        return floor
     if budget == "max":
         return memory.available - memory.headroom
     if isinstance(budget, float):

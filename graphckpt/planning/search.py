@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 from graphckpt.errors import ConfigError
 from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
 from graphckpt.planning.memory_model import IntervalLevel, JoinedRuns, MeasuredStep, Runs, with_gathers
-from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.program import Interval
 from graphckpt.planning.step_chain import StepChain
 
 
@@ -277,7 +277,7 @@ class PolicySearch:
         self.measured = measured
         self.joined_runs = JoinedRuns(measured) if joins else None
         """The events of joined blocks."""
-        self._rates = rates
+        self.rates = rates
         self._host_budget = host_budget
         offloading = [number for number, option in enumerate(measured.options) if option.is_far]
         self._offloading = frozenset((block, number) for block in range(len(measured.names)) for number in offloading)
@@ -287,7 +287,7 @@ class PolicySearch:
     @cached_property
     def fronts(self) -> list[tuple[StepChain, Frontier]]:
         """The Pareto-optimal plans, for each option of the blocks that run several times, which must be equal."""
-        banned = self._offloading if self._rates is not None else frozenset()
+        banned = self._offloading if self.rates is not None else frozenset()
         return [(chain, Frontier(chain)) for chain in self._chains(banned, self.joined_runs)]
 
     @cached_property
@@ -312,7 +312,7 @@ class PolicySearch:
         fitting = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget))]
         fitting += [choice for choice in (self.floor(), *self.baselines) if choice.peak <= budget]
         best = min(fitting, key=_better, default=None)
-        if self._rates is None:
+        if self.rates is None:
             return best
         moved = self._with_copies(budget, best)
         return min((c for c in (best, moved) if c is not None), key=_better, default=None)
@@ -320,7 +320,7 @@ class PolicySearch:
     def pareto(self, count: int = 24) -> list[PolicyChoice]:
         candidates = [self._evaluate(chain, plan) for chain, f in self.fronts for plan in f.plans(count)]
         candidates += self.baselines
-        if self._rates is not None and candidates:
+        if self.rates is not None and candidates:
             low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
             count = min(count, _BUDGETS_WITH_COPIES)
             steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * count) for n in range(count + 1)]
@@ -408,40 +408,24 @@ class PolicySearch:
         return [StepChain(self.measured, dict.fromkeys(self._repeated, option), banned) for option in allowed]
 
     def _timing(self, chain: StepChain) -> CopyTiming:
-        assert self._rates is not None
+        assert self.rates is not None
         measured = self.measured
         return CopyTiming(
             forward_seconds=[measured.forward_seconds[block] for block in chain.blocks],
             backward_seconds=[measured.backward_seconds[block] for block in chain.blocks],
             moved_bytes=[measured.far_bytes[block] for block in chain.blocks],
-            out_rate=self._rates.out,
-            back_rate=self._rates.back,
+            out_rate=self.rates.out,
+            back_rate=self.rates.back,
         )
 
     def _seconds(self, plan: Sequence[int]) -> tuple[float, int]:
         """Returns the seconds of all blocks, and the most bytes that copies hold on the device."""
         measured = self.measured
-        if self._rates is not None and any(measured.far_bytes[b][o] for b, o in enumerate(plan)):
+        if self.rates is not None and any(measured.far_bytes[b][o] for b, o in enumerate(plan)):
             chain = StepChain(measured)
             times = schedule_copies(self._timing(chain), [plan[block] for block in chain.blocks])
             return times.seconds, max(times.in_flight, default=0)
         return sum(measured.forward_seconds[b][o] + measured.backward_seconds[b][o] for b, o in enumerate(plan)), 0
-
-
-def interval_name(interval: Interval, names: Sequence[str], block_of_call: Sequence[int]) -> str:
-    """Returns the name of an interval for tables and messages.
-
-    >>> interval_name(Interval(Phase.BACKWARD, 1), ["h.0", "h.1", "h.2"], [0, 1, 2])
-    'backward of h.1'
-    >>> interval_name(Interval(Phase.AFTER_FORWARD, 2), ["h.0", "h.1", "h.2"], [0, 1, 2])
-    'the head and the loss, after h.2'
-    """
-    if interval.call < 0 or interval.phase is Phase.OPTIMIZER:
-        return interval.phase.value
-    name = names[block_of_call[interval.call]]
-    if interval.phase is Phase.AFTER_FORWARD and interval.call == len(block_of_call) - 1:
-        return f"the head and the loss, after {name}"
-    return f"{interval.phase.value} {name}"
 
 
 def _better(choice: PolicyChoice) -> tuple[float, int, tuple[int, ...]]:

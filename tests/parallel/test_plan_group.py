@@ -19,8 +19,9 @@ from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, PlanError, steps
 from graphckpt.planning import options as budget
 from graphckpt.planning.candidates import options as options_of
-from graphckpt.planning.candidates import with_partition
-from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
+from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -131,10 +132,10 @@ def predictions_hold() -> None:
     """The predicted peak of every mix is exact."""
     case = Case(*[Layer] * 3)
     case.x = shared(case.x)[0]
-    options = with_partition(options_of(only=["full", {"rule": "selective", "save": "matmul"}]), True)
+    options = options_of(only=["full", {"rule": "selective", "save": "matmul"}], partition=True)
     assert [o.name for o in options[3:]] == ["keep + part", "full + part", "selective(matmul) + part"]
     blocks = Blocks(find_blocks(case.model, None))
-    planner = Planner(measure(RealStep(case.model, case.step), blocks, options), model=case.model)
+    planner = Planner(PolicySearch(measure(RealStep(case.model, case.step), blocks, options)), model=case.model)
     assert planner.measured.notes == ()
     for plan in ((3, 3, 3), (4, 4, 4), (5, 5, 5), (3, 4, 5), (5, 1, 3), (4, 0, 2), (1, 5, 4)):
         choice = planner.search.evaluate(plan)

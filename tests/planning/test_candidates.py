@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import graphckpt
 from graphckpt.planning import candidates
 from graphckpt.planning.candidates import NEAR, OpTimes, options, selective_levels, with_levels
-from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks

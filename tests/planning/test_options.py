@@ -13,7 +13,7 @@ import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.cli import add_plan
 from graphckpt.config import run as config_run
-from graphckpt.planning import PlanOptions, planner
+from graphckpt.planning import PlanOptions, plan_step
 from graphckpt.planning.options import available_bytes
 from graphckpt.train.settings import ActivationCheckpointConfig
 
@@ -41,7 +41,7 @@ def caught(monkeypatch):
     def catch(*args):
         raise Caught(next(value for value in args if isinstance(value, PlanOptions)))
 
-    monkeypatch.setattr(planner, "measure_all", catch)
+    monkeypatch.setattr(plan_step, "measure_all", catch)
     return lambda: None
 
 

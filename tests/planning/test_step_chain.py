@@ -10,7 +10,7 @@ from torch import nn
 
 from graphckpt.planning.candidates import options
 from graphckpt.planning.frontier import peak
-from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.step_chain import StepChain
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
