@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 
 import graphckpt
@@ -115,17 +116,12 @@ class Region(nn.Sequential):
             return super().forward(x).float()
 
 
-class Slope(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(8, 8)})
+def Slope(self, x: torch.Tensor) -> torch.Tensor:
     """Runs backward in its forward, through the layers before it too, and uses its weight before and after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        energy = self.linear(x).tanh().pow(2).sum()
-        (slope,) = torch.autograd.grad(energy, self.linear.weight, create_graph=True)
-        return x + slope.mean() * self.linear(x)
+    energy = self.linear(x).tanh().pow(2).sum()
+    (slope,) = torch.autograd.grad(energy, self.linear.weight, create_graph=True)
+    return x + slope.mean() * self.linear(x)
 
 
 def test_a_backward_within_a_forward_leaves_its_casts_in_the_cache() -> None:

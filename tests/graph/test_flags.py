@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 
 from graphckpt import ConfigError, Graph, GraphError, GraphModule, Segments, Selective, Tiles
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+@as_module(lambda: {"norm": nn.LayerNorm(6), "up": nn.Linear(6, 12), "down": nn.Linear(12, 6), "drop": nn.Dropout(0.2)})
+def Layer(self, x: Tensor) -> Tensor:
+    return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
 
 
 class Stack(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.hard_modules import Mlp, chain, differing, plain_steps, run_steps
+from helpers.modules import as_module
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -78,13 +79,9 @@ class Loop(nn.Module):
         return x
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor]:
-        return (self.mlp(x) * scale,)
+@as_module(lambda: {"mlp": Mlp()})
+def Scaled(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor]:
+    return (self.mlp(x) * scale,)
 
 
 LOOP = {"blocks.0": True, "blocks.[1-5]": "joined"}
@@ -161,15 +158,10 @@ class Switch:
     block: nn.Module | None = None
 
 
-class Returns(nn.Module):
+@as_module(lambda result: {"linear": nn.Linear(16, 16), "result": result})
+def Returns(self, x: torch.Tensor) -> Any:
     """Returns something else beside its result, and something else again once the switch points to it."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.linear, self.result = nn.Linear(16, 16), result
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.result(self.linear(x).tanh(), Switch.block is self)
+    return self.result(self.linear(x).tanh(), Switch.block is self)
 
 
 class Last(nn.Module):

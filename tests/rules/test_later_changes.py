@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 
 import graphckpt
@@ -13,17 +14,12 @@ import graphckpt
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-class OwnNorm(nn.Module):
+@as_module(lambda: {"mean": nn.Buffer(torch.zeros(8))})
+def OwnNorm(self, x):
     """A batch norm that writes its statistics through ``data``, which no version counter shows."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x):
-        if self.training:
-            self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return x - self.mean
+    if self.training:
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - self.mean
 
 
 class Count(nn.Module):
@@ -60,21 +56,13 @@ class Count(nn.Module):
         return x * scale
 
 
-class Branch(nn.Module):
+@as_module(lambda late: {"first": nn.Linear(8, 8), "late": late, "last": nn.Linear(8, 8), "is_on": False})
+def Branch(self, x):
     """Calls ``late`` from the call number ``begin`` on only."""
-
-    def __init__(self, late):
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.late = late
-        self.last = nn.Linear(8, 8)
-        self.is_on = False
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        if self.is_on:
-            x = self.late(x)
-        return torch.tanh(self.last(x))
+    x = torch.tanh(self.first(x))
+    if self.is_on:
+        x = self.late(x)
+    return torch.tanh(self.last(x))
 
 
 LATE = {
@@ -135,19 +123,14 @@ def test_what_begins_to_change_in_a_later_call_changes_once(late, policy):
         assert all(map(equal, plain, seen)), f"step {number}"
 
 
-class FirstCall(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(8, 8), "is_first": True})
+def FirstCall(self, x):
     """Scales in its first call only."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.is_first = nn.Linear(8, 8), True
-
-    def forward(self, x):
-        x = self.linear(x)
-        if self.is_first:
-            self.is_first = False
-            x = x * 2  # saves nothing, so that a recomputation without it would not be noticed
-        return torch.tanh(x)
+    x = self.linear(x)
+    if self.is_first:
+        self.is_first = False
+        x = x * 2  # saves nothing, so that a recomputation without it would not be noticed
+    return torch.tanh(x)
 
 
 def test_a_flag_that_the_first_call_clears_is_set_in_its_recomputation():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
@@ -238,15 +239,11 @@ def test_a_kept_result_that_later_code_edits_is_made_again() -> None:
         assert all(torch.equal(a, b) for a, b in zip(grads, results[0], strict=True))
 
 
-class _EditsChildsResult(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.child(x)
-        y += x
-        return y
+@as_module(lambda: {"child": nn.Sequential(nn.Linear(4, 4), nn.Tanh())})
+def _EditsChildsResult(self, x: Tensor) -> Tensor:
+    y = self.child(x)
+    y += x
+    return y
 
 
 def test_a_kept_result_that_the_recomputed_block_around_edits_is_recomputed() -> None:
@@ -288,18 +285,12 @@ def test_buffers_that_move_in_train_mode_only_move_once_after_a_first_call_in_ev
         assert model[0].num_batches_tracked == 2
 
 
-class Late(nn.Module):
+@as_module(lambda size: {"steps": nn.Buffer(torch.zeros(size)), "begun": False})
+def Late(self, x: Tensor) -> Tensor:
     """Edits a buffer from some call on."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(size))
-        self.begun = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.begun:
-            self.steps.add_(1)
-        return (x * (self.steps[0] + 1)).sin() * self.steps[0].cos()
+    if self.begun:
+        self.steps.add_(1)
+    return (x * (self.steps[0] + 1)).sin() * self.steps[0].cos()
 
 
 def test_a_buffer_that_begins_to_move_on_a_later_call_moves_once_and_is_as_it_was_in_the_recomputation() -> None:

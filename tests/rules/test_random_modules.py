@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from helpers.hard_modules import differing, run_steps
+from helpers.modules import as_module
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -40,19 +41,14 @@ class Leaf(nn.Module):
         return F.dropout(x.sin(), 0.1) if self.kind == "functional" else x
 
 
-class Residual(nn.Module):
-    def __init__(self, children: list[nn.Module], in_place: bool) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-        self.in_place = in_place
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        if self.in_place and y is not x:
-            y = y * 1
-            y += x
-            return y
-        return y + x
+@as_module(lambda children, in_place: {"inner": nn.Sequential(*children), "in_place": in_place})
+def Residual(self, x: Tensor) -> Tensor:
+    y = self.inner(x)
+    if self.in_place and y is not x:
+        y = y * 1
+        y += x
+        return y
+    return y + x
 
 
 kinds = st.sampled_from(["linear", "norm", "layer_norm", "dropout", "functional", "in_place", "identity"])

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -212,18 +213,13 @@ def test_a_block_that_takes_another_way_is_run_as_it_is():
             assert all(torch.equal(a, b) for a, b in zip(grads, step(model, x), strict=True))
 
 
-class ReadsBeside(nn.Module):
+@as_module(lambda: {"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
+def ReadsBeside(self, x):
     """A kernel that is no op of PyTorch reads what the ops only pass on, which nothing shows."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x):
-        h = self.up(x)
-        y = torch.sin(h)
-        beside = torch.from_numpy(y.detach().numpy().copy())
-        return self.down(torch.tanh(y.detach() * 2) + h + beside)
+    h = self.up(x)
+    y = torch.sin(h)
+    beside = torch.from_numpy(y.detach().numpy().copy())
+    return self.down(torch.tanh(y.detach() * 2) + h + beside)
 
 
 def test_what_a_foreign_kernel_reads_is_made_after_all():
@@ -232,25 +228,16 @@ def test_what_a_foreign_kernel_reads_is_made_after_all():
     assert ops["sin.default"] == 6, "the sine is read, by no op"
 
 
-class Drops(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(32, 64), nn.Linear(64, 32), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(self.down(torch.tanh(self.drop(torch.sin(self.up(x))))))
+@as_module(lambda: {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32), "drop": nn.Dropout(0.5)})
+def Drops(self, x):
+    return self.drop(self.down(torch.tanh(self.drop(torch.sin(self.up(x))))))
 
 
-class Shared(nn.Module):
+@as_module(lambda: {"block": Block()})
+def Shared(self, x):
     """One block that runs three times: autocast casts its weights in the first call only."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.block(self.block(self.block(x)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.block(self.block(self.block(x)))
 
 
 @pytest.mark.parametrize(
@@ -285,17 +272,13 @@ def test_numbers_behind_a_kept_random_result_are_those_of_the_original_forward()
     assert ops["native_dropout.default"] == 3, "only the original forwards draw"
 
 
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        h = torch.sin(self.up(x))
-        h += 1
-        h.mul_(2.0)
-        h = torch.tanh(h.relu_())
-        return x + self.down(h)
+@as_module(lambda: {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
+def InPlace(self, x):
+    h = torch.sin(self.up(x))
+    h += 1
+    h.mul_(2.0)
+    h = torch.tanh(h.relu_())
+    return x + self.down(h)
 
 
 def test_edits_of_what_is_skipped_are_skipped_with_it():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hard_modules import ZOO, chain, differing, plain_steps, run_steps
+from helpers.modules import as_module
 from helpers.policies import HOLES, NESTED, ON_CHAIN, put
 from helpers.thinning import is_chosen, slow_unless
 from torch import nn
@@ -356,15 +357,11 @@ def test_wrong_values_fail_where_they_are_set(fields: dict[str, Any], message: s
 
 
 def test_items_of_a_list_inherit_its_flags() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(ZOO["mlp"]() for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
+    @as_module(lambda: {"layers": nn.ModuleList(ZOO["mlp"]() for _ in range(3))})
+    def Model(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
     model = Model()
     with graphckpt.apply(model, {"layers": {"contiguous": True}, "layers.1": True}) as handle:
