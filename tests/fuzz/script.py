@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from fuzz import bench, choices, containers, layers, shapes
+from helpers import modules
 
 if TYPE_CHECKING:
     from fuzz.execute import Outcome
@@ -77,7 +78,7 @@ STEPS = [{steps}]
 def _sources_for(text: str) -> list[str]:
     """Returns the sources of all that ``text`` names, in the order in which they are defined."""
     known: dict[str, str] = {}
-    for module in (layers, containers, choices, bench, shapes):
+    for module in (modules, layers, containers, choices, bench, shapes):
         source = inspect.getsource(module)
         lines = source.splitlines()
         for item in ast.parse(source).body:
