@@ -7,8 +7,9 @@ import inspect
 import re
 from typing import TYPE_CHECKING
 
-from fuzz import bench, choices, containers, layers, shapes
 from helpers import modules
+
+from fuzz import bench, choices, containers, layers, shapes
 
 if TYPE_CHECKING:
     from fuzz.execute import Outcome

@@ -146,9 +146,7 @@ def test_a_setting_that_changes_needs_a_capture_of_its_own(setting: str) -> None
 
 
 @pytest.mark.parametrize("name", ["synchronize", "empty_cache"])
-def test_an_error_before_the_capture_leaves_the_garbage_collector_on(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_before_the_capture_leaves_the_garbage_collector_on(name, monkeypatch):
     """An error of an earlier kernel comes with the synchronization before the capture."""
     graph = Train(model_of(layers))
     for seed in range(3):

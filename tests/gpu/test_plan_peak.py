@@ -62,9 +62,7 @@ def planned_graph(
 
 @pytest.mark.serial
 @pytest.mark.parametrize("planned", [planned_alone, planned_graph])
-def test_the_predicted_peak_is_without_the_copies_that_planning_holds(
-    planned: Callable[..., tuple[Plan, Callable[[], object]]],
-) -> None:
+def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = nn.Sequential(*(Layer() for _ in range(6))).cuda()

@@ -197,9 +197,7 @@ def test_what_is_handed_on_may_be_returned_beside_inference_tensors() -> None:
     ],
     ids=["fewer", "another shape", "another type"],
 )
-def test_a_block_that_returns_something_else_again_is_named(
-    result: Any, now: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_returns_something_else_again_is_named(result, now, monkeypatch):
     model = Last(result)
     with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):
         loss = model(torch.randn(6, 16)).sum()
