@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hard_modules import Mlp, chain, differing, plain_steps, run_steps
+from helpers.hard_modules import Mlp, chain, run_steps
 from helpers.modules import as_module
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -207,38 +207,6 @@ def test_a_block_that_returns_something_else_again_is_named(result, now, monkeyp
             loss.backward()
 
 
-def test_micro_batches_whose_backwards_come_late() -> None:
-    def both(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        losses = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            losses.append(model(torch.randn(6, 16)).square().mean())
-        for loss in losses:
-            loss.backward()
-        found = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        return found
-
-    model = chain("mlp", length=6)
-    wanted = both(model)
-    with put(model):
-        both(model)
-        assert all(map(torch.equal, both(model), wanted))
-
-
-def test_a_second_backward_through_the_same_graph() -> None:
-    model = chain("mlp", length=6)
-    with put(model):
-        run_steps(model, steps=1)
-        model.zero_grad()
-        loss = model(torch.randn(6, 16)).sum()
-        loss.backward(retain_graph=True)
-        once = [p.grad.clone() for p in model.parameters()]
-        loss.backward()
-    assert all(torch.equal(p.grad, 2 * grad) for p, grad in zip(model.parameters(), once, strict=True))
-
-
 def test_a_run_may_be_longer_than_the_stack_of_python() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(600)))
@@ -250,13 +218,6 @@ def test_a_run_may_be_longer_than_the_stack_of_python() -> None:
             model.zero_grad()
             model(x).sum().backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
-
-
-def test_selective_may_come_before_it() -> None:
-    plain = plain_steps("mlp")
-    model = chain("mlp")
-    with put(model, {"1": {"rule": "selective", "save": "matmul"}, "[23]": "joined"}):
-        assert differing(run_steps(model), plain) == []
 
 
 @pytest.mark.multi_process
