@@ -185,7 +185,7 @@ def plan_recorded(
         except PlanError as error:
             if not or_lowest:
                 raise
-            warnings.warn(f"graphckpt: {error} · until then: the plan with the lowest peak", stacklevel=2)
+            warnings.warn(f"graphckpt: {error} · using the plan with the lowest peak for now", stacklevel=2)
             return planner.to_plan(planner.floor, bound, surplus)
 
     return replace(planners.best_of(plan_with), headroom_bytes=headroom)
