@@ -371,11 +371,11 @@ def _plan(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(parsed: argparse.Namespace, more: Sequence[str] = ()) -> AbstractContextManager[FakeConfigSteps]:
+def _steps(parsed: argparse.Namespace, sizes: Sequence[str] = ()) -> AbstractContextManager[FakeConfigSteps]:
     from graphckpt.config.run import fake_steps_from  # noqa: PLC0415 - as above
 
     options = _plan_options_of(parsed)
-    return fake_steps_from(parsed.config_file, [*parsed.overrides, *more], device=parsed.device, options=options)
+    return fake_steps_from(parsed.config_file, [*parsed.overrides, *sizes], device=parsed.device, options=options)
 
 
 def _sweep(planner: Planners, path: str) -> None:

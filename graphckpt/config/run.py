@@ -21,7 +21,8 @@ from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.planner import Planners, plan_step
+from graphckpt.planning.plan_step import plan_step
+from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import check_task
@@ -111,17 +112,17 @@ class FakeConfigSteps:
         """
         sizes, options = self.run.train.sizes, replace(self.options, progress=progress)
         step = self.step(sizes.micro_batch, sizes.accumulation).step
-        return plan_step(
-            step,
-            self.model,
-            self.blocks,
-            memory_budget,
-            options,
-            PlanGroup(),
-            step.restoring(),
-            notes=self.notes,
-            on_measured=on_measured,
-        )
+        with step.restoring():
+            return plan_step(
+                step,
+                self.model,
+                self.blocks,
+                memory_budget,
+                options,
+                PlanGroup(),
+                notes=self.notes,
+                on_measured=on_measured,
+            )
 
     def fit(
         self,

@@ -13,7 +13,7 @@ import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.cli import add_plan
 from graphckpt.config.run import fake_steps_from
-from graphckpt.planning import PlanOptions, planner
+from graphckpt.planning import PlanOptions, plan_step
 from graphckpt.planning.options import available_bytes
 from graphckpt.train.settings import ActivationCheckpointConfig
 
@@ -41,7 +41,7 @@ def caught(monkeypatch):
     def catch(*args):
         raise Caught(next(value for value in args if isinstance(value, PlanOptions)))
 
-    monkeypatch.setattr(planner, "measure_all", catch)
+    monkeypatch.setattr(plan_step, "measure_all", catch)
     return lambda: None
 
 
@@ -136,7 +136,7 @@ def test_names_of_before_still_work_and_say_what_to_write():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ofload": True}, r"plan: there is no option 'ofload' · did you mean 'offload'\? · fix: use offload, "),
+        ({"ofload": True}, r"plan: unknown option 'ofload' · did you mean 'offload'\? · fix: use offload, "),
         ({"host_budget": "12 G"}, r"host_budget: '12 G': unknown unit 'G' · fix: "),
         ({"contiguous": "yes"}, r"contiguous: expected True or False, got 'yes' · fix: "),
         ({"compile": "yes"}, r"compile: "),
