@@ -77,7 +77,7 @@ class PolicyCallback:
         self._report = report
         self._plot = plot
         self._measuring = ExitStack()
-        self._is_reported = self._is_first = False
+        self._is_reported = self._is_first = self._has_planned_step = False
         self._disabled = ExitStack()
         self._live: LivePlan | None = None
         self._report_line: Callable[[str], None] = print
@@ -110,7 +110,12 @@ class PolicyCallback:
         try:
             BlockConfig(self._owner).update(self._fields)
         except ConfigError as error:
-            raise ConfigError(str(error).replace(".activation_checkpointing:", ".rule:", 1)) from None
+            rule: Any = self._fields["activation_checkpointing"]
+            text = str(error).replace(".activation_checkpointing:", ".rule:", 1)
+            with suppress(ConfigError):
+                what = f"expected a rule, got the memory budget {check_budget(rule)!r}"
+                text = f"{self._owner}.rule: {what} · fix: {self._owner}(memory_budget={rule!r})"
+            raise ConfigError(text) from None
         for selector, value in self._blocks.items():
             BlockConfig(f"{self._owner}.blocks[{selector!r}]").update(fields_of(value))
 
@@ -157,6 +162,7 @@ class PolicyCallback:
     def _begin_step(self, num_updates: int, *, measures: bool) -> None:
         """Measures the step if ``measures``, or if it is the first one under a plan."""
         if self._live is not None:
+            self._has_planned_step |= self.plan is not None
             self._live.begin_step()
             measures = measures or self._live.checks
             num_updates += 1  # a plan begins after the first
@@ -210,7 +216,7 @@ class PolicyCallback:
     def _start(self) -> None:
         self._remove()  # left by a training that ended in an error
         self.explanation = self.plan = self.handle = None
-        self._is_reported = self._is_first = False
+        self._is_reported = self._is_first = self._has_planned_step = False
 
     def _measure(self, num_updates: int) -> None:
         """Measures the next step op by op, until one after the first update, which creates the optimizer's states."""
@@ -238,6 +244,13 @@ class PolicyCallback:
             raise
         self._is_reported = True
         return self.explanation
+
+    def _missing(self) -> str:
+        """Returns what a training that ended early has missed of its plan, in a sentence; empty if nothing."""
+        if not self._plans or self._has_planned_step:
+            return ""
+        what = "there was a plan" if self.plan is None else "a step ran under the plan"
+        return f"graphckpt: training ended before {what}; all blocks were recomputed"
 
     def _text(self, seen: Explanation) -> str:
         return str(seen) if self._report == "table" else saved_line(seen)

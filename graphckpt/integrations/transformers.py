@@ -121,8 +121,8 @@ which means the same
         """Removes the policies."""
         del args, control, kwargs
         self._show(self._explain_once(is_last=True), state)
-        if self._plans and self.plan is None and state.is_local_process_zero:
-            self._write("graphckpt: training ended before there was a plan; all blocks were recomputed")
+        if state.is_local_process_zero and (text := self._missing()):
+            self._write(text)
         self._remove()
 
 

@@ -207,7 +207,7 @@ class LivePlan:
         if not self._is_frugal:
             self._recompute_all()
         self._plan(or_lowest=True)
-        self._report("larger batches than planned for were seen; the plan counts them in now")
+        self._report("a larger batch than planned for has run, and the new plan takes it into account")
         return True
 
     def _plan(self, extra_bytes: int = 0, *, or_lowest: bool = False) -> None:
