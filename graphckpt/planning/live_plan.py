@@ -132,7 +132,7 @@ class LivePlan:
         if planning_group(self._options.group).size > 1:  # only some may have seen it
             warnings.warn(f"graphckpt: {excess} · fix: a lower memory_budget, or a smaller batch", stacklevel=3)
             return False
-        warnings.warn(f"graphckpt: {excess}; it is planned anew with what was missing", stacklevel=3)
+        warnings.warn(f"graphckpt: {excess}; planning again with a correction", stacklevel=3)
         self._recompute_all()
         self._plan(plan.correction_bytes + peak - plan.predicted_peak_bytes, or_lowest=True)
         self._apply()
@@ -207,7 +207,7 @@ class LivePlan:
         if not self._is_frugal:
             self._recompute_all()
         self._plan(or_lowest=True)
-        self._report("a larger batch than planned for has run, and the new plan takes it into account")
+        self._report("planned again, for the largest batch so far")
         return True
 
     def _plan(self, extra_bytes: int = 0, *, or_lowest: bool = False) -> None:

@@ -7,18 +7,15 @@ from weakref import ref
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 
 from graphckpt import ConfigError, Graph, GraphError, PlanError
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.drop(self.down(torch.tanh(self.up(x))))
+@as_module(lambda: {"up": nn.Linear(32, 128), "down": nn.Linear(128, 32), "drop": nn.Dropout(0.1)})
+def Layer(self, x):
+    return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
 class Net(nn.Module):

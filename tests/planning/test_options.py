@@ -12,7 +12,7 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.cli import add_plan
-from graphckpt.config import run as config_run
+from graphckpt.config.run import fake_steps_from
 from graphckpt.planning import PlanOptions, plan_step
 from graphckpt.planning.options import available_bytes
 from graphckpt.train.settings import ActivationCheckpointConfig
@@ -148,9 +148,9 @@ def test_faults_are_one_clear_error(options, message):
 
 
 def test_a_slab_is_in_the_plan_of_the_command_too(tmp_path):
-    plan = config_run.plan_from(
-        "configs/quickstart.py", ["model.config.n_layer=2"], device="h200", options={"contiguous": True}
-    )
+    words, options = ["model.config.n_layer=2"], {"contiguous": True}
+    with fake_steps_from("configs/quickstart.py", words, device="h200", options=options) as steps:
+        plan = steps.plan("max")
     assert all(row.fields["contiguous"] for row in plan.rows if row.block != "loss_head")
 
 

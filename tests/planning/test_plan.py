@@ -205,7 +205,7 @@ def test_the_picture_of_a_sweep(tmp_path):
     assert {"chosen by the planner", "full", "keep", "peak memory (GiB)", "step time (ms)"} <= set(words)
     draw_sweep([], uniform, tmp_path / "front.svg")
     draw_sweep(front, {}, tmp_path / "front.svg")
-    with pytest.raises(ConfigError, match="there is no plan to draw"):
+    with pytest.raises(ConfigError, match="expected a plan to draw, got none"):
         draw_sweep([], {}, tmp_path / "front.svg")
     with pytest.raises(ConfigError, match="expected an existing folder"):
         draw_sweep(front, {}, tmp_path / "none" / "front.svg")
