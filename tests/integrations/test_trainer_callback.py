@@ -360,7 +360,7 @@ def test_planning_says_how_far_it_is_as_its_option_says(
 ) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
     train(gpt2(), tmp_path, GraphckptCallback(memory_budget="min", report=False, progress=is_shown), max_steps=3)
-    assert ("planning, 0 s: run 1 of " in capsys.readouterr().err) is is_shown
+    assert (" s: run 1 of " in capsys.readouterr().err) is is_shown
     done: list[int] = []
     train(
         gpt2(),
