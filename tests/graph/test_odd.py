@@ -11,26 +11,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.modules import as_module
-from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, same
+from helpers.train_graphs import SquareGraph, Train, adamw, batches, mlp, run_graph, same
 from torch import Tensor, nn
 
 from graphckpt import Graph, GraphError
-
-
-class Square(Graph):
-    """Trains any model on the mean square of its output."""
-
-    def __init__(self, model: nn.Module, flags: dict[str, Any]) -> None:
-        super().__init__()
-        self.model = model
-        for name, flag in flags.items():
-            self.model.get_submodule(name).config.activation_checkpointing = flag
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def build(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self.model(*args, **kwargs).pow(2).mean()
-        loss.backward()
-        return loss
 
 
 class WithLists(nn.Module):
@@ -116,7 +100,7 @@ def test_odd_modules_keep_every_bit(case: str) -> None:
     results = []
     for chosen in (flags, {}):
         torch.manual_seed(0)
-        graph = Square(make(), chosen)
+        graph = SquareGraph(make(), chosen)
         torch.manual_seed(1)
         results.append(([graph(x) for _ in range(4)], graph))
     (ours, flagged), (plain, unflagged) = results
@@ -132,7 +116,7 @@ def test_a_forward_that_yields_runs_as_it_is() -> None:
     results = []
     for flags in ({"inner": True}, {}):
         torch.manual_seed(0)
-        graph = Square(Sums(), flags)
+        graph = SquareGraph(Sums(), flags)
         results.append([graph(x) for _ in range(4)])
     assert same(*results)
 
@@ -142,7 +126,7 @@ def test_keyword_arguments_of_any_name() -> None:
     def Names(self, *, fields: Tensor, build: float, args: int) -> Tensor:
         return self.linear(fields) * build + args
 
-    graph = Square(Names(), {"": True})
+    graph = SquareGraph(Names(), {"": True})
     for _ in range(5):
         graph(fields=torch.ones(2, 8), build=2.0, args=1)
 
@@ -183,7 +167,7 @@ def test_an_error_in_the_optimizer_leaves_nothing() -> None:
 
 
 def test_a_gradient_inside_of_build() -> None:
-    class Penalty(Square):
+    class Penalty(SquareGraph):
         def build(self, x: Tensor) -> Tensor:
             x = x.clone().requires_grad_()
             energy = self.model(x).sum()
@@ -201,7 +185,7 @@ def test_a_gradient_inside_of_build() -> None:
 
 
 def test_a_build_that_yields_is_told_that_it_ran_nothing() -> None:
-    class Generator(Square):
+    class Generator(SquareGraph):
         def build(self, x: Tensor) -> Iterator[Tensor]:
             yield self.model(x)
 
@@ -241,7 +225,7 @@ def test_an_average_of_the_model_beside_the_graph() -> None:
 
 
 def test_graphs_in_two_threads() -> None:
-    graphs = [Square(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), {"0": True}) for _ in range(2)]
+    graphs = [SquareGraph(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), {"0": True}) for _ in range(2)]
     plain = [copy.deepcopy(graph) for graph in graphs]
     results: dict[int, Any] = {}
 
@@ -263,7 +247,7 @@ def test_graphs_in_two_threads() -> None:
 def test_one_graph_in_two_threads_is_an_error() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
-    class Waits(Square):
+    class Waits(SquareGraph):
         def build(self, x: Tensor) -> Tensor:
             if threading.current_thread() is thread:
                 inside.set()
@@ -283,7 +267,7 @@ def test_one_graph_in_two_threads_is_an_error() -> None:
 
 
 def test_backward_in_another_thread() -> None:
-    class Elsewhere(Square):
+    class Elsewhere(SquareGraph):
         def build(self, x: Tensor) -> Tensor:
             loss = self.model(x).pow(2).mean()
             thread = threading.Thread(target=loss.backward)
@@ -292,7 +276,7 @@ def test_backward_in_another_thread() -> None:
             return loss
 
     results = []
-    for kind in (Elsewhere, Square):
+    for kind in (Elsewhere, SquareGraph):
         torch.manual_seed(0)
         graph = kind(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), {"0": True, "1": True})
         results.append([graph(torch.ones(2, 8)) for _ in range(5)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
+from helpers.train_graphs import Predict, Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -154,15 +154,6 @@ def test_copies_of_a_block_are_modules() -> None:
         assert same(twin, graph.model.origin)
         assert twin[0].weight is not graph.model[0].weight
     assert type(copy.copy(graph.model)) is nn.Sequential
-
-
-class Predict(Graph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x)
 
 
 def test_an_evaluation_graph_sees_the_trained_weights_and_keeps_the_modes_of_torch() -> None:

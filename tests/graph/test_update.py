@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.train_graphs import B, Train, adamw, batches, mlp, run_graph, run_plain, same
+from helpers.train_graphs import B, Predict, Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -275,6 +275,7 @@ NO_STEPS = (0, -1, 1.5, True, "2", None)
 
 WRONG_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("enable_amp", {"mode": "yes"}, "expected a bool as mode, got 'yes' · fix: use True or False"),
+    ("enable_amp", {"dtype": "bfloat16"}, "expected torch.float16 or torch.bfloat16, got 'bfloat16'"),
     ("enable_amp", {"mode": 1}, "expected a bool as mode, got 1 · fix: use True or False"),
     (
         "enable_amp",
@@ -498,16 +499,8 @@ def test_float16_without_a_scaler_is_logged_once(monkeypatch, caplog, dtype, has
 
 
 def test_amp_in_an_evaluation_graph_and_off_again() -> None:
-    class Predict(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = mlp().eval()
-            self.config.enable_amp(dtype=torch.bfloat16)
-
-        def build(self, x: Tensor) -> Tensor:
-            return self.model(x)
-
-    graph, x = Predict(), batches(1)[0][0]
+    graph, x = Predict(mlp().eval()), batches(1)[0][0]
+    graph.config.enable_amp(dtype=torch.bfloat16)
     assert [graph(x).dtype for _ in range(5)] == [torch.bfloat16] * 5
     graph.config.enable_amp(False)
     assert [graph(x).dtype for _ in range(5)] == [torch.float32] * 5
