@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.hard_modules import BatchNorm, Parametrized, chain, differing, run_steps
+from helpers.layer_stacks import Layer
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -156,12 +157,6 @@ def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(p
             model(torch.randn(300, 16)).sum().backward()
     ops = {node.target for graph in counter.graphs for node in graph.graph.nodes if node.op == "call_function"}
     assert ops <= {F.linear}, "a hook of ours was compiled"
-
-
-@as_module(lambda chance=0.5: {"up": nn.Linear(16, 64), "down": nn.Linear(64, 16), "drop": nn.Dropout(chance)})
-def Layer(self, x: Tensor) -> Tensor:
-    """Has something for the compiler to run again, and dropout."""
-    return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
 def layers(count: int = 3) -> nn.Sequential:

@@ -101,16 +101,6 @@ def test_not_strict_loads_what_there_is() -> None:
     assert fresh.state_dict()["System-Train-Optimizer-0"]["state"]
 
 
-def test_an_evaluation_graph_takes_a_state_without_training_state() -> None:
-    graph = make()
-    run_graph(graph, 2)
-    predicts = Train(mlp())
-    with pytest.raises(GraphError, match="unexpected System-Train-GradScaler"):
-        predicts.load_state_dict(graph.state_dict())
-    predicts.load_state_dict(graph.state_dict(), strict=False)
-    assert same(predicts.model.origin, graph.model.origin)
-
-
 COPIES: dict[str, Any] = {"deepcopy": copy.deepcopy, "pickle": lambda graph: pickle.loads(pickle.dumps(graph))}
 
 
