@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import graphckpt
 
@@ -115,3 +115,27 @@ def test_layers_that_a_segmented_chain_got_later(num_segments):
         found.append(seen)
     for plain, recomputed in zip(*found, strict=True):
         assert all(map(torch.equal, plain, recomputed))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+@pytest.mark.parametrize("rule", ["full", "selective"])
+def test_weights_that_parametrize_caches_are_those_of_the_forward(rule):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)))
+    for block in model:
+        parametrize.register_parametrization(block[0], "weight", Symmetric())
+
+    def gradients():
+        model.zero_grad()
+        with parametrize.cached():
+            model(X).square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradients()
+    with graphckpt.apply(model, {"*": rule}):
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(), plain))
