@@ -24,7 +24,7 @@ from graphckpt.planning.candidates import compiled_forwards, parse_compile
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import planning_group
-from graphckpt.planning.planner import find_blocks, plan_recorded
+from graphckpt.planning.plan_step import find_blocks, plan_recorded
 from graphckpt.planning.recorded_step import FULL, RecordedStep
 from graphckpt.planning.steps import on_optimizer_step
 from graphckpt.planning.trace import Blocks, TracedStore

@@ -645,7 +645,7 @@ def test_wrong_keys_fail_before_training() -> None:
             {"memory_budget": 0.5, "head": {"lm_head": "tiles"}},
             r"Callback\.head: not supported .* fix: graphckpt",
         ),
-        ({"memory_budget": 0.5, "offlod": True}, r": there is no option 'offlod' · did you mean 'offload'"),
+        ({"memory_budget": 0.5, "offlod": True}, r": unknown option 'offlod' · did you mean 'offload'"),
         (
             {"memory_budget": "150%"},
             r"memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'",
