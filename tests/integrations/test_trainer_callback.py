@@ -643,6 +643,8 @@ def test_wrong_keys_fail_before_training() -> None:
         ({"rule": "12GiB"}, r"\.rule: expected a rule, got '12GiB' · fix: memory_budget='12GiB'"),
         ({"rule": "*.h.0"}, r"\.rule: expected a rule, got '\*\.h\.0' · fix: unit='\*\.h\.0'"),
         ({"rule": {"*.h.0": False}}, r"\.rule: expected a rule, .* · fix: blocks={'\*\.h\.0': False}"),
+        ({"rule": {"rule": "selectiv"}}, r"\.rule: expected a rule, got 'selectiv' · did you mean 'selective'"),
+        ({"rule": {"rule": "selective"}, "offload": "gpu"}, r"\.offload: expected an offload target, got 'gpu'"),
         ({"rule": "table"}, r"\.rule: expected a rule, got 'table' · fix: report='table'"),
         (
             {"rules": "full"},
