@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.modules import as_module
+from helpers.train_graphs import SquareGraph
 from torch import nn
 from torch.nn import functional as F
 
 import graphckpt
-from graphckpt import Graph
 from graphckpt.planning import Plan
 
 pytestmark = pytest.mark.gpu
@@ -19,26 +20,9 @@ WIDTH = 128
 OFF = 0.01
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class Step(Graph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-        self.config.capture = "eager"
-
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+@as_module(lambda: {"up": nn.Linear(WIDTH, 4 * WIDTH), "down": nn.Linear(4 * WIDTH, WIDTH)})
+def Layer(self, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(F.gelu(self.up(x)))
 
 
 def planned_alone(
@@ -57,7 +41,8 @@ def planned_alone(
 def planned_graph(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
 ) -> tuple[Plan, Callable[[], object]]:
-    step = Step(model, optimizer)
+    step = SquareGraph(model, optimizer=optimizer)
+    step.config.capture = "eager"
     plan = step.plan(x, memory_budget=0.8, blocks="model.[0-5]")
     plan.apply()
     return plan, lambda: step(x)
@@ -65,9 +50,7 @@ def planned_graph(
 
 @pytest.mark.serial
 @pytest.mark.parametrize("planned", [planned_alone, planned_graph])
-def test_the_predicted_peak_is_without_the_copies_that_planning_holds(
-    planned: Callable[..., tuple[Plan, Callable[[], object]]],
-) -> None:
+def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = nn.Sequential(*(Layer() for _ in range(6))).cuda()

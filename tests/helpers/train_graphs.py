@@ -43,6 +43,31 @@ class Train(Graph):
         return loss
 
 
+class SquareGraph(Graph):
+    """Trains a model by the mean square of its output, with an optimizer or what makes one of the model."""
+
+    def __init__(self, model: nn.Module, flags: dict[str, Any] | None = None, optimizer: Any = None) -> None:
+        super().__init__()
+        self.model = model
+        for name, flag in (flags or {}).items():
+            self.model.get_submodule(name).config.activation_checkpointing = flag
+        self.add_optimizer(optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def build(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = self.model(*args, **kwargs).float().pow(2).mean()
+        loss.backward()
+        return loss
+
+
+class Predict(Graph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
@@ -60,18 +85,37 @@ def run_plain(
     *,
     count: int = 4,
     seed: int = 3,
+    dtype: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    num_parts: int = 1,
 ) -> list[Tensor]:
-    """Runs the same steps as a plain loop."""
+    """Runs the same steps as a plain loop: what a Graph does around ``build``, with its outputs packed as it does."""
     torch.manual_seed(seed)
     losses = []
     for x, y in batches(count):
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        parts = []
+        for part_x, part_y in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = nn.functional.cross_entropy(model(part_x), part_y)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            parts.append(loss.detach())
+        for parameter in model.parameters() if num_parts > 1 else ():
+            parameter.grad.mul_(1 / num_parts)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        for group in optimizer.param_groups:
+            if "clip_grad_max_norm" in group:
+                norm_type = group.get("clip_grad_norm_type", 2.0)
+                nn.utils.clip_grad_norm_(group["params"], group["clip_grad_max_norm"], norm_type)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-        losses.append(loss.detach())
+        losses.append(parts[0] if num_parts == 1 else torch.stack(parts))
     return losses
 
 

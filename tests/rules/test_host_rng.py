@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from helpers.modules import as_module
+from helpers.train_graphs import SquareGraph
 from torch import nn
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
@@ -22,18 +24,13 @@ DRAWS = {
 }
 
 
-class Noisy(nn.Module):
+@as_module(lambda draw: {"first": nn.Linear(8, 8), "last": nn.Linear(8, 8), "draw": draw})
+def Noisy(self, x):
     """Multiplies by host noise, in training mode only, between two layers."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.first, self.last, self.draw = nn.Linear(8, 8), nn.Linear(8, 8), draw
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        if self.training:
-            x = x * self.draw(x)
-        return torch.tanh(self.last(x))
+    x = torch.tanh(self.first(x))
+    if self.training:
+        x = x * self.draw(x)
+    return torch.tanh(self.last(x))
 
 
 class Inner(Noisy):
@@ -117,19 +114,7 @@ def test_plan_and_verify_restore_the_generators():
     graphckpt.plan(model, lambda: model(X).square().sum().backward(), memory_budget=0.9)
     assert rng.HostRNGState.read().fingerprints() == before
 
-    class Step(graphckpt.Graph):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-            self.model[0].config.activation_checkpointing = True
-            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-        def build(self, x):
-            loss = self.model(x).square().sum()
-            loss.backward()
-            return loss
-
-    step = Step()
+    step = SquareGraph(model, {"0": True})
     step.verify(X)  # raises if a gradient or a generator differs from the plain step's
     assert rng.HostRNGState.read().fingerprints() == before
 
