@@ -237,7 +237,7 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
 
 _DEPTH = 3
 _MAX_ITEMS = 1024  # what is longer holds data, not layers
-_MAX_VALUES = 4096  # what reaches more than this is a whole program
+_MAX_VALUES = 2048  # what reaches more than this is a whole program
 _LEAVES = (torch.Tensor, type, ModuleType, *ATOMS)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 
@@ -255,12 +255,12 @@ def _modules_of(function: Any, arguments: Iterable[Any]) -> list[nn.Module]:
         if isinstance(value, nn.Module):
             modules[unwrap(value)] = None
         elif not isinstance(value, _LEAVES) and id(value) not in ids and len(todo) < _MAX_VALUES:
-            ids.add(id(value))
-            items = _items(value)
+            items, inner = _items(value), depth
+            if items is None and depth < _DEPTH:
+                items, inner = _reached(value), depth + 1
             if items is not None:
-                todo += [(item, depth) for item in items]
-            elif depth < _DEPTH:
-                todo += [(each, depth + 1) for each in _reached(value)]
+                ids.add(id(value))
+                todo += [(item, inner) for item in items]
     return list(modules)
 
 
