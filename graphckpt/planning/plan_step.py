@@ -177,7 +177,7 @@ def plan_recorded(
         except PlanError as error:
             if not or_lowest:
                 raise
-            text = f"graphckpt: {error} · the plan with the lowest peak applies instead"
+            text = f"graphckpt: {error} · using the plan with the lowest peak"
             warnings.warn(text, stacklevel=2)
             return planner.lowest(bound, correction)
 
