@@ -94,8 +94,9 @@ class StepRecorder:
         begin = _Hook(WeakMethod(self._begin), passes_on=True)
         self._record.callback(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or is_transformed():
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        is_removed = kwargs is None  # by a hook before this one: PyTorch still calls it, but without them
+        if is_removed or not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
         recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])
@@ -115,7 +116,7 @@ class StepRecorder:
         if recorder is None or not recorder.runs:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
                 raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
-            raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
+            raise GraphError(f"{self.title}: nothing measured yet · fix: run one step")
         explanation = self._explanation(recorder, capture)
         if plot is not None:
             explanation.plot(plot)

@@ -111,7 +111,7 @@ class PolicyCallback:
             BlockConfig(self._owner).update(self._fields)
         except ConfigError as error:
             text = str(error).replace(".activation_checkpointing:", ".rule:", 1)
-            if argument := _argument_of(rule):
+            if text.startswith(f"{self._owner}.rule: expected a rule") and (argument := _argument_of(rule)):
                 text = f"{self._owner}.rule: expected a rule, got {shown(rule)} · fix: {argument}={shown(rule)}"
             raise ConfigError(text) from None
         for selector, value in self._blocks.items():
@@ -272,7 +272,7 @@ def _argument_of(value: Any) -> str | None:
     if value == "table":
         return "report"
     if isinstance(value, Mapping):
-        return "blocks"
+        return None if "rule" in value else "blocks"
     if isinstance(value, (nn.Module, type)) or (isinstance(value, str) and ("*" in value or "." in value)):
         return "unit"
     with suppress(ConfigError):

@@ -68,7 +68,7 @@ class PlanOptions:
     """Run the step under the plan, and plan again if its peak exceeds the budget or differs by more than 1 %."""
     progress: Callable[[int, int], None] | bool | None = field(default=None, metadata=_except("config", "command"))
     """Called as ``progress(done, total)`` with the measuring runs of the step that are done, and how many there are.
-    ``True`` prints a line for each stage from two seconds on; ``None`` does so in a terminal and in a notebook."""
+    ``True`` prints a line for each stage after two seconds; ``None`` does so in a terminal and in a notebook."""
 
     def __post_init__(self) -> None:
         if self.candidates is not None:

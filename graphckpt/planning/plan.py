@@ -68,9 +68,9 @@ class Plan(PlanData):
         """Sets the policies on a model, until the handle's ``remove()`` or the end of the ``with`` block.
 
         Args:
-            model: ``None`` is the model or the Graph that was planned. A plan that is from a file, or was made with
+            model: ``None`` is the model or the Graph that was planned. A plan from a file, or for a
                 ``device``, needs a model.
-            replace: Whether the policies that the model has are taken off first, so that a cell of a notebook can run
+            replace: Whether existing policies of the model are removed first, so that a cell of a notebook can run
                 again. Those of a Graph are replaced in any case.
 
         Raises:

@@ -109,7 +109,7 @@ def summary_lines(plan: PlanData) -> Iterator[str]:
         f" (corrected by {format_bytes(plan.correction_bytes)} after a measured step)" if plan.correction_bytes else ""
     )
     yield budget_line(plan)
-    yield f"peak {format_bytes(plan.predicted_peak_bytes)}{share}; reached {time_of(plan.binding)}{corrected}"
+    yield f"predicted peak {format_bytes(plan.predicted_peak_bytes)}{share}; reached {time_of(plan.binding)}{corrected}"
     slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
     percent = f"{round(slower, 4) + 0.0:+.1%}".replace("%", " %")
     yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} over keeping everything"

@@ -107,7 +107,7 @@ FIXED = Plan(
 
 
 CORRECTED = "(corrected by 1.00 KiB after a measured step)"
-PEAK_OF_FIXED = f"peak 11.0 MiB, 91.7 % of the budget; reached during the backward of h.3 {CORRECTED}"
+PEAK_OF_FIXED = f"predicted peak 11.0 MiB, 91.7 % of the budget; reached during the backward of h.3 {CORRECTED}"
 
 
 def test_explain_prints_policies_costs_and_notes(capsys):
