@@ -335,7 +335,7 @@ def measure_all(
 
 
 _ALL_BLOCKS = (
-    "the step calls other blocks each time, as LayerDrop does; it is planned for a step that calls all of them, so the "
+    "the step calls different blocks each time, as LayerDrop does; it is planned for a step that calls all of them, so the "
     "peak is an upper bound"
 )
 
