@@ -84,20 +84,17 @@ class AutoPlan:
             step.sort_parameters()
 
     def _plan(self, call: StepCall, memory_budget: Budget, options: PlanOptions | Mapping[str, Any]) -> Plan:
+        step = self._step
         group_option = options.group if isinstance(options, PlanOptions) else options.get("group")
         with planning_group(group_option) as group:
-            wanted = PlanOptions.of(options, f"{self._step.name}.plan")
-            real = RealStep(_Roots(self._step.roots), partial(self._step.call, *call))
-            return self._plan_step(real, memory_budget, wanted, group)
-
-    def _plan_step(self, real: RealStep, memory_budget: Budget, options: PlanOptions, group: PlanGroup) -> Plan:
-        step = self._step
-        model, blocks, options = self._prepare(options)
-        if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
-            step.captured.release()
-            torch.cuda.empty_cache()
-        with step.with_policies([]), real.excluding_copies(unchanged(step)):
-            return plan_step(real, model, blocks, memory_budget, options, group)
+            wanted = PlanOptions.of(options, f"{step.name}.plan")
+            real = RealStep(_Roots(step.roots), partial(step.call, *call))
+            model, blocks, wanted = self._prepare(wanted)
+            if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
+                step.captured.release()
+                torch.cuda.empty_cache()
+            with step.with_policies([]), real.excluding_copies(unchanged(step)):
+                return plan_step(real, model, blocks, memory_budget, wanted, group)
 
     def _prepare(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:
         step = self._step

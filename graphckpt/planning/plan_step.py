@@ -177,7 +177,7 @@ def plan_recorded(
         except PlanError as error:
             if not or_lowest:
                 raise
-            text = f"graphckpt: {error} · the plan with the lowest peak applies instead"
+            text = f"graphckpt: {error} · using the plan with the lowest peak"
             warnings.warn(text, stacklevel=2)
             return planner.lowest(bound, correction)
 
@@ -335,7 +335,7 @@ def measure_all(
 
 
 _ALL_BLOCKS = (
-    "the step calls other blocks each time, as LayerDrop does; it is planned for a step that calls all of them, so the "
+    "the step calls different blocks each time, as LayerDrop does; it is planned for a step that calls all of them, so the "
     "peak is an upper bound"
 )
 

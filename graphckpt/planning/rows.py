@@ -67,8 +67,8 @@ class PlanData:
     """Whether the device is a profile, on which no step has run."""
     headroom_bytes: int = 0
     """What the budget ``"max"`` leaves of the device's memory."""
-    memory_budget: Budget | None = None
-    """The budget as it was given, such as ``0.6`` or ``"50%"``."""
+    memory_budget: Budget | None = field(default=None, compare=False)
+    """The budget as it was given to this process, such as ``0.6`` or ``"50%"``."""
 
 
 _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much

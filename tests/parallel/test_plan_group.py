@@ -285,7 +285,7 @@ def fail(rank: int, folder: Path) -> None:
     case = Case(Layer, Layer)
     plain = shared(case.plan("1GiB", **FULL).plain_peak_bytes)[0]
     one = {"head": {"heads": "full"}}
-    raises(rank, 0, lambda: case.plan("min", **one if rank == 0 else {}), ConfigError, "no block 'heads'")
+    raises(rank, 0, lambda: case.plan("min", **one if rank == 0 else {}), ConfigError, "unknown block 'heads'")
     layer: Any = case.model.layers[1]
     layer.runs_left = 3 if rank == 1 else -1
     reduce, dist.all_reduce = dist.all_reduce, lambda grad: None  # which would wait for the one that is gone

@@ -12,7 +12,13 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError, Graph, Plan, PlanError, Tiles
 from graphckpt.planning import plan_step
+from graphckpt.planning.candidates import NEAR
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
+from graphckpt.planning.search import PolicySearch
+from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
 
 
 class Head(nn.Module):
@@ -60,6 +66,15 @@ def test_it_is_cut_where_nothing_else_fits():
             assert tracked_peak(model, step) <= found.predicted_peak_bytes <= found.budget_bytes
         sizes.append(found.rows[-1].fields["activation_checkpointing"]["num_tiles"])
     assert sizes[1] == 16
+
+
+def test_the_error_of_a_callback_does_not_name_the_head():
+    model, step = made()
+    measured = measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
+    for in_callback in (False, True):
+        text = str(Planner(PolicySearch(measured), model=model, in_callback=in_callback).infeasible(1000, 2000))
+        assert "reached in the head and the loss" in text
+        assert ("set `head`" in text) is not in_callback
 
 
 @pytest.mark.parametrize(("seconds", "block"), [((1.0, 2.0, 3.0), None), ((3.0, 1.0, 2.0), "head")])

@@ -10,16 +10,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
-import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from graphckpt.extras import LazyPackage
 from graphckpt.train.data.documents import DataError, Document
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+else:
+    pa = LazyPackage("pyarrow", "train")  # a tenth of a second, which configs without texts can do without
 
 # Legend: B sequences, T tokens of a sequence
 
