@@ -109,7 +109,17 @@ def fit_from(
         train = steps.run.train
         if global_batch is None and train.global_batch_size is not None:
             global_batch = train.global_batch_size // train.dist.data_parallel_size
-        return fit_steps(steps, batch_sizes, memory_budget, steps.options, global_batch=global_batch, progress=progress)
+        return fit_steps(
+            steps.step,
+            batch_sizes,
+            memory_budget,
+            steps.options,
+            is_real=False,
+            can_accumulate=True,
+            notes=steps.notes,
+            global_batch=global_batch,
+            progress=progress,
+        )
 
 
 @contextmanager
@@ -125,9 +135,6 @@ def fake_steps_from(
 
 @final
 class FakeConfigSteps:
-    is_real = False
-    can_accumulate = True
-
     def __init__(self, run: RunConfig, machine: DeviceProfile, options: Mapping[str, Any]) -> None:
         self.run = run
         self.machine = machine
