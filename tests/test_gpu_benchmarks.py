@@ -91,9 +91,7 @@ def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_job_that_fails_or_hangs_is_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[[str], Any]
-) -> None:
+def test_a_job_that_fails_or_hangs_is_a_row(tmp_path, monkeypatch, benchmark):
     """Rows that it printed count, also those before it fails, whatever else is printed and however it ends."""
     jobs = benchmark("jobs")
     script = tmp_path / "steps.py"
@@ -154,9 +152,7 @@ def test_rows_are_written_while_their_job_runs(tmp_path: Path, benchmark: Callab
     assert ours.run({}) == [{"row": 1}, {"row": 2, "lines": 2}]
 
 
-def test_a_capture_that_fails_leaves_the_eager_row_and_the_error(
-    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_fails_leaves_the_eager_row_and_the_error(benchmark, monkeypatch):
     device, capture_gpu = benchmark("device"), benchmark("capture_gpu")
 
     def capture(self: Any, step: Callable[[], Any]) -> Any:
@@ -191,9 +187,7 @@ def test_bytes_are_given_as_allocated_and_as_requested(benchmark: Callable[[str]
     assert Counted().bytes_now() == device.Bytes(100, 100)
 
 
-def test_a_snapshot_that_fails_is_not_the_end_of_a_row(
-    benchmark: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_snapshot_that_fails_is_not_the_end_of_a_row(benchmark, tmp_path, capsys):
     def call() -> None:
         raise RuntimeError("the step failed")
 
@@ -213,9 +207,7 @@ def run_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *words
     return [json.loads(line) for line in rows.read_text().splitlines()]
 
 
-def test_an_error_that_stays_with_the_device_ends_a_worker_and_not_the_run(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_stays_with_the_device_ends_a_worker_and_not_the_run(pytester, monkeypatch):
     pytest.importorskip("xdist")
     pytester.makepyfile(
         """
@@ -240,9 +232,7 @@ def test_an_error_that_stays_with_the_device_ends_a_worker_and_not_the_run(
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1", "--max-worker-restart", "20")], ids=["alone", "worker"])
-def test_a_test_that_hangs_is_named(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: tuple[str, ...]
-) -> None:
+def test_a_test_that_hangs_is_named(pytester, monkeypatch, workers):
     if workers:
         pytest.importorskip("xdist")
     monkeypatch.setenv("GPU_TEST_SECONDS", "2")

@@ -53,9 +53,7 @@ def test_what_is_worse(matrix: Any, then: str | None, now: str, is_worse: bool) 
     assert bool(matrix.worse([{**CASE, "outcome": now}], before)) == is_worse
 
 
-def test_a_decision_record_allows_a_case_to_be_worse(
-    matrix: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_decision_record_allows_a_case_to_be_worse(matrix, monkeypatch, tmp_path):
     row, before = {**CASE, "outcome": "refused"}, {tuple(CASE.values()): {"outcome": "equal"}}
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
     (tmp_path / "docs" / "decisions").mkdir(parents=True)

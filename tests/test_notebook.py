@@ -88,9 +88,7 @@ def test_an_explanation_without_matplotlib_is_a_table(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("place", "is_shown"), [("script", False), ("terminal", True), ("notebook", True)])
-def test_progress_shows_where_somebody_watches(
-    place: str, is_shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_shows_where_somebody_watches(place, is_shown, monkeypatch, capsys):
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: place == "terminal")
     shell = SimpleNamespace(kernel=None) if place == "notebook" else None
@@ -107,9 +105,7 @@ def test_progress_shows_where_somebody_watches(
     ) * 2
 
 
-def test_progress_is_silent_when_quick_and_when_not_wanted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_silent_when_quick_and_when_not_wanted(monkeypatch, capsys):
     model, step = model_and_step()
     with Progress() as quick:
         quick.begin("one")
@@ -125,9 +121,7 @@ def test_progress_is_silent_when_quick_and_when_not_wanted(
         graphckpt.plan(model, step, memory_budget="1GiB", progress="yes")
 
 
-def test_a_stage_that_takes_long_is_named_while_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stage_that_takes_long_is_named_while_it_runs(monkeypatch, capsys):
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.05)
     with Progress() as shown:
         shown.begin("long")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 
 import graphckpt
@@ -111,13 +112,9 @@ def test_a_large_buffer_that_does_not_move_is_not_copied() -> None:
 def test_a_later_call_that_edits_its_argument_compares_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """That would wait for an accelerator in each call, and end a capture."""
 
-    class Edits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x.mul_(2) * self.scale).sin()
+    @as_module(lambda: {"scale": nn.Buffer(torch.ones(3))})
+    def Edits(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.mul_(2) * self.scale).sin()
 
     model, x = nn.Sequential(Edits()), torch.ones(3, requires_grad=True)
     with graphckpt.apply(model, {"0": True}):

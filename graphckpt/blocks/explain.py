@@ -180,7 +180,7 @@ class StepRecorder:
                 reruns=recorder.reruns[name],
                 is_own=name in recorder.own_checkpointing,
                 forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
-                recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
+                recompute_seconds=times.recompute_seconds[name] if times and name in times.recompute_seconds else None,
                 copy_seconds=timed.copy_seconds or None,
                 wait_seconds=timed.wait_seconds if timed.copy_seconds else None,
                 note=" · ".join(notes),

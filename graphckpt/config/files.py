@@ -23,6 +23,7 @@ from graphckpt.config.lazy import dotted_name, importable, is_call
 from graphckpt.errors import ConfigError, GraphckptError, bullets, did_you_mean, first_line
 from graphckpt.yaml_text import compose
 
+_MISSING = object()
 _SUFFIXES = (".py", ".yaml", ".yml")
 _ODD_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|0[0-9_]+)")
 """What YAML 1.1 reads differently than it looks: 12:30:45 is 45045, and 010 is 8."""
@@ -69,13 +70,12 @@ def try_get_key(config: DictConfig, *keys: str, default: Any = None) -> Any:
     >>> try_get_key(OmegaConf.create({"train": {"seed": 7}}), "seed", "train.seed")
     7
     """
-    missing = object()
     for key in keys:
         try:
-            value = OmegaConf.select(config, key, default=missing)
+            value = OmegaConf.select(config, key, default=_MISSING)
         except OmegaConfBaseException:
             continue
-        if value is not missing:
+        if value is not _MISSING:
             return value
     return default
 
@@ -280,8 +280,14 @@ def override(config: DictConfig, overrides: Iterable[str]) -> list[str]:
 def _override_one(config: DictConfig, word: str) -> str:
     key, equals, text = word.partition("=")
     key = key.strip()
-    if not equals or not key or not all(key.split(".")) or key[0] in "~+":  # the last two as Hydra has them
-        fix = f" · fix: leave {key[0]!r} out" if key and key[0] in "~+" else ""
+    if key.startswith("~"):  # as Hydra removes keys
+        name = key.removeprefix("~")
+        is_set = name and try_get_key(config, name, default=_MISSING) is not _MISSING
+        fix = f"set {name}=..., as to its default, which --print-config shows" if is_set else f"leave {word!r} out"
+        what = "a key can be set, not removed" if is_set else f"{name!r} is not set, so there is nothing to remove"
+        return f"override {word!r}: {what} · fix: {fix}"
+    if not equals or not key or not all(key.split(".")) or key.startswith("+"):  # as Hydra adds keys
+        fix = " · fix: leave '+' out" if key.startswith("+") else ""
         return f"override {word!r}: expected key=value{fix}"
     try:
         odd = next(_odd_numbers(text), None)

@@ -19,7 +19,8 @@ from graphckpt.planning.fit_result import BatchFit, Fit
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.planner import Planner, find_blocks, measure_all, plan_and_check
+from graphckpt.planning.plan_step import find_blocks, measure_all
+from graphckpt.planning.planner import Planner, plan_and_check
 from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.progress import Progress
@@ -233,7 +234,7 @@ class _SizedRows:
             def plan_of(planner: Planner) -> Plan:
                 if isinstance(step, FakeStep):
                     return planner.plan(self.limit)
-                return plan_and_check(planner, model, step, self.limit, PlanGroup())
+                return plan_and_check(planner, step, self.limit, PlanGroup())
 
             row = BatchFit(
                 batch_size=size,

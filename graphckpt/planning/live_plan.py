@@ -30,7 +30,7 @@ from graphckpt.planning.candidates import compiled_forwards, parse_compile
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import planning_group
-from graphckpt.planning.planner import find_blocks, plan_recorded
+from graphckpt.planning.plan_step import find_blocks, plan_recorded
 from graphckpt.planning.recorded_step import FULL, RecordedStep, refuse_sharded
 from graphckpt.planning.steps import on_optimizer_step
 from graphckpt.planning.trace import Blocks, TracedStore
@@ -128,7 +128,7 @@ class LivePlan:
         if planning_group(self._options.group).size > 1:  # only some may have seen it
             warnings.warn(f"graphckpt: {excess} · fix: a lower memory_budget, or a smaller batch", stacklevel=3)
             return False
-        warnings.warn(f"graphckpt: {excess}; it is planned anew with what was missing", stacklevel=3)
+        warnings.warn(f"graphckpt: {excess}; planning again with a correction", stacklevel=3)
         self._plan(plan.correction_bytes + peak - plan.predicted_peak_bytes, or_lowest=True)
         self._apply()
         return True
@@ -203,7 +203,7 @@ class LivePlan:
             if not group.max(self._recorded is not self._planned):
                 return False
         self._plan(or_lowest=True)
-        self._report("larger batches than planned for were seen; the plan counts them in now")
+        self._report("planned again, for the largest batch so far")
         return True
 
     def _plan(self, extra_bytes: int = 0, *, or_lowest: bool = False) -> None:

@@ -41,7 +41,7 @@ class PlanOptions:
     offload: bool | str = False
     """Where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``."""
     host_budget: int | str | None = None
-    """The most bytes that may be offloaded at a time, such as ``"64GiB"``; ``None`` is no limit."""
+    """The most bytes that may be offloaded at a time, such as ``"64GiB"``; ``None`` is without a limit."""
     blocks: Selector | Iterable[Selector] | None = field(default=None, metadata=_except("config", "command"))
     """Selectors of the blocks to plan, such as ``"model.layers.*"``; ``None`` finds the layers of the model. In a
     config ``unit`` selects them."""
@@ -102,7 +102,7 @@ class PlanOptions:
             where: what messages begin with.
 
         Raises:
-            ConfigError: There is no such option, or a value cannot be used.
+            ConfigError: An option is unknown, or a value cannot be used.
         """
         if isinstance(values, cls):
             return values
@@ -111,11 +111,11 @@ class PlanOptions:
             text = f"{where}: 'rules' is deprecated · fix: candidates={named['rules']!r}"
             warnings.warn(text, DeprecationWarning, stacklevel=3)
             named.setdefault("candidates", named.pop("rules"))
-        known = [option.name for option in fields(cls)]
-        unknown = next((name for name in named if name not in known), None)
+        names = [option.name for option in fields(cls)]
+        unknown = next((name for name in named if name not in names), None)
         if unknown is not None:
             raise ConfigError(
-                f"{where}: there is no option {unknown!r}{did_you_mean(unknown, known)} · fix: use {', '.join(known)}"
+                f"{where}: unknown option {unknown!r}{did_you_mean(unknown, names)} · fix: use {', '.join(names)}"
             )
         return cls(**named)
 
@@ -214,17 +214,14 @@ def _device_share(budget: str) -> float:
     return share
 
 
-def budget_bytes(budget: Budget, memory: DeviceMemory, *, plain_peak: int = 0, floor: int = 0) -> int:
+def budget_bytes(budget: Budget, memory: DeviceMemory, plain_peak: int = 0) -> int:
     """Returns the largest peak of the step in bytes.
 
     Args:
-        budget: A value that :func:`check_budget` returned.
+        budget: A value that :func:`check_budget` returned, other than ``"min"``.
         memory: That of the device.
         plain_peak: The peak when everything is kept.
-        floor: The lowest peak of any plan.
     """
-    if budget == "min":
-        return floor
     if budget == "max":
         return memory.available - memory.headroom
     if isinstance(budget, float):

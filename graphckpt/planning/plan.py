@@ -74,7 +74,7 @@ class Plan(PlanData):
                 again. Those of a Graph are replaced in any case.
 
         Raises:
-            ConfigError: there is no model, or it has no blocks of these names.
+            ConfigError: No model is known, or it has no blocks of these names.
         """
         if model is None and self.apply_to_graph is not None:
             return self.apply_to_graph(self)
@@ -171,12 +171,12 @@ class Plan(PlanData):
             fix = "name a file that Plan.save wrote"
             raise ConfigError(f"{path}: expected a plan, got a wrong {error} · fix: {fix}") from None
 
-    def below(self, name: str) -> Plan:
+    def relative_to(self, name: str) -> Plan:
         """Returns the plan with the paths of blocks relative to the child ``name``."""
         rows = (changed(row, block=row.block.removeprefix(f"{name}.")) for row in self.rows)
         front = self.front
-        below = None if front is None else lambda: [plan.below(name) for plan in front()]
-        return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=below)
+        relative = None if front is None else lambda: [plan.relative_to(name) for plan in front()]
+        return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=relative)
 
 
 def _dumper() -> type[yaml.SafeDumper]:

@@ -93,11 +93,6 @@ def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
     return read + written or None
 
 
-def extra_bytes_on_cuda(func: Any, args: tuple[Any, ...]) -> int:
-    count = _EXTRA.get(getattr(func, "overloadpacket", func))
-    return 0 if count is None else count(args)
-
-
 def _flash_backward(args: tuple[Any, ...]) -> int:
     """`mha_bwd` of PyTorch's flash_api.cpp: gradient of the query and row sums in float32; of grouped heads, all."""
     _, query, key, *_ = args
@@ -130,7 +125,7 @@ def _embedding_backward(args: tuple[Any, ...]) -> int:
     return 4 * 8 * int(count) if count > 3072 else 0
 
 
-_EXTRA: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+_CUDA_EXTRA: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     _aten._scaled_dot_product_cudnn_attention_backward: _cudnn_backward,
@@ -250,13 +245,14 @@ class DeviceProfile:
         seconds = num_bytes / (self.memory_bandwidth * self.efficiency.get("bandwidth", 1.0))
         flops = flops_of(func, args, kwargs, result)
         if flops:
-            peak = self._peak(rate_name(func, args))
+            peak = self.flops.get(rate_name(func, args)) or self.flops["float32"]
             seconds = max(seconds, flops / (peak * self.efficiency.get(efficiency_kind(func), 1.0)))
         return seconds + self.launch_seconds
 
     def op_extra_bytes(self, func: Any, args: tuple[Any, ...]) -> int:
         """Returns the temporary bytes inside of an op, which dispatch modes do not see, 0 if unknown."""
-        return extra_bytes_on_cuda(func, args) if self.kind == "cuda" else 0
+        count = _CUDA_EXTRA.get(getattr(func, "overloadpacket", func)) if self.kind == "cuda" else None
+        return 0 if count is None else count(args)
 
     def save(self, path: str | Path, *, comment: str = "") -> None:
         """Writes a file that :func:`load_profile` reads."""
@@ -265,9 +261,6 @@ class DeviceProfile:
         values["capability"] = None if self.capability is None else list(self.capability)
         head = "".join(f"# {line}\n" for line in comment.splitlines())
         Path(path).write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-
-    def _peak(self, dtype: str) -> float:
-        return self.flops.get(dtype) or self.flops["float32"]
 
 
 Device: TypeAlias = "str | Path | DeviceProfile | None"

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from graphckpt.ledger.groups import common_prefix, group_names
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, prefix_note, show, table_of, time_of
+from graphckpt.planning.options import Budget
 from graphckpt.units import format_bytes, format_seconds
 
 
@@ -66,6 +67,8 @@ class PlanData:
     """Whether the device is a profile, on which no step has run."""
     headroom_bytes: int = 0
     """What the budget ``"max"`` leaves of the device's memory."""
+    memory_budget: Budget | None = None
+    """The budget as it was given, such as ``0.6`` or ``"50%"``."""
 
 
 _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much

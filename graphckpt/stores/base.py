@@ -294,9 +294,9 @@ def parse_offload(value: Any) -> Offload | None:
     word, colon, argument = ("cpu" if value is True else str(value)).partition(":")
     target = Offload._registry.find(word) if isinstance(value, (str, bool)) else None
     if target is None:
-        known = Offload._registry.names()
-        names = ", ".join(map(repr, known))
+        targets = Offload._registry.names()
+        names = f"{', '.join(map(repr, targets))}, or False"
         raise ConfigError(
-            f"expected an offload target, got {value!r}{did_you_mean(word, known)} · fix: use one of {names}, or False"
+            f"expected an offload target, got {value!r}{did_you_mean(word, targets)} · fix: use one of {names}"
         )
     return target.parse(argument) if colon else target()

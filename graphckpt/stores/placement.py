@@ -38,12 +38,11 @@ class Placement:
     def store(self) -> Store:
         """The store of all blocks with this placement; created on first use."""
         if not self._stores:
-            plain = self.is_plain
-            self._stores.append(
-                DeviceStore()
-                if plain
-                else TensorStore(self._label(), self._byte_store_for, min_elements=self.min_elements)
+            label, min_elements = self._label(), self.min_elements
+            store = (
+                DeviceStore() if self.is_plain else TensorStore(label, self._byte_store_for, min_elements=min_elements)
             )
+            self._stores.append(store)
         return self._stores[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
@@ -57,10 +56,9 @@ class Placement:
         return self.offload, self.partition, self.contiguous, self.min_elements
 
     def _label(self) -> str:
-        words = [self.offload.name] if self.offload is not None else []
-        words += ["slab"] if self.contiguous else []
-        words += ["part"] if self.partition is not None else []
-        return " ".join(words)
+        target = "" if self.offload is None else self.offload.name
+        flags = "slab" if self.contiguous else "", "part" if self.partition is not None else ""
+        return " ".join(filter(None, (target, *flags)))
 
     def _byte_store_for(self, device: torch.device, is_shard: bool, group: TensorGroup) -> ByteStore | None:
         store = self.offload.byte_store_for(device, group.note) if self.offload is not None else None

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.hard_modules import BatchNorm, Parametrized, chain, differing, run_steps
+from helpers.modules import as_module
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
@@ -126,14 +127,10 @@ def test_flags_that_cannot_act_say_so() -> None:
         graphckpt.apply(model, {"1": {"compile": "yes"}})
 
 
-class _DropsPath(nn.Module):
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.linear, self.rate = nn.Linear(16, 16), rate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.rand(len(x), 1).add(1 - self.rate).floor() / (1 - self.rate)
-        return x + torch.sin(self.linear(x) * self.rate) * mask
+@as_module(lambda rate: {"linear": nn.Linear(16, 16), "rate": rate})
+def _DropsPath(self, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.rand(len(x), 1).add(1 - self.rate).floor() / (1 - self.rate)
+    return x + torch.sin(self.linear(x) * self.rate) * mask
 
 
 def test_layers_that_share_compiled_code_with_dynamic_numbers() -> None:
@@ -168,15 +165,10 @@ def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(p
     assert ops <= {F.linear}, "a hook of ours was compiled"
 
 
-class Layer(nn.Module):
+@as_module(lambda chance=0.5: {"up": nn.Linear(16, 64), "down": nn.Linear(64, 16), "drop": nn.Dropout(chance)})
+def Layer(self, x: Tensor) -> Tensor:
     """Has something for the compiler to run again, and dropout."""
-
-    def __init__(self, chance: float = 0.5) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(chance)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(x))))
+    return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
 def layers(count: int = 3) -> nn.Sequential:
@@ -221,42 +213,26 @@ def test_a_share_saves_less_and_changes_no_bit(backend: str) -> None:
     assert saved[0] <= saved[0.3] < 0.5 * saved[0.8] < 0.5 * saved[1] * 0.8
 
 
-class Updating(nn.Module):
+@as_module(lambda: {"inner": nn.Linear(16, 16), "scale": nn.Buffer(torch.ones(16))})
+def Updating(self, x: Tensor) -> Tensor:
     """Overwrites a buffer by what it computes with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.register_buffer("scale", torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale.mul_(1.5)
-        return torch.tanh(self.inner(x) * torch.cos(self.scale)) * x
+    self.scale.mul_(1.5)
+    return torch.tanh(self.inner(x) * torch.cos(self.scale)) * x
 
 
-class Dropped(nn.Module):
+@as_module(lambda: {"first": nn.Linear(16, 16), "inner": nn.Linear(16, 16)})
+def Dropped(self, x: Tensor) -> Tensor:
     """A layer needs both results of the dropout, the output and the mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(F.dropout(self.first(x), 0.3))
+    return self.inner(F.dropout(self.first(x), 0.3))
 
 
-class Drawing(nn.Module):
+@as_module(lambda: {"inner": nn.Linear(16, 16)})
+def Drawing(self, x: Tensor) -> Tensor:
     """Draws numbers by an op that edits its argument and says that it draws, among its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.empty_like(x)
-        fill_with_noise(noise)
-        hidden = self.inner(x)
-        return torch.sigmoid(hidden * noise) * hidden
+    noise = torch.empty_like(x)
+    fill_with_noise(noise)
+    hidden = self.inner(x)
+    return torch.sigmoid(hidden * noise) * hidden
 
 
 @torch.library.custom_op("graphckpt_tests::fill", mutates_args=("into",), tags=(torch.Tag.nondeterministic_seeded,))

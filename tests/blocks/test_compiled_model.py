@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from helpers.architectures import ARCHITECTURES
 from helpers.hard_modules import differing
+from helpers.modules import as_module
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -36,14 +37,10 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.act, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor, *, debug: float = 1.0) -> Tensor:
-        """`debug` is also the name of an argument of PyTorch's checkpoint."""
-        return x + debug * F.dropout(self.down(self.act(self.up(self.norm(x)))), 0.3, self.training)
+@as_module(lambda: {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 64), "act": nn.GELU(), "down": nn.Linear(64, 16)})
+def Layer(self, x: Tensor, *, debug: float = 1.0) -> Tensor:
+    """`debug` is also the name of an argument of PyTorch's checkpoint."""
+    return x + debug * F.dropout(self.down(self.act(self.up(self.norm(x)))), 0.3, self.training)
 
 
 class Counter(Layer):

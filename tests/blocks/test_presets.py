@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.layer_stacks import D, Layer, Piled
+from helpers.modules import as_module
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,17 +17,12 @@ from graphckpt.train.policies import block_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
 
 
-class Looped(nn.Module):
+@as_module(lambda num_layers: {"layers": nn.ModuleList(Layer() for _ in range(num_layers))})
+def Looped(self, x):
     """Layers in a list."""
-
-    def __init__(self, num_layers):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    for layer in self.layers:
+        x = layer(x)
+    return x
 
 
 def runs(model, policies, x):

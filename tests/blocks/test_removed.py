@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
@@ -14,13 +15,9 @@ from graphckpt.rules import Selective
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(4, 8), nn.Dropout(0.4), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.drop(torch.tanh(self.up(x))))
+@as_module(lambda: {"up": nn.Linear(4, 8), "drop": nn.Dropout(0.4), "down": nn.Linear(8, 4)})
+def Block(self, x: Tensor) -> Tensor:
+    return x + self.down(self.drop(torch.tanh(self.up(x))))
 
 
 EAGER = {"compile": {"backend": "eager"}}

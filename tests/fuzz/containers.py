@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
@@ -15,161 +16,104 @@ class Chain(nn.Sequential):
     """Calls its children in order."""
 
 
-class Residual(nn.Module):
-    def __init__(self, *children: nn.Module, how: str = "new") -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        if self.how == "new" or y is x:
-            return y + x
-        if self.how == "edits copy":
-            y = y * 1
-        y += x
-        return y
+@as_module(lambda *children, how="new": {"inner": nn.Sequential(*children), "how": how})
+def Residual(self, x: Tensor) -> Tensor:
+    y = self.inner(x)
+    if self.how == "new" or y is x:
+        return y + x
+    if self.how == "edits copy":
+        y = y * 1
+    y += x
+    return y
 
 
-class Listed(nn.Module):
+@as_module(lambda *children: {"inner": nn.ModuleList(children)})
+def Listed(self, x: Tensor) -> Tensor:
     """Calls the items of a list, and uses what each of them returned."""
-
-    def __init__(self, *children: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(children)
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen = []
-        for child in self.inner:
-            x = child(x)
-            seen.append(x)
-        return torch.stack(seen).mean(0)
+    seen = []
+    for child in self.inner:
+        x = child(x)
+        seen.append(x)
+    return torch.stack(seen).mean(0)
 
 
-class Twice(nn.Module):
+@as_module(lambda *children: {"inner": nn.Sequential(*children)})
+def Twice(self, x: Tensor) -> Tensor:
     """Calls the same children twice."""
-
-    def __init__(self, *children: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.inner(x).tanh())
+    return self.inner(self.inner(x).tanh())
 
 
-class Gate(nn.Module):
+@as_module(lambda *children: {"inner": nn.Sequential(*children), "gate": nn.Linear(D, D)})
+def Gate(self, x: Tensor) -> Tensor:
     """Calls its children in two branches on one argument."""
-
-    def __init__(self, *children: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-        self.gate = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.gate(x))
-        return self.inner(x) * gate
+    gate = torch.sigmoid(self.gate(x))
+    return self.inner(x) * gate
 
 
-class WithoutGradients(nn.Module):
+@as_module(lambda *children: {"inner": nn.Sequential(*children)})
+def WithoutGradients(self, x: Tensor) -> Tensor:
     """Calls its children once without gradients, and once with."""
-
-    def __init__(self, *children: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = self.inner(x.clone())
-        return self.inner(x) - 0.1 * target
+    with torch.no_grad():
+        target = self.inner(x.clone())
+    return self.inner(x) - 0.1 * target
 
 
-class Autocasted(nn.Module):
-    def __init__(self, *children: nn.Module, enabled: bool = True) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-        self.enabled = enabled
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.enabled):
-            y = self.inner(x)
-        return y.to(x.dtype)
+@as_module(lambda *children, enabled=True: {"inner": nn.Sequential(*children), "enabled": enabled})
+def Autocasted(self, x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=self.enabled):
+        y = self.inner(x)
+    return y.to(x.dtype)
 
 
-class Catches(nn.Module):
+@as_module(lambda *children: {"inner": nn.Sequential(*children), "failures": 0})
+def Catches(self, x: Tensor) -> Tensor:
     """Tries its children on an argument that they cannot take, and then on one that they can."""
-
-    def __init__(self, *children: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-        self.failures = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            self.inner(x[:, :3])
-        except (RuntimeError, ValueError):
-            self.failures += 1
-        return self.inner(x)
+    try:
+        self.inner(x[:, :3])
+    except (RuntimeError, ValueError):
+        self.failures += 1
+    return self.inner(x)
 
 
-class Retries(nn.Module):
+@as_module(lambda *children: {"inner": RaisesAtTimes(*children)})
+def Retries(self, x: Tensor) -> Tensor:
     """Uses what its children have left behind in a call that raised."""
-
-    def __init__(self, *children: nn.Module) -> None:
-        super().__init__()
-        self.inner = RaisesAtTimes(*children)
-
-    def forward(self, x: Tensor) -> Tensor:
-        results: list[Tensor] = []
-        try:
-            x = self.inner(x, results)
-        except ValueError:
-            x = x * 0.5
-        return x + results[0].cos()
+    results: list[Tensor] = []
+    try:
+        x = self.inner(x, results)
+    except ValueError:
+        x = x * 0.5
+    return x + results[0].cos()
 
 
-class RaisesAtTimes(nn.Module):
+@as_module(lambda *children: {"inner": nn.Sequential(*children), "calls": 0})
+def RaisesAtTimes(self, x: Tensor, results: list[Tensor]) -> Tensor:
     """Raises at the end of every other call."""
-
-    def __init__(self, *children: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-        self.calls = 0
-
-    def forward(self, x: Tensor, results: list[Tensor]) -> Tensor:
-        self.calls += 1
-        y = self.inner(x)
-        results.append(y.tanh())
-        if self.calls % 2:
-            raise ValueError(f"call {self.calls}")
-        return y.sin()
+    self.calls += 1
+    y = self.inner(x)
+    results.append(y.tanh())
+    if self.calls % 2:
+        raise ValueError(f"call {self.calls}")
+    return y.sin()
 
 
-class Caches(nn.Module):
+@as_module(lambda *children: {"inner": FillsCache(*children)})
+def Caches(self, x: Tensor) -> Tensor:
     """Passes an object by reference to a child, which fills it."""
-
-    def __init__(self, *children: nn.Module) -> None:
-        super().__init__()
-        self.inner = FillsCache(*children)
-
-    def forward(self, x: Tensor) -> Tensor:
-        cache: dict[str, Any] = {"seen": [], "n": 0}
-        y = self.inner(x, cache=cache)
-        y = self.inner(y, cache=cache)
-        return y * cache["n"] + torch.stack(cache["seen"]).sum(0)
+    cache: dict[str, Any] = {"seen": [], "n": 0}
+    y = self.inner(x, cache=cache)
+    y = self.inner(y, cache=cache)
+    return y * cache["n"] + torch.stack(cache["seen"]).sum(0)
 
 
-class FillsCache(nn.Module):
-    def __init__(self, *children: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-
-    def forward(self, x: Tensor, *, cache: dict[str, Any]) -> Tensor:
-        cache["n"] += 1
-        for earlier in cache["seen"]:
-            x = x + earlier
-        y = self.inner(x)
-        cache["seen"].append(y)
-        return y
+@as_module(lambda *children: {"inner": nn.Sequential(*children)})
+def FillsCache(self, x: Tensor, *, cache: dict[str, Any]) -> Tensor:
+    cache["n"] += 1
+    for earlier in cache["seen"]:
+        x = x + earlier
+    y = self.inner(x)
+    cache["seen"].append(y)
+    return y
 
 
 class Hooked(nn.Module):
@@ -186,20 +130,14 @@ class Hooked(nn.Module):
         return self.inner(x)
 
 
-class DropIn(nn.Module):
+@as_module(lambda *children, how="module": {"inner": nn.Sequential(*children), "how": how})
+def DropIn(self, x: Tensor) -> Tensor:
     """Calls the package's ``checkpoint`` from its own forward."""
-
-    def __init__(self, *children: nn.Module, how: str = "module") -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*children)
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "module":
-            return graphckpt.checkpoint(self.inner, x)
-        if self.how == "closure":
-            return graphckpt.checkpoint(lambda value: self.inner(value).sin(), x)
-        return graphckpt.checkpoint_sequential(self.inner, 1 + len(self.inner) // 2, x)
+    if self.how == "module":
+        return graphckpt.checkpoint(self.inner, x)
+    if self.how == "closure":
+        return graphckpt.checkpoint(lambda value: self.inner(value).sin(), x)
+    return graphckpt.checkpoint_sequential(self.inner, 1 + len(self.inner) // 2, x)
 
 
 class TiesWeights(nn.Module):

@@ -7,6 +7,8 @@ import inspect
 import re
 from typing import TYPE_CHECKING
 
+from helpers import modules
+
 from fuzz import bench, choices, containers, layers, shapes
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ STEPS = [{steps}]
 def _sources_for(text: str) -> list[str]:
     """Returns the sources of all that ``text`` names, in the order in which they are defined."""
     known: dict[str, str] = {}
-    for module in (layers, containers, choices, bench, shapes):
+    for module in (modules, layers, containers, choices, bench, shapes):
         source = inspect.getsource(module)
         lines = source.splitlines()
         for item in ast.parse(source).body:

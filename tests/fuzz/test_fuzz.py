@@ -52,9 +52,7 @@ def test_a_seed_is_one_programme() -> None:
     assert len({generate(seed) for seed in range(50)}) == 50
 
 
-def test_a_broken_engine_is_found_and_the_programme_shrunk(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_engine_is_found_and_the_programme_shrunk(monkeypatch, capsys):
     right = [programme for programme in map(generate, range(40)) if execute(programme).kind == "same"]
     monkeypatch.setattr("graphckpt.engine.frame.set_rng_state", lambda state: None)
     found = ((programme, execute(programme)) for programme in right)
@@ -95,9 +93,7 @@ def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
 
 
 @pytest.mark.parametrize(("words", "minutes"), [([], 30.0), (["--seeds", "0:9"], None), (["--worker", *"091"], None)])
-def test_a_range_of_seeds_runs_to_its_end(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], minutes: float | None
-) -> None:
+def test_a_range_of_seeds_runs_to_its_end(monkeypatch, words, minutes):
     monkeypatch.setattr(sys, "argv", ["run.py", *words])
     assert run.parse_arguments().minutes == minutes
 

@@ -24,6 +24,7 @@ from helpers.captured_steps import (
     same,
 )
 from helpers.hard_modules import D, Mlp
+from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -104,13 +105,9 @@ def test_verify_compares_replays_and_puts_everything_back(policy: str) -> None:
     assert torch.equal(torch.get_rng_state(), rng_state)
 
 
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4096, device="cuda"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x * self.weight, 0.5)
+@as_module(lambda: {"weight": nn.Parameter(torch.ones(4096, device="cuda"))})
+def Drops(self, x: Tensor) -> Tensor:
+    return nn.functional.dropout(x * self.weight, 0.5)
 
 
 class Masks(Graph):

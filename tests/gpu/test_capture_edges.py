@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured_steps import captured
+from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -26,26 +27,16 @@ pytestmark = [
 D = 64
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
+@as_module(lambda: {"up": nn.Linear(D, 2 * D), "down": nn.Linear(2 * D, D)})
+def Layer(self, x: Tensor) -> Tensor:
+    return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-class WithAuxiliaryHead(nn.Module):
+@as_module(lambda: {"layers": nn.Sequential(Layer(), Layer()), "head": Layer()})
+def WithAuxiliaryHead(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a result that the loss leaves out, as a model that returns its hidden states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Layer(), Layer())
-        self.head = Layer()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.layers(x)
-        return x, self.head(x)
+    x = self.layers(x)
+    return x, self.head(x)
 
 
 class Train(Graph):
@@ -100,14 +91,10 @@ def test_an_offloaded_block_outside_of_the_loss(where: str, measures: bool) -> N
 # --- settings around a step
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(D, 3 * D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x).reshape(1, 16, 3, 4, D // 4).permute(2, 0, 3, 1, 4)
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+@as_module(lambda: {"project": nn.Linear(D, 3 * D)})
+def Attends(self, x: Tensor) -> Tensor:
+    q, k, v = self.project(x).reshape(1, 16, 3, 4, D // 4).permute(2, 0, 3, 1, 4)
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], AbstractContextManager[Any]]]] = {
@@ -159,9 +146,7 @@ def test_a_setting_that_changes_needs_a_capture_of_its_own(setting: str) -> None
 
 
 @pytest.mark.parametrize("name", ["synchronize", "empty_cache"])
-def test_an_error_before_the_capture_leaves_the_garbage_collector_on(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_before_the_capture_leaves_the_garbage_collector_on(name, monkeypatch):
     """An error of an earlier kernel comes with the synchronization before the capture."""
     graph = Train(model_of(layers))
     for seed in range(3):

@@ -146,9 +146,7 @@ def _rank(rank: int, check: Callable[[int], None], folder: str, schedule: str | 
 
 
 @pytest.mark.parametrize("check", [two_ranks, ranks_that_differ], ids=["equal", "differ"])
-def test_two_ranks_on_one_device(
-    check: Callable[[int], None], tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_on_one_device(check, tmp_path, request, monkeypatch):
     tests = Path(__file__).parents[1]
     paths = [tests / "simulated_cuda" / "site", tests, tests.parent]  # new processes load the simulated device, too
     if "simulated_cuda.plugin" in sys.modules:

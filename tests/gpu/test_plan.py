@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,13 +22,9 @@ D = 512  # width
 OFF = 0.05  # of the peak: what kernels take within an op
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(x))))
+@as_module(lambda: {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D), "drop": nn.Dropout(0.1)})
+def Layer(self, x: torch.Tensor) -> torch.Tensor:
+    return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
 class Case:

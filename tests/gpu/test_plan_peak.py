@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,13 +20,9 @@ WIDTH = 128
 OFF = 0.01
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+@as_module(lambda: {"up": nn.Linear(WIDTH, 4 * WIDTH), "down": nn.Linear(4 * WIDTH, WIDTH)})
+def Layer(self, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(F.gelu(self.up(x)))
 
 
 class Step(Graph):
@@ -65,9 +62,7 @@ def planned_graph(
 
 @pytest.mark.serial
 @pytest.mark.parametrize("planned", [planned_alone, planned_graph])
-def test_the_predicted_peak_is_without_the_copies_that_planning_holds(
-    planned: Callable[..., tuple[Plan, Callable[[], object]]],
-) -> None:
+def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned):
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = nn.Sequential(*(Layer() for _ in range(6))).cuda()

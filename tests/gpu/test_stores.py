@@ -209,9 +209,7 @@ def test_bytes_from_disk_on_another_stream(tmp_path: Path) -> None:
     store.close()
 
 
-def test_memory_for_the_disk_that_cannot_be_registered_falls_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_the_disk_that_cannot_be_registered_falls_back(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     store, notes = store_on_disk(tmp_path), []
     opened = store.open_group(TensorGroup("h.7", list, notes.append))
@@ -252,9 +250,7 @@ RULES = {"keep": None, "full": True, "selective": Selective("matmul"), "segments
 @pytest.mark.one_schedule(COUNTS)
 @pytest.mark.parametrize("is_offloaded", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_allocator_confirms_what_explain_says(
-    request: pytest.FixtureRequest, rule: str, is_offloaded: bool
-) -> None:
+def test_the_allocator_confirms_what_explain_says(request, rule, is_offloaded):
     """But for the last block, whose copies are under way when forward ends: with nothing in flight, to the byte."""
     x = torch.randn(256, D, device="cuda")
     plain_kept, plain_peak = allocated(wide_chain(has_dropout=True), x)

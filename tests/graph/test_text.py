@@ -7,20 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from helpers.train_graphs import Train, adamw, batches, run_graph, same
 from torch import Tensor, nn
 
 from graphckpt import Graph, GraphError
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)
-        self.rest = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rest(self.first(x))
+@as_module(lambda: {"first": nn.Linear(4, 6), "rest": nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))})
+def Net(self, x: Tensor) -> Tensor:
+    return self.rest(self.first(x))
 
 
 class Shown(Train):

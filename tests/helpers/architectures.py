@@ -87,393 +87,186 @@ def _image_and_text() -> dict[str, Tensor]:
 
 
 _TOKENS = {"vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA = _TOKENS | {
-    "hidden_size": D,
-    "intermediate_size": 2 * D,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": D // 4,
-    "max_position_embeddings": 32,
-    "attention_dropout": 0.1,
-}
-_BERT = {
-    "vocab_size": V,
-    "pad_token_id": 0,
-    "hidden_size": D,
-    "intermediate_size": 2 * D,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-}
-_BART = _TOKENS | {
-    "d_model": D,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 2 * D,
-    "decoder_ffn_dim": 2 * D,
-    "max_position_embeddings": 32,
-    "decoder_start_token_id": 1,
-    "forced_eos_token_id": 2,
-    "attention_dropout": 0.1,
-    "activation_dropout": 0.1,
-}
-_T5 = {
-    "vocab_size": V,
-    "d_model": D,
-    "d_kv": D // 4,
-    "d_ff": 2 * D,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
-_VIT = {
-    "hidden_size": D,
-    "intermediate_size": 2 * D,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": H,
-    "patch_size": 8,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-}
-_SPEECH = {
-    "vocab_size": V,
-    "hidden_size": D,
-    "intermediate_size": 2 * D,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "conv_dim": (16, 16),
-    "conv_kernel": (10, 3),
-    "conv_stride": (5, 4),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 4,
-    "mask_time_prob": 0.0,  # drawn by numpy, so a torch seed would not repeat it
-    "layerdrop": 0.0,
-    "pad_token_id": 0,
-}
+_SIZES = {"hidden_size": D, "num_hidden_layers": 3, "num_attention_heads": 4}
+_WIDE = _SIZES | {"intermediate_size": 2 * D}
+_GPT = _TOKENS | {"n_embd": D, "n_layer": 3, "n_head": 4, "n_positions": 32}
+_DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_HEADS = {"num_key_value_heads": 2, "head_dim": D // 4}
+_LLAMA = _TOKENS | _WIDE | _HEADS | {"max_position_embeddings": 32, "attention_dropout": 0.1}
+_BERT = _WIDE | {"vocab_size": V, "pad_token_id": 0, "max_position_embeddings": 32}
+_ENDS = {"decoder_start_token_id": 1, "forced_eos_token_id": 2, "max_position_embeddings": 32}
+_BART = _TOKENS | _ENDS | {"d_model": D, "attention_dropout": 0.1, "activation_dropout": 0.1}
+for _side in ("encoder", "decoder"):
+    _BART |= {f"{_side}_layers": 2, f"{_side}_attention_heads": 4, f"{_side}_ffn_dim": 2 * D}
+_T5 = {"vocab_size": V, "d_model": D, "d_kv": D // 4, "d_ff": 2 * D, "num_layers": 2, "num_heads": 4}
+_DROPS_PROB = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+_VIT = _WIDE | _DROPS_PROB | {"image_size": H, "patch_size": 8}
+_CONVOLUTIONS = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 4), "num_feat_extract_layers": 2}
+_SPEECH = (
+    _WIDE
+    | _CONVOLUTIONS
+    | {
+        "vocab_size": V,
+        "num_conv_pos_embeddings": 8,
+        "num_conv_pos_embedding_groups": 4,
+        "mask_time_prob": 0.0,  # drawn by numpy, so a torch seed would not repeat it
+        "layerdrop": 0.0,
+        "pad_token_id": 0,
+    }
+)
 
 
-def _causal(name: str, model: str, layers: str, config: dict[str, Any], **more: Any) -> Architecture:
+def _of(name: str, model: str, layers: str, config: dict[str, Any], **more: Any) -> Architecture:
     return Architecture(name=name, model=model, layers=layers, config=config, **{"inputs": _text} | more)
 
 
+_NEO = {"attention_types": [[["global", "local"], 1]], "window_size": 4, "resid_dropout": 0.1, "embed_dropout": 0.1}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": D, "shared_expert_intermediate_size": D}
+_MAMBA = _TOKENS | {"hidden_size": D, "state_size": 4, "num_hidden_layers": 3}
+_MAMBA_2 = _MAMBA | {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}
+_RWKV = {"hidden_size": D, "attention_hidden_size": D, "intermediate_size": 2 * D, "num_hidden_layers": 3}
+_GRIFFIN = {"lru_width": D, "attention_window_size": 4, "block_types": ["recurrent", "attention"]}
+_DISTILLED = {"vocab_size": V, "pad_token_id": 0, "dim": D, "hidden_dim": 2 * D, "n_layers": 3, "n_heads": 4}
+_DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
+_MODERN = {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2, "local_attention": 4}
+_SWIN = {"image_size": H, "patch_size": 4, "window_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
+_STAGES = {"hidden_sizes": [16, 32], "depths": [2, 2]}
+_CONVNEXT = _STAGES | {"num_stages": 2, "drop_path_rate": 0.5, "layer_scale_init_value": 1.0}
+_MEL = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32}
+_CLIP = {
+    "text_config": _LLAMA,
+    "vision_config": _WIDE | {"image_size": H, "patch_size": 8, "attention_dropout": 0.1},
+    "projection_dim": 16,
+}
+
 ARCHITECTURES = (
     # ---- decoders
-    _causal(
-        "gpt2",
-        "GPT2LMHeadModel",
-        "transformer.h.*",
-        _TOKENS | {"n_embd": D, "n_layer": 3, "n_head": 4, "n_positions": 32},
+    _of("gpt2", "GPT2LMHeadModel", "transformer.h.*", _GPT),
+    _of("llama", "LlamaForCausalLM", "model.layers.*", _LLAMA, inputs=_padded_text),
+    _of("mistral", "MistralForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
+    _of("qwen2", "Qwen2ForCausalLM", "model.layers.*", _LLAMA),
+    _of("qwen3", "Qwen3ForCausalLM", "model.layers.*", _LLAMA),
+    _of("gemma", "GemmaForCausalLM", "model.layers.*", _LLAMA),
+    _of("gemma2", "Gemma2ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
+    _of("gemma3", "Gemma3ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
+    _of("phi", "PhiForCausalLM", "model.layers.*", _LLAMA | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    _of("phi3", "Phi3ForCausalLM", "model.layers.*", _LLAMA | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    _of("olmo", "OlmoForCausalLM", "model.layers.*", _LLAMA),
+    _of("olmo2", "Olmo2ForCausalLM", "model.layers.*", _LLAMA),
+    _of("stablelm", "StableLmForCausalLM", "model.layers.*", _LLAMA | {"hidden_dropout": 0.1}),
+    _of("cohere", "CohereForCausalLM", "model.layers.*", _LLAMA),
+    _of("granite", "GraniteForCausalLM", "model.layers.*", _LLAMA),
+    _of("starcoder2", "Starcoder2ForCausalLM", "model.layers.*", _LLAMA | {"residual_dropout": 0.1}),
+    _of("falcon", "FalconForCausalLM", "transformer.h.*", _TOKENS | _SIZES | _DROPS),
+    _of(
+        "bloom", "BloomForCausalLM", "transformer.h.*", _TOKENS | _DROPS | {"hidden_size": D, "n_layer": 3, "n_head": 4}
     ),
-    _causal("llama", "LlamaForCausalLM", "model.layers.*", _LLAMA, inputs=_padded_text),
-    _causal("mistral", "MistralForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
-    _causal("qwen2", "Qwen2ForCausalLM", "model.layers.*", _LLAMA),
-    _causal("qwen3", "Qwen3ForCausalLM", "model.layers.*", _LLAMA),
-    _causal("gemma", "GemmaForCausalLM", "model.layers.*", _LLAMA),
-    _causal("gemma2", "Gemma2ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
-    _causal("gemma3", "Gemma3ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
-    _causal("phi", "PhiForCausalLM", "model.layers.*", _LLAMA | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
-    _causal("phi3", "Phi3ForCausalLM", "model.layers.*", _LLAMA | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
-    _causal("olmo", "OlmoForCausalLM", "model.layers.*", _LLAMA),
-    _causal("olmo2", "Olmo2ForCausalLM", "model.layers.*", _LLAMA),
-    _causal("stablelm", "StableLmForCausalLM", "model.layers.*", _LLAMA | {"hidden_dropout": 0.1}),
-    _causal("cohere", "CohereForCausalLM", "model.layers.*", _LLAMA),
-    _causal("granite", "GraniteForCausalLM", "model.layers.*", _LLAMA),
-    _causal("starcoder2", "Starcoder2ForCausalLM", "model.layers.*", _LLAMA | {"residual_dropout": 0.1}),
-    _causal(
-        "falcon",
-        "FalconForCausalLM",
-        "transformer.h.*",
-        _TOKENS
-        | {
-            "hidden_size": D,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.1,
-        },
-    ),
-    _causal(
-        "bloom",
-        "BloomForCausalLM",
-        "transformer.h.*",
-        _TOKENS | {"hidden_size": D, "n_layer": 3, "n_head": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-    ),
-    _causal(
+    _of(
         "opt",
         "OPTForCausalLM",
         "model.decoder.layers.*",
         _TOKENS
-        | {
-            "hidden_size": D,
-            "word_embed_proj_dim": D,
-            "ffn_dim": 2 * D,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 32,
-            "attention_dropout": 0.1,
-        },
+        | _SIZES
+        | {"word_embed_proj_dim": D, "ffn_dim": 2 * D, "max_position_embeddings": 32, "attention_dropout": 0.1},
     ),
-    _causal(
+    _of(
         "gpt_neo",
         "GPTNeoForCausalLM",
         "transformer.h.*",
         _TOKENS
-        | {
-            "hidden_size": D,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 4,
-            "max_position_embeddings": 32,
-            "resid_dropout": 0.1,
-            "embed_dropout": 0.1,
-            "attention_dropout": 0.1,
-        },
+        | _NEO
+        | {"hidden_size": D, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 32, "attention_dropout": 0.1},
     ),
-    _causal(
-        "gpt_neox",
-        "GPTNeoXForCausalLM",
-        "gpt_neox.layers.*",
-        _TOKENS
-        | {
-            "hidden_size": D,
-            "intermediate_size": 2 * D,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.1,
-        },
-    ),
-    _causal(
+    _of("gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.layers.*", _TOKENS | _WIDE | _DROPS),
+    _of(
         "gptj",
         "GPTJForCausalLM",
         "transformer.h.*",
-        _TOKENS
-        | {
-            "n_embd": D,
-            "n_layer": 3,
-            "n_head": 4,
-            "n_positions": 32,
-            "rotary_dim": 4,
-            "resid_pdrop": 0.1,
-            "embd_pdrop": 0.1,
-            "attn_pdrop": 0.1,
-        },
+        _GPT | {"rotary_dim": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     ),
-    _causal(
+    _of(
         "mpt",
         "MptForCausalLM",
         "transformer.blocks.*",
-        _TOKENS
-        | {
-            "d_model": D,
-            "n_layers": 3,
-            "n_heads": 4,
-            "max_seq_len": 32,
-        },
+        _TOKENS | {"d_model": D, "n_layers": 3, "n_heads": 4, "max_seq_len": 32},
         has_dropout=False,  # Transformers 5.23 takes whole numbers only as its rate
     ),
-    _causal(
+    _of(
         "ctrl",
         "CTRLLMHeadModel",
         "transformer.h.*",
         {"vocab_size": V, "n_embd": D, "dff": 2 * D, "n_layer": 3, "n_head": 4, "n_positions": 32},
     ),
-    _causal(
-        "gpt_bigcode",
-        "GPTBigCodeForCausalLM",
-        "transformer.h.*",
-        _TOKENS | {"n_embd": D, "n_layer": 3, "n_head": 4, "n_positions": 32},
-    ),
-    _causal(
+    _of("gpt_bigcode", "GPTBigCodeForCausalLM", "transformer.h.*", _GPT),
+    _of(
         "xlnet",
         "XLNetLMHeadModel",
         "transformer.layer.*",
         _TOKENS | {"d_model": D, "n_layer": 3, "n_head": 4, "d_inner": 2 * D, "dropout": 0.1},
     ),
     # ---- mixtures of experts
-    _causal("mixtral", "MixtralForCausalLM", "model.layers.*", _LLAMA | {"num_local_experts": 4}),
-    _causal(
-        "qwen2_moe",
-        "Qwen2MoeForCausalLM",
-        "model.layers.*",
-        _LLAMA
-        | {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": D,
-            "shared_expert_intermediate_size": D,
-            "output_router_logits": True,
-        },
-    ),
-    _causal(
-        "gpt_oss",
-        "GptOssForCausalLM",
-        "model.layers.*",
-        _LLAMA | {"num_local_experts": 4, "sliding_window": 4},
-    ),
+    _of("mixtral", "MixtralForCausalLM", "model.layers.*", _LLAMA | {"num_local_experts": 4}),
+    _of("qwen2_moe", "Qwen2MoeForCausalLM", "model.layers.*", _LLAMA | _MOE | {"output_router_logits": True}),
+    _of("gpt_oss", "GptOssForCausalLM", "model.layers.*", _LLAMA | {"num_local_experts": 4, "sliding_window": 4}),
     # ---- state spaces and recurrences
-    _causal(
-        "mamba",
-        "MambaForCausalLM",
-        "backbone.layers.*",
-        _TOKENS | {"hidden_size": D, "state_size": 4, "num_hidden_layers": 3},
-        has_dropout=False,
-    ),
-    _causal(
-        "mamba2",
-        "Mamba2ForCausalLM",
-        "backbone.layers.*",
-        _TOKENS
-        | {
-            "hidden_size": D,
-            "state_size": 4,
-            "num_hidden_layers": 3,
-            "num_heads": 8,
-            "head_dim": 8,
-            "n_groups": 2,
-            "chunk_size": 4,
-        },
-        has_dropout=False,
-    ),
-    _causal(
-        "rwkv",
-        "RwkvForCausalLM",
-        "rwkv.blocks.*",
-        _TOKENS
-        | {
-            "hidden_size": D,
-            "attention_hidden_size": D,
-            "intermediate_size": 2 * D,
-            "num_hidden_layers": 3,
-        },
-        has_dropout=False,
-    ),
-    _causal(
-        "recurrent_gemma",
-        "RecurrentGemmaForCausalLM",
-        "model.layers.*",
-        _LLAMA | {"lru_width": D, "attention_window_size": 4, "block_types": ["recurrent", "attention"]},
-    ),
+    _of("mamba", "MambaForCausalLM", "backbone.layers.*", _MAMBA, has_dropout=False),
+    _of("mamba2", "Mamba2ForCausalLM", "backbone.layers.*", _MAMBA_2, has_dropout=False),
+    _of("rwkv", "RwkvForCausalLM", "rwkv.blocks.*", _TOKENS | _RWKV, has_dropout=False),
+    _of("recurrent_gemma", "RecurrentGemmaForCausalLM", "model.layers.*", _LLAMA | _GRIFFIN),
     # ---- encoders
-    _causal("bert", "BertForMaskedLM", "bert.encoder.layer.*", _BERT, inputs=_padded_text),
-    _causal("roberta", "RobertaForMaskedLM", "roberta.encoder.layer.*", _BERT | {"max_position_embeddings": 40}),
-    _causal(
+    _of("bert", "BertForMaskedLM", "bert.encoder.layer.*", _BERT, inputs=_padded_text),
+    _of("roberta", "RobertaForMaskedLM", "roberta.encoder.layer.*", _BERT | {"max_position_embeddings": 40}),
+    _of(
         "albert",
         "AlbertForMaskedLM",
         "albert.encoder.albert_layer_groups.*",
-        _BERT | {"embedding_size": 16, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+        _BERT | _DROPS_PROB | {"embedding_size": 16},
     ),
-    _causal("electra", "ElectraForMaskedLM", "electra.encoder.layer.*", _BERT | {"embedding_size": 16}),
-    _causal(
+    _of("electra", "ElectraForMaskedLM", "electra.encoder.layer.*", _BERT | {"embedding_size": 16}),
+    _of(
         "distilbert",
         "DistilBertForMaskedLM",
         "distilbert.transformer.layer.*",
-        {
-            "vocab_size": V,
-            "pad_token_id": 0,
-            "dim": D,
-            "hidden_dim": 2 * D,
-            "n_layers": 3,
-            "n_heads": 4,
-            "max_position_embeddings": 32,
-        },
+        _DISTILLED | {"max_position_embeddings": 32},
     ),
-    _causal(
-        "deberta_v2",
-        "DebertaV2ForMaskedLM",
-        "deberta.encoder.layer.*",
-        _BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
-    ),
-    _causal(
+    _of("deberta_v2", "DebertaV2ForMaskedLM", "deberta.encoder.layer.*", _BERT | _DEBERTA),
+    _of(
         "modernbert",
         "ModernBertForMaskedLM",
         "model.layers.*",
-        _BERT
-        | {
-            "cls_token_id": 1,
-            "sep_token_id": 2,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "attention_dropout": 0.1,
-            "mlp_dropout": 0.1,
-            "local_attention": 4,
-        },
+        _BERT | _MODERN | {"attention_dropout": 0.1, "mlp_dropout": 0.1},
     ),
-    _causal("fnet", "FNetForMaskedLM", "fnet.encoder.layer.*", _BERT),
+    _of("fnet", "FNetForMaskedLM", "fnet.encoder.layer.*", _BERT),
     # ---- encoder and decoder
-    _causal("t5", "T5ForConditionalGeneration", "*.block.*", _T5, inputs=_sequence_pair),
-    _causal("bart", "BartForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
-    _causal("mbart", "MBartForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
-    _causal("pegasus", "PegasusForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
+    _of("t5", "T5ForConditionalGeneration", "*.block.*", _T5 | {"decoder_start_token_id": 0}, inputs=_sequence_pair),
+    _of("bart", "BartForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
+    _of("mbart", "MBartForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
+    _of("pegasus", "PegasusForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
     # ---- vision
-    _causal("vit", "ViTForImageClassification", "vit.layers.*", _VIT, inputs=_image),
-    _causal("deit", "DeiTForImageClassification", "deit.layers.*", _VIT, inputs=_image),
-    _causal("beit", "BeitForImageClassification", "beit.layers.*", _VIT | {"drop_path_rate": 0.5}, inputs=_image),
-    _causal("dinov2", "Dinov2ForImageClassification", "dinov2.encoder.layer.*", _VIT, inputs=_image),
-    _causal(
+    _of("vit", "ViTForImageClassification", "vit.layers.*", _VIT, inputs=_image),
+    _of("deit", "DeiTForImageClassification", "deit.layers.*", _VIT, inputs=_image),
+    _of("beit", "BeitForImageClassification", "beit.layers.*", _VIT | {"drop_path_rate": 0.5}, inputs=_image),
+    _of("dinov2", "Dinov2ForImageClassification", "dinov2.encoder.layer.*", _VIT, inputs=_image),
+    _of(
         "swin",
         "SwinForImageClassification",
         "swin.encoder.layers.*.blocks.*",
-        {
-            "image_size": H,
-            "patch_size": 4,
-            "window_size": 4,
-            "embed_dim": 16,
-            "depths": [2, 2],
-            "num_heads": [2, 4],
-            "hidden_dropout_prob": 0.1,
-            "attention_probs_dropout_prob": 0.1,
-            "drop_path_rate": 0.5,
-        },
+        _SWIN | _DROPS_PROB | {"drop_path_rate": 0.5},
         inputs=_image,
     ),
-    _causal(
-        "convnext",
-        "ConvNextForImageClassification",
-        "convnext.encoder.stages.*.layers.*",
-        {
-            "hidden_sizes": [16, 32],
-            "depths": [2, 2],
-            "num_stages": 2,
-            "drop_path_rate": 0.5,
-            "layer_scale_init_value": 1.0,
-        },
-        inputs=_image,
-    ),
-    _causal(
+    _of("convnext", "ConvNextForImageClassification", "convnext.encoder.stages.*.layers.*", _CONVNEXT, inputs=_image),
+    _of(
         "resnet",
         "ResNetForImageClassification",
         "resnet.encoder.stages.*.layers.*",
-        {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 2], "layer_type": "basic"},
+        _STAGES | {"embedding_size": 16, "layer_type": "basic"},
         inputs=_image,
         has_dropout=False,
     ),
     # ---- audio
-    _causal("wav2vec2", "Wav2Vec2ForCTC", "wav2vec2.encoder.layers.*", _SPEECH, inputs=_speech),
-    _causal("hubert", "HubertForCTC", "hubert.encoder.layers.*", _SPEECH, inputs=_speech),
-    _causal(
-        "whisper",
-        "WhisperForConditionalGeneration",
-        "model.*.layers.*",
-        _BART | {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32},
-        inputs=_spectrogram,
-    ),
+    _of("wav2vec2", "Wav2Vec2ForCTC", "wav2vec2.encoder.layers.*", _SPEECH, inputs=_speech),
+    _of("hubert", "HubertForCTC", "hubert.encoder.layers.*", _SPEECH, inputs=_speech),
+    _of("whisper", "WhisperForConditionalGeneration", "model.*.layers.*", _BART | _MEL, inputs=_spectrogram),
     # ---- image and text
-    _causal(
-        "clip",
-        "CLIPModel",
-        "*.encoder.layers.*",
-        {
-            "text_config": _LLAMA | {"attention_dropout": 0.1},
-            "vision_config": {k: v for k, v in _VIT.items() if "prob" not in k} | {"attention_dropout": 0.1},
-            "projection_dim": 16,
-        },
-        inputs=_image_and_text,
-    ),
+    _of("clip", "CLIPModel", "*.encoder.layers.*", _CLIP, inputs=_image_and_text),
 )

@@ -5,16 +5,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from helpers.modules import as_module
+
 D = 16  # width
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(x))))
+@as_module(lambda: {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D), "drop": nn.Dropout(0.1)})
+def Layer(self, x: Tensor) -> Tensor:
+    return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
 class Piled(nn.Module):

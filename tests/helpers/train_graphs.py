@@ -60,18 +60,37 @@ def run_plain(
     *,
     count: int = 4,
     seed: int = 3,
+    dtype: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    num_parts: int = 1,
 ) -> list[Tensor]:
-    """Runs the same steps as a plain loop."""
+    """Runs the same steps as a plain loop: what a Graph does around ``build``, with its outputs packed as it does."""
     torch.manual_seed(seed)
     losses = []
     for x, y in batches(count):
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+        parts = []
+        for part_x, part_y in zip(x.chunk(num_parts), y.chunk(num_parts), strict=True):
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = nn.functional.cross_entropy(model(part_x), part_y)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            parts.append(loss.detach())
+        for parameter in model.parameters() if num_parts > 1 else ():
+            parameter.grad.mul_(1 / num_parts)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        for group in optimizer.param_groups:
+            if "clip_grad_max_norm" in group:
+                norm_type = group.get("clip_grad_norm_type", 2.0)
+                nn.utils.clip_grad_norm_(group["params"], group["clip_grad_max_norm"], norm_type)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-        losses.append(loss.detach())
+        losses.append(parts[0] if num_parts == 1 else torch.stack(parts))
     return losses
 
 

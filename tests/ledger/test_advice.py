@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.architectures import ARCHITECTURES
 from helpers.hard_modules import ZOO, chain
+from helpers.modules import as_module
 from helpers.thinning import slow_unless
 from torch import Tensor, nn
 
@@ -67,25 +68,15 @@ class Cnn(nn.Module):
         return self.head(self.layers(x).mean((2, 3)))
 
 
-class LossHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(16, 5000)
-
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(hidden), labels, reduction="sum")
+@as_module(lambda: {"head": nn.Linear(16, 5000)})
+def LossHead(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(self.head(hidden), labels, reduction="sum")
 
 
-class WithHead(nn.Module):
+@as_module(lambda: {"layers": chain("mlp", length=4)[1:5], "loss_head": LossHead()})
+def WithHead(self, x: Tensor, labels: Tensor) -> Tensor:
     """Layers and a loss over a big vocabulary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = chain("mlp", length=4)[1:5]
-        self.loss_head = LossHead()
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return self.loss_head(self.layers(x), labels)
+    return self.loss_head(self.layers(x), labels)
 
 
 class Adapter(nn.Module):

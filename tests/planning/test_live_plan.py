@@ -57,7 +57,7 @@ def test_larger_batches_one_after_the_other_recompute_every_block_and_are_planne
     assert loop.updates(512, 1024, 1024) == [False, False, False], "each larger than planned for"
     assert loop.live.handle is not None, "the policies of the plan until a batch is too large for them"
     assert loop.updates(1024) == [True], "the eighth"
-    assert loop.lines == ["larger batches than planned for were seen; the plan counts them in now"] * 2
+    assert loop.lines == ["planned again, for the largest batch so far"] * 2
     assert first.predicted_peak_bytes < loop.peak(1024) <= loop.live.plan.predicted_peak_bytes
     loop.live.close()
 

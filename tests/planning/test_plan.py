@@ -20,9 +20,11 @@ from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import Plan
 from graphckpt.planning.candidates import NEAR
-from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.plot import draw_sweep
 from graphckpt.planning.rows import PlanRow, Stage
+from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -139,7 +141,8 @@ def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tm
     def step():
         model(input_ids=ids, labels=ids).loss.backward()
 
-    planner = Planner(measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR), model=model)
+    measured = measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
+    planner = Planner(PolicySearch(measured), model=model)
     found = next(choice for choice in planner.uniform().values() if choice.rows[0].option.startswith("selective(level"))
     found.save(tmp_path / "plan.yaml")
     for each in (found, Plan.load(tmp_path / "plan.yaml")):

@@ -13,9 +13,10 @@ from graphckpt.planning import sweep
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.profile import load_profile
-from graphckpt.planning.search import CopyRates
+from graphckpt.planning.search import CopyRates, PolicySearch
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -134,8 +135,8 @@ def measured_with_offload():
 
 def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
     known, rates = measured_with_offload()
-    near = Planner(known, device="h200")
-    far = Planner(known, device="h200", rates=rates)
+    near = Planner(PolicySearch(known), device="h200")
+    far = Planner(PolicySearch(known, rates), device="h200")
     for share in (0.9, 0.7, 0.5):
         budget = int(share * near.plain.peak)
         if budget < near.floor.peak:
@@ -149,7 +150,7 @@ def test_no_more_is_offloaded_than_the_budget_of_host_memory():
     known, rates = measured_with_offload()
 
     def moved_bytes(host_budget):
-        planner = Planner(known, rates=rates, host_budget=host_budget)
+        planner = Planner(PolicySearch(known, rates, host_budget))
         static = known.model.static_bytes
         plan = planner.plan(static + 7 * (planner.plain.peak - static) // 10)
         assert plan.predicted_peak_bytes <= plan.budget_bytes

@@ -11,7 +11,7 @@ from torch import nn
 
 from graphckpt.planning import trace
 from graphckpt.planning.candidates import KEEP, Option
-from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.program import Interval, Phase, TraceLog
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.trace import Blocks, Trace

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.modules import as_module
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -31,16 +32,11 @@ OWN_CALL = [way for way in WAYS if way not in ("joined", "nested")]
 """Those under which the call of the block itself is recomputed, from arguments that are kept."""
 
 
-class Around(nn.Module):
+@as_module(lambda block, make: {"before": nn.Linear(3, 3), "block": block, "make": make})
+def Around(self, x: Tensor) -> Tensor:
     """Calls a block with what ``make`` returns for the activation ``h``."""
-
-    def __init__(self, block: nn.Module, make: Any) -> None:
-        super().__init__()
-        self.before, self.block, self.make = nn.Linear(3, 3), block, make
-
-    def forward(self, x: Tensor) -> Tensor:
-        args, kwargs = self.make(self, self.before(x))
-        return self.block(*args, **kwargs)
+    args, kwargs = self.make(self, self.before(x))
+    return self.block(*args, **kwargs)
 
 
 def step(model: nn.Module, steps: int = 2) -> list[Tensor]:
@@ -70,15 +66,10 @@ def check(block: type[nn.Module], make: Any, policies: dict[str, Any]) -> None:
         assert torch.equal(one, other)
 
 
-class Masked(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(3, 3)})
+def Masked(self, h: Tensor, mask: Tensor) -> Tensor:
     """Reads a Python attribute of its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, h: Tensor, mask: Tensor) -> Tensor:
-        return torch.sin(self.linear(h) * getattr(mask, "factor", 1.0)) * mask * getattr(h, "factor", 1.0)
+    return torch.sin(self.linear(h) * getattr(mask, "factor", 1.0)) * mask * getattr(h, "factor", 1.0)
 
 
 def with_factor(tensor: Tensor, factor: float) -> Tensor:
@@ -97,19 +88,14 @@ class Scaled(Tensor):
     scale = 1.0
 
 
-class Classes(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(3, 3)})
+def Classes(self, h: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     """Takes other paths for a parameter, for the block's own weight, and for a subclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, h: Tensor, weight: Tensor, other: Tensor) -> Tensor:
-        if weight is not self.linear.weight or not isinstance(weight, nn.Parameter):
-            h = h * 2
-        if isinstance(other, Scaled):
-            h = h * other.scale
-        return F.linear(h, weight).sin() * other.as_subclass(Tensor)
+    if weight is not self.linear.weight or not isinstance(weight, nn.Parameter):
+        h = h * 2
+    if isinstance(other, Scaled):
+        h = h * other.scale
+    return F.linear(h, weight).sin() * other.as_subclass(Tensor)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -135,17 +121,12 @@ def test_an_argument_that_stays_on_the_device_is_the_same_object_in_the_recomput
     assert seen[3]._is_view()
 
 
-class Edits(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(3, 3)})
+def Edits(self, rows: Tensor, more: dict[str, list[Tensor]]) -> Tensor:
     """Edits one of two arguments that share memory, and saves both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, rows: Tensor, more: dict[str, list[Tensor]]) -> Tensor:
-        rows.mul_(2)
-        flat = more["flat"][0]
-        return self.linear(rows).sin() + flat.sin().reshape(2, 3) * rows.cos()
+    rows.mul_(2)
+    flat = more["flat"][0]
+    return self.linear(rows).sin() + flat.sin().reshape(2, 3) * rows.cos()
 
 
 SHARED = {
@@ -210,29 +191,18 @@ def test_an_argument_that_forward_edits_is_as_it_was_in_each_of_two_recomputatio
         assert all(map(torch.equal, gradients(), expected)), "in a later call"
 
 
-class OwnBuffer(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(3, 3), "average": nn.Buffer(torch.ones(3))})
+def OwnBuffer(self, h: Tensor, average: Tensor) -> Tensor:
     """Is called with its own buffer, which it edits, through the argument and by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("average", torch.ones(3))
-
-    def forward(self, h: Tensor, average: Tensor) -> Tensor:
-        y = self.linear(h * average.clone())
-        average.lerp_(y.detach().mean(0), 0.5)
-        return y.sin() * self.average.clone()
+    y = self.linear(h * average.clone())
+    average.lerp_(y.detach().mean(0), 0.5)
+    return y.sin() * self.average.clone()
 
 
-class ReadsStatistics(nn.Module):
+@as_module(lambda: {"norm": nn.BatchNorm1d(3)})
+def ReadsStatistics(self, h: Tensor, mean: Tensor) -> Tensor:
     """Is called with running statistics that BatchNorm moves without a trace in their version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, h: Tensor, mean: Tensor) -> Tensor:
-        return self.norm(h * (mean + 1)).sin() * (mean + 2)
+    return self.norm(h * (mean + 1)).sin() * (mean + 2)
 
 
 @pytest.mark.parametrize("way", OWN_CALL)
@@ -251,13 +221,9 @@ def test_an_argument_that_is_a_buffer_which_forward_edits_is_refused(block: Any,
         step(model)
 
 
-class Rrelu(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.act = nn.Linear(3, 3), nn.RReLU()
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.act(self.linear(h) - 1)
+@as_module(lambda: {"linear": nn.Linear(3, 3), "act": nn.RReLU()})
+def Rrelu(self, h: Tensor) -> Tensor:
+    return self.act(self.linear(h) - 1)
 
 
 RRELU_WAYS = {

@@ -7,48 +7,34 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import RecomputeError, Selective
 
 
-class Force(nn.Module):
+@as_module(lambda of="input": {"layers": nn.Sequential(nn.Linear(8, 8), nn.Tanh()), "last": nn.Linear(8, 8), "of": of})
+def Force(self, x: Tensor) -> Tensor:
     """Adds the gradient of an energy, as models of atoms do."""
-
-    def __init__(self, of: str = "input") -> None:
-        super().__init__()
-        self.layers, self.last, self.of = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8), of
-
-    def forward(self, x: Tensor) -> Tensor:
-        wanted = x if self.of == "input" else self.layers[0].weight
-        (force,) = torch.autograd.grad(self.layers(x).pow(2).sum(), wanted, create_graph=True)
-        return (x + force.mean() * self.last(x)).sin()
+    wanted = x if self.of == "input" else self.layers[0].weight
+    (force,) = torch.autograd.grad(self.layers(x).pow(2).sum(), wanted, create_graph=True)
+    return (x + force.mean() * self.last(x)).sin()
 
 
-class GradientOfOutput(nn.Module):
+@as_module(lambda: {"child": nn.Sequential(nn.Linear(8, 8), nn.Tanh())})
+def GradientOfOutput(self, x: Tensor) -> Tensor:
     """Differentiates what comes before its child by the child's output: only the child's ops are met."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        energy = self.child(x)
-        (force,) = torch.autograd.grad(energy, self.child[0].weight, torch.ones_like(energy), retain_graph=True)
-        return energy * force.mean()
+    energy = self.child(x)
+    (force,) = torch.autograd.grad(energy, self.child[0].weight, torch.ones_like(energy), retain_graph=True)
+    return energy * force.mean()
 
 
-class GradientOfOuter(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(8, 8)})
+def GradientOfOuter(self, x: Tensor, y: Tensor) -> Tensor:
     """Runs a backward through another block, which was called before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        return self.linear(y + gradient)
+    (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    return self.linear(y + gradient)
 
 
 def model_of(block: nn.Module) -> nn.Sequential:

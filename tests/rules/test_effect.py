@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.architectures import ARCHITECTURES
 from helpers.hard_modules import Mlp, chain
+from helpers.modules import as_module
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -212,13 +213,9 @@ def test_log_segments_run_each_layer_at_most_log_times() -> None:
     assert count < calls[0] <= count * (1 + math.log2(count) / 2)
 
 
-class LossHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(32, 5000, bias=False)
-
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(hidden), labels, reduction="sum")
+@as_module(lambda: {"head": nn.Linear(32, 5000, bias=False)})
+def LossHead(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(self.head(hidden), labels, reduction="sum")
 
 
 def test_tiles_cut_the_logits_peak_to_one_slice() -> None:
@@ -250,14 +247,10 @@ def test_tiles_cut_the_logits_peak_to_one_slice() -> None:
 @pytest.mark.parametrize("rows", [16, 17])
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 def test_tiles_agree_with_a_float64_reference(reduce: str, rows: int) -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(8, 11, dtype=torch.float64)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = self.head(x)
-            return F.cross_entropy(logits, y, reduction=reduce), logits.argmax(-1)
+    @as_module(lambda: {"head": nn.Linear(8, 11, dtype=torch.float64)})
+    def Head(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(x)
+        return F.cross_entropy(logits, y, reduction=reduce), logits.argmax(-1)
 
     torch.manual_seed(0)
     head, x, y = (

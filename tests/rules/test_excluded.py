@@ -9,35 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
 
 
-class EditsItsArgument(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(4, 4), "child": nn.ELU(inplace=True)})
+def EditsItsArgument(self, x: Tensor) -> Tensor:
     """The child is an activation that edits its argument, of which the parent goes on to use the edited values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.child = nn.Linear(4, 4), nn.ELU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        y = self.child(h)
-        return y.sin() + h.cos()
+    h = self.linear(x)
+    y = self.child(h)
+    return y.sin() + h.cos()
 
 
 class FillsCache(nn.Module):
     """The child appends to a list of the parent's."""
 
-    class Child(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
-            cache.append(self.linear(x).sin())
-            return x.cos()
+    @as_module(lambda: {"linear": nn.Linear(4, 4)})
+    def Child(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(self.linear(x).sin())
+        return x.cos()
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,15 +43,11 @@ class FillsCache(nn.Module):
 class ReadsAttribute(nn.Module):
     """The parent reads what the child sets on itself, as the loss of a router."""
 
-    class Child(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.loss = nn.Linear(4, 4), None
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            self.loss = y.square().mean()
-            return y.sin()
+    @as_module(lambda: {"linear": nn.Linear(4, 4), "loss": None})
+    def Child(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.loss = y.square().mean()
+        return y.sin()
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,29 +77,19 @@ class CatchesError(nn.Module):
             return self.linear(x).sin()
 
 
-class DrawsNumbers(nn.Module):
+@as_module(lambda: {"child": nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "drop": nn.Dropout(0.5)})
+def DrawsNumbers(self, x: Tensor) -> Tensor:
     """The child draws random numbers, and the parent does so after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child, self.drop = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.child(x).exp()).sin()
+    return self.drop(self.child(x).exp()).sin()
 
 
 class MovesBuffer(nn.Module):
     """The child is called twice and modifies its buffer each time; the parent modifies the second output in place."""
 
-    class Child(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("average", torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.average.mul_(0.5).add_(x.detach().mean(0))
-            return (self.linear(x) + self.average).sin()
+    @as_module(lambda: {"linear": nn.Linear(4, 4), "average": nn.Buffer(torch.zeros(4))})
+    def Child(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.5).add_(x.detach().mean(0))
+        return (self.linear(x) + self.average).sin()
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,14 +127,10 @@ def test_an_excluded_child_that_does_more_than_return(kind: type[nn.Module], aro
 def test_an_output_that_is_modified_after_the_block_of_a_child_with_a_buffer() -> None:
     """A repeated second call would find the buffer as the first call, which is not repeated, has found it."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.child = MovesBuffer.Child()
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = self.child(self.child(x))
-            return y, (y * 2).sin()
+    @as_module(lambda: {"child": MovesBuffer.Child()})
+    def Block(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.child(self.child(x))
+        return y, (y * 2).sin()
 
     block = Block()
     start = block.child.average.clone()
@@ -210,47 +184,32 @@ class HalvesItsInput(nn.Module):
         return x.mul_(0.5).sin()
 
 
-class Transposes(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(8, 8)})
+def Transposes(self, x: torch.Tensor) -> torch.Tensor:
     """Returns a copy through a view that does not share its version counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x).sigmoid()
-        return y.view(-1, 2, 4).transpose(0, 1).reshape(-1, 8)
+    y = self.linear(x).sigmoid()
+    return y.view(-1, 2, 4).transpose(0, 1).reshape(-1, 8)
 
 
 def _keeps_everything(*_: object, **__: object) -> bool:
     return True
 
 
-class Counts(nn.Module):
+@as_module(lambda: {"calls": nn.Buffer(torch.zeros(()))})
+def Counts(self, x: torch.Tensor) -> torch.Tensor:
     """Adds the number of its call, a buffer, to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        return torch.sigmoid(x + self.calls)
+    self.calls.add_(1)
+    return torch.sigmoid(x + self.calls)
 
 
-class Targets(nn.Module):
+@as_module(lambda: {"counts": Counts(), "linear": nn.Linear(8, 8)})
+def Targets(self, x: torch.Tensor) -> torch.Tensor:
     """Calls a child with and without gradients, in turns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts, self.linear = Counts(), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            with torch.no_grad():
-                target = self.counts(x)
-            x = self.linear(self.counts(x) * target)
-        return x
+    for _ in range(2):
+        with torch.no_grad():
+            target = self.counts(x)
+        x = self.linear(self.counts(x) * target)
+    return x
 
 
 def test_calls_without_gradients_find_the_buffers_that_the_others_leave() -> None:
@@ -278,17 +237,12 @@ class Raises(nn.Module):
         raise ValueError("after an edit")
 
 
-class Catches(nn.Module):
+@as_module(lambda: {"inner": Raises()})
+def Catches(self, x: torch.Tensor) -> torch.Tensor:
     """Goes on with what its child has left behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Raises()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with contextlib.suppress(ValueError):
-            self.inner(x)
-        return x.sin()
+    with contextlib.suppress(ValueError):
+        self.inner(x)
+    return x.sin()
 
 
 @pytest.mark.parametrize(

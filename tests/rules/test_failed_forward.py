@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
@@ -32,24 +33,19 @@ class Fails(nn.Module):
         return y.sin() + torch.rand(8)
 
 
-class Tries(nn.Module):
+@as_module(lambda fails_in, edits_in: {"first": nn.Linear(8, 8), "block": Fails(fails_in, edits_in)})
+def Tries(self, x: Tensor) -> Tensor:
     """Calls its block twice, and uses what a call that raised has left behind."""
-
-    def __init__(self, fails_in: set[int], edits_in: set[int]) -> None:
-        super().__init__()
-        self.first, self.block = nn.Linear(8, 8), Fails(fails_in, edits_in)
-
-    def forward(self, x: Tensor) -> Tensor:
-        total = x = self.first(x)
-        results: list[Tensor] = []
-        for _ in range(3):
-            given = x.clone()
-            try:
-                total = total + self.block(given, results)
-            except ValueError:
-                total = total * torch.rand(8)
-            total = total + given.cos()
-        return total + torch.stack(results).sum(0)
+    total = x = self.first(x)
+    results: list[Tensor] = []
+    for _ in range(3):
+        given = x.clone()
+        try:
+            total = total + self.block(given, results)
+        except ValueError:
+            total = total * torch.rand(8)
+        total = total + given.cos()
+    return total + torch.stack(results).sum(0)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
@@ -103,20 +99,14 @@ def test_a_failed_call_keeps_nothing_in_a_store() -> None:
             assert store.num_alive == 0
 
 
-class NotesShortInputs(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(8, 8), "num_short": 0, "sizes": [8]})
+def NotesShortInputs(self, x: Tensor) -> Tensor:
     """Sets attributes in some calls alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.num_short, self.sizes = 0, [8]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) < 4:
-            self.num_short += 1
-            self.sizes.append(len(x))
-            self.last = len(x)
-        return self.linear(x).sin() * self.sizes[-1]
+    if len(x) < 4:
+        self.num_short += 1
+        self.sizes.append(len(x))
+        self.last = len(x)
+    return self.linear(x).sin() * self.sizes[-1]
 
 
 def test_attributes_that_a_later_call_is_the_first_to_set_are_set_once() -> None:

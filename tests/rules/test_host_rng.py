@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
@@ -22,18 +23,13 @@ DRAWS = {
 }
 
 
-class Noisy(nn.Module):
+@as_module(lambda draw: {"first": nn.Linear(8, 8), "last": nn.Linear(8, 8), "draw": draw})
+def Noisy(self, x):
     """Multiplies by host noise, in training mode only, between two layers."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.first, self.last, self.draw = nn.Linear(8, 8), nn.Linear(8, 8), draw
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        if self.training:
-            x = x * self.draw(x)
-        return torch.tanh(self.last(x))
+    x = torch.tanh(self.first(x))
+    if self.training:
+        x = x * self.draw(x)
+    return torch.tanh(self.last(x))
 
 
 class Inner(Noisy):

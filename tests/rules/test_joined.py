@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hard_modules import Mlp, chain, differing, plain_steps, run_steps
+from helpers.hard_modules import Mlp, chain, run_steps
+from helpers.modules import as_module
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -78,13 +79,9 @@ class Loop(nn.Module):
         return x
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor]:
-        return (self.mlp(x) * scale,)
+@as_module(lambda: {"mlp": Mlp()})
+def Scaled(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor]:
+    return (self.mlp(x) * scale,)
 
 
 LOOP = {"blocks.0": True, "blocks.[1-5]": "joined"}
@@ -161,15 +158,10 @@ class Switch:
     block: nn.Module | None = None
 
 
-class Returns(nn.Module):
+@as_module(lambda result: {"linear": nn.Linear(16, 16), "result": result})
+def Returns(self, x: torch.Tensor) -> Any:
     """Returns something else beside its result, and something else again once the switch points to it."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.linear, self.result = nn.Linear(16, 16), result
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.result(self.linear(x).tanh(), Switch.block is self)
+    return self.result(self.linear(x).tanh(), Switch.block is self)
 
 
 class Last(nn.Module):
@@ -205,9 +197,7 @@ def test_what_is_handed_on_may_be_returned_beside_inference_tensors() -> None:
     ],
     ids=["fewer", "another shape", "another type"],
 )
-def test_a_block_that_returns_something_else_again_is_named(
-    result: Any, now: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_returns_something_else_again_is_named(result, now, monkeypatch):
     model = Last(result)
     with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):
         loss = model(torch.randn(6, 16)).sum()
@@ -215,38 +205,6 @@ def test_a_block_that_returns_something_else_again_is_named(
         message = rf"blocks\.1: tensor . that it returns: expected float32\[6, 16\], got {now} in the recomputation"
         with pytest.raises(graphckpt.RecomputeError, match=message):
             loss.backward()
-
-
-def test_micro_batches_whose_backwards_come_late() -> None:
-    def both(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        losses = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            losses.append(model(torch.randn(6, 16)).square().mean())
-        for loss in losses:
-            loss.backward()
-        found = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        return found
-
-    model = chain("mlp", length=6)
-    wanted = both(model)
-    with put(model):
-        both(model)
-        assert all(map(torch.equal, both(model), wanted))
-
-
-def test_a_second_backward_through_the_same_graph() -> None:
-    model = chain("mlp", length=6)
-    with put(model):
-        run_steps(model, steps=1)
-        model.zero_grad()
-        loss = model(torch.randn(6, 16)).sum()
-        loss.backward(retain_graph=True)
-        once = [p.grad.clone() for p in model.parameters()]
-        loss.backward()
-    assert all(torch.equal(p.grad, 2 * grad) for p, grad in zip(model.parameters(), once, strict=True))
 
 
 def test_a_run_may_be_longer_than_the_stack_of_python() -> None:
@@ -260,13 +218,6 @@ def test_a_run_may_be_longer_than_the_stack_of_python() -> None:
             model.zero_grad()
             model(x).sum().backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
-
-
-def test_selective_may_come_before_it() -> None:
-    plain = plain_steps("mlp")
-    model = chain("mlp")
-    with put(model, {"1": {"rule": "selective", "save": "matmul"}, "[23]": "joined"}):
-        assert differing(run_steps(model), plain) == []
 
 
 @pytest.mark.multi_process

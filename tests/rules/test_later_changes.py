@@ -2,90 +2,90 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 
 import pytest
 import torch
+from fuzz.bench import differing
+from fuzz.shapes import no_grad_between, plain
+from helpers.contract import assert_same_steps, seen_in
+from helpers.hard_modules import D
+from helpers.modules import as_module
 from torch import nn
 
-import graphckpt
 
-X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-
-class OwnNorm(nn.Module):
+@as_module(lambda: {"mean": nn.Buffer(torch.zeros(D))})
+def OwnNorm(self, x):
     """A batch norm that writes its statistics through ``data``, which no version counter shows."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x):
-        if self.training:
-            self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return x - self.mean
+    if self.training:
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - self.mean
 
 
-class Count(nn.Module):
-    """Scales by the number of its calls, which it counts in ``place``."""
-
-    def __init__(self, place):
-        super().__init__()
-        self.place = place
-        self.number, self.calls, self.table, self.cache = 0, [], {}, None
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x):
-        if self.place == "buffer":
-            self.steps += 1
-            scale = self.steps.item()
-        elif self.place == "buffer through data":
-            self.steps.data.add_(1)
-            scale = self.steps.item()
-        elif self.place == "number":
-            self.number += 1
-            scale = self.number
-        elif self.place == "list":
-            self.calls.append(1)
-            scale = len(self.calls)
-        elif self.place == "dict":
-            self.table["calls"] = self.table.get("calls", 0) + 1
-            scale = self.table["calls"]
-        elif self.place == "new attribute":
-            self.late = getattr(self, "late", 1.5) + 1.0
-            scale = self.late
-        else:
-            scale = 1.0 if self.cache is None else self.cache.sum().item()
-            self.cache = x.detach().clone() if self.cache is None else self.cache + 1
-        return x * scale
+def counts_in_a_buffer(module, x):
+    module.steps += 1
+    return module.steps.item()
 
 
-class Branch(nn.Module):
-    """Calls ``late`` from the call number ``begin`` on only."""
-
-    def __init__(self, late):
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.late = late
-        self.last = nn.Linear(8, 8)
-        self.is_on = False
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        if self.is_on:
-            x = self.late(x)
-        return torch.tanh(self.last(x))
+def counts_through_data(module, x):
+    module.steps.data.add_(1)
+    return module.steps.item()
 
 
+def counts_in_a_number(module, x):
+    module.number += 1
+    return module.number
+
+
+def counts_in_a_list(module, x):
+    module.calls.append(1)
+    return len(module.calls)
+
+
+def counts_in_a_dict(module, x):
+    module.table["calls"] = module.table.get("calls", 0) + 1
+    return module.table["calls"]
+
+
+def counts_in_a_new_attribute(module, x):
+    module.late = getattr(module, "late", 1.5) + 1.0
+    return module.late
+
+
+def counts_in_a_cached_tensor(module, x):
+    scale = 1.0 if module.cache is None else module.cache.sum().item()
+    module.cache = x.detach().clone() if module.cache is None else module.cache + 1
+    return scale
+
+
+@as_module(lambda count: {"count": count, "number": 0, "calls": [], "table": {}, "cache": None, "steps": steps()})
+def Count(self, x):
+    """Scales by the number of its calls."""
+    return x * self.count(self, x)
+
+
+def steps():
+    return nn.Buffer(torch.zeros((), dtype=torch.long))
+
+
+@as_module(lambda late: {"first": nn.Linear(D, D), "late": late, "last": nn.Linear(D, D), "is_on": False})
+def Branch(self, x):
+    """Calls ``late`` from some call on only."""
+    x = torch.tanh(self.first(x))
+    if self.is_on:
+        x = self.late(x)
+    return torch.tanh(self.last(x))
+
+
+COUNTS = (
+    counts_in_a_buffer, counts_through_data, counts_in_a_number, counts_in_a_list, counts_in_a_dict,
+    counts_in_a_new_attribute, counts_in_a_cached_tensor,
+)  # fmt: skip
 LATE = {
-    "BatchNorm": lambda: nn.BatchNorm1d(8),
-    "BatchNorm, cumulative": lambda: nn.BatchNorm1d(8, momentum=None),
+    "BatchNorm": lambda: nn.BatchNorm1d(D),
+    "BatchNorm, cumulative": lambda: nn.BatchNorm1d(D, momentum=None),
     "own norm": OwnNorm,
-    **{
-        place: lambda place=place: Count(place) for place in ("buffer", "buffer through data", "number", "list", "dict")
-    },
-    "new attribute": lambda: Count("new attribute"),
-    "cached tensor": lambda: Count("cache"),
+    **{count.__name__: functools.partial(Count, count) for count in COUNTS},
 }
 FULL = {"activation_checkpointing": True}
 POLICIES = {
@@ -98,65 +98,39 @@ POLICIES = {
 }
 
 
-def state_of(model):
-    fields = {k: v for m in model.modules() if isinstance(m, Count) for k, v in vars(m).items() if k[0] != "_"}
-    return [*copy.deepcopy(list(fields.values())), *(b.clone() for b in model.buffers())]
+def late_step(bench):
+    bench.model[0].is_on = bench.model[1].is_on = True
+    plain(bench)
 
 
-def run(late, policies):
-    torch.manual_seed(0)
-    model = nn.Sequential(Branch(late()), Branch(late()), nn.Linear(8, 2))
-    with graphckpt.apply(model, policies):
-        for number in range(4):
-            model[0].is_on = model[1].is_on = number >= 2
-            model.zero_grad()
-            X.grad = None
-            model(X).square().sum().backward()
-            if number == 0:
-                with torch.no_grad():
-                    model(X)
-            yield [
-                X.grad.clone(),
-                *(None if p.grad is None else p.grad.clone() for p in model.parameters()),
-                *state_of(model),
-            ]
+STEPS = (no_grad_between, plain, late_step, late_step)
 
 
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return one == other
+@functools.cache
+def model_of(late):
+    return lambda: nn.Sequential(Branch(LATE[late]()), Branch(LATE[late]()), nn.Linear(D, 2))
+
+
+@functools.cache
+def plain_steps(late):
+    return seen_in(model_of(late), None, STEPS)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("late", LATE)
 def test_what_begins_to_change_in_a_later_call_changes_once(late, policy):
-    for number, (plain, seen) in enumerate(zip(run(LATE[late], {}), run(LATE[late], POLICIES[policy]), strict=True)):
-        assert all(map(equal, plain, seen)), f"step {number}"
+    assert differing(seen_in(model_of(late), POLICIES[policy], STEPS), plain_steps(late)) == []
 
 
-class FirstCall(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(D, D), "is_first": True})
+def FirstCall(self, x):
     """Scales in its first call only."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.is_first = nn.Linear(8, 8), True
-
-    def forward(self, x):
-        x = self.linear(x)
-        if self.is_first:
-            self.is_first = False
-            x = x * 2  # saves nothing, so that a recomputation without it would not be noticed
-        return torch.tanh(x)
+    x = self.linear(x)
+    if self.is_first:
+        self.is_first = False
+        x = x * 2  # saves nothing, so that a recomputation without it would not be noticed
+    return torch.tanh(x)
 
 
 def test_a_flag_that_the_first_call_clears_is_set_in_its_recomputation():
-    gradients = []
-    for policies in ({}, {"0": FULL}):
-        torch.manual_seed(0)
-        model = nn.Sequential(FirstCall(), nn.Linear(8, 2))
-        with graphckpt.apply(model, policies):
-            model(X.detach()).square().sum().backward()
-        assert model[0].is_first is False
-        gradients.append(model[0].linear.weight.grad)
-    assert torch.equal(*gradients)
+    assert_same_steps(lambda: nn.Sequential(FirstCall(), nn.Linear(D, 2)), {"0": FULL})

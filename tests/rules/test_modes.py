@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hard_modules import chain, differing, plain_steps, run_steps
+from helpers.modules import as_module
 from helpers.policies import put
 from torch import nn
 
@@ -41,23 +42,14 @@ def _multiply_backward(ctx: Any, grad: torch.Tensor) -> Any:
 multiply.register_autograd(_multiply_backward, setup_context=_save_for_backward)
 
 
-class Calls(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(32, 32))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.function(x, self.weight).float())
+@as_module(lambda function: {"weight": nn.Parameter(torch.randn(32, 32)), "function": function})
+def Calls(self, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(self.function(x, self.weight).float())
 
 
-class Doubled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.product = nn.Bilinear(32, 32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.product(x, x.sin()))
+@as_module(lambda: {"product": nn.Bilinear(32, 32, 32)})
+def Doubled(self, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(self.product(x, x.sin()))
 
 
 MODULES: dict[str, Any] = {
@@ -152,16 +144,11 @@ def test_ops_of_the_engine_are_no_ops_of_the_block(save: str, inner: str, kind: 
         assert differing(run_steps(model), plain) == []
 
 
-class OnHost(nn.Module):
+@as_module(lambda inner: {"inner": inner})
+def OnHost(self, x: torch.Tensor) -> torch.Tensor:
     """What it saves goes through hooks of the caller's, whose copies are no ops of the block."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-            return self.inner(x)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        return self.inner(x)
 
 
 @pytest.mark.parametrize(
@@ -178,13 +165,9 @@ def test_ops_of_hooks_around_are_no_ops_of_the_block(rules: dict[str, Any]) -> N
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_sparse_results_are_kept() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(32, 32))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.sparse.mm((self.weight * (self.weight > 0.5)).to_sparse_csr(), x).tanh()
+    @as_module(lambda: {"weight": nn.Parameter(torch.randn(32, 32))})
+    def Masked(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm((self.weight * (self.weight > 0.5)).to_sparse_csr(), x).tanh()
 
     model, x = made(Masked)
     _, expected = kept_bytes(model, x[:32], amp=False, backward_within=False)
@@ -264,15 +247,10 @@ class Step(graphckpt.Graph):
         return loss
 
 
-class Narrow(nn.Module):
+@as_module(lambda: {"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
+def Narrow(self, x: torch.Tensor) -> torch.Tensor:
     """All that a policy may keep of it is as big with autocast as without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x).float())).float()
+    return x + self.down(torch.tanh(self.up(x).float())).float()
 
 
 def test_a_graph_keeps_the_same_bytes_with_amp_as_without() -> None:

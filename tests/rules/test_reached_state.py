@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
@@ -142,15 +143,10 @@ def test_what_attributes_reach_changes_once(kind: str, policy: str, micro_batche
     assert all(map(torch.equal, plain, recomputed))
 
 
-class Drawing(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(8, 8)})
+def Drawing(self, x: Tensor, generator: torch.Generator) -> Tensor:
     """Draws from a generator that it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        return (self.linear(x) * torch.rand(8, generator=generator)).tanh()
+    return (self.linear(x) * torch.rand(8, generator=generator)).tanh()
 
 
 @pytest.mark.parametrize("rule", [True, "selective"])

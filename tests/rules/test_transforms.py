@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
@@ -38,13 +39,9 @@ STORES: dict[str, dict[str, Any]] = {
 }
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+@as_module(lambda: {"up": nn.Linear(D, D), "down": nn.Linear(D, D)})
+def Mlp(self, x: Tensor) -> Tensor:
+    return x + self.down(torch.tanh(self.up(x)))
 
 
 def rows(seed: int = 1) -> Tensor:
@@ -182,13 +179,9 @@ def test_checkpointed_functions_run_as_they_are(transform: str) -> None:
     model = built()
     expected = outcome(transform, model)
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = graphckpt.checkpoint(self.model[0], x, use_reentrant=False)
-            return graphckpt.checkpoint_sequential(self.model[1:], 2, x)  # type: ignore[index]
+    @as_module(lambda: {"model": model})
+    def Checkpointed(self, x: Tensor) -> Tensor:
+        x = graphckpt.checkpoint(self.model[0], x, use_reentrant=False)
+        return graphckpt.checkpoint_sequential(self.model[1:], 2, x)  # type: ignore[index]
 
     assert is_right(outcome(transform, Checkpointed()), expected)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fuzz.bench import differing as differing_steps
+from helpers.contract import seen_in
 from helpers.hard_modules import ZOO, chain, differing, plain_steps, run_steps
+from helpers.modules import as_module
 from helpers.policies import HOLES, NESTED, ON_CHAIN, put
 from helpers.thinning import is_chosen, slow_unless
 from torch import nn
@@ -180,95 +183,6 @@ def grads(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("policy", ["keep", "full", "selective", "holes", "segments"])
-@pytest.mark.usefixtures("device")
-class TestAnyBackward:
-    def both(self, policy: str, flags: dict[str, Any], act: Callable[[nn.Module], list[torch.Tensor]]) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        results = []
-        for on in (False, True):
-            model = chain("mlp", length=6).to(device)
-            torch.manual_seed(7)
-            if not on:
-                results.append(act(model))
-                continue
-            with put(model, POLICIES[policy], flags) as handle:
-                results.append(act(model))
-                model.zero_grad()
-                gc.collect()
-                assert [store.num_alive for store in stores_of(handle)] == [0]
-        assert len(results[0]) > 0
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-    def test_several_forwards(self, policy: str, flags: dict[str, Any]) -> None:
-        def act(model: nn.Module) -> list[torch.Tensor]:
-            losses = [model(rows_for(model)).sum() for _ in range(3)]
-            (losses[2] + losses[0] * losses[1]).backward()
-            return grads(model)
-
-        self.both(policy, flags, act)
-
-    def test_retained_graph(self, policy: str, flags: dict[str, Any]) -> None:
-        def act(model: nn.Module) -> list[torch.Tensor]:
-            loss = model(rows_for(model)).sum()
-            loss.backward(retain_graph=True)
-            first = [g.clone() for g in grads(model)]
-            loss.backward()
-            return first + grads(model)
-
-        self.both(policy, flags, act)
-
-    def test_forward_without_backward_and_eval_between(self, policy: str, flags: dict[str, Any]) -> None:
-        def act(model: nn.Module) -> list[torch.Tensor]:
-            for step in range(3):
-                model(rows_for(model))
-                with torch.no_grad():
-                    model.eval()(rows_for(model, 4))
-                model.train()
-                model(rows_for(model, 6 + step)).sum().backward()
-            return grads(model)
-
-        self.both(policy, flags, act)
-
-    def test_shapes_change(self, policy: str, flags: dict[str, Any]) -> None:
-        def act(model: nn.Module) -> list[torch.Tensor]:
-            for rows in (6, 6, 9, 3, 6, 9, 12):
-                model(rows_for(model, rows)).sum().backward()
-            return grads(model)
-
-        self.both(policy, flags, act)
-
-    def test_partial_backward(self, policy: str, flags: dict[str, Any]) -> None:
-        def act(model: nn.Module) -> list[torch.Tensor]:
-            x = rows_for(model, requires_grad=True)
-            first = torch.autograd.grad(model(x).sum(), [model[5].up.weight])
-            second = torch.autograd.grad(model(x).sum(), [x])
-            return [*first, *second]
-
-        self.both(policy, flags, act)
-
-    def test_errors_leave_nothing(self, policy: str, flags: dict[str, Any]) -> None:
-        def act(model: nn.Module) -> list[torch.Tensor]:
-            def fails(*_: Any) -> None:
-                raise ValueError("stop")
-
-            hook = model[6].up.register_forward_pre_hook(fails)
-            with pytest.raises(ValueError, match="stop"):
-                model(rows_for(model))
-            hook.remove()
-            loss = model(rows_for(model)).sum()
-            hook = model[2].up.weight.register_hook(fails)
-            with pytest.raises(ValueError, match="stop"):
-                loss.backward()
-            hook.remove()
-            del loss
-            model.zero_grad()
-            model(rows_for(model)).sum().backward()
-            return grads(model)
-
-        self.both(policy, flags, act)
-
-
 @pytest.mark.parametrize("rule", [True, False])
 def test_an_edit_of_what_is_kept_raises(rule: bool, flags: dict[str, Any], device: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(device)
@@ -356,15 +270,11 @@ def test_wrong_values_fail_where_they_are_set(fields: dict[str, Any], message: s
 
 
 def test_items_of_a_list_inherit_its_flags() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(ZOO["mlp"]() for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
+    @as_module(lambda: {"layers": nn.ModuleList(ZOO["mlp"]() for _ in range(3))})
+    def Model(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
     model = Model()
     with graphckpt.apply(model, {"layers": {"contiguous": True}, "layers.1": True}) as handle:
@@ -375,3 +285,28 @@ def test_items_of_a_list_inherit_its_flags() -> None:
         ("layers.1", "full", "slab"),
         ("layers.2", "keep", "slab"),
     ]
+
+
+SHAPES_OF_STEPS = (
+    "plain", "other_batch", "plain", "several_forwards", "two_losses_of_two_calls", "other_batch", "retained",
+    "no_grad_between", "eval_between", "dropped_forward", "subset", "inputs_only", "fails_in_forward",
+    "fails_in_backward", "copied_model", "in_a_thread", "plain", "removed_between",
+)  # fmt: skip
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(*chain("mlp", length=6)[:-1], nn.Linear(16, 16))
+
+
+@functools.cache
+def plain_programme() -> dict[str, Any]:
+    return seen_in(wide, None, SHAPES_OF_STEPS)
+
+
+@pytest.mark.parametrize("policy", ["keep", "full", "selective", "holes", "segments"])
+@pytest.mark.usefixtures("device")
+def test_any_backward(policy: str, flags: dict[str, Any]) -> None:
+    """Nothing is left in a store, whatever order forwards, backwards and errors come in."""
+    rules = {name: {"activation_checkpointing": rule} for name, rule in POLICIES[policy].items()}
+    rules[""] = {**rules.get("", {}), **flags}
+    assert differing_steps(seen_in(wide, rules, SHAPES_OF_STEPS), plain_programme()) == []

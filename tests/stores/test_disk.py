@@ -288,15 +288,6 @@ def test_resident_memory_grows_by_the_bound_and_not_by_what_is_kept(tmp_path):
     assert most < (2 * 80 + 40) * MIB + slack  # unwritten, read ahead, the one in use
 
 
-def test_the_file_has_no_name(tmp_path):
-    store = opened(tmp_path)
-    key = put_one(store, torch.randn(3000))
-    assert not list(tmp_path.iterdir())
-    assert len(files_in(tmp_path)) == 1
-    assert len(disk_threads()) == 1
-    del key
-
-
 def test_nothing_is_opened_before_the_first_put(tmp_path):
     store = opened(tmp_path, min_elements=1024)
     put_one(store, torch.randn(1000))
@@ -376,12 +367,6 @@ def test_no_more_than_the_bound_is_in_flight(tmp_path, monkeypatch):
     assert max(most) <= 3  # two held by the store, one by the thread that waits
     until_written(store)
     assert [store.get(key)[0].item() for key in number_put] == list(range(8))
-
-
-def test_a_piece_bigger_than_the_bound_goes_alone(tmp_path):
-    store = opened(tmp_path, in_flight_bytes=1)
-    keys = [put_one(store, torch.full((5000,), float(at))) for at in range(4)]
-    assert [store.get(key)[-1].item() for key in keys] == [0, 1, 2, 3]
 
 
 def test_the_next_group_is_read_before_anybody_takes_it(tmp_path, monkeypatch):
@@ -846,14 +831,6 @@ def test_a_folder_in_memory_is_said_to_save_nothing():
         key = store.put(torch.arange(5000.0), mine)
     assert any("/dev/shm is on tmpfs" in note for note in notes)
     assert torch.equal(store.get(key), torch.arange(5000.0))
-
-
-def test_a_folder_on_a_disk_is_not(tmp_path, monkeypatch):
-    if file_system_in_memory(tmp_path) is not None:
-        pytest.skip("the temporary folder is in memory")
-    notes: list[str] = []
-    assert Disk(tmp_path).byte_store_for(torch.device("cpu"), notes.append) is not None
-    assert not notes
 
 
 def test_a_device_that_it_does_not_know_stays(tmp_path):

@@ -277,9 +277,7 @@ def test_the_slab_reuses_what_is_freed_within_a_step(copies: WatchedCopies) -> N
     place.close()
 
 
-def test_a_step_of_another_shape_fits_or_grows_with_one_line(
-    copies: WatchedCopies, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_of_another_shape_fits_or_grows_with_one_line(copies, caplog):
     caplog.set_level(logging.INFO, "graphckpt")
     place = place_of()
     run_step(place, [4096, 4096])
@@ -335,9 +333,7 @@ def make_poor(copies: WatchedCopies, patch: pytest.MonkeyPatch, limit: int, erro
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_no_host_memory_is_one_error_and_leaves_nothing(
-    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_no_host_memory_is_one_error_and_leaves_nothing(copies, monkeypatch, error):
     make_poor(copies, monkeypatch, 2000, error)
     place = place_of()
     place.begin_step()
@@ -359,9 +355,7 @@ def test_no_host_memory_is_one_error_and_leaves_nothing(
     assert copies.live_bytes == 0
 
 
-def test_without_memory_for_a_slab_single_buffers_go_on(
-    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_memory_for_a_slab_single_buffers_go_on(copies, monkeypatch, caplog):
     """The slab is rounded up to 256 bytes a piece, which is too much here."""
     make_poor(copies, monkeypatch, 1999, MemoryError)
     place = place_of()
@@ -375,9 +369,7 @@ def test_without_memory_for_a_slab_single_buffers_go_on(
     assert copies.live_bytes == 0
 
 
-def test_a_copy_that_cannot_be_issued_gives_its_room_back(
-    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_cannot_be_issued_gives_its_room_back(copies, monkeypatch):
     place = place_of()
     run_step(place, [1000])
     with monkeypatch.context() as patch:
@@ -431,9 +423,7 @@ def test_seconds_of_copies_are_counted_when_watched(copies: WatchedCopies) -> No
 # --- a capture, as far as the host's side of it goes
 
 
-def test_nothing_is_allocated_or_given_back_in_a_capture(
-    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_allocated_or_given_back_in_a_capture(copies, monkeypatch):
     place = place_of()
     sizes = [1000, 256]
     run_step(place, sizes)
@@ -457,9 +447,7 @@ def test_nothing_is_allocated_or_given_back_in_a_capture(
     assert copies.live_bytes == 0
 
 
-def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(
-    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(copies, monkeypatch):
     """An attention mask among blocks: these lie where they lay before, in a slab of their exact size."""
     place = place_of(0)
     blocks = [1000, 256, 1000]

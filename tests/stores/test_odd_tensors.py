@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.modules import as_module
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -116,13 +117,9 @@ class Product(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].dequantize(), None
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.down(F.gelu(self.up(x))))
+@as_module(lambda: {"up": nn.Linear(D, D), "down": nn.Linear(D, D)})
+def Mlp(self, x: Tensor) -> Tensor:
+    return F.gelu(self.down(F.gelu(self.up(x))))
 
 
 class Quantized(Mlp):

@@ -42,9 +42,7 @@ def keep(placed: TensorStore, *tensors: torch.Tensor) -> list[Any]:
     return keys
 
 
-def test_same_addresses_and_no_allocation_from_the_second_step_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_same_addresses_and_no_allocation_from_the_second_step_on(monkeypatch, caplog):
     placed = store()
     allocated: list[int] = []
     allocate = SlabStore._allocate
