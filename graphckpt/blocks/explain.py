@@ -116,7 +116,7 @@ class StepRecorder:
         if recorder is None or not recorder.runs:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
                 raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
-            raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
+            raise GraphError(f"{self.title}: nothing measured yet · fix: run one step")
         explanation = self._explanation(recorder, capture)
         if plot is not None:
             explanation.plot(plot)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphckpt.errors import ConfigError, PlanError
+from graphckpt.errors import ConfigError, GraphckptError, PlanError
 from graphckpt.planning import options as budgets
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
@@ -210,7 +210,15 @@ class _SizedRows:
         if self._is_real and failed is not None:
             return replace(failed, batch_size=size, is_measured=False)
         if not self._is_real or base is None:
-            return self._measured(size)
+            try:
+                return self._measured(size)
+            except GraphckptError:
+                raise
+            except Exception:  # such as that of BatchNorm for one sample: the smallest size that runs counts
+                larger = next((self._rows[one] for one in self.sizes if one > size), None)
+                if larger is None or larger.fits:
+                    raise
+                return larger
         if self._scaled(base.plain_peak_bytes, base, size) <= self._available:
             try:
                 return self._measured(size)

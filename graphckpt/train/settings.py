@@ -172,7 +172,7 @@ class ActivationCheckpointConfig:
     check: bool = True
     """With ``memory_budget``: run the step under the plan, and replan if its peak is over the budget or off by 1 %."""
     on_out_of_memory: Literal["raise", "replan"] = "replan"
-    """When an update runs out of memory: plan the units anew for what is free then, and repeat it, with one warning; or
+    """When an update runs out of memory: plan the units again for the free memory, and repeat it, with one warning; or
     raise the error. Several processes raise it in any case."""
     head: dict[str, Any] | None = None
     """With ``memory_budget``, the block that computes the loss, and one way or a list of ways in which it may run:

@@ -213,7 +213,7 @@ class SnapshotHook(HookBase):
             self._saved_at = -1
         if self._saved_at != loop.done != loop.start_iter:
             fix = "make room or name another train.output_dir, and run again with --resume if there is a snapshot"
-            raise SnapshotWriteError(f"{self._saved.folder}: what was trained could not be saved · fix: {fix}")
+            raise SnapshotWriteError(f"{self._saved.folder}: the final state could not be saved · fix: {fix}")
 
     def _take(self, name: str, loop: Loop) -> None:
         if self._writer.save(name, loop, partial(self._mark, name, loop)):
