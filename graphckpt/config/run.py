@@ -69,9 +69,6 @@ def fake_steps_from(
 
 @final
 class FakeConfigSteps:
-    is_real = False
-    can_accumulate = True
-
     def __init__(self, run: RunConfig, machine: DeviceProfile, options: Mapping[str, Any]) -> None:
         self.run = run
         self.machine = machine
@@ -139,7 +136,17 @@ class FakeConfigSteps:
         train = self.run.train
         if global_batch is None and train.global_batch_size is not None:
             global_batch = train.global_batch_size // train.dist.data_parallel_size
-        return fit_steps(self, batch_sizes, memory_budget, self.options, global_batch=global_batch, progress=progress)
+        return fit_steps(
+            self.step,
+            batch_sizes,
+            memory_budget,
+            self.options,
+            is_real=False,
+            can_accumulate=True,
+            notes=self.notes,
+            global_batch=global_batch,
+            progress=progress,
+        )
 
 
 def _sample(data: Any, size: int) -> dict[str, Tensor]:

@@ -106,14 +106,16 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="table"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{"".join(lines)}</tbody></table></div>'
 
 
-def notebook_html(parts: Iterable[RenderableType], draw: Callable[[Path], object]) -> str:
+def notebook_html(
+    parts: Iterable[RenderableType], draw: Callable[[Path], object], *, alt: str = "memory of the step"
+) -> str:
     """Returns the parts of a printed table as HTML for a notebook, with a picture if ``draw`` can draw one."""
     body = "\n".join(map(_part_html, parts))
     with TemporaryDirectory() as folder, suppress(GraphckptError):  # nothing to draw, or no matplotlib
         target = Path(folder, "plot.png")
         draw(target)
         data = b64encode(target.read_bytes()).decode("ascii")
-        body += f'\n<img alt="memory of the step" src="data:image/png;base64,{data}">'
+        body += f'\n<img alt="{alt}" src="data:image/png;base64,{data}">'
     return f'<div class="graphckpt"><style>{_NOTEBOOK_STYLE}</style>\n{body}</div>'
 
 

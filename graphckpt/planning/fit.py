@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphckpt.blocks.select import Selector
 from graphckpt.errors import ConfigError, GraphckptError, PlanError
 from graphckpt.planning import options as budgets
 from graphckpt.planning.fake_device import FakeDevice
@@ -22,122 +21,85 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all
 from graphckpt.planning.planner import Planner, plan_and_check
-from graphckpt.planning.profile import Device, DeviceProfile, load_profile
+from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.progress import Progress
 
-MakeStep = Callable[[int], tuple[nn.Module, Callable[[], object]]]
+MakeStep: TypeAlias = Callable[[int], tuple[nn.Module, Callable[[], object]]]
 
 _FIRST_FAKE = 8  # larger than where kernels change with small batches
 _FIRST_REAL = 2  # with one sample some copies are views
 _MAX_ROWS = 8  # of sizes that were not listed
 _MAX_SPREAD = 32  # of these sizes, the ratio of the largest to the smallest
 _MAX_ON_LINES = 8  # sizes that are measured where a line leads before the search bisects
-_MAX_SIZE = 2**20  # samples in a batch: what fits beyond this does not depend on the batch
+_MAX_SIZE = 2**20  # samples in a batch; memory that fits this many does not depend on the batch
 _ROUNDING = 512  # bytes; CUDA's caching allocator
 _SLACK = 1.1  # of the available memory: a step that is predicted to need more is not run at all
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class SizedStep:
+class SizedStep(NamedTuple):
     step: RealStep | FakeStep
     model: nn.Module
     blocks: Sequence[tuple[str, nn.Module]]
 
 
-class StepSource(Protocol):
-    """Makes the step of each batch size."""
-
-    is_real: bool
-    """Whether steps run, so that they may need more memory than there is."""
-    can_accumulate: bool
-    """Whether a step can accumulate gradients."""
-    notes: list[str]
-    """What plans should mention."""
-
-    def step(self, size: int, accumulation: int = 1) -> SizedStep: ...
-
-
-@final
-class UserSteps:
-    """Steps that a function makes, on the device of their model or, with ``machine``, on one that may be absent."""
-
-    def __init__(
-        self,
-        make_step: MakeStep,
-        machine: DeviceProfile | None = None,
-        selectors: Selector | Iterable[Selector] | None = None,
-    ) -> None:
-        self.is_real = machine is None
-        self.can_accumulate = False
-        self.notes: list[str] = []
-        self._make_step = make_step
-        self._selectors = selectors
-        self._fake = None if machine is None else FakeDevice(machine)
-
-    def step(self, size: int, accumulation: int = 1) -> SizedStep:
-        assert accumulation == 1
-        step, model = made_step(partial(self._make_step, size), self._fake, "make_step")
-        return SizedStep(step, model, find_blocks(model, self._selectors))
+MakeSized: TypeAlias = Callable[[int, int], SizedStep]
+"""Returns the step of a batch size that accumulates the gradients of a number of batches."""
 
 
 def fit_steps(
-    source: StepSource,
+    make_sized: MakeSized,
     batch_sizes: Iterable[int] | None,
     memory_budget: budgets.Budget,
     options: PlanOptions,
     *,
+    is_real: bool,
+    can_accumulate: bool = False,
+    notes: Sequence[str] = (),
     global_batch: int | None = None,
     progress: Callable[[str], None] | bool | None = None,
 ) -> Fit:
-    with Progress(is_shown=False if callable(progress) else progress) as lines:
-        report = progress if callable(progress) else lines.begin
-        return _fit_steps(source, batch_sizes, memory_budget, options, global_batch, report)
+    """Fits the steps that ``make_sized`` makes; see :func:`fit` for the other arguments.
 
-
-def _fit_steps(
-    source: StepSource,
-    batch_sizes: Iterable[int] | None,
-    memory_budget: budgets.Budget,
-    options: PlanOptions,
-    global_batch: int | None,
-    progress: Callable[[str], None],
-) -> Fit:
+    ``is_real`` says whether they run, so that they may need more memory than there is, and ``can_accumulate`` whether
+    they can accumulate gradients. Plans mention ``notes``.
+    """
     budget = budgets.check_fit_budget(memory_budget)
     sizes = _checked_sizes(batch_sizes, global_batch)
-    sized = _SizedRows(source, budget, options, progress)
-    if isinstance(sizes, list):
-        for size in sizes:
-            sized.row(size)
-        shown = sizes
-    else:
-        shown = _search(sized, sizes, global_batch)
-    fit = sized.fit(shown, global_batch)
-    _ = fit.largest  # raises if there is none
-    if global_batch is not None and source.can_accumulate:
-        sized.check_accumulating(fit, global_batch)
+    with Progress(is_shown=False if callable(progress) else progress) as lines:
+        report = progress if callable(progress) else lines.begin
+        sized = _SizedRows(make_sized, budget, options, report, is_real=is_real, notes=notes)
+        shown = sizes if isinstance(sizes, list) else _search(sized, sizes, global_batch)
         fit = sized.fit(shown, global_batch)
-    return fit
+        largest = fit.largest.batch_size  # raises if there is none
+        if global_batch is not None and can_accumulate:
+            sized.check_accumulating(fit, global_batch)
+            fit = sized.fit(shown, global_batch)
+    has_larger = isinstance(sizes, list) or (sizes is not None and largest == sizes[-1])
+    return replace(fit, is_searched=not has_larger)
 
 
 def _checked_sizes(sizes: Iterable[int] | None, global_batch: int | None) -> range | list[int] | None:
-    if global_batch is not None and (isinstance(global_batch, bool) or global_batch < 1):
-        raise ConfigError(f"global_batch: expected 1 or more, got {global_batch!r} · fix: global_batch=512")
+    if global_batch is not None and not _is_size(global_batch):
+        raise ConfigError(f"global_batch: expected an int of 1 or more, got {global_batch!r} · fix: global_batch=512")
     if sizes is None:
         return None
     fix = "fix: batch_sizes=[1, 2, 4, 8], or range(1, 65)"
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
-        raise ConfigError(f"batch_sizes: expected whole numbers, got {sizes!r} · {fix}")
+        raise ConfigError(f"batch_sizes: expected a list or a range of ints, got {sizes!r} · {fix}")
     if isinstance(sizes, range):
         if sizes.start < 1 or sizes.step != 1 or not sizes:
             raise ConfigError(f"batch_sizes: expected a range from 1 or more with step 1, got {sizes!r} · {fix}")
         return sizes
     listed = list(sizes)
-    if not listed or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in listed):
-        raise ConfigError(f"batch_sizes: expected whole numbers of 1 or more, got {listed!r} · {fix}")
+    if not (listed and all(map(_is_size, listed))):
+        raise ConfigError(f"batch_sizes: expected ints of 1 or more, got {listed!r} · {fix}")
     between = range(min(listed), max(listed) + 1) if global_batch is not None else ()
     return sorted({*listed, *(size for size in between if (global_batch or 1) % size == 0)})
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _search(sized: _SizedRows, sizes: range | None, global_batch: int | None) -> list[int]:
@@ -170,9 +132,18 @@ class _SizedRows:
     """The rows of batch sizes. Each step is measured, planned, and runs under its plan."""
 
     def __init__(
-        self, source: StepSource, budget: int | str, options: PlanOptions, progress: Callable[[str], None]
+        self,
+        make_sized: MakeSized,
+        budget: int | str,
+        options: PlanOptions,
+        progress: Callable[[str], None],
+        *,
+        is_real: bool,
+        notes: Sequence[str],
     ) -> None:
-        self._source = source
+        self._make_sized = make_sized
+        self._is_real = is_real
+        self._notes = notes
         self._budget = budget
         self._options = options
         self._progress = progress
@@ -182,8 +153,8 @@ class _SizedRows:
         self.limit = 0
         self._static_bytes = 0
         self._gradient_bytes = 0
-        self._verb = "measuring" if source.is_real else "simulating"
-        self.first_size = _FIRST_REAL if source.is_real else _FIRST_FAKE
+        self._verb = "measuring" if is_real else "simulating"
+        self.first_size = _FIRST_REAL if is_real else _FIRST_FAKE
 
     @property
     def sizes(self) -> list[int]:
@@ -196,7 +167,7 @@ class _SizedRows:
             rows=rows,
             budget_bytes=self.limit,
             device=self._device_name,
-            is_simulated=not self._source.is_real,
+            is_simulated=not self._is_real,
             headroom_bytes=self._headroom,
             global_batch=global_batch,
             measured_sizes=tuple(size for size in self.sizes if self._rows[size].is_measured),
@@ -227,7 +198,7 @@ class _SizedRows:
         if row.accumulation == 1 or row.plan is None or _offloads(row.plan):
             return
         self._progress(f"{self._verb} two steps of batch size {size} for one update")
-        sized = self._source.step(size, 2)
+        sized = self._make_sized(size, 2)
         with row.plan.apply(sized.model):
             peak, _ = sized.step.run()
         self._rows[size] = replace(self._rows[size], checked_accumulating_bytes=peak)
@@ -236,9 +207,9 @@ class _SizedRows:
         smaller = [self._rows[one] for one in self.sizes if one < size]
         failed = next((row for row in smaller if not row.fits), None)
         base = next((row for row in reversed(smaller) if row.fits and row.is_measured), None)
-        if self._source.is_real and failed is not None:
+        if self._is_real and failed is not None:
             return replace(failed, batch_size=size, is_measured=False)
-        if not self._source.is_real or base is None:
+        if not self._is_real or base is None:
             try:
                 return self._measured(size)
             except GraphckptError:
@@ -256,15 +227,15 @@ class _SizedRows:
         return self._run_as(base, size)
 
     def _scaled(self, num_bytes: int, base: BatchFit, size: int) -> int:
-        """Returns what a peak becomes at another size if all but the static bytes grow with the size."""
+        """Scales a peak to another size, with its static bytes unchanged."""
         return self._static_bytes + (num_bytes - self._static_bytes) * size // base.batch_size
 
     def _measured(self, size: int) -> BatchFit:
         self._progress(f"{self._verb} the step at batch size {size}")
-        sized = self._source.step(size)
+        sized = self._make_sized(size, 1)
         step, model = sized.step, sized.model
         with step.restoring(), _gradients_missing_in_forward(model, sized.blocks[0][1]) as missing:
-            planners = measure_all(step, model, sized.blocks, self._options, PlanGroup(), self._source.notes)
+            planners = measure_all(step, model, sized.blocks, self._options, PlanGroup(), self._notes)
             self._set_limit(step, planners.plain.measured.model.static_bytes)
             self._gradient_bytes = missing[-1] if missing else 0
 
@@ -290,11 +261,14 @@ class _SizedRows:
         return replace(row, accumulating_plan=more if row.fits else None)
 
     def _with_plan(self, row: BatchFit, sized: SizedStep, plan: Plan) -> BatchFit:
-        """Runs the step under its plan, unless it is a fake one that offloads: traces do not show what copies take."""
+        """Runs the step under its plan, unless it is a fake one that offloads: traces do not show copies."""
         if isinstance(sized.step, FakeStep) and _offloads(plan):
             return replace(row, plan=plan)
-        with plan.apply(sized.model):
-            peak, seconds = sized.step.run()
+        if isinstance(sized.step, FakeStep) and not plan.blocks and sized.step.plain is not None:
+            peak, seconds = sized.step.plain
+        else:
+            with plan.apply(sized.model):
+                peak, seconds = sized.step.run()
         if peak > self.limit:
             return replace(row, floor_bytes=max(row.floor_bytes, self.limit + 1))
         factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
@@ -320,7 +294,7 @@ class _SizedRows:
         if row.floor_bytes > _SLACK * self._available:
             return row
         self._progress(f"running the step at batch size {size} under plans of batch size {base.batch_size}")
-        sized = self._source.step(size)
+        sized = self._make_sized(size, 1)
 
         @cache
         def run(number: int) -> Plan:
@@ -448,8 +422,8 @@ def fit(
     Args:
         make_step: called with a batch size; returns the model and a function that runs one training step of that many
             samples, as :func:`graphckpt.plan` takes them. The model may be the same each time, which takes less memory.
-        batch_sizes: the micro-batch sizes to plan. A ``range`` are the bounds of a search for the largest that fits,
-            and ``None`` searches from 1 on; then there are rows for the sizes of the search and some powers of two.
+        batch_sizes: the micro-batch sizes to plan. A ``range`` bounds a search for the largest that fits, and ``None``
+            searches from 1; the rows are then the sizes of the search and some powers of two.
         memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"50%"`` is half of the device's memory,
             and ``"max"`` all of it less a headroom.
         device: ``None`` runs the steps on the device of the model. The name of a device profile such as ``"h200"``, a
@@ -457,8 +431,8 @@ def fit(
             build the model there.
         global_batch: samples of one update; sizes that divide it are planned too, of a search the eight largest that
             fit, for :meth:`~graphckpt.planning.fit_result.Fit.at_global_batch`.
-        progress: called with a line about each measurement before it begins. ``True`` prints it from two seconds on,
-            and ``None`` does so in a terminal and in a notebook.
+        progress: called with a line about each measurement before it begins. ``True`` prints the lines to stderr if
+            fitting takes longer than two seconds; ``None`` does so in a terminal and in a notebook.
         options: fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
 
     Raises:
@@ -472,8 +446,8 @@ def fit(
     >>> def make_step(batch_size):
     ...     x = torch.ones(batch_size, 64)
     ...     return model, lambda: model(x).sum().backward()
-    >>> found = fit(make_step, memory_budget="8MiB")
-    >>> found.largest.batch_size > found.largest_without_recompute.batch_size
+    >>> result = fit(make_step, memory_budget="8MiB")
+    >>> result.largest.batch_size > result.largest_without_recompute.batch_size
     True
     """
     if isinstance(make_step, nn.Module) or not callable(make_step):
@@ -485,5 +459,18 @@ def fit(
         fix = "fit in one process and pass the batch size on, or group=False"
         raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
     wanted = replace(wanted, group=False)
-    source = UserSteps(make_step, None if device is None else load_profile(device), wanted.blocks)
-    return fit_steps(source, batch_sizes, memory_budget, wanted, global_batch=global_batch, progress=progress)
+    machine = None if device is None else FakeDevice(load_profile(device))
+
+    def make_sized(size: int, _: int) -> SizedStep:
+        step, model = made_step(partial(make_step, size), machine, "make_step")
+        return SizedStep(step, model, find_blocks(model, wanted.blocks))
+
+    return fit_steps(
+        make_sized,
+        batch_sizes,
+        memory_budget,
+        wanted,
+        is_real=machine is None,
+        global_batch=global_batch,
+        progress=progress,
+    )

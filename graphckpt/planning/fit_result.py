@@ -6,11 +6,11 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, final, get_args
 
 from rich.text import Text
 
-from graphckpt.errors import PlanError
+from graphckpt.errors import ConfigError, PlanError
 from graphckpt.ledger.groups import rule_colour, sorted_rules
 from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.plot import (
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from graphckpt.planning.plan import Plan
 
 Goal: TypeAlias = Literal["throughput", "batch"]
-"""What a micro-batch is chosen for: the most samples per second, or the largest batch."""
+"""The goal for which a micro-batch is chosen: the most samples per second, or the largest batch."""
 
 _OP_LEVEL = re.compile(r"\(level \d+ of \d+\)")
-_TOP = 1.25  # of the budget: what the plain step would need beyond this is not drawn
+_TOP = 1.25  # of the budget: the upper limit of the memory axis
 _COLUMNS = (
     Column("batch", is_number=True),
     Column("peak", is_number=True),
@@ -156,7 +156,7 @@ class BatchFit:
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Fit:
-    """What :func:`graphckpt.fit` found: the best plan of each micro-batch size, with its peak and throughput."""
+    """The result of :func:`graphckpt.fit`: the best plan of each micro-batch size, with its peak and throughput."""
 
     rows: tuple[BatchFit, ...]
     """One for each micro-batch size, in ascending order."""
@@ -165,16 +165,18 @@ class Fit:
     is_simulated: bool = False
     """Whether the device is a profile, on which no step has run."""
     headroom_bytes: int = 0
-    """What the budget ``"max"`` leaves of the device's memory."""
+    """Bytes of the device's memory that the budget ``"max"`` leaves free."""
     global_batch: int | None = None
-    """The global batch that was asked for."""
+    """The ``global_batch`` of the call."""
     measured_sizes: tuple[int, ...] = ()
     """The batch sizes at which the step was measured, in rows or not."""
     notes: tuple[str, ...] = ()
+    is_searched: bool = True
+    """Whether with one sample more than in the largest batch no plan fits. If not, larger batches were not tried."""
 
     @property
     def largest(self) -> BatchFit:
-        """The largest batch that fits.
+        """The largest batch that fits, of those that were tried: see :attr:`is_searched`.
 
         Raises:
             PlanError: none does.
@@ -204,8 +206,11 @@ class Fit:
             goal: ``"throughput"`` for the fastest one, ``"batch"`` for the largest.
 
         Raises:
+            ConfigError: ``goal`` is another one.
             PlanError: no row fits whose size divides ``global_batch``.
         """
+        if goal not in get_args(Goal):
+            raise ConfigError(f"goal: expected 'throughput' or 'batch', got {goal!r} · fix: goal='batch'")
         dividing = [row for row in self.rows if global_batch % row.batch_size == 0]
         rows = [row.accumulating(global_batch // row.batch_size) for row in dividing]
         fitting = [row for row in rows if row.fits]
@@ -226,12 +231,12 @@ class Fit:
     def __repr__(self) -> str:
         """Returns one line."""
         sizes = [row.batch_size for row in self.rows if row.fits]
-        largest = f"largest batch {sizes[-1]}" if sizes else "no batch fits"
+        largest = f"{_largest_name(self)} {sizes[-1]}" if sizes else "no batch fits"
         where = f"{format_bytes(self.budget_bytes)} on {device_text(self)}"
         return f"<Fit of {len(self.rows)} batch sizes: {largest} in {where}>"
 
     def _repr_html_(self) -> str:
-        return notebook_html(_parts_of(self), self.plot)
+        return notebook_html(_parts_of(self), self.plot, alt="throughput, peak memory and policies by batch size")
 
     def explain(self, *, display: bool = True) -> Self:
         """Prints the table unless ``display`` is false; returns the fit, which prints the same."""
@@ -249,6 +254,7 @@ class Fit:
             "budget_bytes": self.budget_bytes,
             "headroom_bytes": self.headroom_bytes,
             "largest": self.largest.batch_size if fits else None,
+            "is_searched": self.is_searched,
             "largest_without_recompute": None if plain is None else plain.batch_size,
             "fastest": self.fastest.batch_size if fits else None,
             "rows": [row.to_dict() for row in self.rows],
@@ -281,10 +287,10 @@ class Fit:
         if rows:
             return rows
         first = self.rows[0]
+        fix = "a larger memory_budget" if first.batch_size == 1 else "smaller batch sizes, or a larger memory_budget"
         raise PlanError(
             f"memory_budget {format_bytes(self.budget_bytes)}: no batch fits · the lowest possible peak is "
-            f"{format_bytes(first.floor_bytes)} at batch size {first.batch_size} · "
-            "fix: smaller batch sizes, or a larger budget"
+            f"{format_bytes(first.floor_bytes)} at batch size {first.batch_size} · fix: {fix}"
         )
 
 
@@ -304,6 +310,10 @@ def _parts_of(fit: Fit) -> Iterator[RenderableType]:
         yield bullet(note, "*")
 
 
+def _largest_name(fit: Fit) -> str:
+    return "largest batch" if fit.is_searched else "largest of the given sizes"
+
+
 def _summary_lines(fit: Fit) -> Iterator[str]:
     yield budget_line(fit)
     if not any(row.fits for row in fit.rows):
@@ -311,7 +321,7 @@ def _summary_lines(fit: Fit) -> Iterator[str]:
         return
     plain = fit.largest_without_recompute
     kept_size = "none with everything kept" if plain is None else f"{plain.batch_size} with everything kept"
-    yield f"largest batch: {fit.largest.batch_size} ({kept_size}){_checked(fit.largest, fit)}"
+    yield f"{_largest_name(fit)}: {fit.largest.batch_size} ({kept_size}){_checked(fit.largest, fit)}"
     fastest = fit.fastest
     yield f"fastest: {fastest.batch_size}, {_rate(fastest)} samples/s{_checked(fastest, fit)}"
     if fit.global_batch is not None:

@@ -289,7 +289,7 @@ def _figure(plans: Sequence[PlanData], start: int, prefix: str) -> dict[str, Any
 def _traces(
     plan: PlanData, colour_of: dict[str, str], blocks: Sequence[str], prefix: str, scale: int, second: float
 ) -> list[dict[str, Any]]:
-    """Returns what the slider changes: the marked plan, its levels, and a row of bars for each policy."""
+    """Returns the traces that the slider changes: the marked plan, its levels, and a row of bars for each policy."""
     mark = {
         "type": "scatter", "mode": "markers", "x": [plan.predicted_peak_bytes / scale],
         "y": [plan.predicted_step_seconds * second], "marker": {"size": 14, "color": ACCENT},

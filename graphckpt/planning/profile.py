@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -44,7 +45,12 @@ _MAKES_NOTHING = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh,
     _aten._local_scalar_dense, _aten.resize_, _aten.set_,
 }  # fmt: skip
-_PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}  # read of their table what they return
+_PICKS = {
+    _aten.embedding,
+    _aten.index,
+    _aten.index_select,
+    _aten.gather,
+}  # read only the rows that they return
 
 
 def efficiency_kind(func: Any) -> str:
@@ -76,23 +82,15 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 def moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int | None:
     """Returns the bytes that an op reads and writes; ``None`` if it runs no kernel, as a view does."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or func.namespace == "prim" or func.overloadpacket in _MAKES_NOTHING:
-        return None
-    if not schema.is_mutable and _is_view(schema, args, result):
+    if _runs_no_kernel(func) or (not func._schema.is_mutable and _is_view(args, result)):
         return None
     written = sum(_bytes(tensor) for tensor in _tensors(result))
     if func.overloadpacket in _PICKS:
         return 2 * written
     read = sum(_bytes(tensor) for tensor in (*_tensors(args), *_tensors(tuple(kwargs.values()))))
-    if not schema.returns:  # in-place ops such as `_foreach_add_`
+    if not func._schema.returns:  # in-place ops such as `_foreach_add_`
         written = sum(_bytes(t) for t in _tensors(args[:1]))
     return read + written or None
-
-
-def extra_bytes_on_cuda(func: Any, args: tuple[Any, ...]) -> int:
-    count = _EXTRA.get(getattr(func, "overloadpacket", func))
-    return 0 if count is None else count(args)
 
 
 def _flash_backward(args: tuple[Any, ...]) -> int:
@@ -127,7 +125,7 @@ def _embedding_backward(args: tuple[Any, ...]) -> int:
     return 4 * 8 * int(count) if count > 3072 else 0
 
 
-_EXTRA: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+_CUDA_EXTRA: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     _aten._scaled_dot_product_cudnn_attention_backward: _cudnn_backward,
@@ -147,10 +145,17 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     return float(flops)
 
 
-def _is_view(schema: Any, args: tuple[Any, ...], result: Any) -> bool:
-    if any(returned.alias_info is not None for returned in schema.returns):
+@cache
+def _runs_no_kernel(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace == "prim" or func.overloadpacket in _MAKES_NOTHING:
         return True
-    first = next(_tensors(args), None)  # `_unsafe_view` returns a view that its schema does not declare
+    return not schema.is_mutable and any(returned.alias_info is not None for returned in schema.returns)
+
+
+def _is_view(args: tuple[Any, ...], result: Any) -> bool:
+    """Whether an op has returned a view, which its schema may not say, as that of ``_unsafe_view``."""
+    first = next(_tensors(args), None)
     return (
         isinstance(result, torch.Tensor)
         and first is not None
@@ -206,17 +211,17 @@ class DeviceProfile:
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Shares of the peak rates that are reached, of ``matmul, convolution, attention, bandwidth``; 1 if missing."""
     copy_out: float = 0.0
-    """Bytes per second from the device to pinned host memory; 0: not known."""
+    """Bytes per second from the device to pinned host memory, 0 if unknown."""
     copy_in: float = 0.0
-    """Bytes per second from pinned host memory to the device; 0: not known."""
+    """Bytes per second from pinned host memory to the device, 0 if unknown."""
     disk_write: float = 0.0
-    """Bytes per second to the disk; 0: not known."""
+    """Bytes per second to the disk, 0 if unknown."""
     disk_read: float = 0.0
-    """Bytes per second from the disk; 0: not known."""
+    """Bytes per second from the disk, 0 if unknown."""
     rounding: int = 1
     """The allocator rounds sizes up to multiples of this."""
     workspace_bytes: int = 0
-    """Bytes that the matrix library keeps on each stream."""
+    """Bytes of the workspace of cuBLAS on each stream."""
     launch_seconds: float = 0.0
     """Overhead of each op."""
     attention: tuple[str, ...] = ("math",)
@@ -240,13 +245,14 @@ class DeviceProfile:
         seconds = num_bytes / (self.memory_bandwidth * self.efficiency.get("bandwidth", 1.0))
         flops = flops_of(func, args, kwargs, result)
         if flops:
-            peak = self._peak(rate_name(func, args))
+            peak = self.flops.get(rate_name(func, args)) or self.flops["float32"]
             seconds = max(seconds, flops / (peak * self.efficiency.get(efficiency_kind(func), 1.0)))
         return seconds + self.launch_seconds
 
     def op_extra_bytes(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Returns the temporary bytes inside of an op, which dispatch modes do not see; 0 if not known."""
-        return extra_bytes_on_cuda(func, args) if self.kind == "cuda" else 0
+        """Returns the temporary bytes inside of an op, which dispatch modes do not see, 0 if unknown."""
+        count = _CUDA_EXTRA.get(getattr(func, "overloadpacket", func)) if self.kind == "cuda" else None
+        return 0 if count is None else count(args)
 
     def save(self, path: str | Path, *, comment: str = "") -> None:
         """Writes a file that :func:`load_profile` reads."""
@@ -255,9 +261,6 @@ class DeviceProfile:
         values["capability"] = None if self.capability is None else list(self.capability)
         head = "".join(f"# {line}\n" for line in comment.splitlines())
         Path(path).write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-
-    def _peak(self, dtype: str) -> float:
-        return self.flops.get(dtype) or self.flops["float32"]
 
 
 Device: TypeAlias = "str | Path | DeviceProfile | None"
@@ -272,14 +275,17 @@ def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
     """
     if isinstance(name_or_path, DeviceProfile):
         return name_or_path
+    names = profile_names()
+    fix = f"use one of {', '.join(names)}, or a profile file that `graphckpt profile-device` wrote"
+    if not isinstance(name_or_path, (str, Path)) or str(name_or_path).startswith("cuda"):
+        fix += "; or leave `device` out for a device that is present"
+    if not isinstance(name_or_path, (str, Path)):
+        raise ConfigError(f"device: expected the name of a profile, got {name_or_path!r} · fix: {fix}")
     path = Path(name_or_path)
     if not (path.suffix in (".yaml", ".yml") or path.is_file()):
-        names = profile_names()
         if str(name_or_path) not in names:
-            raise ConfigError(
-                f"device: unknown profile {str(name_or_path)!r}{did_you_mean(str(name_or_path), names)} · "
-                f"fix: use one of {', '.join(names)}, or a profile file that `graphckpt profile-device` wrote"
-            )
+            guess = did_you_mean(str(name_or_path), names)
+            raise ConfigError(f"device: unknown profile {str(name_or_path)!r}{guess} · fix: {fix}")
         path = _PROFILES / f"{name_or_path}.yaml"
     if not path.is_file():
         raise ConfigError(f"device: the file {path} does not exist · fix: write one with `graphckpt profile-device`")

@@ -157,7 +157,7 @@ class _ObjectCopy(NamedTuple):
 
 @final
 class _CallRecorder:
-    """Records with what the blocks are called, without holding the tensors."""
+    """Records the arguments of blocks, without holding the tensors."""
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self.calls: list[_RecordedCall] = []

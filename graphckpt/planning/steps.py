@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.candidates import OpTimes, Option
+from graphckpt.planning.candidates import KEEP, OpTimes, Option
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
@@ -45,7 +45,7 @@ class RealStep:
         self.device = next((t.device for t in tensors), torch.device("cpu"))
         self._optimizers: dict[int, Optimizer] = {}
         self._parts: dict[str, PartitionStore] = {}
-        """By option: what the ranks have compared holds for blocks that save equal tensors."""
+        """By option; each stores which tensors the ranks have compared, for all blocks that save equal ones."""
         self._copy_bytes = 0
         self._random: RNGState | None = None
 
@@ -160,7 +160,7 @@ class RealStep:
 
     @contextmanager
     def excluding_copies(self, restoring: AbstractContextManager[None]) -> Iterator[None]:
-        """Enters ``restoring``; what that allocates, to restore the step at its end, is not counted in peaks within."""
+        """Enters ``restoring``, and excludes the copies that it allocates from the peaks of steps within."""
         with ExitStack() as stack:
             with self._copying():
                 stack.enter_context(restoring)
@@ -245,7 +245,7 @@ def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
 
 
 def _rounded_on_cuda(num_bytes: int) -> int:
-    return -(-num_bytes // 512) * 512  # what CUDA's caching allocator hands out
+    return -(-num_bytes // 512) * 512  # of CUDA's caching allocator
 
 
 _MOST_RUNS = 3  # of a step that keeps something new each time
@@ -374,6 +374,8 @@ class FakeStep:
         self._model = model
         self._step_fn = step_fn
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self.plain: tuple[int, float] | None = None
+        """Peak in bytes and seconds of the step with everything kept, once it was sampled so."""
         with device:
             self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
             self._make_optimizer_state()
@@ -399,7 +401,10 @@ class FakeStep:
             trace = self._trace()
             with blocks.traced(trace, [store]):
                 self._step_fn()
-        return StepSample(trace.log, trace.peak_bytes, trace.seconds, sum(trace.seconds.values()))
+        seconds = sum(trace.seconds.values())
+        if self.plain is None and all(option is KEEP for option in options):  # later ones may have a policy on the head
+            self.plain = trace.peak_bytes, seconds
+        return StepSample(trace.log, trace.peak_bytes, trace.seconds, seconds)
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         del static, sharers
@@ -428,7 +433,7 @@ class FakeStep:
 
     @contextmanager
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
-        """Removes the other blocks from their ``nn.ModuleList``, and yields whether the step runs without them."""
+        """Removes the other blocks from their ``nn.ModuleList``; yields whether it could. The step may fail then."""
         chosen = {id(blocks.modules[number]) for number in numbers}
         others = {id(module) for module in blocks.modules} - chosen
         lists = [m for m in self._model.modules() if others & {id(child) for child in m.children()}]
@@ -441,19 +446,11 @@ class FakeStep:
                 rest = [module for module in modules.values() if id(module) not in others]
                 each._modules.clear()
                 each._modules.update({str(number): module for number, module in enumerate(rest)})
-            yield self._runs()
+            yield True
         finally:
             for each, modules in children:
                 each._modules.clear()
                 each._modules.update(modules)
-
-    def _runs(self) -> bool:
-        try:
-            with self._device:
-                self._step_fn()
-        except Exception:
-            return False
-        return True
 
     def _trace(self) -> Trace:
         machine = self._device.machine

@@ -1,5 +1,12 @@
 """Traces and times a step: the intervals into which the calls of blocks divide it, and the storages in each.
 
+Hooks on the blocks tell a :class:`Trace` where an interval begins::
+
+    before | forward of 0 | after it | forward of 1 | after it | backward of 1 | after it | ... | optimizer
+
+As a dispatch mode it logs which storages are allocated, freed and held within them, op by op. A mode slows a step down,
+so that times come from other runs, in which it only takes the time at each mark.
+
 On CUDA times are those of events, which are read once the step has ended: to wait for the device at each of them would
 add the time of a launch, 15 to 25 us, to every interval and every op.
 """
@@ -306,7 +313,7 @@ class Trace(LiveBytes):
             self._times.append(time_mark(self._clock))
 
     def _leave_backward(self) -> None:
-        """Excludes what follows the last gradient of a first block, such as waiting for other processes."""
+        """Excludes the time after the last gradient of a first block, such as waiting for other processes."""
         if self._has_parameters and self._interval.phase is Phase.BACKWARD:
             self.log.stretches[-1] = TraceSpan(Interval(Phase.AFTER_BACKWARD, self._interval.call))
 
@@ -413,7 +420,7 @@ def seconds_between(begin: TimeMark, end: TimeMark) -> float:
 
 
 class RecordingStore(Store):
-    """Records in a trace, if there is one, how long blocks hold what they put into the store."""
+    """Records how long blocks hold tensors in the store, while it has a trace."""
 
     trace: Trace | None = None
 

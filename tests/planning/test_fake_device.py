@@ -105,6 +105,27 @@ def test_a_step_on_fake_tensors_has_the_bytes_of_the_real_one(build: Callable[[]
     assert levels(build, rule, FakeDevice(load_profile("cpu"))) == real
 
 
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_an_optimizer_that_modifies_lists_has_the_bytes_of_the_real_one(implementation: str) -> None:
+    def levels_of(device: contextlib.AbstractContextManager[Any]) -> list[tuple[int, int]]:
+        found = []
+        with device:
+            is_mocked = is_fake(torch.zeros(1))
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            optimizer = torch.optim.AdamW(model.parameters(), **{implementation: True})
+            for _ in range(3):
+                model(torch.ones(2, 8)).sum().backward()
+                live = LiveBytes("meta" if is_mocked else "cpu", counts_fake=is_mocked, record_timeline=False)
+                live.track(model.parameters())
+                with live:
+                    optimizer.step()
+                optimizer.zero_grad()
+                found.append((live.live_bytes, live.peak_bytes))
+        return found
+
+    assert levels_of(FakeDevice(load_profile("cpu"))) == levels_of(contextlib.nullcontext())
+
+
 def test_an_edit_leaves_the_other_kept_results_of_a_fake_step_alone() -> None:
     """Fake storages have no addresses that tell them apart."""
 

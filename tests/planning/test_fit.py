@@ -23,9 +23,11 @@ from transformers import (
 import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.planning import PlanError, options
+from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import largest
 from graphckpt.planning.fit_result import BatchFit
 from graphckpt.planning.profile import load_profile
+from graphckpt.planning.steps import FakeStep, made_step
 from graphckpt.units import format_bytes
 
 MIB = 2**20
@@ -291,6 +293,16 @@ def test_a_device_that_is_not_there(absent):
         pass
 
 
+def test_a_simulated_step_that_keeps_everything_runs_once(monkeypatch):
+    runs, run = [], FakeStep.run
+    monkeypatch.setattr(FakeStep, "run", lambda step: runs.append(step) or run(step))
+    (row,) = graphckpt.fit(simple, batch_sizes=[16], device="h200").rows
+    assert not runs
+    peak, seconds = made_step(lambda: simple(16), FakeDevice(load_profile("h200")), "model")[0].run()
+    assert row.checked_peak_bytes == row.plain_peak_bytes == peak
+    assert row.checked_seconds == pytest.approx(seconds)
+
+
 def test_rows_at_a_global_batch(absent):
     best = absent.at_global_batch(96)
     assert best.batch_size * best.accumulation == best.global_batch == 96
@@ -299,6 +311,8 @@ def test_rows_at_a_global_batch(absent):
     assert best.samples_per_second == max(row.samples_per_second for row in each)
     with pytest.raises(PlanError, match="global batch 97: expected a multiple of a batch size that was planned"):
         absent.at_global_batch(97)
+    with pytest.raises(ConfigError, match="goal: expected 'throughput' or 'batch', got 'speed'"):
+        absent.at_global_batch(96, "speed")
 
 
 def test_a_size_that_takes_exactly_the_limit_fits():
@@ -321,6 +335,8 @@ def test_what_it_prints(absent, tmp_path, capsys):
     assert absent.explain() is absent
     assert capsys.readouterr().out == f"{text}\n"
     html = absent._repr_html_()
+    assert 'alt="throughput, peak memory and policies by batch size"' in html
+    assert absent.is_searched
     assert html.count("<tr>") == len(absent.rows) + 1
     assert html.count('src="data:image/png;base64,') == 1
     assert repr(absent) == f"<Fit of {len(absent.rows)} batch sizes: largest batch {absent.largest.batch_size} in 33.0 MiB on h200 (simulated)>"  # fmt: skip  # noqa: E501
@@ -351,27 +367,41 @@ def test_a_list_of_sizes_is_kept():
     assert [row.fits for row in found.rows] == [True, True, False]
     assert found.largest.batch_size == 64
     assert "does not fit" in str(found)
+    assert not found.is_searched
+    assert "largest of the given sizes: 64 (" in str(found), "100 may fit as well"
+    assert "largest of the given sizes 64 in" in repr(found)
 
 
 def test_a_range_bounds_the_search():
     found = graphckpt.fit(simple, batch_sizes=range(3, 21), memory_budget="1GiB", device="cpu")
     assert found.largest.batch_size == 20
     assert found.rows[0].batch_size == 3
+    assert "largest of the given sizes: 20 (" in str(found)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_sizes": [0]}, r"batch_sizes: expected whole numbers of 1 or more, got \[0\]"),
-        ({"batch_sizes": []}, r"batch_sizes: expected whole numbers of 1 or more, got \[\]"),
-        ({"batch_sizes": "1,2"}, r"batch_sizes: expected whole numbers, got '1,2'"),
+        ({"batch_sizes": [0]}, r"batch_sizes: expected ints of 1 or more, got \[0\]"),
+        ({"batch_sizes": []}, r"batch_sizes: expected ints of 1 or more, got \[\]"),
+        ({"batch_sizes": "1,2"}, r"batch_sizes: expected a list or a range of ints, got '1,2'"),
         ({"batch_sizes": range(8)}, r"batch_sizes: expected a range from 1 or more"),
         (
             {"memory_budget": "min"},
             r"memory_budget: expected a budget independent of the batch size, got 'min' · fix: '12GiB', '50%' of",
         ),
         ({"memory_budget": "1 fortnight"}, r"unknown unit"),
-        ({"global_batch": 0}, r"global_batch: expected 1 or more, got 0"),
+        (
+            {"batch_sizes": 8},
+            r"batch_sizes: expected a list or a range of ints, got 8 · fix: batch_sizes=\[1, ",
+        ),
+        ({"global_batch": 0}, r"global_batch: expected an int of 1 or more, got 0"),
+        ({"global_batch": "64"}, r"global_batch: expected an int of 1 or more, got '64'"),
+        (
+            {"device": torch.device("cuda")},
+            r"device: expected the name of a profile, got .* leave `device` out",
+        ),
+        ({"device": "cuda:0"}, r"device: unknown profile 'cuda:0' .* leave `device` out for a device that is present"),
         ({"device": "h2000"}, r"did you mean 'h200'"),
         ({"ofload": "cpu"}, r"fit: unknown option 'ofload'"),
     ],
@@ -391,8 +421,10 @@ def test_a_function_that_makes_no_step_is_an_error():
 
 
 def test_a_budget_that_no_batch_fits_is_an_error():
-    with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size"):
+    with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size 1 · fix: a la"):
         graphckpt.fit(simple, memory_budget="1KiB", device="cpu")
+    with pytest.raises(PlanError, match=r"at batch size 4 · fix: smaller batch sizes, or a larger memory_budget"):
+        graphckpt.fit(simple, batch_sizes=[4], memory_budget="1KiB", device="cpu")
 
 
 def test_a_percentage_is_a_share_of_the_memory_of_the_device(monkeypatch):

@@ -76,7 +76,7 @@ def test_sequence_lengths(tmp_path, capsys):
         (["--batch-sizes", "1:2:3"], "--batch-sizes: expected whole numbers, got '2:3'"),
         (["--batch-sizes", "8:4"], "batch_sizes: expected a range from 1 or more"),
         (["--sequence-lengths", "long"], "--sequence-lengths: expected whole numbers, got 'long'"),
-        (["--global-batch-size", "0"], "global_batch: expected 1 or more, got 0"),
+        (["--global-batch-size", "0"], "global_batch: expected an int of 1 or more, got 0"),
         (
             ["--memory-budget", "min"],
             "memory_budget: expected a budget independent of the batch size, got 'min'",

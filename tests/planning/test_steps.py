@@ -58,6 +58,28 @@ def test_equal_layers_are_run_in_a_shorter_stack(simulated):
     assert not known.notes
 
 
+def test_a_step_that_needs_all_of_its_layers_is_measured_with_all_of_them():
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(7))
+
+        def forward(self, x):
+            for number in range(7):
+                x = self.layers[number](x)
+            return x.sum()
+
+    device = FakeDevice(load_profile("cpu"))
+    with device:
+        model, x = Counts(), torch.ones(2, 8)
+    fake, runs = FakeStep(device, model, lambda: model(x).backward()), []
+    sample = fake.sample
+    fake.sample = lambda blocks, chosen: runs.append(len(blocks.names)) or sample(blocks, chosen)
+    known = measure(fake, Blocks(find_blocks(model, None)), options(False, ["full"]))
+    assert runs[0] == runs[-1] == 7
+    assert len(model.layers) == len(known.names) == 7
+
+
 def test_the_ops_of_a_few_equal_layers_are_timed(monkeypatch):
     monkeypatch.setattr(sweep, "_MOST_TIMED", 2)
     model, _, step = made()
