@@ -17,22 +17,12 @@ import torch
 from helpers.hard_modules import Mlp
 from helpers.modules import as_module
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
 
 import graphckpt
-from graphckpt import (
-    ConfigError,
-    RecomputeError,
-    checkpoint,
-    checkpoint_sequential,
-    checkpoint_wrapper,
-)
+from graphckpt import ConfigError, RecomputeError, checkpoint, checkpoint_sequential, checkpoint_wrapper
 from graphckpt.blocks import disable_checkpointing, is_recomputing
 
 
