@@ -45,11 +45,13 @@ from transformers.utils import logging
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import PlanError
+from graphckpt.planning import PlanError, PlanOptions
 from graphckpt.planning.candidates import compiled_forwards as compiled_layers
 from graphckpt.planning.candidates import options as rules
 from graphckpt.planning.candidates import parse_compile
-from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
+from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -341,7 +343,8 @@ def plans(
         with compiled_layers(blocks.modules, code.options):
             measured = measure(step, blocks, rules(code=code))
         measuring = process_time() - begin
-        planner = Planner(measured, model=case.model, compiled={} if code.field is None else {"compile": code.field})
+        options = PlanOptions(compile=None if backend is None else {"backend": backend})
+        planner = Planner(PolicySearch(measured), options=options, model=case.model)
         plain.row.setdefault("planner_seconds", planner.measured.step_seconds)
         rotor = Rotor(measured) if case.in_order is not None and backend is None else None
         static = measured.model.static_bytes

@@ -34,8 +34,10 @@ from transformers.utils import logging
 from graphckpt import Graph, plan
 from graphckpt.planning.candidates import options as rules
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.profile import load_profile, profile_names
+from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import FakeStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -144,7 +146,7 @@ def foretell(model: str, precision: str, profile: str) -> Planner:
         training = Training(model, precision)
     step = FakeStep(device, training.model, training.step, training.optimizer)
     measured = measure(step, Blocks(find_blocks(training.model, None)), rules(False))
-    return Planner(measured, device=profile)
+    return Planner(PolicySearch(measured), device=profile)
 
 
 def predict(

@@ -7,7 +7,7 @@ from graphckpt.graph import Graph
 from graphckpt.planning import Plan, PlanError
 from graphckpt.planning.fit import fit
 from graphckpt.planning.fit_result import Fit
-from graphckpt.planning.planner import plan
+from graphckpt.planning.plan_step import plan
 from graphckpt.rules import Full, Joined, Keep, Segments, Selective, Tiles
 from graphckpt.stores import Disk, Host
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -26,6 +27,7 @@ from graphckpt.progress import Progress
 if TYPE_CHECKING:
     import yaml
 
+    from graphckpt.config.run import FakeConfigSteps
     from graphckpt.planning.fit_result import Fit
     from graphckpt.planning.planner import Planners
 else:
@@ -344,7 +346,6 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    from graphckpt.config.run import plan_from  # noqa: PLC0415 - as above
     from graphckpt.planning.options import check_budget  # noqa: PLC0415
 
     budget = check_budget(parsed.memory_budget)
@@ -356,15 +357,10 @@ def _plan(parsed: argparse.Namespace) -> int:
                 _sweep(planners, parsed.sweep)
 
         progress.begin("loading the config and its model")
-        plan = plan_from(
-            parsed.config_file,
-            parsed.overrides,
-            device=parsed.device,
-            memory_budget=budget,
-            options=_plan_options_of(parsed),
-            progress=lambda done, total: progress.begin(f"simulated run {done} of {total}"),
-            on_measured=on_measured,
-        )
+        with _steps(parsed) as steps:
+            plan = steps.plan(
+                budget, lambda done, total: progress.begin(f"simulated run {done} of {total}"), on_measured
+            )
     plan.explain()
     if parsed.save:
         plan.save(parsed.save)
@@ -373,6 +369,13 @@ def _plan(parsed: argparse.Namespace) -> int:
         plan.plot(parsed.plot)
         print(f"drawn: {parsed.plot}")
     return 0
+
+
+def _steps(parsed: argparse.Namespace, sizes: Sequence[str] = ()) -> AbstractContextManager[FakeConfigSteps]:
+    from graphckpt.config.run import fake_steps_from  # noqa: PLC0415 - as above
+
+    options = _plan_options_of(parsed)
+    return fake_steps_from(parsed.config_file, [*parsed.overrides, *sizes], device=parsed.device, options=options)
 
 
 def _sweep(planner: Planners, path: str) -> None:
@@ -386,7 +389,6 @@ def _sweep(planner: Planners, path: str) -> None:
 
 
 def _fit(parsed: argparse.Namespace) -> int:
-    from graphckpt.config.run import fit_from  # noqa: PLC0415 - as above
     from graphckpt.planning.options import check_fit_budget  # noqa: PLC0415
 
     budget = check_fit_budget(parsed.memory_budget)
@@ -400,17 +402,8 @@ def _fit(parsed: argparse.Namespace) -> int:
     with CommandProgress() as progress:
         for length in lengths:
             progress.begin("loading the config and its model")
-            fit = fit_from(
-                parsed.config_file,
-                [*parsed.overrides, *([] if length is None else [f"data.seq_length={length}"])],
-                device=parsed.device,
-                memory_budget=budget,
-                batch_sizes=sizes,
-                global_batch=parsed.global_batch_size,
-                options=_plan_options_of(parsed),
-                progress=progress.begin,
-            )
-            fits.append((length, fit))
+            with _steps(parsed, [] if length is None else [f"data.seq_length={length}"]) as steps:
+                fits.append((length, steps.fit(budget, sizes, parsed.global_batch_size, progress.begin)))
     if parsed.json:
         rows = [fit.to_dict() if one is None else {"sequence_length": one, **fit.to_dict()} for one, fit in fits]
         print(json.dumps(rows[0] if len(rows) == 1 else rows, indent=1))

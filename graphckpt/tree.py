@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphckpt._compat import pytree
+from graphckpt.errors import ConfigError
 
 ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 """Types that cannot change and hold no tensor."""
@@ -112,24 +113,44 @@ pytree.register_pytree_node(_Record, _flatten, _unflatten, flatten_with_keys_fn=
 
 
 def _split(value: Any) -> tuple[list[Any], Any]:
-    leaves, spec = pytree.tree_flatten(value)
-    if any(map(dataclasses.is_dataclass, leaves)):
-        return pytree.tree_flatten(_with_records(value))
+    try:
+        leaves, spec = pytree.tree_flatten(value)
+        if any(map(dataclasses.is_dataclass, leaves)):
+            return pytree.tree_flatten(_with_records(value, {}))
+    except RecursionError:
+        raise _contains_itself("a container") from None
     return leaves, spec
 
 
-def _with_records(value: Any) -> Any:
-    """Returns ``value`` with a record in place of each dataclass that holds tensors."""
-    return pytree.tree_map(_record_or_leaf, value)
+def _contains_itself(what: str) -> ConfigError:
+    return ConfigError(
+        f"expected arguments and outputs whose containers do not contain themselves, got {what} that does · "
+        "fix: pass its tensors as arguments of their own"
+    )
 
 
-def _record_or_leaf(leaf: Any) -> Any:
+def _with_records(value: Any, is_ring: dict[int, bool]) -> Any:
+    """Returns ``value`` with a record in place of each dataclass that holds tensors.
+
+    ``is_ring`` has, by id, the dataclasses around ``value``, and whether one of their fields leads back to them.
+    """
+    return pytree.tree_map(functools.partial(_record_or_leaf, is_ring=is_ring), value)
+
+
+def _record_or_leaf(leaf: Any, is_ring: dict[int, bool]) -> Any:
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, torch.nn.Module)):
         return leaf
+    if id(leaf) in is_ring:
+        is_ring[id(leaf)] = True
+        return leaf
+    is_ring[id(leaf)] = False
     names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
-    fields = {name: _with_records(getattr(leaf, name)) for name in names}
+    fields = {name: _with_records(getattr(leaf, name), is_ring) for name in names}
+    leads_back = is_ring.pop(id(leaf))
     if not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(fields)):
         return leaf  # a config, say, which is passed by reference
+    if leads_back:
+        raise _contains_itself(f"a {type(leaf).__name__}")
     return _Record(_twin(leaf, dict.fromkeys(names)), fields)
 
 
@@ -143,7 +164,7 @@ def _twin(record: Any, fields: dict[str, Any]) -> Any:
 def _paths(spec: Any) -> list[tuple[int, str]]:
     """Returns, for each leaf of a list, the index of the item that it is in, and its path from there."""
     leaves = [torch.empty(0) for _ in range(spec.num_leaves)]  # tensors, so that each record is one again
-    keyed, _ = pytree.tree_flatten_with_path(_with_records(pytree.tree_unflatten(leaves, spec)))
+    keyed, _ = pytree.tree_flatten_with_path(_with_records(pytree.tree_unflatten(leaves, spec), {}))
     return [(first.idx, pytree.keystr(tuple(rest))) for (first, *rest), _ in keyed]  # type: ignore[attr-defined]
 
 

@@ -122,8 +122,8 @@ def test_progress_is_silent_when_quick_and_when_not_wanted(monkeypatch, capsys):
 
 
 def test_a_stage_that_takes_long_is_named_while_it_runs(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SHOW_AFTER", 0.05)
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.3)
     with Progress() as shown:
         shown.begin("long")
-        time.sleep(0.5)
+        time.sleep(1.0)
     assert re.fullmatch(r"planning, \d s: long\n", capsys.readouterr().err)

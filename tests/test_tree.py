@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, GPT2Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from graphckpt.errors import ConfigError
 from graphckpt.tree import build_value, flatten_call, flatten_value
 
 
@@ -90,6 +91,28 @@ def test_what_holds_no_tensors_or_is_opaque_passes_by_reference(value: Any) -> N
     leaves, spec = flatten_value([value, T])
     assert leaves[0] is value
     assert build_value(spec, leaves)[0] is value
+
+
+def ring(x: Any) -> Record:
+    record = Record(x)
+    record.more["inner"] = [Record({"outer": record})]
+    return record
+
+
+def test_a_dataclass_that_contains_itself_passes_by_reference_without_tensors() -> None:
+    value = ring(1)
+    leaves, _ = flatten_value([value, T])
+    assert leaves[0] is value
+
+
+def test_a_container_of_tensors_that_contains_itself_is_one_clear_error() -> None:
+    endless: list[Any] = [T]
+    endless.append(endless)
+    for value, name in ((ring(T), "a Record"), (endless, "a container")):
+        with pytest.raises(ConfigError, match=rf"contain themselves, got {name} that does · fix: "):
+            flatten_value(value)
+        with pytest.raises(ConfigError, match="contain themselves"):
+            flatten_call((value,), {})
 
 
 def test_the_spec_holds_no_tensor() -> None:

@@ -1,4 +1,4 @@
-"""Puts policies on the modules of a model, in any training loop, and takes them off again."""
+"""Sets policies on the modules of a model, in any training loop, and removes them."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Handle:
         return self._watcher.explain(plot, show=show)
 
     def measure(self) -> AbstractContextManager[None]:
-        """Watches the step that runs in the ``with`` block, op by op; :meth:`explain` then tells of that step."""
+        """Measures the step that runs in the ``with`` block, op by op; :meth:`explain` then reports on that step."""
         return self._watcher.measure()
 
     def remove(self) -> None:
-        """Takes the policies off. The model is what it was before; a second call does nothing."""
+        """Removes the policies and restores the model. A second call does nothing."""
         self._watcher.close()
         for wrapper in self._wrappers:
             wrapper.uninstall()
@@ -108,7 +108,7 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
             ``True``, is set on the model's layers, which ``repr()`` of the handle lists. A list of selectors, a class
             or a module is ``True`` for each of them. A path that ends in ``.yaml``, ``.yml`` or ``.json`` names a
             file that contains a mapping, or a plan that :meth:`Plan.save` has written.
-        replace: Whether the policies that the model has are taken off first, as by :func:`remove`.
+        replace: Whether existing policies of the model are removed first, as by :func:`remove`.
 
     Raises:
         ConfigError: A selector matches nothing, or has no effect (on containers without a forward, or since later ones
@@ -190,10 +190,10 @@ close_plans: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = Weak
 
 
 def remove(model: nn.Module) -> None:
-    """Takes all policies off ``model`` and the modules below, whatever has set them.
+    """Removes all policies from ``model`` and its submodules, whatever has set them.
 
-    :meth:`Handle.remove` does this where there is a handle. A copy of a model (``copy.deepcopy``, as of an average of
-    weights) and an unpickled one keep the policies, and have none; nor have modules under
+    If there is a handle, :meth:`Handle.remove` does the same. A copy of a model (``copy.deepcopy``, as for averages of
+    weights) and an unpickled one keep the policies but have no handle; nor do modules under
     :func:`~graphckpt.checkpoint_wrapper`. Without policies it does nothing.
 
     Raises:

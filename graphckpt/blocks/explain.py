@@ -94,8 +94,9 @@ class StepRecorder:
         begin = _Hook(WeakMethod(self._begin), passes_on=True)
         self._record.callback(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or is_transformed():
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        is_removed = kwargs is None  # by a hook before this one: PyTorch still calls it, but without them
+        if is_removed or not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
         recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])
@@ -115,7 +116,7 @@ class StepRecorder:
         if recorder is None or not recorder.runs:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
                 raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
-            raise GraphError(f"{self.title}: expected a step to explain, got none yet · fix: run one step")
+            raise GraphError(f"{self.title}: nothing measured yet · fix: run one step")
         explanation = self._explanation(recorder, capture)
         if plot is not None:
             explanation.plot(plot)
@@ -179,7 +180,7 @@ class StepRecorder:
                 reruns=recorder.reruns[name],
                 is_own=name in recorder.own_checkpointing,
                 forward_seconds=times.seconds[name] if times is not None and name in times.seconds else None,
-                recompute_seconds=times.again_seconds[name] if times and name in times.again_seconds else None,
+                recompute_seconds=times.recompute_seconds[name] if times and name in times.recompute_seconds else None,
                 copy_seconds=timed.copy_seconds or None,
                 wait_seconds=timed.wait_seconds if timed.copy_seconds else None,
                 note=" · ".join(notes),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass
 from functools import partial, reduce, wraps
-from types import FunctionType, MethodType
+from itertools import chain
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 import torch
@@ -25,6 +29,7 @@ from graphckpt.rules.in_graph import checkpoint_in_graph
 from graphckpt.rules.segments import run_segments, run_segments_in_graph
 from graphckpt.stores.host import Host
 from graphckpt.stores.placement import Placement
+from graphckpt.tree import ATOMS
 
 
 @never_compiled
@@ -44,10 +49,11 @@ def checkpoint(
 
     Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random
     state is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps, closes
-    over, names or gets as arguments, also in lists, tuples and dicts, are updated once.
+    over, names or gets as arguments are updated once, also in containers, dataclasses and attributes of objects.
 
     Args:
         function: Any callable. Without it, a decorator with the other settings is returned, as from torch 2.14 on.
+            ``@checkpoint`` alone is one too, for functions that need arguments: ``checkpoint(function)`` calls others.
         *args: Its arguments.
         use_reentrant: Ignored: there is one implementation, which supports ``torch.autograd.grad``.
         context_fn: Returns two contexts, for the original forward and for the recomputation.
@@ -64,12 +70,10 @@ def checkpoint(
         ConfigError: A setting is not supported, or arguments are passed without a function.
         RecomputeError: In backward, if the recomputation differs from the first.
     """
-    if function is None:
-        if args or kwargs:
-            raise ConfigError(
-                f"checkpoint: expected a function, got None and {shown(args or kwargs)} · fix: pass it first"
-            )
-        return partial(
+    if function is None and (args or kwargs):
+        raise ConfigError(f"checkpoint: expected a function, got None and {shown(args or kwargs)} · fix: pass it first")
+    if function is None or (not args and not kwargs and _needs_arguments(function)):
+        decorate = partial(
             _checkpointed,
             use_reentrant=use_reentrant,
             context_fn=context_fn,
@@ -79,6 +83,7 @@ def checkpoint(
             preserve_rng_state=preserve_rng_state,
             respect_saved_tensors_hooks=respect_saved_tensors_hooks,
         )
+        return decorate if function is None else decorate(function)
     if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
         # Called by the compiler, which traces this in place of PyTorch's function, where a program has replaced that.
         options: dict[str, Any] = {
@@ -100,6 +105,16 @@ def checkpoint(
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return function(*args, **kwargs)
     return _run(function, args, kwargs, context_fn, early_stop=early_stop, strict=determinism_check == "default")
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    """Whether a call without arguments would fail, so that ``@checkpoint`` without parentheses can be told from one."""
+    plain = None if torch.compiler.is_compiling() else inspect.unwrap(function)
+    if not isinstance(plain, FunctionType):
+        return False
+    code = plain.__code__
+    has_required = code.co_argcount > len(plain.__defaults__ or ())
+    return has_required or code.co_kwonlyargcount > len(plain.__kwdefaults__ or ())
 
 
 def _checkpointed(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -207,8 +222,7 @@ _SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], 
 
 
 def _context(function: Any, *arguments: Any) -> BlockContext:
-    in_arguments = (module for argument in arguments for module in _modules_of(argument, 1))
-    modules = list(dict.fromkeys([*_modules_of(function), *in_arguments]))
+    modules = _modules_of(function, arguments)
     name = getattr(function, "__qualname__", None)
     if not isinstance(name, str):  # an object that can be called
         name = type(modules[0] if modules else function).__name__
@@ -221,42 +235,72 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
     return sites[key]
 
 
-def _modules_of(function: Any, depth: int = 0) -> Iterable[nn.Module]:
-    """Finds the modules that a call of ``function`` is likely to run, up to two functions or containers deep."""
-    if isinstance(function, nn.Module):
-        yield unwrap(function)
-    elif depth < _DEPTH and (not depth or isinstance(function, _OPEN)):
-        for value in _reached(function):
-            yield from _modules_of(value, depth + 1)
-
-
 _DEPTH = 3
 _MAX_ITEMS = 1024  # what is longer holds data, not layers
-_OPEN = (partial, FunctionType, MethodType, list, tuple, dict)
+_MAX_VALUES = 4096  # what reaches more than this is a whole program
+_LEAVES = (torch.Tensor, type, ModuleType, *ATOMS)
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+
+
+def _modules_of(function: Any, arguments: Iterable[Any]) -> list[nn.Module]:
+    """Finds the modules that a call is likely to run.
+
+    It follows up to two functions or objects from ``function`` and one from an argument, and all containers and
+    dataclasses in between.
+    """
+    modules: dict[nn.Module, None] = {}
+    ids: set[int] = set()
+    todo = [(function, 0), *((argument, 1) for argument in arguments)]
+    for value, depth in todo:  # which grows
+        if isinstance(value, nn.Module):
+            modules[unwrap(value)] = None
+        elif not isinstance(value, _LEAVES) and id(value) not in ids and len(todo) < _MAX_VALUES:
+            ids.add(id(value))
+            items = _items(value)
+            if items is not None:
+                todo += [(item, depth) for item in items]
+            elif depth < _DEPTH:
+                todo += [(each, depth + 1) for each in _reached(value)]
+    return list(modules)
+
+
+def _items(value: Any) -> Iterable[Any] | None:
+    """Returns the items of a container or the fields of a dataclass; ``None`` if it is neither."""
+    if isinstance(value, _CONTAINERS):
+        items = chain(value, value.values()) if isinstance(value, dict) else value
+        return items if len(value) <= _MAX_ITEMS else ()
+    return [getattr(value, field.name, None) for field in fields(value)] if is_dataclass(value) else None
 
 
 def _reached(value: Any) -> Iterable[Any]:
     if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values()
-    if isinstance(value, (list, tuple, dict)):
-        items = value.values() if isinstance(value, dict) else value
-        return items if len(items) <= _MAX_ITEMS else ()
     if isinstance(value, MethodType):
-        owner = value.__self__
-        return value.__func__, *([owner] if isinstance(owner, nn.Module) else _attributes(owner))
-    if not isinstance(value, FunctionType):  # a built-in function, an op, an object that can be called
-        return getattr(value, "__self__", None), type(value).__call__, *_attributes(value)
-    named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        return value.__func__, value.__self__
+    if not isinstance(value, FunctionType):  # a built-in function, an op, an object
+        call = type(value).__call__ if callable(value) else None
+        return getattr(value, "__self__", None), call, *_attributes(value).values()
+    names, in_module = value.__code__.co_names, value.__globals__
+    cells = (cell.cell_contents for cell in value.__closure__ or () if _is_full(cell))
+    defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    named = [in_module[name] for name in names if name in in_module]
+    helpers = (each for each in named if not isinstance(each, FunctionType) or each.__globals__ is in_module)
     return (
-        *(cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)),
-        *(value.__defaults__ or ()),
-        *(v for v in named if not isinstance(v, FunctionType) or v.__globals__ is value.__globals__),
-        *_attributes(value),  # `__wrapped__`, by which decorators point to what they call
+        *(each for owner in (*cells, *defaults, *helpers) for each in _used(owner, names)),
+        *_attributes(value).values(),  # `__wrapped__`, by which decorators point to what they call
     )
 
 
-def _attributes(value: Any) -> list[Any]:
-    return [] if isinstance(value, type) else list(getattr(value, "__dict__", {}).values())
+def _used(value: Any, names: Iterable[str]) -> Iterable[Any]:
+    """Returns the attributes in ``names`` of an object that a function refers to, and anything else as it is."""
+    if callable(value) or isinstance(value, _CONTAINERS) or is_dataclass(value):
+        return (value,)
+    attributes = _attributes(value)
+    return [attributes[name] for name in names if name in attributes]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return {} if isinstance(value, (type, ModuleType)) else getattr(value, "__dict__", {})
 
 
 def _is_full(cell: Any) -> bool:

@@ -159,7 +159,7 @@ def locate(target: object) -> Callable[..., Any]:
     """Returns the callable of a dotted name; a callable is returned as it is.
 
     Raises:
-        ConfigError: there is no such module or attribute, or it cannot be called.
+        ConfigError: the module or attribute does not exist, or cannot be called.
 
     >>> locate("collections.OrderedDict")
     <class 'collections.OrderedDict'>

@@ -21,7 +21,8 @@ from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.planner import Planners, plan_step
+from graphckpt.planning.plan_step import plan_step
+from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import check_task
@@ -45,78 +46,21 @@ _POLICIES = ("fit", "enabled", "rule", "blocks", "memory_budget", "head", "offlo
 """Keys of the section that a fit sets."""
 
 
-def plan_from(
-    config_file: str | Path,
-    overrides: Iterable[str] = (),
-    *,
-    device: str,
-    memory_budget: Budget = "max",
-    options: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    on_measured: Callable[[Planners], None] = lambda _: None,
-) -> Plan:
-    """Plans the step that a config describes, simulated on a device; see also :func:`graphckpt.plan`.
+@contextmanager
+def fake_steps_from(
+    config_file: str | Path, overrides: Iterable[str] = (), *, device: str, options: Mapping[str, Any] | None = None
+) -> Iterator[FakeConfigSteps]:
+    """Yields the steps that a config describes, of any batch size, simulated on a device.
 
     Args:
         config_file: a path, or the name of a packaged config.
         overrides: words such as ``"train.train_micro_batch_size=64"``.
         device: the name of a device profile, or a file that holds one; the device need not be present.
-        memory_budget: the largest peak of the step.
         options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
-        progress: called with the runs of the step that are done, and their number.
-        on_measured: called with the planners of the step, before they choose.
 
     Raises:
-        ConfigError: with every fault of the config, or there is no such device.
-        PlanError: no plan fits.
+        ConfigError: with every fault of the config, or the device is unknown.
     """
-    with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
-        sizes = steps.run.train.sizes
-        step = steps.step(sizes.micro_batch, sizes.accumulation).step
-        return plan_step(
-            step,
-            steps.model,
-            steps.blocks,
-            memory_budget,
-            replace(steps.options, progress=progress),
-            PlanGroup(),
-            step.restoring(),
-            notes=steps.notes,
-            on_measured=on_measured,
-        )
-
-
-def fit_from(
-    config_file: str | Path,
-    overrides: Iterable[str] = (),
-    *,
-    device: str,
-    memory_budget: Budget = "max",
-    batch_sizes: Iterable[int] | None = None,
-    global_batch: int | None = None,
-    options: Mapping[str, Any] | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> Fit:
-    """Finds the batch sizes that fit; see :func:`plan_from` and :func:`graphckpt.fit` for the arguments.
-
-    Without ``global_batch``, it is the config's ``train.global_batch_size`` for one process.
-
-    Raises:
-        ConfigError: with every fault of the config, or an argument cannot be used.
-        PlanError: not even the smallest batch fits.
-    """
-    with fake_steps_from(config_file, overrides, device=device, options=options) as steps:
-        train = steps.run.train
-        if global_batch is None and train.global_batch_size is not None:
-            global_batch = train.global_batch_size // train.dist.data_parallel_size
-        return fit_steps(steps, batch_sizes, memory_budget, steps.options, global_batch=global_batch, progress=progress)
-
-
-@contextmanager
-def fake_steps_from(
-    config_file: str | Path, overrides: Iterable[str] = (), *, device: str, options: Mapping[str, Any] | None = None
-) -> Iterator[FakeConfigSteps]:
-    """Yields the steps that a config describes, of any batch size; see :func:`plan_from` for the arguments."""
     source = ConfigSource(config_file, overrides)
     target = load_profile(device)
     with source.checked() as run:
@@ -154,6 +98,48 @@ class FakeConfigSteps:
             batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in sample.items()}
         step = _step_fn(self.run, self.machine.kind, self._task, self.model, self._optimizer, batch, accumulation)
         return SizedStep(FakeStep(self._fake, self.model, step, self._optimizer), self.model, self.blocks)
+
+    def plan(
+        self,
+        memory_budget: Budget,
+        progress: Callable[[int, int], None] | None = None,
+        on_measured: Callable[[Planners], None] = lambda _: None,
+    ) -> Plan:
+        """Plans the step of the config's batch size; ``on_measured`` gets the planners before they choose.
+
+        Raises:
+            PlanError: no plan fits.
+        """
+        sizes, options = self.run.train.sizes, replace(self.options, progress=progress)
+        step = self.step(sizes.micro_batch, sizes.accumulation).step
+        with step.restoring():
+            return plan_step(
+                step,
+                self.model,
+                self.blocks,
+                memory_budget,
+                options,
+                PlanGroup(),
+                notes=self.notes,
+                on_measured=on_measured,
+            )
+
+    def fit(
+        self,
+        memory_budget: Budget,
+        batch_sizes: Iterable[int] | None = None,
+        global_batch: int | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> Fit:
+        """Finds the batch sizes that fit, as :func:`graphckpt.fit`; ``global_batch`` is by default the config's.
+
+        Raises:
+            PlanError: not even the smallest batch fits.
+        """
+        train = self.run.train
+        if global_batch is None and train.global_batch_size is not None:
+            global_batch = train.global_batch_size // train.dist.data_parallel_size
+        return fit_steps(self, batch_sizes, memory_budget, self.options, global_batch=global_batch, progress=progress)
 
 
 def _sample(data: Any, size: int) -> dict[str, Tensor]:

@@ -40,7 +40,6 @@ def trainer_from(
 
     Raises:
         ConfigError: with every fault.
-        SnapshotError: no snapshot was found to resume from, or it is damaged.
     """
     source = ConfigSource(config_file, overrides, fast_dev_run=fast_dev_run)
     scratch = fast_dev_run and not eval_only and not sets(source.overrides, "train.output_dir")

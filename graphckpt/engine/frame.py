@@ -172,7 +172,7 @@ class Frame(Call):
             arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
             raise
         if isinstance(output, GeneratorType):
-            block.note("its forward is a generator: what it yields is made outside of the block, and all of it is kept")
+            block.note("its forward is a generator, which runs outside of the block, so everything is kept")
         if self._learning:
             block.ends_with_saved = self._ends_with_saved(output)
         self._end(returned)

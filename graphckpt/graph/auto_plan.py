@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, final
@@ -25,10 +25,11 @@ from graphckpt.graph.step import Step, StepCall
 from graphckpt.graph.verify import unchanged
 from graphckpt.planning.candidates import without_share
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, check_budget, device_memory
+from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, budget_bytes, check_budget, device_memory
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
-from graphckpt.planning.planner import Planners, find_blocks, measure_all, plan_step
+from graphckpt.planning.plan_step import find_blocks, measure_all, plan_step
+from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import Device, DeviceProfile, load_profile, profile_names
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.tree import flatten_call
@@ -77,7 +78,7 @@ class AutoPlan:
         model, blocks, wanted = self._prepare(wanted)
         try:
             with fake_training(step, model, call, profile) as fake, step.with_policies([]):
-                return plan_step(fake, model, blocks, memory_budget, wanted, PlanGroup(), nullcontext())
+                return plan_step(fake, model, blocks, memory_budget, wanted, PlanGroup())
         finally:
             backup.restore()
             step.sort_parameters()
@@ -95,9 +96,8 @@ class AutoPlan:
         if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
             step.captured.release()
             torch.cuda.empty_cache()
-        with step.with_policies([]):
-            restoring = real.excluding_copies(unchanged(step))
-            return plan_step(real, model, blocks, memory_budget, options, group, restoring)
+        with step.with_policies([]), real.excluding_copies(unchanged(step)):
+            return plan_step(real, model, blocks, memory_budget, options, group)
 
     def _prepare(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:
         step = self._step
@@ -262,7 +262,8 @@ def _lower_plan(
         )
     limit = lowest_bytes if is_lowest or memory.available >= failed else max(lowest_bytes, memory.available)
     if memory_budget is not None:
-        limit = min(limit, planners.bytes_of(check_budget(memory_budget), memory))
+        budget = check_budget(memory_budget)
+        limit = min(limit, lowest_bytes if budget == "min" else budget_bytes(budget, memory, planners.plain.plain.peak))
     return planners.plan(limit)
 
 

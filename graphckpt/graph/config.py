@@ -54,7 +54,7 @@ class GraphConfig:
     measure: bool = True
     """The first calls of a training graph are watched for ``explain()``; later ones cost nothing."""
     capture: Any = "auto"
-    """``"auto"`` captures the step as a CUDA graph where its modules are on CUDA, and goes on without one, with a
+    """``"auto"`` captures the step as a CUDA graph if its modules are on CUDA, and runs it eagerly, with a
     warning, if it cannot be captured; ``"cuda_graph"`` makes that an error; ``"eager"`` never captures."""
     max_captures: int = 8
     """Captures that are kept, one for each kind of input; the least recently used is released first."""
@@ -65,8 +65,8 @@ class GraphConfig:
     plan_options: Any = PlanOptions()
     """The :class:`~graphckpt.planning.PlanOptions` of such plans, or a mapping of its fields."""
     on_out_of_memory: str = "raise"
-    """``"replan"`` plans anew when a step runs out of memory, for what is free then, and repeats the step, with one
-    warning. Each step then keeps a copy of the buffers, and of nothing else that takes memory."""
+    """``"replan"`` plans again when a step runs out of memory, for the memory that is free, and repeats the step, with
+    one warning. Each step then keeps a copy of the buffers."""
 
     _changed: Callable[[], None] | None = None
 

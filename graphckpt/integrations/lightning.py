@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, final
 
 from graphckpt.extras import MissingPackageError
-from graphckpt.integrations.policy_callback import PolicyCallback, saved_metrics
-from graphckpt.ledger.explanation import Explanation
+from graphckpt.integrations.policy_callback import PolicyCallback
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,7 +28,7 @@ class GraphckptCallback(PolicyCallback, Callback):
             step's peak, or ``"max"``: policies are planned for it on the second update, in place of ``rule`` and
             ``blocks``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the first batch with optimizer
-            states, ``True`` one line of it, ``False`` nothing; no batch is measured then.
+            states, and that of a plan; ``True`` one line for each, ``False`` nothing, and measures no batch.
         plot: File for a picture of the live bytes over the same batch, ``.png``, ``.svg`` or ``.html``.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
@@ -39,11 +39,7 @@ class GraphckptCallback(PolicyCallback, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Applies the policies; with a memory budget, those that take least until two updates were measured."""
         self._num_updates = 0
-        if self._plans:
-            is_silent = not (self._report and trainer.is_global_zero)
-            self._start_plan(pl_module, _write_nothing if is_silent else trainer.print)
-        else:
-            self._apply(pl_module)
+        self._begin(pl_module, trainer.print)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measures two batches op by op: Lightning may call ``training_step`` without the module's hooks."""
@@ -56,25 +52,12 @@ class GraphckptCallback(PolicyCallback, Callback):
         """Reports once what a batch saved."""
         del pl_module, outputs, batch, batch_idx
         is_update, self._num_updates = trainer.global_step != self._num_updates, trainer.global_step
-        self._show(trainer, self._end_step(is_update=is_update))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reports what the first batch saved, if there was no second."""
-        del pl_module
-        self._show(trainer, self._explain_once(is_last=True))
-
-    def _show(self, trainer: Trainer, seen: Explanation | None) -> None:
-        if seen is None or not (self._report or self._plot):
-            return
-        for logger in trainer.loggers:
-            logger.log_metrics(saved_metrics(seen), step=trainer.global_step)
-        if trainer.is_global_zero and self._report:
-            trainer.print(self._text(seen))
+        self._end_step(partial(_log, trainer), is_update=is_update)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Removes the policies."""
-        del trainer, pl_module
-        self._remove()
+        """Reports what the first batch saved, if there was no second, and removes the policies."""
+        del pl_module
+        self._end(partial(_log, trainer))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Removes the policies: ``on_fit_end`` will not be called."""
@@ -82,5 +65,6 @@ class GraphckptCallback(PolicyCallback, Callback):
         self._remove()
 
 
-def _write_nothing(text: str) -> None:
-    del text
+def _log(trainer: Trainer, metrics: dict[str, float]) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=trainer.global_step)

@@ -54,7 +54,7 @@ def pipeline_part(
         group: the ranks of the pipeline, one for each stage; ``None`` for all.
 
     Raises:
-        ConfigError: the stages are not one for each rank, in their order, or are set on what is no block of the chain.
+        ConfigError: the stages are not one for each rank, in their order, or one is set on a module outside the chain.
     """
     chain = unwrap(model)
     if not isinstance(chain, nn.Sequential):
@@ -63,7 +63,7 @@ def pipeline_part(
     group = group or dist.group.WORLD
     if group is None:
         raise ConfigError(
-            "pipeline: there is no process group · fix: torch.distributed.init_process_group(), by torchrun"
+            "pipeline: expected a process group, got none · fix: torch.distributed.init_process_group(), by torchrun"
         )
     fields = _policies_by_name(model, policies or {})
     stages = stages_of([name for name, _ in chain.named_children()], fields, num_stages=group.size())
@@ -111,25 +111,25 @@ def _faults(
     for name, values in fields.items():
         if values.get(_STAGE) is not None and name not in blocks:
             what = f"{name or 'the chain'}.stage_id: expected a block of the chain"
-            yield f"{what} · fix: set it on one of {', '.join(blocks)}"
+            yield f"{what} · fix: set it on a block, such as {', '.join(blocks)}"
     for name, stage, before in zip(blocks, stages, [0, *stages], strict=False):
         if not before <= stage <= before + 1:
             yield f"{name}.stage_id: {stage} after {before} · fix: use {before} or {before + 1}, in the order of blocks"
     if stages and max(stages) + 1 != num_stages:
-        what = f"stage_id: {max(stages) + 1} stages and {num_stages} ranks"
+        what = f"stage_id: expected one stage for each of {num_stages} ranks, got {max(stages) + 1}"
         yield f"{what} · fix: config.set_stage(i) on the first block of each stage, up to {num_stages - 1}"
 
 
 def _policies_by_name(model: Any, policies: Policies) -> dict[str, dict[str, Any]]:
-    """Returns the fields that are set on each module, by its name in the chain."""
     chain = unwrap(model)
     names = {module: name for name, module in chain.named_modules()}
-    found: dict[str, dict[str, Any]] = {}
+    policies_by_name: dict[str, dict[str, Any]] = {}
     if isinstance(model, Block):
-        found = {names[block.origin]: block.config.fields() for block in model.modules() if block.config.fields()}
+        blocks = [block for block in model.modules() if block.config.fields()]
+        policies_by_name = {names[block.origin]: block.config.fields() for block in blocks}
     for selector, value in policies.items():
         for name, _ in select(chain, selector):
             config = BlockConfig(name)
             config.update(fields_of(value))
-            found[name] = {**found.get(name, {}), **config.fields()}
-    return found
+            policies_by_name[name] = {**policies_by_name.get(name, {}), **config.fields()}
+    return policies_by_name

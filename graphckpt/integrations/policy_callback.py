@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,6 @@ from graphckpt.ledger.plot import file_of
 from graphckpt.ledger.table import offloaded_bytes
 from graphckpt.planning.options import Budget, PlanOptions, check_budget
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.rows import summary_lines
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Keep
 from graphckpt.thread_state import HostRNGState
@@ -37,7 +37,7 @@ _OWN_FLAG = "gradient_checkpointing"
 
 
 class PolicyCallback:
-    """The base of all callbacks: checks its arguments at once, and holds the applied policies.
+    """The base of all callbacks: checks its arguments at once, holds the applied policies, and reports on a step.
 
     Subclasses document the arguments, and decide when to act.
     """
@@ -59,28 +59,28 @@ class PolicyCallback:
             raise ConfigError(f"{what} · fix: report='table'")
         if plot is not None:
             file_of(plot, has_page=True)  # raises now, not in the middle of training
-        self._unit = unit
-        given: Any = blocks
-        if given is not None and not isinstance(given, Mapping):
-            what = f"expected a mapping of selectors to policies, got {shown(given)}"
+        policies: Any = blocks
+        if policies is not None and not isinstance(policies, Mapping):
+            what = f"expected a mapping of selectors to policies, got {shown(policies)}"
             raise ConfigError(f"{self._owner}.blocks: {what} · fix: blocks={{'layers.0': False}}")
+        self._unit = unit
         self._blocks = dict(blocks or {})
         self._budget = memory_budget
         self._options = fields
         self._fields = {"activation_checkpointing": rule, **fields}
         if memory_budget is None:
-            self._check_fields()
+            self._check_fields(rule)
         else:
             self._check_plan(rule, memory_budget)
-        self._given = {"rule": rule, "unit": unit, "blocks": blocks, "memory_budget": memory_budget, **fields}
-        self._plans = memory_budget is not None
+        own_rule = rule if memory_budget is None else None
+        self._arguments = {"rule": own_rule, "unit": unit, "blocks": blocks, "memory_budget": memory_budget, **fields}
         self._report = report
         self._plot = plot
         self._measuring = ExitStack()
-        self._is_reported = self._is_first = False
         self._disabled = ExitStack()
+        self._is_reported = self._is_first = self._has_planned_step = False
         self._live: LivePlan | None = None
-        self._report_line: Callable[[str], None] = print
+        self._write: Callable[[str], None] = print
         self.handle: Handle | None = None
         """The handle of the policies of the last training, which are removed at its end; ``None`` before it."""
         self.plan: Plan | None = None
@@ -101,25 +101,44 @@ class PolicyCallback:
             fix = "graphckpt.plan with a step of your own, and GraphckptCallback(None, blocks=plan.blocks)"
             raise ConfigError(f"{self._owner}.head: not supported with a memory_budget · fix: {fix}")
 
-    def _check_fields(self) -> None:
-        known = [*_ARGUMENTS, *(name for name in FIELDS if name not in {"activation_checkpointing", "stage_id"})]
+    def _check_fields(self, rule: Any) -> None:
+        names = [*_ARGUMENTS, *(name for name in FIELDS if name not in {"activation_checkpointing", "stage_id"})]
         for name in self._options:
-            if name not in known and name not in OTHER_NAMES:
-                hint = did_you_mean(name, known)
-                raise ConfigError(f"{self._owner}: unexpected argument {name!r}{hint} · fix: use {', '.join(known)}")
+            if name not in names and name not in OTHER_NAMES:
+                hint = did_you_mean(name, names)
+                raise ConfigError(f"{self._owner}: unexpected argument {name!r}{hint} · fix: use {', '.join(names)}")
         try:
             BlockConfig(self._owner).update(self._fields)
         except ConfigError as error:
-            raise ConfigError(str(error).replace(".activation_checkpointing:", ".rule:", 1)) from None
+            text = str(error).replace(".activation_checkpointing:", ".rule:", 1)
+            if text.startswith(f"{self._owner}.rule: expected a rule") and (argument := _argument_of(rule)):
+                text = f"{self._owner}.rule: expected a rule, got {shown(rule)} · fix: {argument}={shown(rule)}"
+            raise ConfigError(text) from None
         for selector, value in self._blocks.items():
             BlockConfig(f"{self._owner}.blocks[{selector!r}]").update(fields_of(value))
 
     def __repr__(self) -> str:
-        given = (f"{name}={shown(value)}" for name, value in self._given.items() if value is not None)
-        return f"{type(self).__name__}({', '.join(given)})"
+        arguments = (f"{name}={shown(value)}" for name, value in self._arguments.items() if value is not None)
+        return f"{self._owner}({', '.join(arguments)})"
+
+    def _begin(self, model: nn.Module, write: Callable[[str], None], *, is_writer: bool = True) -> None:
+        """Applies the policies, or begins to plan on the steps of the training.
+
+        Args:
+            model: The model that is trained.
+            write: Prints a text beside the trainer's progress bar.
+            is_writer: Whether this process prints; all others are silent.
+        """
+        self._remove()  # left by a training that ended in an error
+        self.explanation = self.plan = self.handle = None
+        self._is_reported = self._is_first = self._has_planned_step = False
+        self._write = write if is_writer and self._report else lambda text: None
+        if self._budget is None:
+            self._apply(model)
+        else:
+            self._begin_plan(model, self._budget)
 
     def _apply(self, model: nn.Module) -> None:
-        self._start()
         units: dict[Selector, Any] = {}
         if any(value is not None for value in self._fields.values()):
             units = dict.fromkeys(self._units(model), self._fields)
@@ -132,115 +151,111 @@ class PolicyCallback:
                     for name, _ in select(model, selector):
                         units.pop(name, None)  # apply() refuses policies that later ones replace in full
         self.handle = apply(model, {**units, **rules})
-        self._disable_own_checkpointing()
+        self._disable_own_checkpointing(self.handle)
 
-    def _start_plan(self, model: nn.Module, report: Callable[[str], None]) -> None:
-        """Begins to plan on the steps of the training; ``report`` is called with each line of news."""
+    def _begin_plan(self, model: nn.Module, budget: Budget) -> None:
         from graphckpt.planning.live_plan import LivePlan  # noqa: PLC0415 - of use with a budget alone
 
-        self._start()
-        assert self._budget is not None
         options = PlanOptions.of({"blocks": self._units(model), **self._options}, self._owner)
         has_own = [module for module in model.modules() if module.__dict__.get(_OWN_FLAG)]
         self._disabled.enter_context(replaced(has_own, _OWN_FLAG, value=False))
         if has_own:
-            report("graphckpt: the plan replaces the model's own gradient checkpointing")
-        self._report_line = report
+            self._write("graphckpt: the plan replaces the model's own gradient checkpointing")
         close_plans[model] = WeakMethod(self._remove)
         try:
             # Through the callback, which the plan so keeps alive, for `close_plans`.
-            self._live = LivePlan(model, self._budget, options, lambda line: self._report_line(f"graphckpt: {line}"))
+            self._live = LivePlan(model, budget, options, lambda line: self._write(f"graphckpt: {line}"))
         except BaseException:
             self._remove()
             raise
-
-    def _begin_step(self, num_updates: int, *, measures: bool) -> None:
-        """Measures the step if ``measures``, or if it is the first one under a plan."""
-        if self._live is not None:
-            self._live.begin_step()
-            measures = measures or self._live.checks
-            num_updates += 1  # a plan begins after the first
-        if measures:
-            self._measure(num_updates)
-
-    def _end_step(self, *, is_update: bool = True) -> Explanation | None:
-        """Returns what the measured step saved, once."""
-        live = self._live
-        try:
-            if live is not None:
-                is_planned = live.end_step(is_update=is_update)
-                if is_planned or live.handle is not self.handle:
-                    self._measuring.close()  # of a step that did not run under one plan
-                    self._take_over(live, is_planned=is_planned)
-                    return None
-            explanation = self._explain_once()
-            if live is not None and explanation is not None and live.correct(explanation.peak_bytes or 0):
-                self._take_over(live, is_planned=True)
-        except BaseException:
-            self._remove()
-            raise
-        return explanation
-
-    def _take_over(self, live: LivePlan, *, is_planned: bool) -> None:
-        self.plan, self.handle = live.plan, live.handle
-        if is_planned and self.plan is not None:
-            self._report_line("\n".join(f"graphckpt: plan: {line}" for line in summary_lines(self.plan)))
 
     def _units(self, model: nn.Module) -> list[Selector]:
         if self._unit is not None:
             return [self._unit] if isinstance(self._unit, (str, type, re.Pattern, nn.Module)) else list(self._unit)
-        found = layers(model)
-        if not found and not self._blocks:
+        names = layers(model)
+        if not names and not self._blocks:
             fix = f"name its class or its blocks: {self._owner}(unit='Block'), or {self._owner}(unit='layers.*')"
             raise ConfigError(f"{self._owner}: {type(model).__name__} has no stack of layers · fix: {fix}")
-        return list(found)
+        return list(names)
 
-    def _disable_own_checkpointing(self) -> None:
+    def _disable_own_checkpointing(self, handle: Handle) -> None:
         """Disables, until the policies are removed, checkpointing that a recomputed block does in ``__call__``.
 
         Transformers 5.17 does it there, around the forward that a policy replaces, so that the policy has no effect.
         """
-        for wrapper in self.handle._wrappers if self.handle is not None else ():
+        for wrapper in handle._wrappers:
             block = wrapper.module
             if block is None or isinstance(wrapper.rule, Keep) or type(block).__call__ is nn.Module.__call__:
                 continue
             if block.__dict__.get(_OWN_FLAG):
                 self._disabled.enter_context(replaced([block], _OWN_FLAG, value=False))
 
-    def _start(self) -> None:
-        self._remove()  # left by a training that ended in an error
-        self.explanation = self.plan = self.handle = None
-        self._is_reported = self._is_first = False
+    def _begin_step(self, num_updates: int, *, measures: bool) -> None:
+        """Begins a step; measures it op by op if ``measures``, or if it is the first one under a plan.
 
-    def _measure(self, num_updates: int) -> None:
-        """Measures the next step op by op, until one after the first update, which creates the optimizer's states."""
-        self._is_first = num_updates == 0
-        if self.handle is not None and not self._is_reported and not (self._is_first and self.explanation):
+        After a measured first step another one is measured, under the states that the first update creates.
+        """
+        if self._live is not None:
+            self._has_planned_step |= self.plan is not None
+            self._live.begin_step()
+            measures = measures or self._live.checks
+            num_updates += 1  # a plan begins after the first
+        self._is_first = measures and num_updates == 0
+        if measures and self.handle is not None and not self._is_reported and not (self._is_first and self.explanation):
             self._measuring.close()
             self._measuring.enter_context(self.handle.measure())
 
-    def _explain_once(self, *, is_last: bool = False) -> Explanation | None:
-        """Returns what the measured step saved, once; ``None`` before and afterwards, or if the model has not run."""
+    def _end_step(self, log: Callable[[dict[str, float]], None], *, is_update: bool = True) -> None:
+        """Ends a step, and reports once what one saved; ``log`` is called with its numbers."""
+        live = self._live
+        try:
+            if live is not None:
+                is_planned = live.end_step(is_update=is_update)
+                if is_planned or live.handle is not self.handle:
+                    self._measuring.close()  # of a step that did not run under one plan
+                    self._follow(live, is_planned=is_planned)
+                    return
+            explanation = self._explain_once(log)
+            if live is not None and explanation is not None and live.correct(explanation.peak_bytes or 0):
+                self._follow(live, is_planned=True)
+        except BaseException:
+            self._remove()  # training ends here, and not every trainer tells its callbacks
+            raise
+
+    def _end(self, log: Callable[[dict[str, float]], None]) -> None:
+        """Ends the training: reports on its first step if there was no second, and removes the policies."""
+        try:
+            self._explain_once(log, is_last=True)
+            if self._budget is not None and not self._has_planned_step:
+                what = "there was a plan" if self.plan is None else "a step ran under the plan"
+                self._write(f"graphckpt: training ended before {what}; every planned block was recomputed")
+        finally:
+            self._remove()
+
+    def _explain_once(self, log: Callable[[dict[str, float]], None], *, is_last: bool = False) -> Explanation | None:
+        """Reports once what the measured step saved; returns it then, and ``None`` otherwise."""
         self._measuring.close()
         if self.handle is None or self._is_reported:
             return None
-        try:
+        with suppress(GraphError):
             if not (is_last and self.explanation):
                 self.explanation = self.handle.explain(show=False)
             if self._is_first and not is_last:
                 return None
+            assert self.explanation is not None
             if self._plot is not None:
                 self.explanation.plot(self._plot)
-        except GraphError:
-            return None
-        except BaseException:
-            self._remove()  # training ends here, and not every trainer tells its callbacks
-            raise
-        self._is_reported = True
-        return self.explanation
+            self._is_reported = True
+            if self._report:
+                log(_metrics_of(self.explanation))
+                self._write(str(self.explanation) if self._report == "table" else saved_line(self.explanation))
+            return self.explanation
+        return None
 
-    def _text(self, seen: Explanation) -> str:
-        return str(seen) if self._report == "table" else saved_line(seen)
+    def _follow(self, live: LivePlan, *, is_planned: bool) -> None:
+        self.plan, self.handle = live.plan, live.handle
+        if is_planned and self.plan is not None:
+            self._write(f"graphckpt: plan\n{self.plan}" if self._report == "table" else plan_line(self.plan))
 
     def _remove(self) -> None:
         if self._live is not None:
@@ -250,6 +265,20 @@ class PolicyCallback:
         self._disabled.close()
         if self.handle is not None:
             self.handle.remove()
+
+
+def _argument_of(value: Any) -> str | None:
+    """Returns the argument that ``value`` was meant for, if it was passed as the rule; ``None`` if unclear."""
+    if value == "table":
+        return "report"
+    if isinstance(value, Mapping):
+        return None if "rule" in value else "blocks"
+    if isinstance(value, (nn.Module, type)) or (isinstance(value, str) and ("*" in value or "." in value)):
+        return "unit"
+    with suppress(ConfigError):
+        check_budget(value)
+        return "memory_budget"
+    return None
 
 
 @contextmanager
@@ -262,20 +291,28 @@ def restored_rng() -> Iterator[None]:
             host.restore()
 
 
-def saved_line(seen: Explanation) -> str:
-    change = f"{format_bytes(seen.bytes_before)} -> {format_bytes(seen.bytes_after)}"
-    offloaded = offloaded_bytes(seen)
-    blocks = sum(1 for row in seen.rows if (row.reruns and not row.is_own) or row.place != "device")
+def plan_line(plan: Plan) -> str:
+    policies = ", ".join(f"{count}x {option}" for option, count in Counter(row.option for row in plan.rows).items())
+    slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
+    peak = f"predicted peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+    return f"graphckpt: planned {policies}; {peak}, step {slower:+.1%} over keeping everything".replace("%", " %")
+
+
+def saved_line(explanation: Explanation) -> str:
+    change = f"{format_bytes(explanation.bytes_before)} -> {format_bytes(explanation.bytes_after)}"
+    offloaded = offloaded_bytes(explanation)
+    blocks = sum(1 for row in explanation.rows if (row.reruns and not row.is_own) or row.place != "device")
     count = f"{blocks} block{'s' if blocks != 1 else ''}"
     effect = f"policies act on {count}" if blocks else "everything fits; no block is recomputed"
     return f"graphckpt: {effect}; kept for backward: {change}{f'; offloaded: {offloaded}' if offloaded else ''}"
 
 
-def saved_metrics(seen: Explanation) -> dict[str, float]:
-    metrics = {
-        "graphckpt/kept_bytes_plain": float(seen.bytes_before),
-        "graphckpt/kept_bytes": float(seen.bytes_after),
-        "graphckpt/host_bytes": float(seen.bytes_host),
-        "graphckpt/disk_bytes": float(seen.bytes_disk),
+def _metrics_of(explanation: Explanation) -> dict[str, float]:
+    numbers = {
+        "kept_bytes_plain": explanation.bytes_before,
+        "kept_bytes": explanation.bytes_after,
+        "host_bytes": explanation.bytes_host,
+        "disk_bytes": explanation.bytes_disk,
+        "peak_bytes": explanation.peak_bytes,
     }
-    return metrics if seen.peak_bytes is None else {**metrics, "graphckpt/peak_bytes": float(seen.peak_bytes)}
+    return {f"graphckpt/{name}": float(value) for name, value in numbers.items() if value is not None}

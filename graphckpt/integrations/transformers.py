@@ -6,9 +6,9 @@ import copy
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast, final
 
 from torch import nn
@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
-from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng, saved_metrics
-from graphckpt.ledger.explanation import Explanation
+from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng
 from graphckpt.planning.fit import fit
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
@@ -48,7 +47,7 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
             ``rule`` and ``blocks``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except
             ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
-            optimizer states, ``True`` one line after the first step, ``False`` nothing.
+            optimizer states, and that of a plan; ``True`` one line for each, ``False`` nothing.
         plot: File for a picture of the live bytes over the second step, ``.png``, ``.svg`` or ``.html``.
         **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
 
@@ -77,24 +76,29 @@ which means the same
         **kwargs: Any,
     ) -> None:
         """Applies the policies; with a memory budget, those that take least until two steps were measured."""
-        del control, kwargs
+        del args, control, kwargs
         assert model is not None
-        if self._plans:
-            self._start_plan(model, self._write if state.is_local_process_zero else _write_nothing)
-        else:
-            self._apply(model)
-            if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
-                text = "graphckpt acts on the blocks that have a policy, Transformers on the others"
-                fix = "leave activation_checkpointing out of TrainingArguments"
-                found = f"{type(self).__name__}: the model's own checkpointing is on as well"
-                warnings.warn(f"{found}: {text} · fix: {fix}", stacklevel=2)
-        trainer = _calling_trainer()
-        if trainer is not None:
-            self._disabled.enter_context(_on_error(trainer, self._remove))
+        self._begin(model, tqdm.write, is_writer=state is None or state.is_local_process_zero)
+        if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):  # a plan has disabled it
+            text = "graphckpt acts on the blocks that have a policy, Transformers on the others"
+            fix = "leave activation_checkpointing out of TrainingArguments"
+            what = f"{self._owner}: the model's own checkpointing is on as well"
+            warnings.warn(f"{what}: {text} · fix: {fix}", stacklevel=2)
+        if (trainer := _calling_trainer()) is not None:
+            self._remove_on_error(trainer)
 
-    def _write(self, text: str) -> None:
-        if self._report:
-            tqdm.write(text)
+    def _remove_on_error(self, trainer: Trainer) -> None:
+        """Removes the policies if a training step raises: a trainer does not tell its callbacks."""
+        training_step = trainer.training_step
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return training_step(*args, **kwargs)
+            except BaseException:
+                self._remove()
+                raise
+
+        self._disabled.enter_context(replaced([trainer], "training_step", guarded))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -106,59 +110,28 @@ which means the same
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Reports once what a step saved."""
         del args, control, kwargs
-        self._show(self._end_step(), state)
-
-    def _show(self, seen: Explanation | None, state: TrainerState) -> None:
-        if seen is None or not self._report:
-            return
-        state.log_history.append({**saved_metrics(seen), "epoch": state.epoch, "step": state.global_step})
-        if state.is_local_process_zero:
-            tqdm.write(self._text(seen))
+        self._end_step(partial(_log, state))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Removes the policies."""
+        """Reports what the first step saved, if there was no second, and removes the policies."""
         del args, control, kwargs
-        self._show(self._explain_once(is_last=True), state)
-        if self._plans and self.plan is None and state.is_local_process_zero:
-            self._write("graphckpt: training ended before there was a plan; all blocks were recomputed")
-        self._remove()
+        self._end(partial(_log, state))
 
 
-def _write_nothing(text: str) -> None:
-    del text
-
-
-@contextmanager
-def _on_error(trainer: Trainer, clean_up: Callable[[], None]) -> Iterator[None]:
-    """Calls ``clean_up`` if a training step raises: a trainer does not tell its callbacks."""
-    training_step = trainer.training_step
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return training_step(*args, **kwargs)
-        except BaseException:
-            clean_up()
-            raise
-
-    with replaced([trainer], "training_step", guarded):
-        yield
+def _log(state: TrainerState, metrics: dict[str, float]) -> None:
+    state.log_history.append({**metrics, "epoch": state.epoch, "step": state.global_step})
 
 
 def _calling_trainer() -> Trainer | None:
-    """Returns the trainer that calls the callback; ``None`` if none does.
-
-    A trainer passes everything to its callbacks but itself: it is found among the callers.
-    """
+    """Returns the trainer that calls the callback, by the callers' frames: it does not pass itself."""
     from transformers import Trainer  # noqa: PLC0415 - the callback needs less
 
     frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(caller := frame.f_locals.get("self"), Trainer):
-            return caller
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back
-    return None
+    return None if frame is None else frame.f_locals["self"]
 
 
 def fit_training_arguments(
@@ -223,14 +196,14 @@ def fit_training_arguments(
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     try:
         prepared.train()
-        found = fit(make_step, batch_sizes=sizes, memory_budget=memory_budget, **options)
+        fitted = fit(make_step, batch_sizes=sizes, memory_budget=memory_budget, **options)
     finally:
         prepared.train(was_training)
-    best = found.at_global_batch(samples, goal)
-    fitted = copy.copy(args)
-    fitted.per_device_train_batch_size = best.batch_size
-    fitted.gradient_accumulation_steps = best.accumulation
-    return fitted
+    best = fitted.at_global_batch(samples, goal)
+    fitted_args = copy.copy(args)
+    fitted_args.per_device_train_batch_size = best.batch_size
+    fitted_args.gradient_accumulation_steps = best.accumulation
+    return fitted_args
 
 
 @final
@@ -260,7 +233,7 @@ class GraphckptArguments:
         """Returns the arguments of :class:`GraphckptCallback`.
 
         Raises:
-            ConfigError: ``graphckpt_blocks`` is no JSON object.
+            ConfigError: ``graphckpt_blocks`` is not a JSON object.
 
         >>> GraphckptArguments(graphckpt_blocks='{"*.h.0": false}', graphckpt_offload="disk").keys()
         {'rule': 'full', 'unit': None, 'blocks': {'*.h.0': False}, 'offload': 'disk'}

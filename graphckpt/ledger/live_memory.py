@@ -150,11 +150,11 @@ class LiveBytes(DispatchMode):
             for inner in inner_tensors(tensor):
                 self._see(inner)
             return None
-        known = self._alive.get(id(storage))
+        alive = self._alive.get(id(storage))
         num_bytes = storage.nbytes()
-        if known is not None:
-            if known.num_bytes != num_bytes:
-                self._resize(known, num_bytes)
+        if alive is not None:
+            if alive.num_bytes != num_bytes:
+                self._resize(alive, num_bytes)
             return storage
         if not self._is_counted(storage.device.type):
             return storage
@@ -248,7 +248,7 @@ class StorageLife:
     """Whether it ended because its size changed, so that nothing could have held it."""
     saved: list[Hold] = field(default_factory=list)
     """What holds it in the plain step."""
-    kept: list[Hold] = field(default_factory=list)
+    for_recomputation: list[Hold] = field(default_factory=list)
     """The blocks that keep it for a recomputation."""
     origin: dict[str, Any] = field(default_factory=dict)
     """What allocated it, as fields of :class:`TensorLife`; empty until a tensor is seen that uses it."""
@@ -294,7 +294,7 @@ class StorageLog(LiveBytes):
         """Logs who holds ``tensor`` while ``owner`` is alive; see :class:`Hold`."""
         for life in filter(None, (self._life_of.get(id(storage)) for storage in storages_of(tensor))):
             hold = Hold(block, begin=self._now, saved_by=saved_by)
-            (life.kept if is_kept else life.saved).append(hold)
+            (life.for_recomputation if is_kept else life.saved).append(hold)
             when_gone(owner, tensor, _end_hold, hold, weakref.ref(self))
 
     @property
@@ -370,7 +370,7 @@ def _source() -> str:
 
 
 def _tensor_life(life: StorageLife, num_changes: int) -> TensorLife:
-    holds = [hold for hold in (*life.saved, *life.kept) if hold.saved_by is not None]
+    holds = [hold for hold in (*life.saved, *life.for_recomputation) if hold.saved_by is not None]
     first = min(holds, key=lambda hold: hold.begin, default=None)
     return TensorLife(
         num_bytes=life.num_bytes,
@@ -432,9 +432,9 @@ def _end(life: StorageLife, is_kept: Callable[[str], bool], num_changes: int) ->
     end = num_changes if life.end is None else life.end
     if life.is_resized:
         return end
-    dropped = [hold for hold in life.kept if is_changed(hold)]
+    dropped = [hold for hold in life.for_recomputation if is_changed(hold)]
     if dropped and end <= max(ends(dropped)):  # only for the recomputation was it alive that long
-        others = [hold for hold in life.kept if not is_changed(hold)]
+        others = [hold for hold in life.for_recomputation if not is_changed(hold)]
         real = [hold for hold in life.saved if hold.block is None]
         end = max([life.last_use + 1, *ends(others), *ends(real)])
     return max([end, *ends(hold for hold in life.saved if is_changed(hold))])

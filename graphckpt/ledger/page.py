@@ -7,6 +7,7 @@ Plotly takes half a second to import, so only a call of :func:`plot` or :func:`w
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -45,15 +46,13 @@ p { margin: 4px 0; color: var(--soft); max-width: 90ch }
 _TABLE_STYLE = """
 .table { overflow-x: auto; margin-top: 8px }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums }
-th, td { padding: 5px 24px 5px 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap }
+:is(th, td) { padding: 5px 24px 5px 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap }
 th { color: var(--soft); font-weight: 600 }
-td.number, th.number { text-align: right }
+:is(th, td).number { text-align: right }
 """
-_NOTEBOOK_STYLE = f"""
-.graphckpt {{ --soft: #8d95a1; --line: #8d95a166; font-size: 14px; line-height: 1.5;
-img {{ max-width: min(100%, 960px); margin-top: 8px }}
-{_TABLE_STYLE}}}
-"""
+_NOTEBOOK_STYLE = ".graphckpt { --soft: #8d95a1; --line: #8d95a166; font-size: 14px; line-height: 1.5 }" + re.sub(
+    r"(?m)^(?=.)", ".graphckpt ", f"\nimg {{ max-width: min(100%, 960px); margin-top: 8px }}{_TABLE_STYLE}"
+)  # not nested: older notebooks do not support that
 _THEME = """
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 function theme() {

@@ -47,16 +47,16 @@ class Recorder:
         self.runs: Counter[str] = Counter()
         self.reruns: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.again_seconds: defaultdict[str, float] = defaultdict(float)
+        self.recompute_seconds: defaultdict[str, float] = defaultdict(float)
         self.order: dict[str, None] = {}
         self._plain = SavedBytes(self.plain_total)
-        self._kept = SavedBytes(self.totals["device"])
+        self._saved = SavedBytes(self.totals["device"])
         self.live = live
         """The log of live bytes, if they are counted."""
         self.has_optimizer_states = True
         """Whether the states of all optimizers existed before the step."""
         self._running: list[tuple[str, float]] = []
-        self._again = 0
+        self._recompute_depth = 0
         self._is_passing_on = False
         self._outer: Any = None
         self._own: list[str] = []
@@ -69,7 +69,7 @@ class Recorder:
     def ignore(self, alive_anyway: Iterable[torch.Tensor]) -> None:
         for tensor in alive_anyway:
             self._plain.ignore(tensor)
-            self._kept.ignore(tensor)
+            self._saved.ignore(tensor)
 
     def bytes_before(self, block: str) -> int:
         return self._plain.of_block(block)
@@ -77,7 +77,7 @@ class Recorder:
     def bytes_after(self, block: str) -> int:
         """Returns what a block saves on its device, stored or not, when the step saves most there."""
         stored = self.traffic[block].bytes_at["device"] if block in self.traffic else 0
-        return self._kept.of_block(block) + stored
+        return self._saved.of_block(block) + stored
 
     def hooks_below(self, hooks: Any) -> Any:
         """Returns the hooks that would be active without this recorder, except that it counts in ``pack``."""
@@ -126,37 +126,37 @@ class Recorder:
         Returns the hooks: ``pack`` also counts what the plain step would save, ``unpack`` begins the block's backward.
         What ``is_kept`` is counted as saved too, unless it ``is_stored``: the store counts it.
         """
-        if self._again:
+        if self._recompute_depth:
             return pack, unpack
         self._enter(block)
 
         @never_compiled
         def look_and_pack(tensor: torch.Tensor) -> Any:
-            held = pack(tensor)
+            packed = pack(tensor)
             if is_kept or not self._is_passing_on:
-                self._plain.add(block if is_kept else self._running[-1][0], tensor, held)
+                self._plain.add(block if is_kept else self._running[-1][0], tensor, packed)
                 is_saved = is_kept and not is_stored
                 if is_saved:
-                    self._kept.add(block, tensor, held)
+                    self._saved.add(block, tensor, packed)
                 if self.live is not None:
-                    self.live.hold(tensor, None if is_kept else block, held, saved_by=block if is_saved else None)
-            return held
+                    self.live.hold(tensor, None if is_kept else block, packed, saved_by=block if is_saved else None)
+            return packed
 
         return look_and_pack, _AttributedUnpack(self, block, unpack)
 
     def original_forward_ended(self, block: str) -> None:
-        if not self._again:
+        if not self._recompute_depth:
             self._leave(block)
 
     def tensor_saved(self, block: str, tensor: torch.Tensor, owner: object) -> None:
-        if not self._again:
-            self._kept.add(block, tensor, owner)
+        if not self._recompute_depth:
+            self._saved.add(block, tensor, owner)
             if self.live is not None:
                 self.live.hold(tensor, block, owner, is_kept=True, saved_by=block)
 
     def released(self, tensor: torch.Tensor, owner: object) -> None:
-        if not self._again:
-            self._kept.remove(tensor, owner)
+        if not self._recompute_depth:
+            self._saved.remove(tensor, owner)
 
     @contextmanager
     def passing_on(self) -> Iterator[None]:
@@ -169,24 +169,27 @@ class Recorder:
 
     def backward_reads(self, block: str) -> None:
         """Begins the backward of a block, or goes on with it: autograd needs a tensor that it has saved."""
-        if not self._again:
+        if not self._recompute_depth:
             self.phase("backward", block)
 
     def recomputation_began(self, block: str) -> None:
-        self._again += 1
+        self._recompute_depth += 1
         self.reruns[block] += 1
         self.phase("recompute", block)
-        if self.live is not None and self._again == 1:
+        if self.live is not None and self._recompute_depth == 1:
             self.live.recomputed = block
         self._running.append((block, _now()))
 
     def recomputation_ended(self, block: str) -> None:
-        self._again -= 1
+        self._recompute_depth -= 1
         _, begin = self._running.pop()
-        self.again_seconds[block] += _now() - begin
-        if self.live is not None and not self._again:
+        self.recompute_seconds[block] += _now() - begin
+        if self.live is not None and not self._recompute_depth:
             self.live.recomputed = None
-        self.phase("recompute" if self._again else "backward", self._running[-1][0] if self._again else block)
+        self.phase(
+            "recompute" if self._recompute_depth else "backward",
+            self._running[-1][0] if self._recompute_depth else block,
+        )
 
     def _enter(self, block: str) -> None:
         self.order.setdefault(block)
@@ -203,22 +206,22 @@ class Recorder:
         if block in self.own_checkpointing and current_backward() != -1:
             self.recomputation_began(block)
             self._own.append(block)
-        elif not self._again:
+        elif not self._recompute_depth:
             self._enter(block)
 
     def leave_plain(self, block: str) -> None:
         if self._own and self._own[-1] == block:
             self.recomputation_ended(self._own.pop())
-        elif not self._again and self._running and self._running[-1][0] == block:
+        elif not self._recompute_depth and self._running and self._running[-1][0] == block:
             self._leave(block)
 
     @never_compiled
     def _save_plainly(self, tensor: torch.Tensor) -> _PlainlySaved:
         block = self._running[-1][0] if self._running else REST
         saved = _PlainlySaved(block, tensor.detach() if self._outer is None else self._outer[0](tensor))
-        if not self._again:
+        if not self._recompute_depth:
             self._plain.add(block, tensor, saved)
-            self._kept.add(block, tensor, saved)
+            self._saved.add(block, tensor, saved)
             if self.live is not None:
                 self.live.hold(tensor, None, saved, saved_by=block)
         return saved
@@ -226,7 +229,7 @@ class Recorder:
     @never_compiled
     def _give_back(self, saved: _PlainlySaved) -> torch.Tensor:
         self.backward_reads("" if saved.block == REST else saved.block)
-        tensor: torch.Tensor = saved.held if self._outer is None else self._outer[1](saved.held)
+        tensor: torch.Tensor = saved.packed if self._outer is None else self._outer[1](saved.packed)
         return tensor
 
 
@@ -250,11 +253,11 @@ class _AttributedUnpack:
 class _PlainlySaved:
     """What autograd holds in place of a tensor saved outside of every block with a policy."""
 
-    __slots__ = ("__weakref__", "block", "held")
+    __slots__ = ("__weakref__", "block", "packed")
 
-    def __init__(self, block: str, held: Any) -> None:
+    def __init__(self, block: str, packed: Any) -> None:
         self.block = block
-        self.held = held
+        self.packed = packed
 
 
 def _now() -> float:

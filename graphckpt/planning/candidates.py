@@ -71,7 +71,7 @@ def compile_options(value: Any) -> dict[str, Any] | None:
 def without_share(value: bool | dict[str, Any] | None) -> bool | dict[str, Any] | None:
     """Returns a block's ``compile`` without the share that the compiler saves, which plans choose."""
     options = compile_options(value)
-    return None if options is None else {key: said for key, said in options.items() if key != SHARE} or True
+    return None if options is None else {key: value for key, value in options.items() if key != SHARE} or True
 
 
 @contextmanager
@@ -148,9 +148,9 @@ _NEAR_ALL = 0.98  # a level that keeps more than this share of the bytes of `kee
 # A result is either kept, which takes bytes, or recomputed, which takes time and needs the inputs of the op; or it is
 # not needed at all. For a price per byte in seconds the cheapest choice is a minimum cut:
 #
-#     source --inf--> wanted(op) --bytes x price--> again(op) --seconds--> sink
-#                         ^                             |
-#                         +---- again(op that reads) ---+ inf
+#     source --inf--> wanted(op) --bytes x price--> recomputed(op) --seconds--> sink
+#                         ^                               |
+#                         +------ wanted(input of op) <---+ inf
 #
 # The result of an op that is wanted and not recomputed is kept: the cut includes its bytes. From the cheapest choices
 # for all prices, a few that lie apart are the levels.
@@ -159,27 +159,27 @@ _NEAR_ALL = 0.98  # a level that keeps more than this share of the bytes of `kee
 class _KeptOps(NamedTuple):
     num_bytes: int
     ticks: int
-    kept: frozenset[int]
+    results: frozenset[int]
 
 
-def selective_levels(seen: Sequence[OpTimes], most: int = MOST) -> list[tuple[list[str], float]]:
+def selective_levels(runs: Sequence[OpTimes], count: int = MOST) -> list[tuple[list[str], float]]:
     """Returns the ``save`` argument of ``selective`` and the seconds of the recomputation, for each level.
 
     The level that keeps most comes first; the last one keeps nothing.
     """
-    log = seen[0].log if seen else OpGraph()
-    alike = [ops for ops in seen if ops.log.is_complete and len(ops.log.calls) == len(log.calls)]
+    log = runs[0].log if runs else OpGraph()
+    alike = [ops for ops in runs if ops.log.is_complete and len(ops.log.calls) == len(log.calls)]
     if not log.is_complete or not alike:
         return []
     seconds = [min(each) for each in zip(*(ops.seconds for ops in alike), strict=True)]
     views = [took for took, call in zip(seconds, log.calls, strict=True) if call.is_view]
     idle = median(views) if views else 0.0  # an op that computes nothing: the time to call and to time an op
     ticks = [round(max(0.0, took - idle) * _TICKS) for took in seconds]
-    found = _cheapest(log, ticks[: log.num_saving])
-    while len(found) > most + 2:  # and the ends
-        del found[min(range(1, len(found) - 1), key=lambda n: _bulge(*found[n - 1 : n + 2]))]
+    choices = _cheapest(log, ticks[: log.num_saving])
+    while len(choices) > count + 2:  # and the ends
+        del choices[min(range(1, len(choices) - 1), key=lambda n: _bulge(*choices[n - 1 : n + 2]))]
     nothing: tuple[list[str], float] = [], sum(ticks[: log.num_saving]) / _TICKS
-    return [*((_names(log, choice.kept), choice.ticks / _TICKS) for choice in found[1:-1]), nothing]
+    return [*((_names(log, choice.results), choice.ticks / _TICKS) for choice in choices[1:-1]), nothing]
 
 
 def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_KeptOps]:
@@ -189,8 +189,8 @@ def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_KeptOps]:
     the largest gap is examined first.
     """
     keep = _KeptOps(log.saved_bytes, 0, frozenset(log.saved))
-    nothing = _cut(log, ticks, price=float("inf"))
-    found = {choice.kept: choice for choice in (keep, nothing)}
+    nothing = _cheapest_at(log, ticks, price=float("inf"))
+    choices = {choice.results: choice for choice in (keep, nothing)}
     todo = [(keep, nothing)]
     for _ in range(_MOST_CUTS):
         if not todo:
@@ -200,16 +200,16 @@ def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_KeptOps]:
         if one.num_bytes <= other.num_bytes:
             continue
         price = (other.ticks - one.ticks) / (one.num_bytes - other.num_bytes)
-        middle = _cut(log, ticks, price)
+        middle = _cheapest_at(log, ticks, price)
         gain = (one.ticks - middle.ticks) + price * (one.num_bytes - middle.num_bytes)
-        if middle.kept not in found and gain > 1:
-            found[middle.kept] = middle
+        if middle.results not in choices and gain > 1:
+            choices[middle.results] = middle
             todo += [(one, middle), (middle, other)]
-    between = (choice for choice in found.values() if 0 < choice.num_bytes <= _NEAR_ALL * log.saved_bytes)
+    between = (choice for choice in choices.values() if 0 < choice.num_bytes <= _NEAR_ALL * log.saved_bytes)
     return [keep, *sorted((choice for choice in between if choice not in (keep, nothing)), reverse=True), nothing]
 
 
-def _cut(log: OpGraph, ticks: Sequence[int], price: float) -> _KeptOps:
+def _cheapest_at(log: OpGraph, ticks: Sequence[int], price: float) -> _KeptOps:
     import networkx as nx  # noqa: PLC0415 - a third of a second that only levels take
 
     graph = nx.DiGraph()
@@ -217,24 +217,24 @@ def _cut(log: OpGraph, ticks: Sequence[int], price: float) -> _KeptOps:
     infinite = sum(ticks) + 1
     for number, took in enumerate(ticks):
         call = log.calls[number]
-        wanted, again = ("wanted", number), ("again", number)
+        wanted, recomputed = ("wanted", number), ("recomputed", number)
         if call.can_be_kept:
             seconds = round(price * call.num_bytes) if price < infinite else infinite
-            graph.add_edge(wanted, again, capacity=min(infinite, seconds))
+            graph.add_edge(wanted, recomputed, capacity=min(infinite, seconds))
         else:
-            graph.add_edge(wanted, again)
-        graph.add_edge(again, "sink", capacity=took)
+            graph.add_edge(wanted, recomputed)
+        graph.add_edge(recomputed, "sink", capacity=took)
         for maker in call.inputs:
-            graph.add_edge(again, ("wanted", maker))
+            graph.add_edge(recomputed, ("wanted", maker))
         if number in roots:
             graph.add_edge("source", wanted)
     if "source" not in graph:
         return _KeptOps(0, 0, frozenset())
-    _, (near, _) = nx.minimum_cut(graph, "source", "sink")
-    again_too = {node[1] for node in near if node[0] == "again"}
-    kept = frozenset(node[1] for node in near if node[0] == "wanted") - again_too
-    num_bytes = sum(log.calls[number].num_bytes for number in kept)
-    return _KeptOps(num_bytes, sum(ticks[number] for number in again_too), kept)
+    _, (side, _) = nx.minimum_cut(graph, "source", "sink")
+    recomputations = {node[1] for node in side if node[0] == "recomputed"}
+    results = frozenset(node[1] for node in side if node[0] == "wanted") - recomputations
+    num_bytes = sum(log.calls[number].num_bytes for number in results)
+    return _KeptOps(num_bytes, sum(ticks[number] for number in recomputations), results)
 
 
 def _room(pair: tuple[_KeptOps, _KeptOps]) -> int:
@@ -248,9 +248,9 @@ def _bulge(before: _KeptOps, choice: _KeptOps, after: _KeptOps) -> float:
     return abs((c - a) * (f - b) - (e - a) * (d - b))
 
 
-def _names(log: OpGraph, kept: Iterable[int]) -> list[str]:
+def _names(log: OpGraph, results: Iterable[int]) -> list[str]:
     numbers: dict[str, list[int]] = {}
-    for number in sorted(kept):
+    for number in sorted(results):
         call = log.calls[number]
         is_attention = call.func in PRESETS["attention"]  # whose kernel differs between devices
         numbers.setdefault("attention" if is_attention else str(call.func), []).append(call.number)
@@ -278,6 +278,7 @@ def options(
     only: Iterable[Any] | None = None,
     *,
     code: LayerCompilation = NOT_COMPILED,
+    partition: Any = None,
 ) -> tuple[Option, ...]:
     """Returns the options, ``keep`` first.
 
@@ -287,32 +288,27 @@ def options(
             ``joined`` is not an option of a single block: see :func:`can_join`.
         code: How blocks are compiled. Ops of compiled blocks are not visible, and the levels between keeping all and
             nothing are the compiler's.
+        partition: The ranks over which saved tensors may be partitioned; ``None``: they are not.
 
     Raises:
-        ConfigError: There is no such target or rule.
+        ConfigError: A target or a rule is unknown.
     """
-    known = NEAR if code.field is None else (*NEAR[:-MOST], *map(_compiled, code.shares))
-    near = (
-        known if only is None else (KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined)))
-    )
-    target = parse_offload(offload)
-    if target is None:
-        return near
-    place = "cpu" if offload is True else offload
-    return near + tuple(
-        Option(f"{option.name} + {target.tier}", {**option.fields, "offload": place}, option.rule, is_far=True)
-        for option in near
-    )
-
-
-def with_partition(options: Sequence[Option], partition: Any) -> tuple[Option, ...]:
-    """Returns options, followed by those without offloading with their saved tensors partitioned over ranks."""
-    parts = [
+    if only is not None:
+        on_device = KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined))
+    else:
+        on_device = NEAR if code.field is None else (*NEAR[:-MOST], *map(_compiled, code.shares))
+    offloading: list[Option] = []
+    if (target := parse_offload(offload)) is not None:
+        place = "cpu" if offload is True else offload
+        offloading = [
+            replace(o, name=f"{o.name} + {target.tier}", fields={**o.fields, "offload": place}, is_far=True)
+            for o in on_device
+        ]
+    partitioning = [
         replace(o, name=f"{o.name} + part", fields={**o.fields, "partition": partition}, is_part=True)
-        for o in options
-        if not o.is_far
+        for o in (on_device if partition is not None else ())
     ]
-    return (*options, *parts)
+    return (*on_device, *offloading, *partitioning)
 
 
 def parse_partition_request(partition: Any, num_planning: int) -> tuple[Any, list[str]]:
@@ -339,29 +335,29 @@ def with_levels(
     """Replaces levels of ``selective`` by those found for the blocks; returns the options, and those of each class."""
     if not any(isinstance(option.rule, SelectiveLevel) for option in options):
         return list(options), {kind: list(options) for kind in kinds}
-    seen: dict[int, list[OpTimes]] = {kind: [] for kind in kinds}
+    runs: dict[int, list[OpTimes]] = {kind: [] for kind in kinds}
     for kind, calls in zip(kinds, look(), strict=True):
-        seen[kind] += calls
-    found = dict(zip(seen, broadcast([selective_levels(calls) or _BY_HAND for calls in seen.values()]), strict=True))
-    most = max(map(len, found.values())) - 1
-    some = [o for o in options if not isinstance(o.rule, SelectiveLevel) or o.rule.number < most]
-    return some, {kind: [_own(option, own) for option in some] for kind, own in found.items()}
+        runs[kind] += calls
+    levels = dict(zip(runs, broadcast([selective_levels(calls) or _BY_HAND for calls in runs.values()]), strict=True))
+    count = max(map(len, levels.values())) - 1
+    some = [o for o in options if not isinstance(o.rule, SelectiveLevel) or o.rule.number < count]
+    return some, {kind: [_own(option, own) for option in some] for kind, own in levels.items()}
 
 
-def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) -> Option:
+def _own(option: Option, levels: Sequence[tuple[Sequence[str], float | None]]) -> Option:
     """Returns an option for a block with these levels; the last level replaces those that the block does not have."""
     value: Any
     rule: Rule
-    *between, (_, all_again) = found
+    *between, (_, full_seconds) = levels
     is_near = not (option.is_far or option.is_part)
     if option.rule == Full() and is_near:
-        return replace(option, recompute_seconds=all_again)
+        return replace(option, recompute_seconds=full_seconds)
     if not isinstance(option.rule, SelectiveLevel):
         return option
-    label, value, rule, again = "full", True, Full(), all_again  # a block without levels
+    label, value, rule, seconds = "full", True, Full(), full_seconds  # a block without levels
     if between:
         number = min(option.rule.number, len(between) - 1)
-        names, again = between[number]
+        names, seconds = between[number]
         save = names[0] if names[0] in PRESETS else list(names)
         value, rule = {"rule": "selective", "save": save}, Selective(save)
         if not isinstance(save, str):
@@ -373,7 +369,7 @@ def _own(option: Option, found: Sequence[tuple[Sequence[str], float | None]]) ->
         name=option.name.replace(option.rule.describe(), label),
         fields={"activation_checkpointing": value, **option.fields},
         rule=rule,
-        recompute_seconds=again if is_near else None,
+        recompute_seconds=seconds if is_near else None,
     )
 
 

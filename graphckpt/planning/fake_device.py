@@ -189,8 +189,8 @@ def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
 
     def without_packing(original: Callable[..., Any]) -> Callable[..., Any]:
         def find(*args: Any, **kwargs: Any) -> Any:
-            found = original(*args, **kwargs)
-            return None if is_fake(found) else found
+            indices = original(*args, **kwargs)
+            return None if is_fake(indices) else indices
 
         return find
 
@@ -203,8 +203,8 @@ def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
     changes = {"find_packed_sequence_indices": without_packing}
     if not is_padded:
         changes |= dict.fromkeys(("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), without_padding)
-    found = {name: change(getattr(module, name)) for name, change in changes.items() if hasattr(module, name)}
-    with swapped(module, found):
+    functions = {name: change(getattr(module, name)) for name, change in changes.items() if hasattr(module, name)}
+    with swapped(module, functions):
         yield
 
 
@@ -317,16 +317,16 @@ class _AttentionCall:
         scale = 1 / sqrt(width) if self.scale is None else self.scale
         missing = -width % 8
         tensors = [F.pad(t, (0, missing)) if missing else t for t in (self.query, self.key, self.value)]
-        found = _aten._scaled_dot_product_flash_attention(*tensors, self.dropout, self.is_causal, False, scale=scale)
-        out: torch.Tensor = found[0]
+        results = _aten._scaled_dot_product_flash_attention(*tensors, self.dropout, self.is_causal, False, scale=scale)
+        out: torch.Tensor = results[0]
         return out[..., :width] if missing else out
 
     def cudnn(self) -> torch.Tensor:
-        found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_cudnn_attention(
+        results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_cudnn_attention(
             self.query, self.key, self.value, self._additive_mask(), self._needs_grad, self.dropout, self.is_causal,
             False, scale=self.scale,
         )  # fmt: skip
-        return found[0]
+        return results[0]
 
     def efficient(self) -> torch.Tensor:
         """Saves the mask, which all heads may share."""
@@ -336,17 +336,17 @@ class _AttentionCall:
             mask = F.pad(mask, (0, -length % _BIAS_ALIGN))[..., :length]
         if mask is not None:
             mask = mask.expand(*self.query.shape[:-1], self.key.shape[-2])
-        found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_efficient_attention(
+        results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_efficient_attention(
             self.query, self.key, self.value, mask, self._needs_grad, self.dropout, self.is_causal, scale=self.scale
         )
-        return found[0]
+        return results[0]
 
     def math(self) -> torch.Tensor:
-        found: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_attention_math(
+        results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_attention_math(
             self.query, self.key, self.value, self.mask, self.dropout, self.is_causal,
             scale=self.scale, enable_gqa=self.is_grouped,
         )  # fmt: skip
-        return found[0]
+        return results[0]
 
     def _additive_mask(self) -> torch.Tensor | None:
         mask = self.mask

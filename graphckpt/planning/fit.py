@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from graphckpt.blocks.select import Selector
-from graphckpt.errors import ConfigError, PlanError
+from graphckpt.errors import ConfigError, GraphckptError, PlanError
 from graphckpt.planning import options as budgets
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
 from graphckpt.planning.options import PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.planner import Planner, find_blocks, measure_all, plan_and_check
+from graphckpt.planning.plan_step import find_blocks, measure_all
+from graphckpt.planning.planner import Planner, plan_and_check
 from graphckpt.planning.profile import Device, DeviceProfile, load_profile
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.progress import Progress
@@ -238,7 +239,15 @@ class _SizedRows:
         if self._source.is_real and failed is not None:
             return replace(failed, batch_size=size, is_measured=False)
         if not self._source.is_real or base is None:
-            return self._measured(size)
+            try:
+                return self._measured(size)
+            except GraphckptError:
+                raise
+            except Exception:  # such as that of BatchNorm for one sample: the smallest size that runs counts
+                larger = next((self._rows[one] for one in self.sizes if one > size), None)
+                if larger is None or larger.fits:
+                    raise
+                return larger
         if self._scaled(base.plain_peak_bytes, base, size) <= self._available:
             try:
                 return self._measured(size)
@@ -262,7 +271,7 @@ class _SizedRows:
             def plan_of(planner: Planner) -> Plan:
                 if isinstance(step, FakeStep):
                     return planner.plan(self.limit)
-                return plan_and_check(planner, model, step, self.limit, PlanGroup())
+                return plan_and_check(planner, step, self.limit, PlanGroup())
 
             row = BatchFit(
                 batch_size=size,

@@ -31,11 +31,11 @@ class Move:
 
     forward_peak: int
     """Highest level in the block's forward and in what follows it before the next block, above the level before it."""
-    kept: int
+    change: int
     """How much the block's forward raises the level; may be 0 or negative."""
     backward_peak: int
     """Highest level in the block's backward, above the level after its forward."""
-    held: Hashable
+    state: Hashable
     """The state for the next block: the tensors shared with later blocks that blocks hold so far."""
     waits: float = 0.0
     """Seconds that the option waits because of earlier options."""
@@ -62,10 +62,10 @@ class Chain(Protocol):
     def options(self, block: int) -> Sequence[float]:
         """The seconds of each option of a block, forward and backward, of all blocks that it includes."""
 
-    def move(self, block: int, option: int, held: Hashable) -> Move | None:
+    def move(self, block: int, option: int, state: Hashable) -> Move | None:
         """The effect of the option; ``None`` if it is not allowed here."""
 
-    def head_peak(self, held: Hashable) -> int:
+    def head_peak(self, state: Hashable) -> int:
         """Highest level between the last forward and the first backward, above the level then, in bytes."""
 
 
@@ -87,16 +87,16 @@ def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = 
     Raises:
         ConfigError: The chain does not allow an option.
     """
-    level, held = chain.base, chain.start
+    level, state = chain.base, chain.start
     forward, backward = [], []
     for block, option in enumerate(plan):
         if option == COVERED:
             continue
-        move = _allowed(chain, block, option, held)
+        move = _allowed(chain, block, option, state)
         forward.append(level + move.forward_peak)
-        level, held = level + move.kept, move.held
+        level, state = level + move.change, move.state
         backward.append(level + move.backward_peak)
-    rows = [*forward, level + chain.head_peak(held), *reversed(backward)]
+    rows = [*forward, level + chain.head_peak(state), *reversed(backward)]
     if in_flight is not None:
         rows = [high + more for high, more in zip(rows, in_flight, strict=True)]
     return [*rows, chain.fixed_peak]
@@ -108,20 +108,20 @@ def peak(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = No
 
 
 def seconds(chain: Chain, plan: Sequence[int]) -> float:
-    held, spent = chain.start, []
+    state, spent = chain.start, []
     for block, option in enumerate(plan):
         if option == COVERED:
             continue
-        move = _allowed(chain, block, option, held)
+        move = _allowed(chain, block, option, state)
         spent += [chain.options(block)[option], move.waits]
-        held = move.held
+        state = move.state
     return fsum(spent)
 
 
-def _allowed(chain: Chain, block: int, option: int, held: Hashable) -> Move:
-    move = chain.move(block, option, held)
+def _allowed(chain: Chain, block: int, option: int, state: Hashable) -> Move:
+    move = chain.move(block, option, state)
     if move is None:
-        raise ConfigError(f"block {block}: option {option} is not allowed after {held!r} · fix: choose another one")
+        raise ConfigError(f"block {block}: option {option} is not allowed after {state!r} · fix: choose another one")
     return move
 
 
@@ -138,7 +138,7 @@ class Frontier:
 
     A plan of blocks ``i`` to the end needs bytes above the level before block ``i``::
 
-        need = max(forward_peak, kept + backward_peak, kept + need of the blocks after it)
+        need = max(forward_peak, change + backward_peak, change + need of the blocks after it)
 
     Less need and fewer seconds after block ``i`` are never worse, so only the Pareto-optimal pairs (labels) are kept:
     from the last block to the first, for each state. This does not depend on a budget.
@@ -156,28 +156,28 @@ class Frontier:
         """Whether no label was dropped."""
         self._moves, highest = _reach(chain)
         num_blocks = chain.num_blocks
-        ends = {held: chain.head_peak(held) for held in highest[num_blocks]}
-        least = _least_need(self._moves, ends)
-        if least is None:
+        ends = {state: chain.head_peak(state) for state in highest[num_blocks]}
+        lowest_need = _least_need(self._moves, ends)
+        if lowest_need is None:
             raise ConfigError("no plan of the chain is allowed · fix: let each block have one option that always is")
-        lowest_peak = max(chain.fixed_peak, chain.base + least)
+        lowest_peak = max(chain.fixed_peak, chain.base + lowest_need)
         self._labels: list[dict[Hashable, _Labels]] = [{} for _ in range(num_blocks + 1)]
         self._labels[num_blocks] = {
-            held: (np.array([need], np.int64), np.zeros(1, np.int64)) for held, need in ends.items()
+            state: (np.array([need], np.int64), np.zeros(1, np.int64)) for state, need in ends.items()
         }
         for block in reversed(range(num_blocks)):
             labels = self._labels[block]
-            for held, moves in self._moves[block].items():
+            for state, moves in self._moves[block].items():
                 # Every plan reaches the lowest peak, so needs that stay below it from the highest possible level here
                 # are equivalent.
-                alike = lowest_peak - chain.base - highest[block][held]
+                alike = lowest_peak - chain.base - highest[block][state]
                 merged = _merge(
                     [_before(move, ticks, alike, self._labels[block + move.length]) for _, ticks, move in moves]
                 )
                 if len(merged[0]) > most_labels:
                     self.is_exact = False
                     merged = _thin(merged, most_labels)
-                labels[held] = merged
+                labels[state] = merged
 
     def fastest(self, budget: int) -> ChainPlan | None:
         """Returns the plan of least seconds whose peak is at most ``budget`` bytes; ``None``: no plan fits.
@@ -193,16 +193,16 @@ class Frontier:
     def least_peak(self) -> ChainPlan:
         return self._plan(0)
 
-    def plans(self, most: int = 64) -> list[ChainPlan]:
+    def plans(self, count: int = 64) -> list[ChainPlan]:
         """Returns plans of which none is better in both peak and seconds, from the lowest peak up.
 
         Args:
-            most: How many; if there are more, those at equal distances in bytes, the ends among them.
+            count: How many; if there are more, those at equal distances in bytes, the ends among them.
         """
         needs, _ = self._labels[0][self._chain.start]
         chosen = list(range(len(needs)))
-        if len(needs) > most:
-            marks = np.linspace(needs[0], needs[-1], max(2, most))
+        if len(needs) > count:
+            marks = np.linspace(needs[0], needs[-1], max(2, count))
             chosen = sorted({int(np.searchsorted(needs, mark, "right")) - 1 for mark in marks})
         return [self._plan(label) for label in chosen]
 
@@ -211,18 +211,18 @@ class Frontier:
         chain = self._chain
         needs, all_ticks = self._labels[0][chain.start]
         limit, remaining = max(chain.fixed_peak, chain.base + int(needs[label])), int(all_ticks[label])
-        level, held = chain.base, chain.start
+        level, state = chain.base, chain.start
         plan: list[int] = []
         while len(plan) < chain.num_blocks:
-            for option, ticks, move in self._moves[len(plan)][held]:
-                after = level + move.kept
+            for option, ticks, move in self._moves[len(plan)][state]:
+                after = level + move.change
                 if max(level + move.forward_peak, after + move.backward_peak) > limit:
                     continue
-                needs, all_ticks = self._labels[len(plan) + move.length][move.held]
-                found = len(needs) - 1 - int(np.searchsorted(all_ticks[::-1], remaining - ticks))
-                if found >= 0 and all_ticks[found] == remaining - ticks and after + needs[found] <= limit:
+                needs, all_ticks = self._labels[len(plan) + move.length][move.state]
+                position = len(needs) - 1 - int(np.searchsorted(all_ticks[::-1], remaining - ticks))
+                if position >= 0 and all_ticks[position] == remaining - ticks and after + needs[position] <= limit:
                     plan += [option] + [COVERED] * (move.length - 1)
-                    level, held, remaining = after, move.held, remaining - ticks
+                    level, state, remaining = after, move.state, remaining - ticks
                     break
             else:
                 raise AssertionError("no option leads to a label")
@@ -240,22 +240,22 @@ def _reach(chain: Chain) -> tuple[_Moves, list[dict[Hashable, int]]]:
     for block in range(chain.num_blocks):
         options = chain.options(block)
         moves_of: dict[Hashable, list[tuple[int, float, Move]]] = {}
-        for held, level in highest[block].items():
-            moves_of[held] = [
+        for state, level in highest[block].items():
+            moves_of[state] = [
                 (option, duration + move.waits, move)
                 for option, duration in enumerate(options)
-                if (move := chain.move(block, option, held)) is not None
+                if (move := chain.move(block, option, state)) is not None
             ]
-            for _, _, move in moves_of[held]:
+            for _, _, move in moves_of[state]:
                 after = highest[block + move.length]
-                after[move.held] = max(level + move.kept, after.get(move.held, level + move.kept))
+                after[move.state] = max(level + move.change, after.get(move.state, level + move.change))
         slowest.append(max((spent / m.length for moves in moves_of.values() for _, spent, m in moves), default=0.0))
         all_moves.append(moves_of)
     tick = max(_TICK, fsum(slowest) / _MOST_TICKS)
     return [
         {
-            held: _worth([(option, round(spent / tick), move) for option, spent, move in moves])
-            for held, moves in moves_of.items()
+            state: _worth([(option, round(spent / tick), move) for option, spent, move in moves])
+            for state, moves in moves_of.items()
         }
         for moves_of in all_moves
     ], highest
@@ -270,33 +270,33 @@ def _dominates(one: tuple[int, int, Move], other: tuple[int, int, Move]) -> bool
     (_, ticks, a), (_, other_ticks, b) = one, other
     return (
         ticks < other_ticks
-        and a.kept <= b.kept
+        and a.change <= b.change
         and a.forward_peak <= b.forward_peak
-        and a.kept + a.backward_peak <= b.kept + b.backward_peak
-        and a.held == b.held
+        and a.change + a.backward_peak <= b.change + b.backward_peak
+        and a.state == b.state
         and a.length == b.length
     )
 
 
 def _least_need(all_moves: _Moves, ends: dict[Hashable, int]) -> int | None:
-    least: list[dict[Hashable, int]] = [{} for _ in all_moves] + [dict(ends)]
+    needs_of: list[dict[Hashable, int]] = [{} for _ in all_moves] + [dict(ends)]
     for block, moves_of in reversed(list(enumerate(all_moves))):
-        for held, moves in moves_of.items():
+        for state, moves in moves_of.items():
             needs = [
-                max(move.forward_peak, move.kept + move.backward_peak, move.kept + after[move.held])
+                max(move.forward_peak, move.change + move.backward_peak, move.change + after[move.state])
                 for _, _, move in moves
-                if move.held in (after := least[block + move.length])
+                if move.state in (after := needs_of[block + move.length])
             ]
             if needs:
-                least[block][held] = min(needs)
-    return next(iter(least[0].values()), None)
+                needs_of[block][state] = min(needs)
+    return next(iter(needs_of[0].values()), None)
 
 
 def _before(move: Move, ticks: int, alike: int, after: dict[Hashable, _Labels]) -> _Labels:
-    needs, all_ticks = after[move.held]
-    bound = max(move.forward_peak, move.kept + move.backward_peak, alike)
-    first = max(0, int(np.searchsorted(needs, bound - move.kept, "right")) - 1)  # all before it need the bound as well
-    return np.maximum(needs[first:] + move.kept, bound), all_ticks[first:] + ticks
+    needs, all_ticks = after[move.state]
+    bound = max(move.forward_peak, move.change + move.backward_peak, alike)
+    first = max(0, int(np.searchsorted(needs, bound - move.change, "right")) - 1)  # those before need the bound as well
+    return np.maximum(needs[first:] + move.change, bound), all_ticks[first:] + ticks
 
 
 def _merge(parts: list[_Labels]) -> _Labels:
@@ -317,11 +317,11 @@ def _merge(parts: list[_Labels]) -> _Labels:
     return needs[last_of_need], ticks[last_of_need]
 
 
-def _thin(labels: _Labels, most: int) -> _Labels:
+def _thin(labels: _Labels, count: int) -> _Labels:
     """Keeps the fastest label of each band, and the one with the least need; bands are even in bytes plus seconds."""
     needs, ticks = labels
     along = (needs - needs[0]) / (needs[-1] - needs[0]) + (ticks[0] - ticks) / (ticks[0] - ticks[-1])
-    band = np.floor(along * ((most - 2) / 2)).astype(np.int64)
+    band = np.floor(along * ((count - 2) / 2)).astype(np.int64)
     last_of_band = np.concatenate([band[1:] != band[:-1], [True]])
     last_of_band[0] = True
     return needs[last_of_band], ticks[last_of_band]

@@ -64,10 +64,10 @@ class EventSeq:
         return iter(self._steps)
 
     def outcome(self, holders: tuple[int, ...]) -> EventOutcome:
-        found = self._outcomes.get(holders)
-        if found is None:
-            found = self._outcomes[holders] = self._simulate(dict(zip(self.storages, holders, strict=True)))
-        return found
+        outcome = self._outcomes.get(holders)
+        if outcome is None:
+            outcome = self._outcomes[holders] = self._simulate(dict(zip(self.storages, holders, strict=True)))
+        return outcome
 
     def _renumbered(self) -> tuple[PrivateRun | Change, ...]:
         numbers = {storage: number for number, storage in enumerate(self.storages)}
@@ -115,11 +115,11 @@ class LiveState:
     __slots__ = ("_holders", "level", "peak")
 
     def __init__(
-        self, level: int = 0, others: Iterable[int] = (), held: Iterable[int] = (), unborn: Iterable[int] = ()
+        self, level: int = 0, others: Iterable[int] = (), holds: Iterable[int] = (), unborn: Iterable[int] = ()
     ) -> None:
         self.level = self.peak = level
         self._holders = {**dict.fromkeys(others, _OTHER), **dict.fromkeys(unborn, _UNBORN)}
-        self.hold(held)
+        self.hold(holds)
 
     def hold(self, storages: Iterable[int]) -> None:
         """Adds a block that holds these storages; the level includes them already."""
@@ -196,8 +196,8 @@ class MemoryModel:
             ]
             if self._reached[interval.call] and self._is_recomputed(interval.call, option):
                 changes = self._with_reached(interval, changes, steps)
-            gone = {step.storage for step in changes if isinstance(step, Change) and step.kind is EventKind.GONE}
-            late = [storage for storage in self._late.get(interval, ()) if storage not in gone]
+            released = {step.storage for step in changes if isinstance(step, Change) and step.kind is EventKind.GONE}
+            late = [storage for storage in self._late.get(interval, ()) if storage not in released]
             changes += [Change(EventKind.GONE, storage, self.base.sizes[storage]) for storage in late]
             self._steps[key] = self.steps_of(changes)
         return self._steps[key]
@@ -220,8 +220,8 @@ class MemoryModel:
 
     def storage(self, call: int, role: Role, option: int) -> int:
         """Returns the number of a storage in ``base``, or a new number if only this option has it."""
-        known = self._storages[call].get(role)
-        return self.number_of(call, role, option) if known is None else known
+        storage = self._storages[call].get(role)
+        return self.number_of(call, role, option) if storage is None else storage
 
     def number_of(self, *key: Hashable) -> int:
         """Returns a number that no storage in ``base`` has. Not a hash: processes must count alike."""
@@ -327,6 +327,16 @@ class MeasuredStep:
     notes: tuple[str, ...] = ()
     """Where the prediction is not exact, and why."""
 
+    def interval_name(self, interval: Interval) -> str:
+        """Returns the name of an interval for tables and messages, such as ``"backward of h.1"``."""
+        if interval.call < 0 or interval.phase is Phase.OPTIMIZER:
+            return interval.phase.value
+        block_of_call = self.model.block_of_call
+        name = self.names[block_of_call[interval.call]]
+        if interval.phase is Phase.AFTER_FORWARD and interval.call == len(block_of_call) - 1:
+            return f"the head and the loss, after {name}"
+        return f"{interval.phase.value} {name}"
+
 
 def with_gathers(
     measured: MeasuredStep, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]]
@@ -341,7 +351,7 @@ def with_gathers(
     model, ahead = measured.model, measured.ahead_bytes
     if not ahead:
         return joined
-    found = dict(joined)
+    events = dict(joined)
     before: Interval | None = None
     for interval in model.intervals:
         if interval.phase is not Phase.BACKWARD or interval.call in model.base.dropped:
@@ -351,12 +361,12 @@ def with_gathers(
         if not num_bytes:
             continue
         if before is not None:
-            own = found.get(before) or [model.steps(before, plan[model.block_of_call[before.call]])]
-            found[before] = [model.steps_of([PrivateRun(num_bytes, num_bytes)]), *own]
-            own = found.get(interval) or [model.steps(interval, option)]
-            found[interval] = [model.steps_of([PrivateRun(0, -num_bytes)]), *own]
+            own = events.get(before) or [model.steps(before, plan[model.block_of_call[before.call]])]
+            events[before] = [model.steps_of([PrivateRun(num_bytes, num_bytes)]), *own]
+            own = events.get(interval) or [model.steps(interval, option)]
+            events[interval] = [model.steps_of([PrivateRun(0, -num_bytes)]), *own]
         before = interval
-    return found
+    return events
 
 
 Runs: TypeAlias = "tuple[tuple[int, int], ...]"
@@ -447,8 +457,8 @@ class JoinedRuns:
         return self._first[calls[0]].holds.union(*(self._behind[call].holds for call in calls[1:]))
 
     def _extra_seconds(self, measured: MeasuredStep, block: int) -> float:
-        again, backward = measured.forward_seconds[block][_KEEP], measured.backward_seconds[block]
-        return max(0.0, again + backward[_KEEP] - backward[self.full])
+        forward, backward = measured.forward_seconds[block][_KEEP], measured.backward_seconds[block]
+        return max(0.0, forward + backward[_KEEP] - backward[self.full])
 
     def _as_first(self, call: int) -> _JoinedCall:
         holds = self._model.holds(call, self.full)
@@ -473,7 +483,7 @@ class JoinedRuns:
         for step in self._model.steps(Interval(Phase.BACKWARD, call), _KEEP):
             yield self._recomputed_one(call, step) if isinstance(step, Change) and step.kind in _HOLDS else step
         yield from (self._change(EventKind.RELEASED, storage) for storage in sorted(holds))
-        yield from (PrivateRun(0, -2 * held.change) for held in self._private(call))
+        yield from (PrivateRun(0, -2 * private.change) for private in self._private(call))
 
     def _under_full(self, phase: Phase, call: int, passed_on: int | None) -> Iterator[PrivateRun | Change]:
         """Yields the events under ``full``, without the hold of the storage ``passed_on``."""
@@ -528,10 +538,12 @@ class JoinedRuns:
         before, here = base.calls[call - 1], base.calls[call]
         if before.block != here.block - 1 or (call in base.dropped) != (call - 1 in base.dropped):
             return []
-        made = [storage for storage in here.arguments if storage in before.outputs and storage not in before.arguments]
-        if len(set(made)) != 1 or made[0] not in here.returned_before:
+        inputs = [
+            storage for storage in here.arguments if storage in before.outputs and storage not in before.arguments
+        ]
+        if len(set(inputs)) != 1 or inputs[0] not in here.returned_before:
             return []
-        users = [c for c in range(len(base.calls)) if made[0] in base.roles(c)]
-        end = self._model.ends.get(made[0])
+        users = [c for c in range(len(base.calls)) if inputs[0] in base.roles(c)]
+        end = self._model.ends.get(inputs[0])
         is_freed = end is not None and end[0] in (Interval(Phase.FORWARD, call), Interval(Phase.AFTER_FORWARD, call))
-        return made[:1] if is_freed and users == [call - 1, call] else []
+        return inputs[:1] if is_freed and users == [call - 1, call] else []

@@ -15,7 +15,7 @@ from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.plot import PAGE, file_of
 from graphckpt.ledger.table import show as show_parts
 from graphckpt.ledger.table import text_of
-from graphckpt.planning.rows import PlanData, PlanRow, parts_of, summary_lines
+from graphckpt.planning.rows import PlanData, PlanRow, budget_text, parts_of, summary_lines
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ class Plan(PlanData):
         """Sets the policies on a model, until the handle's ``remove()`` or the end of the ``with`` block.
 
         Args:
-            model: ``None`` is the model or the Graph that was planned. A plan that is from a file, or was made with
+            model: ``None`` is the model or the Graph that was planned. A plan from a file, or for a
                 ``device``, needs a model.
-            replace: Whether the policies that the model has are taken off first, so that a cell of a notebook can run
+            replace: Whether existing policies of the model are removed first, so that a cell of a notebook can run
                 again. Those of a Graph are replaced in any case.
 
         Raises:
-            ConfigError: there is no model, or it has no blocks of these names.
+            ConfigError: No model is known, or it has no blocks of these names.
         """
         if model is None and self.apply_to_graph is not None:
             return self.apply_to_graph(self)
@@ -91,8 +91,9 @@ class Plan(PlanData):
 
     def __repr__(self) -> str:
         """Returns one line."""
-        peak, budget = format_bytes(self.predicted_peak_bytes), format_bytes(self.budget_bytes)
-        return f"<Plan of {len(self.rows)} blocks: peak {peak} of a budget of {budget}>"
+        place = f", simulated on {self.device}" if self.is_simulated else ""
+        peak = f"peak {format_bytes(self.predicted_peak_bytes)} of a budget of {budget_text(self)}"
+        return f"<Plan of {len(self.rows)} blocks: {peak}{place}>"
 
     def _repr_html_(self) -> str:
         return notebook_html(parts_of(self), self.plot)
@@ -171,12 +172,12 @@ class Plan(PlanData):
             fix = "name a file that Plan.save wrote"
             raise ConfigError(f"{path}: expected a plan, got a wrong {error} · fix: {fix}") from None
 
-    def below(self, name: str) -> Plan:
+    def relative_to(self, name: str) -> Plan:
         """Returns the plan with the paths of blocks relative to the child ``name``."""
         rows = (changed(row, block=row.block.removeprefix(f"{name}.")) for row in self.rows)
         front = self.front
-        below = None if front is None else lambda: [plan.below(name) for plan in front()]
-        return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=below)
+        relative = None if front is None else lambda: [plan.relative_to(name) for plan in front()]
+        return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=relative)
 
 
 def _dumper() -> type[yaml.SafeDumper]:

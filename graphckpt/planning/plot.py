@@ -124,7 +124,9 @@ def draw_sweep(front: Sequence[PlanData], uniform: Mapping[str, PlanData], path:
     target = file_of(path)
     plans = [*front, *uniform.values()]
     if not plans:
-        raise ConfigError(f"{target}: there is no plan to draw · fix: sweep over budgets from the lowest peak up")
+        raise ConfigError(
+            f"{target}: expected a plan to draw, got none · fix: sweep over budgets from the lowest peak up"
+        )
     scale, unit = unit_of(max(plan.predicted_peak_bytes for plan in plans))
     second, second_name = second_of(max(plan.predicted_step_seconds for plan in plans))
 

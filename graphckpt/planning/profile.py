@@ -268,21 +268,21 @@ def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
     """Returns a device by the name of its packaged profile, or from a profile file.
 
     Raises:
-        ConfigError: There is no such profile, or values are invalid; the message lists all of them.
+        ConfigError: The profile does not exist, or has invalid values; the message lists all of them.
     """
     if isinstance(name_or_path, DeviceProfile):
         return name_or_path
     path = Path(name_or_path)
     if not (path.suffix in (".yaml", ".yml") or path.is_file()):
-        known = profile_names()
-        if str(name_or_path) not in known:
+        names = profile_names()
+        if str(name_or_path) not in names:
             raise ConfigError(
-                f"device: there is no profile {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)} · "
-                f"fix: use one of {', '.join(known)}, or a profile file that `graphckpt profile-device` wrote"
+                f"device: unknown profile {str(name_or_path)!r}{did_you_mean(str(name_or_path), names)} · "
+                f"fix: use one of {', '.join(names)}, or a profile file that `graphckpt profile-device` wrote"
             )
         path = _PROFILES / f"{name_or_path}.yaml"
     if not path.is_file():
-        raise ConfigError(f"device: there is no file {path} · fix: write one with `graphckpt profile-device`")
+        raise ConfigError(f"device: the file {path} does not exist · fix: write one with `graphckpt profile-device`")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -298,8 +298,8 @@ def profile_names() -> list[str]:
 def _parsed(values: Any, path: Path) -> DeviceProfile:
     if not isinstance(values, dict):
         raise ConfigError(f"device profile {path}: expected fields, one per line · fix: write 'name: ...' and the rest")
-    known = [f.name for f in fields(DeviceProfile)]
-    faults = [f"{key}: there is no such field{did_you_mean(str(key), known)}" for key in values if key not in known]
+    names = [f.name for f in fields(DeviceProfile)]
+    faults = [f"{key}: unknown field{did_you_mean(str(key), names)}" for key in values if key not in names]
     needed = ("name", "kind", "memory_bytes", "flops", "memory_bandwidth")
     faults += [f"{key}: is missing" for key in needed if key not in values]
     if faults:
@@ -320,8 +320,8 @@ def _faults(device: DeviceProfile) -> list[str]:
     for name in _ABOVE_ZERO + _FROM_ZERO_ON:
         value = getattr(device, name)
         if not _is_number(value) or value < 0 or (value == 0 and name in _ABOVE_ZERO):
-            least = "above 0" if name in _ABOVE_ZERO else "from 0 on"
-            faults.append(f"{name}: expected a number {least}, got {value!r}")
+            bound = "above 0" if name in _ABOVE_ZERO else "from 0 on"
+            faults.append(f"{name}: expected a number {bound}, got {value!r}")
     for name, values in (("flops", device.flops), ("efficiency", device.efficiency)):
         if not isinstance(values, dict) or not all(_is_number(value) and value > 0 for value in values.values()):
             faults.append(f"{name}: expected numbers above 0 by name, got {values!r}")

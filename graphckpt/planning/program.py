@@ -409,14 +409,14 @@ def with_holds(program: BlockProgram, roles: Collection[Role]) -> BlockProgram:
 
     No store reports these: the block itself has kept them alive.
     """
-    held = program.holds
+    holds = program.holds
     late = {
         step.role: step.num_bytes
         for step in program.backward
         if isinstance(step, SharedEvent)
         and step.kind is EventKind.GONE
         and step.role in roles
-        and step.role not in held
+        and step.role not in holds
     }
     if not late:
         return program

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from graphckpt.ledger.groups import common_prefix, group_names
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, prefix_note, show, table_of, time_of
+from graphckpt.planning.options import Budget, describe_budget
 from graphckpt.units import format_bytes, format_seconds
 
 
@@ -66,6 +67,8 @@ class PlanData:
     """Whether the device is a profile, on which no step has run."""
     headroom_bytes: int = 0
     """What the budget ``"max"`` leaves of the device's memory."""
+    memory_budget: Budget | None = None
+    """The budget as it was given, such as ``0.6`` or ``"50%"``."""
 
 
 _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
@@ -90,7 +93,13 @@ def device_text(of: Budgeted) -> str:
 
 def budget_line(of: Budgeted) -> str:
     headroom = f"; headroom {format_bytes(of.headroom_bytes)}" if of.headroom_bytes else ""
-    return f"memory budget {format_bytes(of.budget_bytes)} on {device_text(of)}{headroom}"
+    return f"memory budget {budget_text(of)} on {device_text(of)}{headroom}"
+
+
+def budget_text(of: Budgeted) -> str:
+    """Returns the budget in bytes, and as it was given if that was a share."""
+    share = describe_budget(of.memory_budget) if isinstance(of, PlanData) else ""
+    return f"{format_bytes(of.budget_bytes)} ({share})" if share else format_bytes(of.budget_bytes)
 
 
 def summary_lines(plan: PlanData) -> Iterator[str]:
@@ -100,7 +109,7 @@ def summary_lines(plan: PlanData) -> Iterator[str]:
         f" (corrected by {format_bytes(plan.correction_bytes)} after a measured step)" if plan.correction_bytes else ""
     )
     yield budget_line(plan)
-    yield f"peak {format_bytes(plan.predicted_peak_bytes)}{share}; reached {time_of(plan.binding)}{corrected}"
+    yield f"predicted peak {format_bytes(plan.predicted_peak_bytes)}{share}; reached {time_of(plan.binding)}{corrected}"
     slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
     percent = f"{round(slower, 4) + 0.0:+.1%}".replace("%", " %")
     yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} over keeping everything"

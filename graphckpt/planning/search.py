@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 from graphckpt.errors import ConfigError
 from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
 from graphckpt.planning.memory_model import IntervalLevel, JoinedRuns, MeasuredStep, Runs, with_gathers
-from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.program import Interval
 from graphckpt.planning.step_chain import StepChain
 
 
@@ -131,9 +131,9 @@ class OffloadChain:
         self._inner = inner
         self._timing = timing
         self._quantum = quantum  # seconds; the remaining ones are rounded to its multiples, which limits the states
-        most = max((size for row in timing.moved_bytes for size in row), default=0)
+        largest = max((size for row in timing.moved_bytes for size in row), default=0)
         sizes = {size for row in timing.moved_bytes for size in row if size > 0}
-        grid = [-(-most * (step + 1) // _NUM_SIZES) for step in range(_NUM_SIZES)]
+        grid = [-(-largest * (step + 1) // _NUM_SIZES) for step in range(_NUM_SIZES)]
         self._grid = sorted(sizes) if len(sizes) <= _NUM_SIZES else grid
         self.num_blocks = inner.num_blocks
         self.base, self.fixed_peak = inner.base, inner.fixed_peak
@@ -143,12 +143,12 @@ class OffloadChain:
         tables = self._timing.forward_seconds[block], self._timing.backward_seconds[block]
         return [forward + backward for forward, backward in zip(*tables, strict=True)]
 
-    def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        assert isinstance(held, tuple)
-        inner_held, in_flight, out_left, back_left = held
+    def move(self, block: int, option: int, state: Hashable) -> Move | None:
+        assert isinstance(state, tuple)
+        inner_state, in_flight, out_left, back_left = state
         timing = self._timing
         size = timing.moved_bytes[block][option]
-        move = self._inner.move(block, option, inner_held)
+        move = self._inner.move(block, option, inner_state)
         if move is None:
             return None
         out_left = max(0.0, out_left - timing.forward_seconds[block][option])
@@ -158,12 +158,12 @@ class OffloadChain:
             waits += out_left + back_left
             out_left, back_left = size / timing.out_rate, size / timing.back_rate
             after = next(level for level in self._grid if level >= size)
-        peaks = move.forward_peak + in_flight, move.kept, move.backward_peak + in_flight
-        return Move(*peaks, (move.held, after, self._rounded(out_left), self._rounded(back_left)), waits)
+        peaks = move.forward_peak + in_flight, move.change, move.backward_peak + in_flight
+        return Move(*peaks, (move.state, after, self._rounded(out_left), self._rounded(back_left)), waits)
 
-    def head_peak(self, held: Hashable) -> int:
-        assert isinstance(held, tuple)
-        return self._inner.head_peak(held[0]) + int(held[1])
+    def head_peak(self, state: Hashable) -> int:
+        assert isinstance(state, tuple)
+        return self._inner.head_peak(state[0]) + int(state[1])
 
     def _rounded(self, left: float) -> float:
         return round(left / self._quantum) * self._quantum if self._quantum else left
@@ -277,7 +277,7 @@ class PolicySearch:
         self.measured = measured
         self.joined_runs = JoinedRuns(measured) if joins else None
         """The events of joined blocks."""
-        self._rates = rates
+        self.rates = rates
         self._host_budget = host_budget
         offloading = [number for number, option in enumerate(measured.options) if option.is_far]
         self._offloading = frozenset((block, number) for block in range(len(measured.names)) for number in offloading)
@@ -287,7 +287,7 @@ class PolicySearch:
     @cached_property
     def fronts(self) -> list[tuple[StepChain, Frontier]]:
         """The Pareto-optimal plans, for each option of the blocks that run several times, which must be equal."""
-        banned = self._offloading if self._rates is not None else frozenset()
+        banned = self._offloading if self.rates is not None else frozenset()
         return [(chain, Frontier(chain)) for chain in self._chains(banned, self.joined_runs)]
 
     @cached_property
@@ -300,30 +300,30 @@ class PolicySearch:
         num_blocks = len(self.measured.names)
         plans = [(option,) * num_blocks for option in options]
         if len(self._repeated) > 1:
-            cuts = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
-            plans += [(a,) * cut + (b,) * (num_blocks - cut) for a, b in permutations(options, 2) for cut in cuts]
+            ends = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
+            plans += [(a,) * end + (b,) * (num_blocks - end) for a, b in permutations(options, 2) for end in ends]
         return [self.evaluate(plan) for plan in plans]
 
     def floor(self) -> PolicyChoice:
-        found = [self._evaluate(chain, front.least_peak()) for chain, front in self.fronts]
-        return min(found + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
+        choices = [self._evaluate(chain, front.least_peak()) for chain, front in self.fronts]
+        return min(choices + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def fastest(self, budget: int) -> PolicyChoice | None:
-        found = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget)) is not None]
-        found += [choice for choice in (self.floor(), *self.baselines) if choice.peak <= budget]
-        best = min(found, key=_better, default=None)
-        if self._rates is None:
+        fitting = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget))]
+        fitting += [choice for choice in (self.floor(), *self.baselines) if choice.peak <= budget]
+        best = min(fitting, key=_better, default=None)
+        if self.rates is None:
             return best
         moved = self._with_copies(budget, best)
         return min((c for c in (best, moved) if c is not None), key=_better, default=None)
 
-    def pareto(self, most: int = 24) -> list[PolicyChoice]:
-        candidates = [self._evaluate(chain, plan) for chain, f in self.fronts for plan in f.plans(most)]
+    def pareto(self, count: int = 24) -> list[PolicyChoice]:
+        candidates = [self._evaluate(chain, plan) for chain, f in self.fronts for plan in f.plans(count)]
         candidates += self.baselines
-        if self._rates is not None and candidates:
+        if self.rates is not None and candidates:
             low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
-            most = min(most, _BUDGETS_WITH_COPIES)
-            steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * most) for n in range(most + 1)]
+            count = min(count, _BUDGETS_WITH_COPIES)
+            steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * count) for n in range(count + 1)]
             candidates += [choice for budget in steps if (choice := self.fastest(budget)) is not None]
         front: list[PolicyChoice] = []
         for choice in sorted(candidates, key=lambda c: (c.peak, c.seconds, c.plan)):
@@ -344,11 +344,11 @@ class PolicySearch:
         return PolicyChoice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
 
     def extra_seconds(self, choice: PolicyChoice) -> list[float]:
-        known = self.measured
+        measured = self.measured
         extra = [
             forward[option] + backward[option] - forward[0] - backward[0]
             for option, forward, backward in zip(
-                choice.plan, known.forward_seconds, known.backward_seconds, strict=True
+                choice.plan, measured.forward_seconds, measured.backward_seconds, strict=True
             )
         ]
         for first, end in choice.runs:
@@ -381,22 +381,22 @@ class PolicySearch:
         """Returns the fastest choice with copies that fits on the device and on the host."""
         banned: set[tuple[int, int]] = set()
         for _ in range(len(self.measured.names) + 1):
-            found = None
+            best_moved = None
             for chain in self._chains(frozenset(banned)):
                 timing = self._timing(chain)
                 start = None if best is None or best.runs else [best.plan[block] for block in chain.blocks]
                 improved = search_offload(chain, timing, budget, start)
-                if improved is not None and (found is None or improved.seconds < found.seconds):
+                if improved is not None and (best_moved is None or improved.seconds < best_moved.seconds):
                     plan = chain.plan(improved.plan)
                     highest = max(self.levels(plan, ()), key=lambda level: level.peak)
                     peak = max(improved.peak, highest.peak)
                     if peak <= budget:
-                        found = PolicyChoice(plan, peak, highest.interval, improved.seconds)
-            if found is None or self._host_budget is None:
-                return found
-            moved = [self.measured.far_bytes[block][option] for block, option in enumerate(found.plan)]
+                        best_moved = PolicyChoice(plan, peak, highest.interval, improved.seconds)
+            if best_moved is None or self._host_budget is None:
+                return best_moved
+            moved = [self.measured.far_bytes[block][option] for block, option in enumerate(best_moved.plan)]
             if sum(moved) <= self._host_budget:
-                return found
+                return best_moved
             largest = max(range(len(moved)), key=lambda block: (moved[block], block))
             banned |= {(b, o) for b, o in self._offloading if b == largest}
         return None
@@ -408,40 +408,24 @@ class PolicySearch:
         return [StepChain(self.measured, dict.fromkeys(self._repeated, option), banned) for option in allowed]
 
     def _timing(self, chain: StepChain) -> CopyTiming:
-        assert self._rates is not None
-        known = self.measured
+        assert self.rates is not None
+        measured = self.measured
         return CopyTiming(
-            forward_seconds=[known.forward_seconds[block] for block in chain.blocks],
-            backward_seconds=[known.backward_seconds[block] for block in chain.blocks],
-            moved_bytes=[known.far_bytes[block] for block in chain.blocks],
-            out_rate=self._rates.out,
-            back_rate=self._rates.back,
+            forward_seconds=[measured.forward_seconds[block] for block in chain.blocks],
+            backward_seconds=[measured.backward_seconds[block] for block in chain.blocks],
+            moved_bytes=[measured.far_bytes[block] for block in chain.blocks],
+            out_rate=self.rates.out,
+            back_rate=self.rates.back,
         )
 
     def _seconds(self, plan: Sequence[int]) -> tuple[float, int]:
         """Returns the seconds of all blocks, and the most bytes that copies hold on the device."""
-        known = self.measured
-        if self._rates is not None and any(known.far_bytes[b][o] for b, o in enumerate(plan)):
-            chain = StepChain(known)
+        measured = self.measured
+        if self.rates is not None and any(measured.far_bytes[b][o] for b, o in enumerate(plan)):
+            chain = StepChain(measured)
             times = schedule_copies(self._timing(chain), [plan[block] for block in chain.blocks])
             return times.seconds, max(times.in_flight, default=0)
-        return sum(known.forward_seconds[b][o] + known.backward_seconds[b][o] for b, o in enumerate(plan)), 0
-
-
-def interval_name(interval: Interval, names: Sequence[str], block_of_call: Sequence[int]) -> str:
-    """Returns the name of an interval for tables and messages.
-
-    >>> interval_name(Interval(Phase.BACKWARD, 1), ["h.0", "h.1", "h.2"], [0, 1, 2])
-    'backward of h.1'
-    >>> interval_name(Interval(Phase.AFTER_FORWARD, 2), ["h.0", "h.1", "h.2"], [0, 1, 2])
-    'the head and the loss, after h.2'
-    """
-    if interval.call < 0 or interval.phase is Phase.OPTIMIZER:
-        return interval.phase.value
-    name = names[block_of_call[interval.call]]
-    if interval.phase is Phase.AFTER_FORWARD and interval.call == len(block_of_call) - 1:
-        return f"the head and the loss, after {name}"
-    return f"{interval.phase.value} {name}"
+        return sum(measured.forward_seconds[b][o] + measured.backward_seconds[b][o] for b, o in enumerate(plan)), 0
 
 
 def _better(choice: PolicyChoice) -> tuple[float, int, tuple[int, ...]]:

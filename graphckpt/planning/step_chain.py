@@ -25,7 +25,7 @@ class _Span:
     steps: Sequence[Sequence[EventSeq]]
     """By interval, with the events before the next interval of a block."""
     holds: Held
-    handed: Held
+    inputs: Held
     """What the blocks of a run pass to one another."""
     storages: Held
     """All shared storages of the events."""
@@ -68,7 +68,6 @@ class StepChain:
         self.start: Held = frozenset()
         self.base = 0
         self._constants, self._others, self._unborn = self._simulate_constants()
-        self._until: dict[Interval, Sequence[Interval]] = {}
         self._stretches: dict[EventSeq, EventSeq] = {}
         self._spans: dict[tuple[int, int], _Span] = {}
         self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
@@ -82,8 +81,8 @@ class StepChain:
         first = self._order[Interval(Phase.FORWARD, self._calls[0])]
         last = Interval(Phase.BACKWARD, self._calls[0])
         after = self._order[last] if last in self._order else len(model.intervals) - 1
-        around = [*model.intervals[:first], *model.intervals[after + 2 :]]
-        self.fixed_peak = max((self._constant_peak(interval) for interval in around), default=0)
+        outside = [*model.intervals[:first], *model.intervals[after + 2 :]]
+        self.fixed_peak = max((self._constant_peak(interval) for interval in outside), default=0)
 
     def options(self, block: int) -> Sequence[float]:
         """Returns the seconds of each option of a block; a module that is called several times counts once.
@@ -115,14 +114,14 @@ class StepChain:
             if end - first > 1
         )
 
-    def move(self, block: int, option: int, held: Hashable) -> Move | None:
-        key = block, option, held
+    def move(self, block: int, option: int, state: Hashable) -> Move | None:
+        key = block, option, state
         if key not in self._moves:
-            self._moves[key] = self._move(block, option, held)
+            self._moves[key] = self._move(block, option, state)
         return self._moves[key]
 
-    def _move(self, block: int, option: int, held: Hashable) -> Move | None:
-        assert isinstance(held, frozenset)
+    def _move(self, block: int, option: int, state: Hashable) -> Move | None:
+        assert isinstance(state, frozenset)
         length = self._length(block, option)
         chosen = option if length == 1 else self._full
         numbers = self.blocks[block : block + length]
@@ -130,19 +129,19 @@ class StepChain:
             return None
         calls = range(self._calls[block], self._calls[block] + length)
         span = self._spans.get((block, option)) or self._spans.setdefault((block, option), self._span(calls, chosen))
-        local = held & span.storages  # equal blocks after equal ones differ in the rest of the state alone
+        local = state & span.storages  # equal blocks after equal ones differ in the rest of the state alone
         key = block, option, local
         effect = self._effects.get(key) or self._effects.setdefault(key, self._effect(calls, span, local))
-        forward_peak, kept, backward_peak = effect
+        forward_peak, change, backward_peak = effect
         if len(span.steps) > length:
-            backward_peak += self._released_bytes(held, span.after, calls[-1])
+            backward_peak += self._released_bytes(state, span.after, calls[-1])
             backward_peak -= self._released_bytes(local, span.after, calls[-1])
-        still = self._still_of_use(held | span.holds, block + length - 1, span.after)
-        return Move(forward_peak, kept, backward_peak, still, length=length)
+        still = self._still_of_use(state | span.holds, block + length - 1, span.after)
+        return Move(forward_peak, change, backward_peak, still, length=length)
 
     def _span(self, calls: range, option: int) -> _Span:
         if len(calls) == 1:
-            own, handed = self._model.holds(calls[0], option), frozenset[int]()
+            own, inputs = self._model.holds(calls[0], option), frozenset[int]()
             intervals = [
                 interval
                 for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -151,42 +150,42 @@ class StepChain:
             steps: list[tuple[Interval, Sequence[EventSeq]]] = [(i, (self._model.steps(i, option),)) for i in intervals]
         else:
             assert self._joined_runs is not None
-            own, handed = self._joined_runs.holds(calls), self._joined_runs.inputs(calls)  # freed, and recomputed
+            own, inputs = self._joined_runs.holds(calls), self._joined_runs.inputs(calls)  # freed, and recomputed
             steps = list(self._joined_runs.steps(calls))
-        whole = [self._with_next(interval, parts) for interval, parts in steps]
-        storages = frozenset(storage for parts in whole for part in parts for storage in part.storages)
-        return _Span(whole, own, handed, storages | own, self._next_start(Interval(Phase.FORWARD, calls[-1])))
+        with_next = [self._with_next(interval, parts) for interval, parts in steps]
+        storages = frozenset(storage for parts in with_next for part in parts for storage in part.storages)
+        return _Span(with_next, own, inputs, storages | own, self._next_start(Interval(Phase.FORWARD, calls[-1])))
 
-    def _effect(self, calls: range, span: _Span, held: Held) -> tuple[int, int, int]:
+    def _effect(self, calls: range, span: _Span, holds: Held) -> tuple[int, int, int]:
         first, after = Interval(Phase.FORWARD, calls[0]), span.after
-        state = LiveState(self._constants[first], self._others[first], held, self._unborn[first])
+        forward = LiveState(self._constants[first], self._others[first], holds, self._unborn[first])
         for part in chain.from_iterable(span.steps[: len(calls)]):
-            state.advance(part)
+            forward.advance(part)
         peak = 0
         if span.steps[len(calls) :]:
             backward = Interval(Phase.BACKWARD, calls[-1])
-            now_held = held | span.holds
-            level = self._constants[backward] + self._unseen(now_held, backward) - self._unseen(now_held, after)
-            state_back = LiveState(level, self._others[backward] - span.handed, held)
-            state_back.hold(span.holds)
+            all_holds = holds | span.holds
+            level = self._constants[backward] + self._unseen(all_holds, backward) - self._unseen(all_holds, after)
+            backward_state = LiveState(level, self._others[backward] - span.inputs, holds)
+            backward_state.hold(span.holds)
             for part in chain.from_iterable(span.steps[len(calls) :]):
-                state_back.advance(part)
-            peak = state_back.peak
-        return state.peak, state.level - self._constants[after], peak
+                backward_state.advance(part)
+            peak = backward_state.peak
+        return forward.peak, forward.level - self._constants[after], peak
 
     def _with_next(self, interval: Interval, parts: Sequence[EventSeq]) -> Sequence[EventSeq]:
         """Returns the events of an interval of a block with those of the intervals before the next block."""
-        *again, own = parts
+        *recomputations, own = parts
         stretch = self._stretches.get(own)
         if stretch is None:
             others = (self._model.steps(each, 0) for each in self._until_next(interval)[1:])
             stretch = self._stretches[own] = self._model.steps_of(step for each in (own, *others) for step in each)
-        return (*again, stretch)
+        return (*recomputations, stretch)
 
-    def _released_bytes(self, held: Held, after: Interval, call: int) -> int:
+    def _released_bytes(self, holds: Held, after: Interval, call: int) -> int:
         """Returns the bytes that only blocks hold when the backward of a call begins, and other code held ``after``."""
         released = self._others[after] - self._others[Interval(Phase.BACKWARD, call)]
-        return sum(self._model.base.sizes.get(storage, 0) for storage in held & released)
+        return sum(self._model.base.sizes.get(storage, 0) for storage in holds & released)
 
     @property
     def _full(self) -> int:
@@ -201,44 +200,37 @@ class StepChain:
             if choice != COVERED:
                 yield block, block + self._length(block, choice), choice
 
-    def head_peak(self, held: Hashable) -> int:
+    def head_peak(self, state: Hashable) -> int:
         """Returns 0: the interval between the last forward and the first backward counts for the last block."""
-        del held
+        del state
         return 0
 
     def _until_next(self, interval: Interval) -> Sequence[Interval]:
         """Returns an interval of a block and those after it, up to the next one of a block."""
-        found = self._until.get(interval)
-        if found is None:
-            number = self._order[interval]
-            end = number + 1
-            intervals = self._model.intervals
-            while end < len(intervals) and not (
-                intervals[end].is_of_block or intervals[end].phase in (Phase.OPTIMIZER, Phase.BEFORE)
-            ):
-                end += 1
-            found = self._until[interval] = intervals[number:end]
-        return found
+        intervals, start = self._model.intervals, self._order[interval]
+        later = range(start + 1, len(intervals))
+        ends = (n for n in later if intervals[n].is_of_block or intervals[n].phase in (Phase.OPTIMIZER, Phase.BEFORE))
+        return intervals[start : next(ends, len(intervals))]
 
     def _next_start(self, interval: Interval) -> Interval:
         *_, last = self._until_next(interval)
         number = self._order[last] + 1
         return self._model.intervals[number] if number < len(self._model.intervals) else last
 
-    def _unseen(self, held: Iterable[int], at: Interval) -> int:
+    def _unseen(self, holds: Iterable[int], at: Interval) -> int:
         """Returns the bytes that are held by blocks only at the start of an interval."""
         not_only = self._others[at] | self._unborn[at]
-        return sum(self._model.base.sizes.get(storage, 0) for storage in held if storage not in not_only)
+        return sum(self._model.base.sizes.get(storage, 0) for storage in holds if storage not in not_only)
 
-    def _still_of_use(self, held: Held, block: int, after: Interval) -> Held:
+    def _still_of_use(self, holds: Held, block: int, after: Interval) -> Held:
         """Drops storages that later blocks do not use and only blocks hold: they count as private from here on.
 
         What later blocks do not use and other code holds as well matters only where that code releases it. Of such
         storages with equal bytes that are released at one place, the number matters, and the first ones stand for them.
         """
         others = self._others[after]
-        used = {s for s in held if self._last_use.get(s, -1) > block}
-        releases = Counter(self._release_of.get(s, s) for s in (held & others) - used)
+        used = {s for s in holds if self._last_use.get(s, -1) > block}
+        releases = Counter(self._release_of.get(s, s) for s in (holds & others) - used)
         unused = (s for release, count in releases.items() for s in self._first_unused(release, count, block, others))
         return frozenset(used.union(unused))
 

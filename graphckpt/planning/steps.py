@@ -277,7 +277,7 @@ class PartitionStore(RecordingStore):
         assert group is not None
         store = self._stores[group.block]
         key = store.put(tensor, group)
-        return HeldKey((store, key), _whole(key), self.trace)
+        return HeldKey((store, key), _full_tensors(key), self.trace)
 
     def get(self, key: object) -> torch.Tensor | None:
         assert isinstance(key, HeldKey)
@@ -292,12 +292,14 @@ class PartitionStore(RecordingStore):
             warnings.filterwarnings("ignore", message=".*already sharded, left whole")
             self._stores[group.block].close_group(group)
         self.has_compared |= len(_pieces(group, is_cut=False)) < num_whole
-        cut = _pieces(group, is_cut=True)
+        parts = _pieces(group, is_cut=True)
         sizes = [
-            piece.store.gathered_bytes(piece.handle.num_bytes) for piece in cut if isinstance(piece.store, ShardedStore)
+            piece.store.gathered_bytes(piece.handle.num_bytes)
+            for piece in parts
+            if isinstance(piece.store, ShardedStore)
         ]
         if len(sizes) > 1:
-            sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in cut))  # as one buffer
+            sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in parts))  # as one buffer
         if sizes and self.trace is not None:
             self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
 
@@ -316,16 +318,16 @@ def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
     return [piece for piece in pieces_of(group) if (unsplit_bytes(piece.handle) is None) == is_cut]
 
 
-def _whole(key: object) -> Iterator[torch.Tensor]:
+def _full_tensors(key: object) -> Iterator[torch.Tensor]:
     if isinstance(key, torch.Tensor):
         yield key
     elif isinstance(key, WrappedKey):
         for inner in key.keys:
-            yield from _whole(inner)
+            yield from _full_tensors(inner)
     elif isinstance(key, TensorKey):
-        whole = unsplit_bytes(key.piece.handle)
-        if whole is not None:
-            yield whole
+        tensor = unsplit_bytes(key.piece.handle)
+        if tensor is not None:
+            yield tensor
 
 
 MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Callable[[], object]]]
@@ -433,15 +435,15 @@ class FakeStep:
         if not lists or not all(isinstance(each, nn.ModuleList) for each in lists):
             yield False
             return
-        whole = [(each, dict(each._modules)) for each in lists]
+        children = [(each, dict(each._modules)) for each in lists]
         try:
-            for each, modules in whole:
+            for each, modules in children:
                 rest = [module for module in modules.values() if id(module) not in others]
                 each._modules.clear()
                 each._modules.update({str(number): module for number, module in enumerate(rest)})
             yield self._runs()
         finally:
-            for each, modules in whole:
+            for each, modules in children:
                 each._modules.clear()
                 each._modules.update(modules)
 

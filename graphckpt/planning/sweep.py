@@ -55,13 +55,13 @@ def measure(
         raise PlanError("no block ran with gradients on · fix: let step_fn run forward and backward of this model")
     if not base.has_backward:
         raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
-    found = TraceCollector(base, _classes(base, blocks))
-    found.add(run, every, [option] * len(every), is_whole=True)
-    some = _excerpt(found.classes, len(options))  # enough to measure each option in a short run
+    collector = TraceCollector(base, _classes(base, blocks))
+    collector.add(run, every, [option] * len(every), is_whole=True)
+    some = _excerpt(collector.classes, len(options))  # enough to measure each option in a short run
     with step.restricted_to(blocks, some) as is_shorter:
         numbers = some if is_shorter else list(every)
         part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
-        kinds = [found.classes[number] for number in numbers]
+        kinds = [collector.classes[number] for number in numbers]
         timed = _excerpt(kinds, _MOST_TIMED)
         few = Blocks([(part.names[number], part.modules[number]) for number in timed])
         options, own = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
@@ -72,18 +72,18 @@ def measure(
             if progress is not None:
                 progress(done, len(turns) + 1)
             sample = shared(step.sample(part, [own[kind][o] for kind, o in zip(kinds, turn, strict=True)]))
-            found.add(sample, numbers, turn, is_whole=option == 0 and len(numbers) == len(every))
+            collector.add(sample, numbers, turn, is_whole=option == 0 and len(numbers) == len(every))
     if progress is not None:
         progress(len(turns) + 1, len(turns) + 1)
-    return found.measured(blocks, options, own, run, option, len(turns) + 1)
+    return collector.measured(blocks, options, own, run, option, len(turns) + 1)
 
 
-def _excerpt(classes: Sequence[int], most: int) -> list[int]:
-    seen: dict[int, int] = {}
+def _excerpt(classes: Sequence[int], limit: int) -> list[int]:
+    counts: dict[int, int] = {}
     numbers = []
     for number, kind in enumerate(classes):
-        seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] <= most:
+        counts[kind] = counts.get(kind, 0) + 1
+        if counts[kind] <= limit:
             numbers.append(number)
     return numbers
 
@@ -94,16 +94,17 @@ def _classes(base: StepLog, blocks: Blocks) -> list[int]:
     Policies copy buffers, of which a step without them shows nothing.
     """
     base.name_roles([base.leaving(call) for call in range(len(base.calls))])
-    seen: dict[Any, int] = {}
+    classes: dict[Any, int] = {}
     marks: list[list[Any]] = [[] for _ in blocks.names]
     for number, call in enumerate(base.calls):
         border = sorted((role, base.sizes.get(storage, 0)) for storage, role in base.roles(number).items())
         marks[call.block].append((base.program(number), tuple(border)))
-    classes = []
+    result = []
     for module, mark in zip(blocks.modules, marks, strict=True):
         sizes = tuple((buffer.dtype, buffer.numel()) for buffer in module.buffers())
-        classes.append(seen.setdefault((type(module), module.training, sizes, tuple(mark)), len(seen)))
-    return classes
+        key = type(module), module.training, sizes, tuple(mark)
+        result.append(classes.setdefault(key, len(classes)))
+    return result
 
 
 def _turns(classes: Sequence[int], num_options: int, *, is_shorter: bool) -> Iterator[list[int]]:
@@ -148,7 +149,7 @@ class TraceCollector:
         """Seconds by class, option and phase."""
         self._extra: dict[tuple[int, int, Phase], list[float]] = {}
         """The same, minus the seconds of the block without a policy in a run beside that one."""
-        self._far: dict[tuple[int, int], int] = {}
+        self._far_bytes: dict[tuple[int, int], int] = {}
         self._ahead: dict[tuple[int, int], list[int]] = {}
 
     def add(self, sample: StepSample, numbers: Sequence[int], turn: Sequence[int], *, is_whole: bool) -> None:
@@ -175,7 +176,7 @@ class TraceCollector:
                 self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
                 self._extra.setdefault((*key, phase), []).append(took - plain)
             self._ahead.setdefault(key, [sample.trace.ahead_bytes[call] for call in calls[block]])
-            self._far.setdefault(key, sum(sample.trace.far_bytes[call] for call in calls[block]))
+            self._far_bytes.setdefault(key, sum(sample.trace.far_bytes[call] for call in calls[block]))
 
     def measured(
         self,
@@ -216,7 +217,7 @@ class TraceCollector:
             ),
             forward_seconds=self._by_block(Phase.FORWARD, own, programs),
             backward_seconds=backward_seconds,
-            far_bytes=tuple(tuple(self._far[kind, o] for o in every) for kind in self.classes),
+            far_bytes=tuple(tuple(self._far_bytes[kind, o] for o in every) for kind in self.classes),
             ahead_bytes={
                 (call, option): num_bytes
                 for call, block in enumerate(block_of)
@@ -239,19 +240,19 @@ class TraceCollector:
             pools: dict[Any, list[float]] = {}
             others = range(1, len(own[kind]))
             for option in others:
-                extra = self._extra.get((kind, option, phase))
-                if extra is None:
-                    extra = [took - keep for took in self._seconds[kind, option, phase]]
-                pools.setdefault(self._doing(kind, option, programs), []).extend(extra)
-            found = {option: median(pools[self._doing(kind, option, programs)]) for option in others}
+                seconds = self._extra.get((kind, option, phase))
+                if seconds is None:
+                    seconds = [took - keep for took in self._seconds[kind, option, phase]]
+                pools.setdefault(self._doing(kind, option, programs), []).extend(seconds)
+            extra = {option: median(pools[self._doing(kind, option, programs)]) for option in others}
             if all((kind, option, phase) in self._extra for option in others):
-                found |= _smoothed(own[kind], found, phase)
-            by_class[kind] = (keep, *(keep + max(0.0, found[option]) for option in others))  # less than that is noise
+                extra |= _smoothed(own[kind], extra, phase)
+            by_class[kind] = (keep, *(keep + max(0.0, extra[option]) for option in others))  # less than that is noise
         return tuple(by_class[kind] for kind in self.classes)
 
     def _doing(self, kind: int, option: int, programs: dict[tuple[int, int], list[BlockProgram]]) -> Any:
         """Returns a key that is equal for options with equal programs and equal offloaded bytes; ``keep`` is apart."""
-        return option == 0, tuple(programs[kind, option]), self._far[kind, option]
+        return option == 0, tuple(programs[kind, option]), self._far_bytes[kind, option]
 
     def _name_roles(self) -> None:
         leaving: dict[tuple[int, int], set[int]] = {}
@@ -320,7 +321,7 @@ class TraceCollector:
 
     def _ends_in_short_runs(self) -> Iterator[tuple[int, StorageEnd]]:
         """Yields what is freed between forward and backward, as autocast frees its copies of weights, by class."""
-        heads, seen = _heads(self._base), {}
+        heads, numbers = _heads(self._base), {}
         for run in self._runs:
             own = {} if run.is_whole else _heads(run.log)
             for block, calls in run.calls.items():
@@ -328,10 +329,10 @@ class TraceCollector:
                     for storage, role in run.log.roles(call).items():
                         end = run.log.ends.get(storage)
                         if call in own and end is not None and end.interval == own[call] != (Phase.AFTER_FORWARD, call):
-                            seen[self.classes[block], place, role] = end.number
-        for call in heads if seen else ():
+                            numbers[self.classes[block], place, role] = end.number
+        for call in heads if numbers else ():
             for storage, role in self._base.roles(call).items():
-                number = seen.get((self.classes[self._base.calls[call].block], self._place[call], role))
+                number = numbers.get((self.classes[self._base.calls[call].block], self._place[call], role))
                 if number is not None:
                     yield storage, StorageEnd(heads[call], number)
 
@@ -351,8 +352,8 @@ class TraceCollector:
                 key = self.classes[block], option
                 if key in programs and run.is_whole:
                     continue
-                found = [self._program(run, block, place, ends) for place in range(len(run.calls[block]))]
-                if programs.setdefault(key, found) != found:
+                blocks = [self._program(run, block, place, ends) for place in range(len(run.calls[block]))]
+                if programs.setdefault(key, blocks) != blocks:
                     self.notes.setdefault(_SHORTER)
         return programs
 
@@ -363,7 +364,7 @@ class TraceCollector:
         return with_holds(run.log.program(run.calls[block][place]), early)
 
 
-def _smoothed(options: Sequence[Option], found: Mapping[int, float], phase: Phase) -> dict[int, float]:
+def _smoothed(options: Sequence[Option], extra: Mapping[int, float], phase: Phase) -> dict[int, float]:
     """Returns the seconds that options take beyond ``keep``, for options whose ops have been timed one by one.
 
     The time of an op is the minimum of many runs, while whole blocks are timed a few times. What a level takes beyond
@@ -377,10 +378,10 @@ def _smoothed(options: Sequence[Option], found: Mapping[int, float], phase: Phas
     levels = [number for number in ops if isinstance(options[number].rule, Selective)]
     if not levels:
         return {}
-    beyond = max(0.0, median(found[number] - ops[number] for number in levels))
+    beyond = max(0.0, median(extra[number] - ops[number] for number in levels))
     return {
-        number: least + (beyond if number in levels else min(beyond, max(0.0, found[number] - least)))
-        for number, least in ops.items()
+        number: seconds + (beyond if number in levels else min(beyond, max(0.0, extra[number] - seconds)))
+        for number, seconds in ops.items()
     }
 
 

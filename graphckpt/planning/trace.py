@@ -434,7 +434,7 @@ class TracedStore(RecordingStore):
     def __init__(self, far_blocks: Collection[str] = (), min_elements: int = 1024) -> None:
         self._far_blocks = frozenset(far_blocks)
         self._min_elements = min_elements
-        self._sent: dict[int, weakref.ref[_Far]] = {}
+        self._offloaded: dict[int, weakref.ref[_OffloadedStorage]] = {}
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
         return group
@@ -445,13 +445,13 @@ class TracedStore(RecordingStore):
         if trace is None or group.block not in self._far_blocks or self._stays(tensor, group):
             return HeldKey(tensor.detach(), [tensor], trace)
         storage = tensor.untyped_storage()
-        known = self._sent.get(id(storage))
-        far = known() if known is not None else None
-        if far is None or far.storage() is not storage:
-            far = _Far(tensor)
-            self._sent[id(storage)] = weakref.ref(far)
-            trace.log.far_bytes[trace.call] += far.num_bytes
-        return _View(far, tensor, trace)
+        reference = self._offloaded.get(id(storage))
+        copy = reference() if reference is not None else None
+        if copy is None or copy.storage() is not storage:
+            copy = _OffloadedStorage(tensor)
+            self._offloaded[id(storage)] = weakref.ref(copy)
+            trace.log.far_bytes[trace.call] += copy.num_bytes
+        return _View(copy, tensor, trace)
 
     def get(self, key: object) -> torch.Tensor | None:
         if isinstance(key, _View):
@@ -488,7 +488,7 @@ class HeldKey:
 
 
 @final
-class _Far:
+class _OffloadedStorage:
     """An offloaded storage: a copy that no trace counts, until it is reloaded."""
 
     __slots__ = ("__weakref__", "_back", "_copy", "num_bytes", "storage")
@@ -516,10 +516,10 @@ class _Far:
 class _View:
     """The key of an offloaded tensor: which part of its storage it is."""
 
-    __slots__ = ("_call", "_device", "_dtype", "_far", "_flat", "_offset", "_stride", "_trace")
+    __slots__ = ("_call", "_device", "_dtype", "_flat", "_offset", "_storage", "_stride", "_trace")
 
-    def __init__(self, far: _Far, tensor: torch.Tensor, trace: Trace) -> None:
-        self._far = far
+    def __init__(self, storage: _OffloadedStorage, tensor: torch.Tensor, trace: Trace) -> None:
+        self._storage = storage
         self._trace = trace
         self._call = trace.call
         self._device, self._dtype = tensor.device, tensor.dtype
@@ -527,7 +527,7 @@ class _View:
         self._flat: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        self._flat = self._far.back(self._device)
+        self._flat = self._storage.back(self._device)
         shape, stride = self._stride
         typed = self._flat.view(self._dtype)
         return typed.as_strided(shape, stride, self._offset)

@@ -86,13 +86,13 @@ class DeviceBenchmark:
     def time(self, run: Callable[[], Any]) -> float:
         run()
         self.wait()
-        taken: list[float] = []
-        while len(taken) < _MIN_RUNS or sum(taken) < self._seconds:
+        times: list[float] = []
+        while len(times) < _MIN_RUNS or sum(times) < self._seconds:
             begin = perf_counter()
             run()
             self.wait()
-            taken.append(perf_counter() - begin)
-        return median(taken)
+            times.append(perf_counter() - begin)
+        return median(times)
 
     def wait(self) -> None:
         """Does nothing: the host computes."""
@@ -141,7 +141,7 @@ class CudaBenchmark(DeviceBenchmark):
         num_products = min(_MAX_PRODUCTS, 1 + int(2 * copy_seconds / self.time(lambda: a @ a)))
         rates = []
         for target, source in ((here, there), (there, here)):
-            taken = []
+            times = []
             for _ in range(_MIN_RUNS + 1):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 self.wait()
@@ -152,8 +152,8 @@ class CudaBenchmark(DeviceBenchmark):
                     target.copy_(source, non_blocking=True)
                     end.record()
                 self.wait()
-                taken.append(begin.elapsed_time(end) / 1000)
-            rates.append(self.block_bytes / median(taken[1:]))
+                times.append(begin.elapsed_time(end) / 1000)
+            rates.append(self.block_bytes / median(times[1:]))
         return rates[0], rates[1]
 
     def workspace(self) -> int:
@@ -172,9 +172,9 @@ class CudaBenchmark(DeviceBenchmark):
         mask = torch.zeros(2, 1, 128, 128, dtype=torch.float16, device=self.device)
         wide = query.detach().float().requires_grad_()
         order: dict[str, None] = {}
-        for given, bias in ((query, None), (query, mask), (wide, None)):
+        for tensor, bias in ((query, None), (query, mask), (wide, None)):
             with _flop_counter() as counter:
-                F.scaled_dot_product_attention(given, given, given, attn_mask=bias)
+                F.scaled_dot_product_attention(tensor, tensor, tensor, attn_mask=bias)
             ops = counter.get_flop_counts()["Global"]
             order.update(dict.fromkeys(k for k in _KERNELS if any(f"_{k}_attention" in str(op) for op in ops)))
         rest = (kernel for kernel in ("flash", "efficient") if kernel not in order)
@@ -208,7 +208,7 @@ def profile(
         report: Called with a line of text after each measurement.
 
     Raises:
-        ConfigError: There is no such device, or it cannot be measured.
+        ConfigError: The device does not exist, or cannot be measured.
     """
     place = _device(device)
     bench = _bench(place, seconds)
@@ -254,7 +254,7 @@ def write_profile(path: str | Path, device: str | torch.device | None = None, **
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"profile: expected a file that ends in .yaml, got {path} · fix: use {path.stem}.yaml")
     if not path.parent.is_dir():  # before the minutes that measuring takes
-        raise ConfigError(f"profile: there is no folder {path.parent} · fix: create it, or name another one")
+        raise ConfigError(f"profile: the folder {path.parent} does not exist · fix: create it, or name another one")
     measured = profile(device, **options)
     measured.save(path, comment=f"Measured by `graphckpt profile-device`, torch {torch.__version__}.")
     return measured
@@ -270,8 +270,8 @@ def _bench(device: torch.device, seconds: float) -> DeviceBenchmark:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    found = torch.accelerator.current_accelerator()
-    place = torch.device(device) if device is not None else found or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    place = accelerator if device is None else torch.device(device)
     if place.type not in ("cpu", "cuda"):
         raise ConfigError(f"profile: expected a CUDA device or the CPU, got {place} · fix: use 'cuda' or 'cpu'")
     if place.type == "cuda" and not torch.cuda.is_available():

@@ -264,11 +264,11 @@ class _OpenFile:
         self.fate = _Fate()
         self.ranges = FreeRanges()
         self._folder = folder
-        self._bound = in_flight_bytes
-        self._unwritten: deque[_DiskHandle] = deque()  # oldest first
-        self._unwritten_bytes = 0
+        self._bound = in_flight_bytes  # of each of the two counts below
+        self._unwritten: deque[_DiskHandle] = deque()  # oldest first; some may be written, freed or returned by now
+        self._unwritten_bytes = 0  # of tensors whose memory waits for its write
         self._ahead: deque[_DiskHandle] = deque()  # to be read as soon as the bound allows
-        self._loaded_bytes = 0  # including those being read
+        self._loaded_bytes = 0  # that were read and not returned yet, or are being read
         file = UnlinkedFile(folder)
         try:
             with unseen_by_modes():
@@ -283,7 +283,7 @@ class _OpenFile:
         ready = self._writer.mark()
         self._wait_for_room(num_bytes)
         handle = _DiskHandle(self.fate, data, group, self.ranges.allocate(in_blocks(num_bytes)))
-        handle.write = self._submit("write", handle, _save, self._writer, ready)
+        handle.write = self._submit("write", handle, self._writer.save, ready)
         self._unwritten.append(handle)
         self._unwritten_bytes += num_bytes
         return handle
@@ -307,7 +307,7 @@ class _OpenFile:
             self._end_read(handle)
             self._read_ahead()
         handle.is_requested = False
-        if handle.write is None or handle.write.done():
+        if handle.write is None or handle.write.done():  # else the write needs the memory, and drops it
             handle.data = None
         return flat
 
@@ -326,13 +326,13 @@ class _OpenFile:
 
     def _wait_for_room(self, num_bytes: int) -> None:
         while self._unwritten:
-            handle = self._unwritten[0]
-            if handle.write is not None and not handle.write.done():
+            oldest = self._unwritten[0]
+            if oldest.write is not None and not oldest.write.done():
                 if self._unwritten_bytes + num_bytes <= self._bound:
                     return
-                handle.write.result()
+                oldest.write.result()
             self._unwritten.popleft()
-            self._end_write(handle)
+            self._end_write(oldest)
         if self.fate.failure is not None:
             raise StoreError(self.fate.failure)
 
@@ -359,7 +359,7 @@ class _OpenFile:
 
     def _start_read(self, handle: _DiskHandle) -> None:
         target, handle.stream = self._reader.target(handle.num_bytes)
-        handle.read = self._submit("read", handle, _load, self._reader, self._reader.mark(), target)
+        handle.read = self._submit("read", handle, self._reader.load, self._reader.mark(), target)
         self._loaded_bytes += handle.num_bytes
 
     def _submit(self, doing: str, handle: _DiskHandle, *job: Any) -> Future[Any]:
@@ -377,18 +377,6 @@ def _run(doing: str, folder: str, handle: _DiskHandle, job: Callable[..., Any], 
         if handle.traffic is not None:
             handle.traffic.copy_seconds += perf_counter() - started
     return None
-
-
-def _save(handle: _DiskHandle, writer: Transfer, ready: Any) -> None:
-    data = handle.data
-    if data is not None:
-        writer.save(data, handle.offset, ready, handle.is_over)
-    if not handle.is_requested:
-        handle.data = None
-
-
-def _load(handle: _DiskHandle, reader: Transfer, ready: Any, target: torch.Tensor | None) -> torch.Tensor:
-    return reader.load(handle.num_bytes, handle.offset, target, ready, handle.is_over)
 
 
 def _on_current_stream(flat: torch.Tensor, origin: torch.cuda.Stream) -> torch.Tensor:
@@ -441,32 +429,36 @@ class Transfer:
         target = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return target, torch.cuda.current_stream(self._device)
 
-    def save(self, data: torch.Tensor, offset: int, ready: Any, is_over: Callable[[], bool]) -> None:
-        """Writes ``data``, flat ``uint8``, at ``offset``, unless it is over before."""
-        for begin, size in _chunks(data.numel()):
-            if is_over():
-                return
+    def save(self, handle: _DiskHandle, ready: Any) -> None:
+        """Writes the tensor of ``handle``, unless it is over before, and drops it, unless it was requested."""
+        data = handle.data
+        for begin, size in _chunks(handle.num_bytes):
+            if handle.is_over() or data is None:
+                break
             if self._is_cuda:
                 self._copy(self._pages[:size], data[begin : begin + size], ready)
             else:  # copy_() would start a team of OpenMP threads for this thread
                 ctypes.memmove(self._pages.data_ptr(), data.data_ptr() + begin, size)
-            self._file.write(self._chunk[: in_blocks(size)], offset + begin)
-        self._file.flush(offset, in_blocks(data.numel()))
+            self._file.write(self._chunk[: in_blocks(size)], handle.offset + begin)
+        else:
+            self._file.flush(handle.offset, in_blocks(handle.num_bytes))
+        if not handle.is_requested:
+            handle.data = None
 
-    def load(
-        self, num_bytes: int, offset: int, target: torch.Tensor | None, ready: Any, is_over: Callable[[], bool]
-    ) -> torch.Tensor:
-        """Reads ``num_bytes`` from ``offset``, unless it is over before."""
+    def load(self, handle: _DiskHandle, ready: Any, target: torch.Tensor | None) -> torch.Tensor:
+        """Reads the bytes of ``handle``, unless it is over before: into ``target`` by way of the chunk, or in place."""
+        num_bytes = handle.num_bytes
         flat = _whole_pages(in_blocks(num_bytes)) if target is None else target
         view = flat.numpy().data if target is None else self._chunk
         for begin, size in _chunks(num_bytes):
-            if is_over():
+            if handle.is_over():
                 break
             first = begin if target is None else 0
-            self._file.read(view[first : first + in_blocks(size)], offset + begin)
+            self._file.read(view[first : first + in_blocks(size)], handle.offset + begin)
             if target is not None:
                 self._copy(target[begin : begin + size], self._pages[:size], ready)
-        self._file.flush(offset, in_blocks(num_bytes))
+        else:
+            self._file.flush(handle.offset, in_blocks(num_bytes))
         return flat[:num_bytes]
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event) -> None:
@@ -528,21 +520,19 @@ class UnlinkedFile:
 
     def write(self, source: memoryview, offset: int) -> None:
         """Writes all of ``source``: whole blocks, at an address and an ``offset`` that are multiples of a block."""
-        done = 0
-        while done < len(source):
-            num_bytes = os.pwrite(self._number, source[done:], offset + done)
-            num_bytes -= num_bytes % BLOCK  # a partial block is written again
-            if num_bytes <= 0:
-                raise OSError(errno.EIO, f"expected {len(source)} bytes to be written, got {done}")
-            done += num_bytes
+        self._complete(lambda rest, at: os.pwrite(self._number, rest, at), source, offset, "written")
 
     def read(self, target: memoryview, offset: int) -> None:
+        self._complete(lambda rest, at: os.preadv(self._number, [rest], at), target, offset, "read")
+
+    @staticmethod
+    def _complete(call: Callable[[memoryview, int], int], data: memoryview, offset: int, verb: str) -> None:
         done = 0
-        while done < len(target):
-            num_bytes = os.preadv(self._number, [target[done:]], offset + done)
-            num_bytes -= num_bytes % BLOCK
+        while done < len(data):
+            num_bytes = call(data[done:], offset + done)
+            num_bytes -= num_bytes % BLOCK  # a partial block is transferred again
             if num_bytes <= 0:
-                raise OSError(errno.EIO, f"expected {len(target)} bytes to be read, got {done}")
+                raise OSError(errno.EIO, f"expected {len(data)} bytes to be {verb}, got {done}")
             done += num_bytes
 
     def flush(self, offset: int, num_bytes: int) -> None:

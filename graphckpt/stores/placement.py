@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
@@ -28,23 +29,17 @@ class Placement:
     partition: Any = None
     contiguous: bool = False
     min_elements: int = 1024
-    _stores: list[Store] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def is_plain(self) -> bool:
         return self.offload is None and self.partition is None and not self.contiguous
 
-    @property
+    @cached_property
     def store(self) -> Store:
         """The store of all blocks with this placement; created on first use."""
-        if not self._stores:
-            plain = self.is_plain
-            self._stores.append(
-                DeviceStore()
-                if plain
-                else TensorStore(self._label(), self._byte_store_for, min_elements=self.min_elements)
-            )
-        return self._stores[0]
+        if self.is_plain:
+            return DeviceStore()
+        return TensorStore(self._label(), self._byte_store_for, min_elements=self.min_elements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         copied: Placement = memo.setdefault(id(self), Placement(*self._settings()))
@@ -57,10 +52,9 @@ class Placement:
         return self.offload, self.partition, self.contiguous, self.min_elements
 
     def _label(self) -> str:
-        words = [self.offload.name] if self.offload is not None else []
-        words += ["slab"] if self.contiguous else []
-        words += ["part"] if self.partition is not None else []
-        return " ".join(words)
+        target = "" if self.offload is None else self.offload.name
+        flags = "slab" if self.contiguous else "", "part" if self.partition is not None else ""
+        return " ".join(filter(None, (target, *flags)))
 
     def _byte_store_for(self, device: torch.device, is_shard: bool, group: TensorGroup) -> ByteStore | None:
         store = self.offload.byte_store_for(device, group.note) if self.offload is not None else None

@@ -19,7 +19,7 @@ from graphckpt.train.data.samples import Opened
 from graphckpt.train.loop import attribute_errors
 from graphckpt.train.parallel.ranks import TrainRanks, seed_all, seed_per_rank
 from graphckpt.train.policies import block_policies, unit_names
-from graphckpt.train.settings import AmpConfig, TrainConfig
+from graphckpt.train.settings import TrainConfig
 from graphckpt.train.tasks.base import Task, TextTask, sum_of_losses
 from graphckpt.train.tasks.causal_lm import LOSS_HEAD, CausalLM
 
@@ -34,6 +34,35 @@ class BuiltModel(NamedTuple):
     """The name of its class before sharding, which changes it."""
     pipeline: Pipeline | None
     """Runs it, if this process has one of several pipeline stages."""
+    task: Task
+    settings: TrainConfig
+    ranks: TrainRanks
+
+    @property
+    def capture(self) -> str:
+        """Whether steps are captured; not with data or pipeline parallelism: all ranks would have to capture alike."""
+        is_shared = self.ranks.data_mesh is not None or self.pipeline is not None
+        return "eager" if is_shared else self.settings.capture
+
+    def block_fields(self) -> dict[str, dict[str, Any]]:
+        """Returns the fields of each block that runs on this process, with ``partition=True`` resolved to a mesh."""
+        blocks = block_policies(self.model, self.settings.activation_checkpoint)
+        if (pipeline := self.pipeline) is not None:
+            return {name: fields for name, fields in blocks.items() if pipeline.runs(name)}
+        mesh = self.ranks.tensor_mesh
+        for fields in blocks.values() if mesh is not None else ():
+            if fields.get("partition") is True:
+                fields["partition"] = mesh  # not all processes: other data-parallel ranks have other samples
+        return blocks
+
+    def grad_sync(self) -> GradSync | None:
+        """Returns how gradients are synchronized; ``None`` without data parallelism."""
+        if self.ranks.data_mesh is None:
+            return None
+        from graphckpt.train.parallel.data_parallel import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
+
+        losses, stage = partial(self.task.losses, self.model), self.settings.zero_optimization.active_stage
+        return make_grad_sync(self.model, losses, self.ranks, stage=stage)
 
 
 def build_model(
@@ -63,7 +92,7 @@ def build_model(
             layers = marked_layers(model) if section.unit is None else unit_names(model, section)
             apply_fsdp(model, data_mesh, layers, stage=stage)
     seed_per_rank(settings.seed, ranks.stream)
-    return BuiltModel(model, architecture, pipeline)
+    return BuiltModel(model, architecture, pipeline, task, settings, ranks)
 
 
 def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device) -> Pipeline:
@@ -75,25 +104,13 @@ def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainR
         raise ConfigError(f"{what} · fix: task=CausalLM, or train.dist.pipeline_parallel_size=1")
     config = settings.dist
     fields = block_policies(model, settings.activation_checkpoint)
-    cut = pipeline.split_layers(
+    stages = pipeline.split_layers(
         model, fields, num_stages=config.pipeline_parallel_size, layer_stages=config.custom_pipeline_stage_id
     )
-    pipeline.check_split(model, cut, task.losses)
-    pipeline.keep_stage(model, cut, ranks.stage, device)
+    pipeline.check_split(model, stages, task.losses)
+    pipeline.keep_stage(model, stages, ranks.stage, device)
     dtype = getattr(torch, settings.amp.dtype) if settings.amp.enabled else None
-    return pipeline.Pipeline(model, cut, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
-
-
-def block_fields(built: BuiltModel, settings: TrainConfig, ranks: TrainRanks) -> dict[str, dict[str, Any]]:
-    """Returns the fields of each block that runs on this process, with ``partition=True`` resolved to a mesh."""
-    blocks = block_policies(built.model, settings.activation_checkpoint)
-    if built.pipeline is not None:
-        return {name: fields for name, fields in blocks.items() if built.pipeline.runs(name)}
-    mesh = ranks.tensor_mesh
-    for fields in blocks.values() if mesh is not None else ():
-        if fields.get("partition") is True:
-            fields["partition"] = mesh  # not all processes: other data-parallel ranks have other samples
-    return blocks
+    return pipeline.Pipeline(model, stages, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
 
 
 def check_task(task: Task, model: nn.Module, opened: Opened, *, runs: bool = True) -> None:
@@ -104,27 +121,17 @@ def check_task(task: Task, model: nn.Module, opened: Opened, *, runs: bool = Tru
             raise ConfigError(bullets("model and data do not fit", faults) if len(faults) > 1 else faults[0])
 
 
-def grad_sync_of(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks) -> GradSync | None:
-    """Returns how gradients are synchronized; ``None`` without data parallelism."""
-    if ranks.data_mesh is None:
-        return None
-    from graphckpt.train.parallel.data_parallel import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
-
-    return make_grad_sync(model, partial(task.losses, model), ranks, stage=settings.zero_optimization.active_stage)
-
-
 class _TaskGraph(Graph):
     """Runs a model on batches of a task, under autocast if that is set; a pipeline does so itself."""
 
-    def __init__(
-        self, model: nn.Module, task: Task, *, amp: AmpConfig, capture: str = "auto", pipeline: Pipeline | None = None
-    ) -> None:
+    def __init__(self, built: BuiltModel) -> None:
         super().__init__()
-        self.config.capture = capture
-        self.model = model
-        self.task = task
-        self.pipeline = pipeline
-        if amp.enabled and pipeline is None:
+        self.config.capture = built.capture
+        self.model = built.model
+        self.task = built.task
+        self.pipeline = built.pipeline
+        amp = built.settings.amp
+        if amp.enabled and self.pipeline is None:
             self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
 
 
@@ -133,35 +140,26 @@ class TrainGraph(_TaskGraph):
     """One update of the weights: forward, backward, clip, optimizer, learning rate."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
-        *,
-        blocks: Mapping[str, dict[str, Any]],
-        amp: AmpConfig,
-        capture: str = "auto",
-        num_accumulation_steps: int = 1,
-        grad_sync: GradSync | None = None,
-        pipeline: Pipeline | None = None,
+        self, built: BuiltModel, optimizer: Optimizer, scheduler: LRScheduler, blocks: Mapping[str, dict[str, Any]]
     ) -> None:
-        super().__init__(model, task, amp=amp, capture=capture, pipeline=pipeline)
+        grad_sync = built.grad_sync()
+        super().__init__(built)
         self.grad_sync = grad_sync
-        self.last_micro_batches = cycle([*[False] * (num_accumulation_steps - 1), True])
+        amp, accumulation = built.settings.amp, built.settings.sizes.accumulation
+        self.last_micro_batches = cycle([*[False] * (accumulation - 1), True])
         for name, fields in blocks.items():
-            module = model.get_submodule(name)
+            module = built.model.get_submodule(name)
             block: Any = next(block for block in self.model.modules() if block.origin is module)
             block.config.update(fields)
         self.add_optimizer(optimizer, lr_sch=scheduler)
-        if pipeline is not None:  # which splits a batch itself
-            pipeline.grad_sync = grad_sync
-            self._update.total_norm = pipeline.total_norm
+        if self.pipeline is not None:  # which splits a batch itself
+            self.pipeline.grad_sync = grad_sync
+            self._update.total_norm = self.pipeline.total_norm
             return
-        if num_accumulation_steps > 1:
-            self.config.set_gradient_accumulation_steps(num_accumulation_steps)
+        if accumulation > 1:
+            self.config.set_gradient_accumulation_steps(accumulation)
         if amp.enabled and amp.dtype == "float16":
-            self.set_grad_scaler(torch.amp.GradScaler(next(model.parameters()).device.type))
+            self.set_grad_scaler(torch.amp.GradScaler(next(built.model.parameters()).device.type))
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
         if self.pipeline is not None:

@@ -154,11 +154,11 @@ class Loop:
                 hook.load_state_dict(states[name])
 
     def _named_hooks(self) -> Iterator[tuple[str, HookBase]]:
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for hook in self._hooks:
             kind = type(hook).__name__
-            yield f"{kind}-{seen[kind]}", hook
-            seen[kind] += 1
+            yield f"{kind}-{counts[kind]}", hook
+            counts[kind] += 1
 
     @property
     def is_last(self) -> bool:

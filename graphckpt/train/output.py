@@ -65,15 +65,19 @@ def sync(path: Path) -> None:
 
 @final
 class AppendFile:
-    """Appends text to a file; text that cannot be written is kept and written with the next one."""
+    """Appends text to a file; what cannot be written yet, of a full disk or before it is open, comes with the next."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_open: bool = True) -> None:
         self.path = path
+        self.is_open = is_open
         self._waiting = ""
+        self._has_complained = False
 
-    def append(self, text: str) -> OSError | None:
-        """Writes, or returns why it could not; then nothing of ``text`` is in the file."""
+    def append(self, text: str, complain: Callable[[str], object]) -> None:
+        """Writes all of ``text`` or nothing; of errors in a row ``complain`` gets the first."""
         self._waiting += text
+        if not self.is_open:
+            return
         try:
             with self.path.open("ab", buffering=0) as file:
                 start, data = file.seek(0, 2), self._waiting.encode()
@@ -84,10 +88,12 @@ class AppendFile:
                 except OSError:
                     file.truncate(start)
                     raise
-        except OSError as error:
-            return error
-        self._waiting = ""
-        return None
+        except OSError as error:  # which should not end a run
+            if not self._has_complained:
+                complain(f"{self.path}: {error.strerror}; its lines wait until they can be written")
+            self._has_complained = True
+        else:
+            self._waiting, self._has_complained = "", False
 
 
 def cut_log(path: Path, last_iteration: int) -> None:
@@ -123,14 +129,12 @@ class Report:
 
     def __init__(self, console: Console | None = None, log_file: Path | None = None, *, waits: bool = False) -> None:
         self._console = console or Console(highlight=False)
-        self._log_file = AppendFile(log_file) if log_file else None
-        self._waiting: list[str] | None = [] if waits else None
-        self._has_complained = False
+        self._log_file = AppendFile(log_file, is_open=not waits) if log_file else None
 
     def open_log(self) -> None:
-        if self._waiting is not None:
-            text, self._waiting = "".join(self._waiting), None
-            self._append(text)
+        if self._log_file:
+            self._log_file.is_open = True
+            self._append("")
 
     @classmethod
     def silent(cls) -> Report:
@@ -167,13 +171,8 @@ class Report:
             yield lambda amount: progress.update(task, advance=amount)
 
     def _append(self, text: str) -> None:
-        if not self._log_file:
-            return
-        if self._waiting is not None:
-            self._waiting.append(text)
-            return
-        error = self._log_file.append(text)
-        if error and not self._has_complained:  # a full disk should not end a run
-            what = f"{self._log_file.path}: {error.strerror}; its lines wait until they can be written"
-            self._console.print(what, style="red", markup=False, highlight=False, soft_wrap=True)
-        self._has_complained = error is not None
+        if self._log_file:
+            self._log_file.append(text, self._complain)
+
+    def _complain(self, what: str) -> None:
+        self._console.print(what, style="red", markup=False, highlight=False, soft_wrap=True)

@@ -116,7 +116,7 @@ def plan_on_batch(
     plan.apply()
     for line in summary_lines(plan):
         report.line(f"plan: {line}")
-    saved.at_start(partial(_save, plan.below("model"), saved.folder / PLAN))
+    saved.at_start(partial(_save, plan.relative_to("model"), saved.folder / PLAN))
 
 
 def replan_on_out_of_memory(graph: Graph, config: ActivationCheckpointConfig) -> None:

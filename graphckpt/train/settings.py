@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, final
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,10 +23,8 @@ from graphckpt.train.optim import warmup_cosine_lr
 _SEEDS = 2**63  # the limit of PyTorch's generators on all devices
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizes:
-    """Samples of an update: ``global_batch = micro_batch * data_parallel * accumulation``."""
+class BatchSizes(NamedTuple):
+    """Samples of an update: ``global_batch = micro_batch * accumulation * data_parallel``."""
 
     micro_batch: int
     """Samples in one forward."""
@@ -41,69 +39,13 @@ class BatchSizes:
         return self.micro_batch * self.data_parallel * self.accumulation
 
 
-def batch_sizes(
-    *, micro_batch: int | None, global_batch: int | None, accumulation: int | None, data_parallel: int = 1
-) -> BatchSizes:
-    """Derives what is ``None``; ``accumulation`` is 1 if nothing says otherwise.
-
-    Raises:
-        ConfigError: the numbers contradict each other, do not divide, or too few are given.
-
-    >>> batch_sizes(micro_batch=8, global_batch=64, accumulation=None, data_parallel=2)
-    BatchSizes(micro_batch=8, accumulation=4, data_parallel=2)
-    >>> batch_sizes(micro_batch=None, global_batch=64, accumulation=4).micro_batch
-    16
-    """
-    if micro_batch is None and global_batch is None:
-        fix = "set one of train.train_micro_batch_size and train.global_batch_size"
-        raise ConfigError(f"train_micro_batch_size: is null, and so is global_batch_size · fix: {fix}")
-    if global_batch is None or micro_batch is None:
-        accumulation = accumulation or 1
-        if global_batch is not None:
-            parts = data_parallel * accumulation
-            _check_divides(global_batch, parts, f"data_parallel_size {data_parallel} x accumulation {accumulation}")
-            micro_batch = global_batch // parts
-        assert micro_batch is not None
-        return BatchSizes(micro_batch=micro_batch, accumulation=accumulation, data_parallel=data_parallel)
-    at_once = micro_batch * data_parallel
-    if accumulation is None:
-        _check_divides(global_batch, at_once, f"micro batch {micro_batch} x data_parallel_size {data_parallel}")
-        accumulation = global_batch // at_once
-    if at_once * accumulation != global_batch:
-        sizes = f"micro batch {micro_batch} x data_parallel_size {data_parallel} x accumulation {accumulation}"
-        fix = f"set global_batch_size to {at_once * accumulation}, or leave one of the three out (null)"
-        raise ConfigError(f"global_batch_size: {global_batch}, but {sizes} is {at_once * accumulation} · fix: {fix}")
-    return BatchSizes(micro_batch=micro_batch, accumulation=accumulation, data_parallel=data_parallel)
-
-
-def _check_divides(global_batch: int, parts: int, described: str) -> None:
+def _divided(global_batch: int, parts: int, described: str) -> int:
     if global_batch % parts:
         nearest = max(parts, round(global_batch / parts) * parts)
         raise ConfigError(
             f"global_batch_size: expected a multiple of {described}, got {global_batch} · fix: use {nearest}"
         )
-
-
-def iterations(
-    *, train_iter: int, train_epoch: float, train_samples: int | None, num_samples: int, global_batch: int
-) -> int:
-    """Returns how many updates a run makes: ``train_iter``, more for ``train_epoch``, or those of ``train_samples``.
-
-    >>> iterations(train_iter=5, train_epoch=2, train_samples=None, num_samples=25, global_batch=4)
-    13
-    """
-    if train_samples is not None:
-        return math.ceil(train_samples / global_batch)
-    return max(train_iter, math.ceil(num_samples * train_epoch / global_batch))
-
-
-def epoch_period(epochs: int, *, num_samples: int, global_batch: int) -> int:
-    """Returns how many updates are ``epochs`` times through the data; as libai does, without the rest of an epoch.
-
-    >>> epoch_period(2, num_samples=25, global_batch=4)
-    12
-    """
-    return max(1, num_samples // global_batch * epochs)
+    return global_batch // parts
 
 
 @final
@@ -230,7 +172,7 @@ class ActivationCheckpointConfig:
     check: bool = True
     """With ``memory_budget``: run the step under the plan, and replan if its peak is over the budget or off by 1 %."""
     on_out_of_memory: Literal["raise", "replan"] = "replan"
-    """When an update runs out of memory: plan the units anew for what is free then, and repeat it, with one warning; or
+    """When an update runs out of memory: plan the units again for the free memory, and repeat it, with one warning; or
     raise the error. Several processes raise it in any case."""
     head: dict[str, Any] | None = None
     """With ``memory_budget``, the block that computes the loss, and one way or a list of ways in which it may run:
@@ -399,15 +341,53 @@ class TrainConfig:
 
     @property
     def sizes(self) -> BatchSizes:
-        """Samples of a forward and of an update; one forward of all until ``activation_checkpoint.fit`` has chosen."""
-        if self.activation_checkpoint.fit is not None and self.global_batch_size is not None:
-            return batch_sizes(micro_batch=None, global_batch=self.global_batch_size, accumulation=1)
-        return batch_sizes(
-            micro_batch=self.train_micro_batch_size,
-            global_batch=self.global_batch_size,
-            accumulation=self.num_accumulation_steps,
-            data_parallel=self.dist.data_parallel_size,
-        )
+        """Samples of a forward and of an update; one forward of all until ``activation_checkpoint.fit`` has chosen.
+
+        Raises:
+            ConfigError: the numbers contradict each other, do not divide, or too few are set.
+
+        >>> TrainConfig(train_micro_batch_size=8, global_batch_size=64, dist=DistConfig(data_parallel_size=2)).sizes
+        BatchSizes(micro_batch=8, accumulation=4, data_parallel=2)
+        """
+        micro, total, accumulation = self.train_micro_batch_size, self.global_batch_size, self.num_accumulation_steps
+        parallel = self.dist.data_parallel_size
+        if self.activation_checkpoint.fit is not None and total is not None:
+            micro, accumulation, parallel = None, 1, 1
+        if micro is None:
+            if total is None:
+                fix = "set one of train.train_micro_batch_size and train.global_batch_size"
+                raise ConfigError(f"train_micro_batch_size: is null, and so is global_batch_size · fix: {fix}")
+            accumulation = accumulation or 1
+            described = f"data_parallel_size {parallel} x accumulation {accumulation}"
+            micro = _divided(total, parallel * accumulation, described)
+        elif accumulation is None:
+            described = f"micro batch {micro} x data_parallel_size {parallel}"
+            accumulation = 1 if total is None else _divided(total, micro * parallel, described)
+        sizes = BatchSizes(micro, accumulation, parallel)
+        if total not in {None, product := sizes.global_batch}:
+            what = f"micro batch {micro} x data_parallel_size {parallel} x accumulation {accumulation} is {product}"
+            fix = f"set global_batch_size to {product}, or leave one of the three out (null)"
+            raise ConfigError(f"global_batch_size: {total}, but {what} · fix: {fix}")
+        return sizes
+
+    def iterations(self, num_samples: int) -> int:
+        """Returns how many updates a run makes with so many training samples.
+
+        >>> TrainConfig(train_iter=5, train_epoch=2, train_micro_batch_size=4).iterations(num_samples=25)
+        13
+        """
+        global_batch = self.sizes.global_batch
+        if self.train_samples is not None:
+            return math.ceil(self.train_samples / global_batch)
+        return max(self.train_iter, math.ceil(num_samples * self.train_epoch / global_batch))
+
+    def period(self, iterations: int, epochs: int | None, num_samples: int) -> int:
+        """Returns a period in updates; that of ``epochs`` as libai does, without the rest of an epoch.
+
+        >>> TrainConfig(train_micro_batch_size=4).period(iterations=100, epochs=2, num_samples=25)
+        12
+        """
+        return iterations if epochs is None else max(1, num_samples // self.sizes.global_batch * epochs)
 
     def faults(self) -> Iterator[str]:
         """Yields the faults of the fields."""

@@ -17,16 +17,7 @@ from torch.optim import Optimizer
 
 from graphckpt.errors import ConfigError, GraphError, first_line
 from graphckpt.graph.out_of_memory import is_out_of_memory
-from graphckpt.planning.options import Budget
-from graphckpt.train.build_model import (
-    BuiltModel,
-    EvalGraph,
-    TrainGraph,
-    block_fields,
-    build_model,
-    check_task,
-    grad_sync_of,
-)
+from graphckpt.train.build_model import BuiltModel, EvalGraph, TrainGraph, build_model, check_task
 from graphckpt.train.data.samples import (
     Opened,
     Prefetcher,
@@ -45,7 +36,7 @@ from graphckpt.train.loop import HookBase, Loop, TrainError, attribute_errors
 from graphckpt.train.output import Report
 from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
 from graphckpt.train.policies import plan_on_batch, replan_on_out_of_memory
-from graphckpt.train.settings import ActivationCheckpointConfig, TrainConfig, epoch_period, iterations
+from graphckpt.train.settings import TrainConfig
 from graphckpt.train.snapshot.run_state import RunState
 from graphckpt.train.snapshot.saved_run import (
     LOG,
@@ -78,9 +69,7 @@ class Trainer:
         write_config: writes the config into the given folder; called once the run has begun.
 
     Raises:
-        ConfigError: the output folder cannot be written, another process trains there, another run is there, or the
-            device cannot be used.
-        SnapshotError: no snapshot was found to resume from, or it is damaged.
+        ConfigError: the device cannot be used.
     """
 
     def __init__(
@@ -108,26 +97,15 @@ class Trainer:
         self.device = resolve_device(settings.device, settings.dist)
         self.ranks = TrainRanks(settings.dist, self.device)
         if scratch:
-            self.folder = self._scratch_folder()
-        with writing_to(self.folder), self.ranks.main_first():
-            self.saved = SavedRun(
-                self.folder,
-                resume=resume,
-                overwrite=settings.overwrite,
-                eval_only=eval_only,
-                batch_size=self.batch_size,
-                ranks=self.ranks,
-            )
+            with writing_to(self.folder):
+                folder = tempfile.mkdtemp(prefix="graphckpt-") if self.ranks.is_main else ""
+            self.folder = Path(self.ranks.broadcast(folder))
+        self.saved = SavedRun(
+            self.folder, resume=resume, overwrite=settings.overwrite, batch_size=self.batch_size, ranks=self.ranks
+        )
         if write_config is not None:
             self.saved.at_start(partial(write_config, self.folder))
         self.report = report or self._own_report(eval_only=eval_only)
-
-    def _scratch_folder(self) -> Path:
-        made = ""
-        with writing_to(self.folder), self.ranks.main_first():
-            if self.ranks.is_main:
-                made = tempfile.mkdtemp(prefix="graphckpt-")
-        return Path(self.ranks.broadcast(made))
 
     def _own_report(self, *, eval_only: bool) -> Report:
         if not self.ranks.is_main:
@@ -146,6 +124,8 @@ class Trainer:
         """Prepares the data, trains, and writes the results.
 
         Raises:
+            ConfigError: the output folder cannot be written, another process trains there, or another run is there.
+            SnapshotError: no snapshot was found to resume from, or it is damaged.
             GraphckptError: the config is invalid, there is too little text or memory, or the loss is not finite.
         """
         with self.saved.locked():
@@ -157,15 +137,9 @@ class Trainer:
         if settings.load_weight and not self.saved.source:
             self._load(built.model, Path(settings.load_weight).expanduser(), "train.load_weight")
         optimizer = self._make_optimizer(built.model)
-        blocks = block_fields(built, settings, self.ranks)  # raises before the data is prepared, which may take long
+        blocks = built.block_fields()  # raises before the data is prepared, which may take long
         opened = self._open(built.model)
-        train_iter = iterations(
-            train_iter=settings.train_iter,
-            train_epoch=settings.train_epoch,
-            train_samples=settings.train_samples,
-            num_samples=len(opened.train),
-            global_batch=self.batch_size,
-        )
+        train_iter = settings.iterations(len(opened.train))
         graph = self._train_graph(built, optimizer, blocks, train_iter)
         self._describe(built, opened, train_iter)
         state = RunState(built.model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
@@ -192,20 +166,8 @@ class Trainer:
         settings = self.settings
         warmup_iter = math.ceil(train_iter * settings.warmup_ratio)
         scheduler = settings.scheduler(optimizer=optimizer, max_iter=train_iter, warmup_iter=warmup_iter)
-        grad_sync = grad_sync_of(built.model, self._task, settings, self.ranks)
         try:
-            graph = TrainGraph(
-                built.model,
-                self._task,
-                optimizer,
-                scheduler,
-                blocks=blocks,
-                amp=settings.amp,
-                capture=self._capture,
-                num_accumulation_steps=settings.sizes.accumulation,
-                grad_sync=grad_sync,
-                pipeline=built.pipeline,
-            )
+            graph = TrainGraph(built, optimizer, scheduler, blocks)
         except GraphError as error:
             raise ConfigError(f"optim, train.scheduler: {error}") from error
         section = settings.activation_checkpoint
@@ -254,8 +216,11 @@ class Trainer:
             self.ranks.translate_errors(),
         ):
             self.saved.restore(state, loop, data=data, report=self.report)
-            if (budget := settings.activation_checkpoint.memory_budget) is not None and loop.done < loop.train_iter:
-                step.plan(loop.done, budget, settings.activation_checkpoint, self.report, self.saved)
+            section = settings.activation_checkpoint
+            if section.memory_budget is not None and loop.done < loop.train_iter:
+                with attribute_errors(_KEYS, "planning"):
+                    batch = step.batches.get(loop.done)
+                    plan_on_batch(step.graph, section.memory_budget, section, self.report, self.saved, batch)
             loop.run()
 
     def evaluate(self) -> dict[str, float]:
@@ -277,12 +242,6 @@ class Trainer:
 
     def _build_model(self) -> BuiltModel:
         return build_model(self._make_model, self._task, self.settings, self.ranks, self.device)
-
-    @property
-    def _capture(self) -> str:
-        """Whether steps are captured; not with data or pipeline parallelism: all ranks would have to capture alike."""
-        is_shared = self.ranks.data_mesh is not None or self.ranks.stage_mesh is not None
-        return "eager" if is_shared else self.settings.capture
 
     def _load(self, model: nn.Module, folder: Path, where: str) -> None:
         load_weights(model, read_weights(folder, like=tensors_of(model), group=self.ranks.control), where)
@@ -317,10 +276,11 @@ class Trainer:
         if eval_hook:
             metric, mode = settings.evaluation.eval_metric, settings.evaluation.eval_mode
             yield BestHook(writer.save, metric=metric or self._task.metric, mode=mode or self._task.metric_mode)
+        snapshots = settings.checkpointer
         yield SnapshotHook(
             writer,
-            period=self._period(opened, settings.checkpointer.save_model_after_n_epoch, settings.checkpointer.period),
-            max_to_keep=settings.checkpointer.max_to_keep,
+            period=settings.period(snapshots.period, snapshots.save_model_after_n_epoch, len(opened.train)),
+            max_to_keep=snapshots.max_to_keep,
         )
         if self.ranks.is_main:
             yield ExplainHook(graph, self.folder / PICTURE)
@@ -331,23 +291,16 @@ class Trainer:
         heldout = opened.heldout
         if heldout is None:
             return None
-        evaluation = self.settings.evaluation
-        eval_graph = EvalGraph(
-            built.model, self._task, amp=self.settings.amp, capture=self._capture, pipeline=built.pipeline
-        )
+        settings, evaluation = self.settings, self.settings.evaluation
+        eval_graph = EvalGraph(built)
         return EvalHook(
             lambda batch: eval_graph(**batch),
             lambda: self._heldout_batches(heldout),
             self._task.metrics,
             model=built.model,
-            eval_period=self._period(opened, evaluation.eval_after_n_epoch, evaluation.eval_period),
+            eval_period=settings.period(evaluation.eval_period, evaluation.eval_after_n_epoch, len(opened.train)),
             over_ranks=self.ranks.sum,
         )
-
-    def _period(self, opened: Opened, epochs: int | None, iterations: int) -> int:
-        if epochs is None:
-            return iterations
-        return epoch_period(epochs, num_samples=len(opened.train), global_batch=self.batch_size)
 
     def _heldout_batches(self, heldout: Samples) -> Iterator[tuple[dict[str, Tensor], bool]]:
         settings, ranks = self.settings, self.ranks
@@ -387,12 +340,6 @@ class _Step:
     ranks: TrainRanks
     loop: Loop | None = None
     """Receives the seconds that the step waited for its data."""
-
-    def plan(
-        self, iteration: int, budget: Budget, config: ActivationCheckpointConfig, report: Report, saved: SavedRun
-    ) -> None:
-        with attribute_errors(_KEYS, "planning"), self.ranks.translate_errors():
-            plan_on_batch(self.graph, budget, config, report, saved, self.batches.get(iteration))
 
     def __call__(self, iteration: int) -> dict[str, Tensor]:
         with attribute_errors(_KEYS, f"iteration {iteration + 1}"), self.ranks.translate_errors():

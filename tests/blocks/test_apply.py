@@ -588,7 +588,7 @@ def test_no_rules_and_an_empty_model() -> None:
 def test_explain_before_a_step() -> None:
     with (
         graphckpt.apply(build(), {"encoder.*": True}) as handle,
-        pytest.raises(graphckpt.GraphError, match=r"Model: expected a step to explain, got none yet · fix: run"),
+        pytest.raises(graphckpt.GraphError, match=r"Model: nothing measured yet · fix: run"),
     ):
         handle.explain()
 

@@ -7,7 +7,9 @@ import gc
 import inspect
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -109,7 +111,34 @@ def set_current(model: nn.Module) -> None:
     globals()["current"] = model
 
 
+@dataclass
+class Pair:
+    left: Any
+    right: Any = None
+
+
+def run_first(value: Any, x: Tensor) -> Tensor:
+    """Runs the module within a container, a dataclass or an object."""
+    while not isinstance(value, nn.Module):
+        value = next(iter(vars(value).values() if hasattr(value, "__dict__") else value))
+    return value(x)
+
+
+def in_a_ring(model: nn.Module) -> Pair:
+    pair = Pair(model)
+    pair.right = pair
+    return pair
+
+
 REACHED: dict[str, Any] = {
+    "a set": lambda m, x, run: run(run_first, {m}, x),
+    "a deque of tuples": lambda m, x, run: run(run_first, deque([(m,)]), x),
+    "a key of a dict": lambda m, x, run: run(run_first, {m: 1}, x),
+    "a dataclass": lambda m, x, run: run(run_first, Pair(m), x),
+    "a dataclass in a list in a dataclass": lambda m, x, run: run(run_first, Pair([[Pair(m)]]), x),
+    "an attribute of an object": lambda m, x, run: run(run_first, Owner([m]), x),
+    "an object that refers to itself": lambda m, x, run: run(run_first, in_a_ring(m), x),
+    "an object in a closure": lambda m, x, run: run(lambda x, owner=Owner(m): owner.model(x), x),
     "an object's method": lambda m, x, run: run(Owner(m).method, x),
     "a global": lambda m, x, run: (set_current(m), run(by_name, x))[1],
     "a global of a helper": lambda m, x, run: (set_current(m), run(through_a_helper, x))[1],
@@ -165,6 +194,23 @@ def test_without_a_function_it_is_a_decorator() -> None:
     assert calls == 2, "it must be recomputed once"
     with pytest.raises(ConfigError, match="expected a function, got None and"):
         checkpoint(None, torch.ones(2))
+
+
+def test_it_is_a_decorator_without_parentheses_for_functions_that_need_arguments() -> None:
+    @checkpoint
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        """Runs a model."""
+        return model(x)
+
+    class Runs:
+        @checkpoint
+        def method(self, model: nn.Module, x: Tensor) -> Tensor:
+            return model(x)
+
+    assert run.__doc__ == "Runs a model."
+    for each in (run, Runs().method):
+        assert equal(result(each), result(lambda m, x: m(x)))
+    assert checkpoint(lambda: 3) == 3
 
 
 def test_results_that_pass_through_hooks_are_an_error() -> None:

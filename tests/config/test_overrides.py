@@ -51,7 +51,10 @@ def test_later_words_win():
 
 def test_every_senseless_word_is_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        LazyConfig.apply_overrides(_config(), ["a.b", "=3", "a..b=1", "a.b=[1", "a.list.x=1", "~a.b=1", "+text"])
+        LazyConfig.apply_overrides(
+            _config(), ["a.b", "=3", "a..b=1", "a.b=[1", "a.list.x=1", "~a.b", "~a.c=1", "~", "+text"]
+        )
+    default = "as to its default, which --print-config shows"
     assert str(caught.value).splitlines() == [
         "the overrides have faults:",
         "  • override 'a.b': expected key=value",
@@ -59,6 +62,8 @@ def test_every_senseless_word_is_named_at_once():
         "  • override 'a..b=1': expected key=value",
         "  • a.b: expected a YAML value, got '[1' · fix: quote it (while parsing a flow sequence)",
         "  • a.list.x: expected a key, or an index of a list (invalid literal for int() with base 10: 'x')",
-        "  • override '~a.b=1': expected key=value · fix: leave '~' out",
+        f"  • override '~a.b': a key can be set, not removed · fix: set a.b=..., {default}",
+        "  • override '~a.c=1': 'a.c' is not set, so there is nothing to remove · fix: leave '~a.c=1' out",
+        "  • override '~': '' is not set, so there is nothing to remove · fix: leave '~' out",
         "  • override '+text': expected key=value · fix: leave '+' out",
     ]

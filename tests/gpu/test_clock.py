@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.trace import Blocks, Trace

@@ -182,7 +182,7 @@ def test_faults_name_the_fix_and_leave_all_as_it_was():
         step.config.memory_budget = "much"
     with pytest.raises(ConfigError, match=r"memory_budget: expected a float above 0 and up to 1, .*, got 2\.0"):
         step.plan(X, memory_budget=2.0)
-    with pytest.raises(ConfigError, match="plan_options: there is no option 'ofload' · did you mean 'offload'"):
+    with pytest.raises(ConfigError, match="plan_options: unknown option 'ofload' · did you mean 'offload'"):
         step.config.plan_options = {"ofload": True}
     with pytest.raises(GraphError, match="plan: an evaluation graph saves nothing"):
         Graph.trace(lambda x: x).plan(X, memory_budget="min")

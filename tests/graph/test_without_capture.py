@@ -16,7 +16,8 @@ from helpers.modules import as_module
 from torch import Tensor, nn
 
 from graphckpt import ConfigError, GraphError
-from graphckpt.graph.capture import HostRandom, ModuleAttributes, capture_failure, is_on
+from graphckpt.graph.capture import ModuleAttributes, capture_failure, check_not_drawn, is_on
+from graphckpt.thread_state import get_rng_state, set_rng_state
 
 
 def test_verify_before_the_first_call_changes_nothing_of_what_follows(device: str) -> None:
@@ -92,12 +93,12 @@ def test_draws_of_the_host_are_seen(draw: Callable[[], Any], what: str) -> None:
     def twice() -> list[Any]:
         return [draw(), draw()]
 
-    state = HostRandom()
-    state.check()
+    state = get_rng_state((), host=True)
+    check_not_drawn(state)
     first = twice()
     with pytest.raises(GraphError, match=f"draws random numbers with {what}, which every replay would repeat"):
-        state.check()
-    state.restore()
+        check_not_drawn(state)
+    set_rng_state(state)
     assert twice() == first
 
 

@@ -34,6 +34,8 @@ train.update(train_iter=10, log_period=3, warmup_ratio=0.2, device="cpu")
 train.checkpointer.update(period=4, max_to_keep=2)
 train.evaluation.update(eval_period=3, eval_iter=2)
 """
+STILL = [f"model.config.{name}=0" for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
+"""Without dropout."""
 TIMES = {"time", "data_time", "total_throughput", "tokens_per_second", "rss_bytes", "peak_rss_bytes"}
 
 
@@ -119,7 +121,11 @@ class StopAfter(HookBase):
             os.kill(os.getpid(), self.number)
 
 
-def stopped(folder, done, *words, number=signal.SIGINT):
-    trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", *words])
-    trainer._more_hooks = (StopAfter(done, number),)
-    return trainer.train()
+def trainer_of(folder, *words, config="tiny.py", hooks=(), **how):
+    trainer = trainer_from(config, [f"train.output_dir={folder}", *words], **how)
+    trainer._more_hooks = hooks
+    return trainer
+
+
+def stopped(folder, done, *words, number=signal.SIGINT, **how):
+    return trainer_of(folder, *words, hooks=(StopAfter(done, number),), **how).train()

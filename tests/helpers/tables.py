@@ -88,10 +88,10 @@ def all_outcomes(chain: Table) -> list[tuple[float, int, tuple[int, ...]]]:
         for option, took in enumerate(chain.seconds[block]):
             move = chain.moves.get((block, option, held))
             if move is not None:
-                after = level + move.kept
+                after = level + move.change
                 high = max(highest, level + move.forward_peak, after + move.backward_peak)
                 more = (option, *[COVERED] * (move.length - 1))
-                begun.append((spent + took, high, plan + more, after, move.held))
+                begun.append((spent + took, high, plan + more, after, move.state))
     return done
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import near, near_rows, same_weights
+from helpers.small_run import STILL, near, near_rows, same_weights, trainer_of
 from torch import nn
 
-from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.data.samples import heldout_batches
 from graphckpt.train.hooks.snapshot import SnapshotHook
@@ -24,7 +23,6 @@ from graphckpt.train.settings import DistConfig
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
-STILL = [f"model.config.{name}=0" for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
 BRIEF = ["train.train_iter=3", "train.log_period=2", "train.checkpointer.period=9", "train.evaluation.eval_period=9"]
 FOUR = ["train.dist.data_parallel_size=4", "train.train_micro_batch_size=1", "train.num_accumulation_steps=1"]
 SQUARE = [
@@ -77,10 +75,8 @@ class Held(HookBase):
 
 
 def run(folder: str, *words: str) -> Held:
-    trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", *BRIEF, *words])
     held = Held()
-    trainer._more_hooks = (held,)
-    trainer.train()
+    trainer_of(folder, *BRIEF, *words, hooks=(held,)).train()
     return held
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from helpers.ranks import run_on_ranks
-from helpers.small_run import train
+from helpers.small_run import train, trainer_of
 
 from graphckpt.config.trainer import trainer_from
-from graphckpt.errors import ConfigError, GraphckptError
+from graphckpt.errors import GraphckptError
 
 pytestmark = [pytest.mark.multi_process]
 
@@ -19,15 +19,13 @@ WORDS += ["train.dist.timeout_seconds=20"]
 
 
 def refuse_then_replace(rank: int, folder: Path) -> None:
-    with pytest.raises(
-        GraphckptError, match="already contains a run" if rank == 0 else "rank 0 ended with ConfigError"
-    ):
-        trainer_from("tiny.py", WORDS)
-    trainer = trainer_from("tiny.py", [*WORDS, "train.output_dir=fresh"])
-    trainer.train()
-    with pytest.raises(ConfigError, match="fresh already contains a run"):  # on both of them
-        trainer.train()
-    trainer_from("tiny.py", [*WORDS, "train.overwrite=True"]).train()
+    fresh = trainer_of("fresh", *WORDS)
+    fresh.train()
+    for name, trainer in (("out", trainer_of("out", *WORDS)), ("fresh", fresh)):
+        message = f"{name} already contains a run" if rank == 0 else "rank 0 ended with ConfigError"
+        with pytest.raises(GraphckptError, match=message):
+            trainer.train()
+    trainer_of("out", *WORDS, "train.overwrite=True").train()
     tempfile.tempdir = str(folder)
     trial = trainer_from("tiny.py", WORDS, fast_dev_run=True)
     trial.train()

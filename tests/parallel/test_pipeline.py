@@ -133,7 +133,10 @@ def test_each_stage_has_its_policies_and_the_bits_of_none(tmp_path: Path) -> Non
             {"1": {"stage_id": 1}, "2.up": {"stage_id": 1}},
             "2.up.stage_id: expected a block of the chain · fix: set it on",
         ),
-        ({}, "stage_id: 1 stages and 2 ranks · fix: config.set_stage(i) on the first block of each stage, up to 1"),
+        (
+            {},
+            "stage_id: expected one stage for each of 2 ranks, got 1 · fix: config.set_stage(i) on the first block",
+        ),
     ],
 )
 def test_stages_that_cannot_be(fields: dict[str, dict[str, Any]], fault: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import CONFIG, StopAfter, near, rows_of, same_weights
+from helpers.small_run import CONFIG, STILL, StopAfter, near, rows_of, same_weights, trainer_of
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -23,7 +23,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import _pipeline
 from graphckpt.train.hooks.snapshot import SnapshotHook
@@ -34,7 +33,6 @@ from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.tasks.causal_lm import CausalLM
 from graphckpt.train.tasks.masked_lm import MaskedLM
 
-STILL = [f"model.config.{name}=0" for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
 UNTIED = "model.config.tie_word_embeddings=False"
 LAYERS = ["model.config.n_layer=3"]
 TWENTY = [
@@ -72,10 +70,8 @@ class Held(HookBase):
 
 
 def run(folder: str, *words: str, config: str = "tiny.py", hooks: tuple[HookBase, ...] = (), **how: bool) -> Held:
-    trainer = trainer_from(config, [f"train.output_dir={folder}", *words], **how)
     held = Held()
-    trainer._more_hooks = (held, *hooks)
-    trainer.train()
+    trainer_of(folder, *words, config=config, hooks=(held, *hooks), **how).train()
     return held
 
 
@@ -93,7 +89,7 @@ def two_stages(rank: int, folder: Path) -> None:
     for held in (begun, ended):
         assert {name.rpartition(".")[2] for name in held.reruns} == ({"0"} if rank == 0 else {"1", "2"})
     run("moved", *SIX, *STILL, UNTIED, STAGES, *ALL_HELD_OUT, hooks=(StopAfter(4),), resume=True)
-    metrics = trainer_from("tiny.py", ["train.output_dir=tied", *SIX, *STILL, STAGES], eval_only=True).evaluate()
+    metrics = trainer_of("tied", *SIX, *STILL, STAGES, eval_only=True).evaluate()
     assert metrics["eval_loss"] == rows_of(folder / "tied")[-1]["eval_loss"]
 
 
@@ -205,7 +201,11 @@ def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
         (lambda: gpt2(n_layer=1), {}, "pipeline_parallel_size: 2, and the model has 1 layers · fix: use 1 or less"),
         (gpt2, {"layer_stages": [0, 1]}, "custom_pipeline_stage_id: 2 stages, and the model has 4 layers · fix: name"),
         (gpt2, {"layer_stages": [0, 1, 0, 1]}, "transformer.h.2.stage_id: 0 after 1 · fix: use 1 or 2, in the order"),
-        (gpt2, {"layer_stages": [0, 0, 0, 0]}, "stage_id: 1 stages and 2 ranks · fix: config.set_stage(i) on the"),
+        (
+            gpt2,
+            {"layer_stages": [0, 0, 0, 0]},
+            "stage_id: expected one stage for each of 2 ranks, got 1 · fix: config.set",
+        ),
     ],
 )
 def test_what_cannot_be_cut_says_so(make: Callable[[], nn.Module], how: dict[str, Any], fault: str) -> None:

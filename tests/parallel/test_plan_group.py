@@ -19,8 +19,9 @@ from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, PlanError, steps
 from graphckpt.planning import options as budget
 from graphckpt.planning.candidates import options as options_of
-from graphckpt.planning.candidates import with_partition
-from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
+from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -131,10 +132,10 @@ def predictions_hold() -> None:
     """The predicted peak of every mix is exact."""
     case = Case(*[Layer] * 3)
     case.x = shared(case.x)[0]
-    options = with_partition(options_of(only=["full", {"rule": "selective", "save": "matmul"}]), True)
+    options = options_of(only=["full", {"rule": "selective", "save": "matmul"}], partition=True)
     assert [o.name for o in options[3:]] == ["keep + part", "full + part", "selective(matmul) + part"]
     blocks = Blocks(find_blocks(case.model, None))
-    planner = Planner(measure(RealStep(case.model, case.step), blocks, options), model=case.model)
+    planner = Planner(PolicySearch(measure(RealStep(case.model, case.step), blocks, options)), model=case.model)
     assert planner.measured.notes == ()
     for plan in ((3, 3, 3), (4, 4, 4), (5, 5, 5), (3, 4, 5), (5, 1, 3), (4, 0, 2), (1, 5, 4)):
         choice = planner.search.evaluate(plan)
@@ -207,7 +208,7 @@ def one_is_slow(rank: int) -> None:
     layer: Any = case.model.layers[1]
     layer.seconds = 0.01 * rank
     case.seconds_between = 0.1 * (1 - rank)
-    both = shared(case.plan(0.8).below("nowhere"))
+    both = shared(case.plan(0.8).relative_to("nowhere"))
     assert both[0] == both[1]
     assert policies(both[0])[1] == "keep", policies(both[0])
     assert len(set(policies(both[0]))) > 1
@@ -220,7 +221,7 @@ def one_has_less_memory(rank: int) -> None:
     case = Case()
     plain = case.plan(1.0, **FULL).plain_peak_bytes
     own = plain if rank == 0 else plain * 3 // 4
-    both = shared(case.plan(own, **FULL).below("nowhere"))
+    both = shared(case.plan(own, **FULL).relative_to("nowhere"))
     assert both[0] == both[1]
     assert both[0].predicted_peak_bytes <= both[0].budget_bytes == plain * 3 // 4
     with pytest.MonkeyPatch.context() as patch:
@@ -235,7 +236,7 @@ def one_takes_more(rank: int) -> None:
     case = Case(rows=256 + 128 * rank)
     found = case.plan(0.6, **FULL)
     assert "peaks differ between processes; planned for rank 1, which has the highest" in found.notes
-    both = shared(found.below("nowhere"))
+    both = shared(found.relative_to("nowhere"))
     assert both[0] == both[1]
     with found.apply():
         peaks = shared(case.peak())
@@ -271,7 +272,7 @@ def compiled_layers_are_planned_together() -> None:
     case.x = shared(case.x)[0]
     options = {"backend": "aot_eager"}
     found = case.plan("min", compile=options, check=False)
-    both = shared(found.below("nowhere"))
+    both = shared(found.relative_to("nowhere"))
     assert both[0] == both[1]
     assert all(fields["compile"].items() > options.items() for fields in found.blocks.values())
     with found.apply():

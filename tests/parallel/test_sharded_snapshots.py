@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import small_run
 from helpers.ranks import run_on_ranks
 from helpers.small_run import equal, rows_of, same_weights
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from graphckpt.config.trainer import trainer_from
 from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.ranks import ParallelError
+from graphckpt.train.parallel.sharding import full_tensor_tree, restore_sharded
 from graphckpt.train.snapshot import dcp
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import SnapshotWriteError
@@ -36,10 +37,8 @@ SQUARE = [
 LAST = "model_0000003"
 
 
-def trainer_of(folder: str, *words: str, hooks: tuple[HookBase, ...] = (), **how: bool) -> Any:
-    trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", *BRIEF, *words], **how)
-    trainer._more_hooks = hooks
-    return trainer
+def trainer_of(folder: str, *words: str, **how: Any) -> Any:
+    return small_run.trainer_of(folder, *BRIEF, *words, **how)
 
 
 # ---- four ranks: one of them is lost; all of them go on
@@ -134,9 +133,11 @@ class Copy(HookBase):
     def before_train(self, loop: Loop) -> None:
         hook = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
         saver: Any = hook._writer
-        weights, states = saver._state.weights(), saver._state.states()
+        shards: dict[str, torch.Tensor] = {}
+        weights, states = saver._state.weights(), saver._state.states(shards)
+        graph = restore_sharded(states["graph"], full_tensor_tree(shards))
         if self._trainer.ranks.is_main:
-            torch.save({"weights": weights, "graph": states["graph"]}, f"{self._name}.pt")
+            torch.save({"weights": weights, "graph": graph}, f"{self._name}.pt")
         saver.save(LAST, loop, lambda: None)
         loop._is_asked = True
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 from helpers.ranks import run_on_ranks
-from helpers.small_run import StopAfter, near, near_rows, rows_of, same_weights, stopped, train_in
+from helpers.small_run import STILL, StopAfter, near, near_rows, rows_of, same_weights, stopped, train_in, trainer_of
 
-from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.ranks import ParallelError
@@ -26,7 +25,6 @@ from graphckpt.train.snapshot.folder import SnapshotWriteError
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 
 TWO = "train.dist.tensor_parallel_size=2"
-STILL = ["model.config.attn_pdrop=0", "model.config.resid_pdrop=0", "model.config.embd_pdrop=0"]
 
 
 class StopOne(StopAfter):
@@ -38,9 +36,7 @@ class StopOne(StopAfter):
 
 
 def stop_one(folder: str, *words: str) -> None:
-    trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", TWO, *words])
-    trainer._more_hooks = (StopOne(5),)
-    outcome = trainer.train()
+    outcome = trainer_of(folder, TWO, *words, hooks=(StopOne(5),)).train()
     assert (outcome.iterations, outcome.is_stopped) == (5, True)
 
 
@@ -58,9 +54,8 @@ def runs(rank: int, folder: Path) -> None:
 
 
 def refuse_sizes() -> None:
-    words = ["model.config.n_head=1", "model.config.vocab_size=301", TWO, "train.output_dir=refused"]
     with pytest.raises(ConfigError) as raised:
-        trainer_from("tiny.py", words).train()
+        trainer_of("refused", "model.config.n_head=1", "model.config.vocab_size=301", TWO).train()
     for part in ("num_attention_heads is 1 · fix: use 2", "transformer.wte: vocab_size is 301 · fix: use 302"):
         assert part in str(raised.value)
 
@@ -114,8 +109,7 @@ class Leave(HookBase):
 
 
 def lose(rank: int, folder: Path, how: str) -> None:
-    trainer = trainer_from("tiny.py", [TWO, "train.dist.timeout_seconds=4"])
-    trainer._more_hooks = (Leave(how),)
+    trainer = trainer_of("out", TWO, "train.dist.timeout_seconds=4", hooks=(Leave(how),))
     if rank == 1:
         (folder / "1 is done").touch()
     started = time.monotonic()

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import graphckpt
 from graphckpt.planning import candidates
 from graphckpt.planning.candidates import NEAR, OpTimes, options, selective_levels, with_levels
-from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -47,10 +47,10 @@ def test_a_cut_is_the_cheapest_choice_for_its_price(seed):
             num_bytes = sum(round(price * log.calls[number].num_bytes) for number in kept)
             return num_bytes + sum(ticks[number] for number in again)
 
-        chosen = candidates._cut(log, ticks, price)
+        chosen = candidates._cheapest_at(log, ticks, price)
         subsets = itertools.chain.from_iterable(itertools.combinations(able, n) for n in range(len(able) + 1))
-        assert cost(chosen.kept) == min(cost(frozenset(subset)) for subset in subsets)
-        again = log.needed(lambda call, kept=chosen.kept: call.number in kept) - chosen.kept
+        assert cost(chosen.results) == min(cost(frozenset(subset)) for subset in subsets)
+        again = log.needed(lambda call, kept=chosen.results: call.number in kept) - chosen.results
         assert chosen.ticks == sum(ticks[number] for number in again)
 
 

@@ -16,7 +16,7 @@ import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import Plan, planner
+from graphckpt.planning import Plan, plan_step
 from graphckpt.planning.sweep import measure
 
 pytestmark = [  # the compiler reads `.grad` of what it is given, and says so
@@ -127,7 +127,7 @@ def test_layers_save_as_much_as_fits(monkeypatch):
         seconds = {"forward_seconds": ((1.0,) * 6,) * 5, "backward_seconds": ((1.0, 2.0, 1.1, 1.3, 1.5, 1.7),) * 5}
         return replace(found, step_seconds=11.0, **seconds)  # so that no noise decides
 
-    monkeypatch.setattr(planner, "measure", measured)
+    monkeypatch.setattr(plan_step, "measure", measured)
     found = graphckpt.plan(model, step, memory_budget=0.6, compile=AOT, check=False)
     shares = [fields["compile"]["activation_memory_budget"] for fields in found.blocks.values()]
     assert 1.0 in shares

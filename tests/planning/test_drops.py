@@ -15,7 +15,9 @@ from torch import nn
 from graphckpt import apply, plan
 from graphckpt.planning import PlanError
 from graphckpt.planning.candidates import NEAR
-from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
+from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -229,7 +231,7 @@ def test_any_plan_takes_what_is_predicted(name):
     model = Views()
     step, optimizers = STEPS[name](model)
     blocks = layers_of(model)
-    planner = Planner(measure(RealStep(model, step), Blocks(blocks), NEAR), model=model)
+    planner = Planner(PolicySearch(measure(RealStep(model, step), Blocks(blocks), NEAR)), model=model)
     rng, options = random.Random(0), range(len(planner.measured.options))
     choices = [planner.search.evaluate([option] * len(blocks)) for option in options]
     choices += [planner.search.evaluate([rng.choice(options) for _ in blocks]) for _ in range(3)]

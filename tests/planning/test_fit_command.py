@@ -8,7 +8,7 @@ import pytest
 
 from graphckpt import progress
 from graphckpt.cli import main
-from graphckpt.config.run import plan_from
+from graphckpt.config.run import fake_steps_from
 
 CONFIG = ["--config-file", "configs/quickstart.py", "--device", "h200"]
 SMALL = ["model.config.n_layer=3", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
@@ -42,7 +42,8 @@ def test_its_numbers_are_those_of_the_plan_command(capsys):
     assert all(row["is_measured"] for row in found["rows"])
     for row in found["rows"]:
         words = [f"train.train_micro_batch_size={row['batch_size']}", *SMALL]
-        plan = plan_from("configs/quickstart.py", words, device="h200", memory_budget="min")
+        with fake_steps_from("configs/quickstart.py", words, device="h200") as steps:
+            plan = steps.plan("min")
         assert row["plain_peak_bytes"] == plan.plain_peak_bytes
         assert row["floor_bytes"] == plan.predicted_peak_bytes
 

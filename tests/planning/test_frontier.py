@@ -16,8 +16,8 @@ def keep_or_recompute(num_blocks: int) -> Table:
     """Keeps 10 bytes a block in 2 seconds, or 1 byte in 3 seconds and 10 in backward; the head takes 5."""
     moves = {}
     for block in range(num_blocks):
-        moves[block, 0, 0] = Move(forward_peak=12, kept=10, backward_peak=2, held=0)
-        moves[block, 1, 0] = Move(forward_peak=12, kept=1, backward_peak=12, held=0)
+        moves[block, 0, 0] = Move(forward_peak=12, change=10, backward_peak=2, state=0)
+        moves[block, 1, 0] = Move(forward_peak=12, change=1, backward_peak=12, state=0)
     return Table([[2.0, 3.0]] * num_blocks, moves, {0: 5}, base=100, fixed_peak=110)
 
 
@@ -167,7 +167,7 @@ def test_a_fixed_peak_above_all_others_leaves_the_fastest_plan() -> None:
 
 def test_a_state_without_a_way_on_is_avoided() -> None:
     chain = keep_or_recompute(2)
-    chain.moves[0, 0, 0] = Move(12, 10, 2, held=1)  # the next block allows nothing in this state
+    chain.moves[0, 0, 0] = Move(12, 10, 2, state=1)  # the next block allows nothing in this state
     chain.heads[1] = 5
     assert cheapest(chain, 10**6) == (1, 0)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError, Graph, Plan, PlanError, Tiles
-from graphckpt.planning import planner
+from graphckpt.planning import plan_step
 from graphckpt.planning.sweep import measure
 
 
@@ -66,7 +66,7 @@ def test_it_is_cut_where_nothing_else_fits():
 def test_it_stays_whole_where_there_is_room_unless_slices_are_faster(seconds, block, monkeypatch):
     """``seconds`` are those of the step with its loss computed at once, in 4 slices, and in 16."""
     took = iter(seconds)
-    monkeypatch.setattr(planner, "measure", lambda *args: replace(measure(*args), step_seconds=next(took)))
+    monkeypatch.setattr(plan_step, "measure", lambda *args: replace(measure(*args), step_seconds=next(took)))
     model, step = made()
     found = graphckpt.plan(model, step, memory_budget=1.0, head=SLICED)
     assert [row.block for row in found.rows] == [f"layers.{n}" for n in range(4)] + [block] * (block is not None)
@@ -110,7 +110,7 @@ def test_a_graph_takes_it_and_lets_it_go_again():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"haed": Tiles(4)}, "head: there is no block 'haed' · did you mean 'head'|there is no block 'haed'"),
+        ({"haed": Tiles(4)}, "head: unknown block 'haed' · did you mean 'head'|unknown block 'haed'"),
         ({"": Tiles(4)}, "head: '' contains the layer 'layers.0'"),
         ({"layers": Tiles(4)}, "head: 'layers' contains the layer 'layers.0'"),
         ({"head": None}, "head: expected a rule, got None"),

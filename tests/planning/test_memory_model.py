@@ -24,6 +24,7 @@ from graphckpt.planning.frontier import COVERED, peak
 from graphckpt.planning.memory_model import Change, EventSeq, LiveState
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.program import EventKind, PrivateRun
+from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.step_chain import StepChain
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
@@ -87,7 +88,7 @@ def test_predicted_is_tracked(architecture):
     for plan in plans(len(blocks.names), len(known.options), 3):
         assert known.model.highest(plan).peak == tracked(fields_of(known, plan)), plan
     assert not known.notes
-    planner = Planner(known, model=model)
+    planner = Planner(PolicySearch(known), model=model)
     low, high = planner.floor.peak, planner.plain.peak
     for budget in (low, (2 * low + high) // 3, (low + 2 * high) // 3, high):
         found = planner.plan(budget)
@@ -268,9 +269,8 @@ def test_layers_join_only_where_that_frees_what_the_one_before_returns(build, ar
         model.zero_grad()
 
     real = RealStep(model, step)
-    planner = Planner(
-        measure(real, Blocks([(f"layers.{n}", m) for n, m in enumerate(model.layers)]), NEAR), model=model
-    )
+    measured = measure(real, Blocks([(f"layers.{n}", m) for n, m in enumerate(model.layers)]), NEAR)
+    planner = Planner(PolicySearch(measured), model=model)
     choices = list(joined(planner, 8))
     assert bool(choices) == are_joined
     for choice in (*choices, *planner.search.pareto()):

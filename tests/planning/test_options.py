@@ -12,8 +12,8 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError, Graph
 from graphckpt.cli import add_plan
-from graphckpt.config import run as config_run
-from graphckpt.planning import PlanOptions, planner
+from graphckpt.config.run import fake_steps_from
+from graphckpt.planning import PlanOptions, plan_step
 from graphckpt.planning.options import available_bytes
 from graphckpt.train.settings import ActivationCheckpointConfig
 
@@ -41,7 +41,7 @@ def caught(monkeypatch):
     def catch(*args):
         raise Caught(next(value for value in args if isinstance(value, PlanOptions)))
 
-    monkeypatch.setattr(planner, "measure_all", catch)
+    monkeypatch.setattr(plan_step, "measure_all", catch)
     return lambda: None
 
 
@@ -136,7 +136,7 @@ def test_names_of_before_still_work_and_say_what_to_write():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ofload": True}, r"plan: there is no option 'ofload' · did you mean 'offload'\? · fix: use offload, "),
+        ({"ofload": True}, r"plan: unknown option 'ofload' · did you mean 'offload'\? · fix: use offload, "),
         ({"host_budget": "12 G"}, r"host_budget: '12 G': unknown unit 'G' · fix: "),
         ({"contiguous": "yes"}, r"contiguous: expected True or False, got 'yes' · fix: "),
         ({"compile": "yes"}, r"compile: "),
@@ -148,9 +148,9 @@ def test_faults_are_one_clear_error(options, message):
 
 
 def test_a_slab_is_in_the_plan_of_the_command_too(tmp_path):
-    plan = config_run.plan_from(
-        "configs/quickstart.py", ["model.config.n_layer=2"], device="h200", options={"contiguous": True}
-    )
+    words, options = ["model.config.n_layer=2"], {"contiguous": True}
+    with fake_steps_from("configs/quickstart.py", words, device="h200", options=options) as steps:
+        plan = steps.plan("max")
     assert all(row.fields["contiguous"] for row in plan.rows if row.block != "loss_head")
 
 

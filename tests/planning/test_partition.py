@@ -10,7 +10,7 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.planning import Plan
-from graphckpt.planning.candidates import options, with_partition
+from graphckpt.planning.candidates import options
 from graphckpt.planning.plan_group import planning_group
 
 D = 16  # width
@@ -58,7 +58,7 @@ def test_parts_of_one_process_are_left_out_with_a_note():
 
 
 def test_parts_are_options_of_their_own():
-    assert [option.name for option in with_partition(options("disk", ["full"]), True)] == [
+    assert [option.name for option in options("disk", ["full"], partition=True)] == [
         "keep", "full", "keep + disk", "full + disk", "keep + part", "full + part",
     ]  # fmt: skip
 

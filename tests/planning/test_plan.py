@@ -20,9 +20,11 @@ from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import Plan
 from graphckpt.planning.candidates import NEAR
-from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.plot import draw_sweep
 from graphckpt.planning.rows import PlanRow, Stage
+from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -105,7 +107,7 @@ FIXED = Plan(
 
 
 CORRECTED = "(corrected by 1.00 KiB after a measured step)"
-PEAK_OF_FIXED = f"peak 11.0 MiB, 91.7 % of the budget; reached during the backward of h.3 {CORRECTED}"
+PEAK_OF_FIXED = f"predicted peak 11.0 MiB, 91.7 % of the budget; reached during the backward of h.3 {CORRECTED}"
 
 
 def test_explain_prints_policies_costs_and_notes(capsys):
@@ -128,6 +130,12 @@ def test_explain_prints_policies_costs_and_notes(capsys):
     assert str(FIXED).splitlines() == printed
     assert "h.0-2" in FIXED._repr_html_()
     assert repr(FIXED) == "<Plan of 6 blocks: peak 11.0 MiB of a budget of 12.0 MiB>"
+    simulated = dataclasses.replace(FIXED, is_simulated=True, memory_budget=0.6)
+    text = "budget of 12.0 MiB (0.6 of the plain step's peak), simulated on h200"
+    assert repr(simulated) == f"<Plan of 6 blocks: peak 11.0 MiB of a {text}>"
+    assert "memory budget 12.0 MiB (50% of the device's memory) on h200" in str(
+        dataclasses.replace(FIXED, memory_budget="50%")
+    )
     assert json.loads(json.dumps(FIXED.to_dict()))["plan"]["rows"][3]["option"] == "full + host"
 
 
@@ -139,7 +147,8 @@ def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tm
     def step():
         model(input_ids=ids, labels=ids).loss.backward()
 
-    planner = Planner(measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR), model=model)
+    measured = measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
+    planner = Planner(PolicySearch(measured), model=model)
     found = next(choice for choice in planner.uniform().values() if choice.rows[0].option.startswith("selective(level"))
     found.save(tmp_path / "plan.yaml")
     for each in (found, Plan.load(tmp_path / "plan.yaml")):
@@ -196,7 +205,7 @@ def test_the_picture_of_a_sweep(tmp_path):
     assert {"chosen by the planner", "full", "keep", "peak memory (GiB)", "step time (ms)"} <= set(words)
     draw_sweep([], uniform, tmp_path / "front.svg")
     draw_sweep(front, {}, tmp_path / "front.svg")
-    with pytest.raises(ConfigError, match="there is no plan to draw"):
+    with pytest.raises(ConfigError, match="expected a plan to draw, got none"):
         draw_sweep([], {}, tmp_path / "front.svg")
     with pytest.raises(ConfigError, match="expected an existing folder"):
         draw_sweep(front, {}, tmp_path / "none" / "front.svg")

@@ -42,14 +42,14 @@ def test_the_front_of_a_plan_holds_the_plans_for_all_budgets(plan: Plan):
 def test_the_front_below_a_child_has_the_names_below_it(plan: Plan):
     named = replace(plan, rows=tuple(replace(row, block=f"model.{row.block}") for row in plan.rows))
     named = replace(named, front=lambda: [named])
-    below = named.below("model")
+    below = named.relative_to("model")
     assert below.front is not None
     assert [row.block for row in below.front()[0].rows] == [row.block for row in plan.rows]
 
 
 def test_a_plan_can_be_pickled_without_its_front(plan: Plan):
-    read = pickle.loads(pickle.dumps(plan.below("model")))
-    assert read == plan.below("model")
+    read = pickle.loads(pickle.dumps(plan.relative_to("model")))
+    assert read == plan.relative_to("model")
     assert read.front is None
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from graphckpt.planning.candidates import options
 from graphckpt.planning.frontier import peak
-from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.step_chain import StepChain
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
@@ -63,7 +63,7 @@ def test_tensors_that_other_code_holds_do_not_multiply_the_states(measured):
     states = {chain.start}
     for block in range(NUM_BLOCKS):
         moves = (chain.move(block, option, held) for held in states for option in range(len(chain.options(block))))
-        states = {move.held for move in moves if move is not None}
+        states = {move.state for move in moves if move is not None}
         assert len(states) <= 4 * (block + 2)
 
 

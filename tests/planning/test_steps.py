@@ -13,9 +13,10 @@ from graphckpt.planning import sweep
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.planner import Planner, find_blocks
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.profile import load_profile
-from graphckpt.planning.search import CopyRates
+from graphckpt.planning.search import CopyRates, PolicySearch
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
@@ -112,8 +113,8 @@ def measured_with_offload():
 
 def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
     known, rates = measured_with_offload()
-    near = Planner(known, device="h200")
-    far = Planner(known, device="h200", rates=rates)
+    near = Planner(PolicySearch(known), device="h200")
+    far = Planner(PolicySearch(known, rates), device="h200")
     for share in (0.9, 0.7, 0.5):
         budget = int(share * near.plain.peak)
         if budget < near.floor.peak:
@@ -127,7 +128,7 @@ def test_no_more_is_offloaded_than_the_budget_of_host_memory():
     known, rates = measured_with_offload()
 
     def moved_bytes(host_budget):
-        planner = Planner(known, rates=rates, host_budget=host_budget)
+        planner = Planner(PolicySearch(known, rates, host_budget))
         static = known.model.static_bytes
         plan = planner.plan(static + 7 * (planner.plain.peak - static) // 10)
         assert plan.predicted_peak_bytes <= plan.budget_bytes
@@ -194,7 +195,8 @@ def test_faults_of_a_simulated_plan_are_one_clear_error(arguments, options, mess
         ("150%", "memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
         ("12 G", "memory_budget: '12 G': unknown unit 'G'"),
         ("most", "memory_budget: 'most' is not a memory size"),
-        ("0.001", "no plan fits"),
+        ("0.001", "of it are weights, optimizer state, inputs and workspaces · fix: "),
+        ("60", "memory_budget: expected at least 1 KiB, got 60 B · did you mean '60GiB' or 0.6?"),
     ],
 )
 def test_a_budget_of_the_command_that_cannot_be_used_is_one_clear_error(budget, message, capsys):

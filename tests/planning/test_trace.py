@@ -11,7 +11,7 @@ from torch import nn
 
 from graphckpt.planning import trace
 from graphckpt.planning.candidates import KEEP, Option
-from graphckpt.planning.planner import find_blocks
+from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.program import Interval, Phase, TraceLog
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.trace import Blocks, Trace
@@ -96,13 +96,13 @@ def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
     """They are synchronous, and to pageable memory; what a plan's own copies take follows from the device's rates."""
     copied = []
 
-    class Slowly(trace._Far):
+    class Slowly(trace._OffloadedStorage):
         def __init__(self, tensor):
             super().__init__(tensor)
             copied.append(tensor)
             be_busy(BUSY)
 
-    monkeypatch.setattr(trace, "_Far", Slowly)
+    monkeypatch.setattr(trace, "_OffloadedStorage", Slowly)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
     x = torch.ones(64, 32)
     step = RealStep(model, lambda: model(x).sum().backward())

@@ -8,9 +8,12 @@ from fuzz.shapes import plain
 from helpers.contract import assert_same_steps
 from helpers.hard_modules import D
 from torch import nn
-from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
+import graphckpt
 from graphckpt import Segments
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Averaging(nn.Module):
@@ -103,3 +106,27 @@ def test_layer_that_got_the_memory_of_the_one_it_replaces():
 def test_layers_that_a_segmented_chain_got_later(num_segments):
     steps = ["plain", altered(lambda model: model.__setitem__(0, nn.BatchNorm1d(D))), "plain"]
     assert_same_steps(lambda: nn.Sequential(*(nn.Linear(D, D) for _ in range(4))), {"": Segments(num_segments)}, steps)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+@pytest.mark.parametrize("rule", ["full", "selective"])
+def test_weights_that_parametrize_caches_are_those_of_the_forward(rule):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)))
+    for block in model:
+        parametrize.register_parametrization(block[0], "weight", Symmetric())
+
+    def gradients():
+        model.zero_grad()
+        with parametrize.cached():
+            model(X).square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradients()
+    with graphckpt.apply(model, {"*": rule}):
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(), plain))

@@ -62,5 +62,5 @@ def test_the_last_one_has_to_be_written(place, monkeypatch, capsys):
 
     monkeypatch.setattr(snapshot, "write", full)
     assert train(ASYNC) == 2
-    assert "what was trained could not be saved · fix: make room" in capsys.readouterr().err
+    assert "the final state could not be saved · fix: make room" in capsys.readouterr().err
     assert not (place / "out" / "last_checkpoint").exists()

@@ -74,13 +74,6 @@ def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(data, texts, tm
     assert len(_folders(tmp_path)) == 3
 
 
-def test_same_text_trains_the_same_tokenizer(data, tmp_path, quiet):
-    one = data(cache_dir=str(tmp_path / "one")).prepare(quiet)
-    two = data(cache_dir=str(tmp_path / "two")).prepare(quiet)
-    assert one.tokenizer_file.read_bytes() == two.tokenizer_file.read_bytes()
-    assert one.train.batch([0, 1]).equal(two.train.batch([0, 1]))
-
-
 @pytest.mark.parametrize("name", ["train.arrow", "heldout.arrow", "tokenizer.json"])
 def test_broken_cache_is_made_again(data, quiet, name):
     prepared = data().prepare(quiet)

@@ -42,7 +42,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_and_the_last_good_snapshot_is_r
     with monkeypatch.context() as patch:
         patch.setattr(snapshot, "save_file", full)
         assert train() == 2
-    assert "error: out: what was trained could not be saved · fix: make room" in capsys.readouterr().err
+    assert "error: out: the final state could not be saved · fix: make room" in capsys.readouterr().err
     assert (place / "out" / "last_checkpoint").read_text() == "model_0000003\n"
     assert train("--resume") == 0
     assert same_weights(place / "whole", place / "out")

@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from helpers.small_run import train
+from helpers.small_run import train, trainer_of
 
-from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
+from graphckpt.train.loop import HookBase
 from graphckpt.train.snapshot.saved_run import FolderLock
 
 pytestmark = pytest.mark.usefixtures("place")
+
+BRIEF = ["train.train_iter=1", "train.evaluation.enabled=False"]
 
 _HOLDERS = """
 import os, signal, sys
@@ -94,38 +96,42 @@ def test_the_second_process_is_told_which_is_the_first_and_harms_nothing(place, 
 
 @pytest.mark.multi_process
 def test_a_killed_process_leaves_no_lock(place, other):
-    with pytest.raises(ConfigError, match="is training in this folder"):
-        trainer_from("tiny.py")
+    assert train(*BRIEF) == 2
     end(other)
     assert (place / "out" / "run.lock").exists()
-    assert trainer_from("tiny.py") is not None
+    assert train(*BRIEF) == 0
 
 
 @pytest.mark.multi_process
-def test_evaluation_may_look_on(place, other):
-    assert trainer_from("tiny.py", eval_only=True) is not None
+def test_evaluation_may_look_on(place, other, capsys):
+    assert train("train.output_dir=good", *BRIEF) == 0
+    assert train("--eval-only", "train.load_weight=good/model_final") == 0
+    assert train("--eval-only") == 2
+    assert "nothing to evaluate: train.output_dir: out holds no last_checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.multi_process
-def test_a_finished_run_lets_others_in_and_so_does_one_that_is_forgotten(place, hold):
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_run_lets_others_in_once_it_has_ended(place, hold, is_good):
     def is_free():
         number = hold(place / "out")
         if number:
             end(number)
         return number > 0
 
-    first = trainer_from("tiny.py", ["train.train_iter=1", "train.evaluation.enabled=False"])
-    assert not is_free()
-    second = trainer_from("tiny.py")  # a notebook's cell, run again
-    del second
-    gc.collect()
-    assert not is_free()
-    first.train()
-    assert is_free()
-    third = trainer_from("tiny.py", ["train.overwrite=True"])
-    assert not is_free()
-    del third
-    gc.collect()
+    class Looks(HookBase):
+        is_free = None
+
+        def before_step(self, loop):
+            self.is_free = is_free()
+            with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* is training in this folder"):
+                trainer_of("out", "train.overwrite=True").train()
+            if not is_good:
+                raise OSError("the machine is gone")
+
+    with nullcontext() if is_good else pytest.raises(OSError, match="the machine is gone"):
+        trainer_of("out", *BRIEF, hooks=(looks := Looks(),)).train()
+    assert looks.is_free is False
     assert is_free()
 
 

@@ -19,9 +19,9 @@ from torch import nn
 
 from graphckpt.train.hooks import log
 from graphckpt.train.hooks.evaluate import EvalHook
-from graphckpt.train.hooks.log import LogHook, device_memory, device_used_bytes, process_memory
+from graphckpt.train.hooks.log import LogHook, device_memory, process_memory
 from graphckpt.train.hooks.metrics import MetricsHook
-from graphckpt.train.loop import HookBase, Loop, TrainError
+from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.optim import get_default_optimizer_params, warmup_cosine_lr
 from graphckpt.train.output import Report
 from graphckpt.train.tasks import CausalLM
@@ -54,11 +54,13 @@ def _log_hook(**more):
     return LogHook(optimizer, **{**fields, **more})
 
 
+def _loss(iteration):
+    return {"total_loss": torch.tensor(float(iteration))}
+
+
 def test_hooks_run_around_every_step():
     hook = Written()
-    Loop(
-        lambda iteration: {"total_loss": torch.tensor(float(iteration))}, train_iter=2, report=_report(), hooks=[hook]
-    ).run()
+    Loop(_loss, train_iter=2, report=_report(), hooks=[hook]).run()
     steps = ["before_step 0", "after_step 1", "before_step 1", "after_step 2"]
     assert hook.calls == ["before_train", *steps, "after_train"]
 
@@ -70,7 +72,7 @@ def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored():
     def step(iteration):
         if iteration == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return {"total_loss": torch.zeros(())}
+        return _loss(iteration)
 
     loop = Loop(step, train_iter=10, report=_report(), hooks=[hook])
     loop.run()
@@ -91,9 +93,7 @@ def test_interrupt_while_a_line_is_printed_prints_it_once():
             loop.report.line(f"a line {loop.done}")
 
     screen = Screen()
-    loop = Loop(
-        lambda _: {"total_loss": torch.zeros(())}, train_iter=10, report=Report(Console(file=screen)), hooks=[Prints()]
-    )
+    loop = Loop(_loss, train_iter=10, report=Report(Console(file=screen)), hooks=[Prints()])
     loop.run()
     assert (loop.done, loop.is_stopped) == (1, True)
     assert screen.getvalue().count("a line 1") == 1
@@ -116,28 +116,15 @@ def test_log_holds_the_mean_since_the_line_before(tmp_path):
     metrics = tmp_path / "metrics.json"
     hooks = [_log_hook(), MetricsHook(metrics)]
     report = _report(tmp_path / "log.txt")
-    Loop(
-        lambda iteration: {"total_loss": torch.tensor(float(iteration))}, train_iter=5, report=report, hooks=hooks
-    ).run()
+    Loop(_loss, train_iter=5, report=report, hooks=hooks).run()
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [(row["iteration"], row["total_loss"]) for row in rows] == [
-        (0, 0.0),
-        (1, 1.0),
-        (3, 2.5),
-        (4, 4.0),
-    ]
+    assert [(row["iteration"], row["total_loss"]) for row in rows] == [(0, 0.0), (1, 1.0), (3, 2.5), (4, 4.0)]
     assert [row["consumed_samples"] for row in rows] == [3, 6, 12, 15]
     assert all(row["lr"] == 0.5 and row["tokens_per_second"] > 0 for row in rows)
     assert all(0 < row["rss_bytes"] <= row["peak_rss_bytes"] for row in rows)
     log = (tmp_path / "log.txt").read_text()
     assert log.count("samples/s") == 4
     assert "  iteration: 4/5  consumed_samples: 12  total_loss: 2.5000  time: " in log
-
-
-def test_loss_that_is_no_number_ends_the_run():
-    loop = Loop(lambda _: {"total_loss": torch.tensor(math.nan)}, train_iter=5, report=_report(), hooks=[_log_hook()])
-    with pytest.raises(TrainError, match=r"the loss is nan at iteration 1 · fix: lower optim\.lr"):
-        loop.run()
 
 
 def test_evaluation_weighs_by_tokens_and_restores_the_mode():
@@ -159,7 +146,7 @@ def test_evaluation_weighs_by_tokens_and_restores_the_mode():
     assert seen == [(False, False)] * 3
     assert model.training
 
-    loop = Loop(lambda _: {"total_loss": torch.zeros(())}, train_iter=3, report=_report(), hooks=[hook])
+    loop = Loop(_loss, train_iter=3, report=_report(), hooks=[hook])
     metrics = []
     loop._hooks += (type("Spy", (HookBase,), {"after_step": lambda self, loop: metrics.append(loop.metrics)})(),)
     loop.run()
@@ -204,15 +191,6 @@ def test_learning_rate_rises_then_falls():
     assert all(earlier >= later for earlier, later in itertools.pairwise(rates[4:]))
 
 
-def test_the_driver_is_asked_where_it_can_be(monkeypatch):
-    cuda = torch.device("cuda", 0)
-    assert device_used_bytes(torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda device: 1234 if device == cuda else 0)
-    for found, wanted in ((None, None), (object(), 1234)):
-        monkeypatch.setattr(log, "find_spec", lambda name, found=found: found if name == "pynvml" else None)
-        assert device_used_bytes(cuda) == wanted
-
-
 class FakeEvent:
     """Stands for an event of a device: notes when it is recorded and waited for."""
 
@@ -239,7 +217,7 @@ def device_events(monkeypatch):
 def _late_loop(hooks, events, report, **more):
     def step(iteration):
         events.append(f"step {iteration}")
-        return {"total_loss": torch.tensor(float(iteration))}
+        return _loss(iteration)
 
     return Loop(step, report=report, hooks=hooks, **more)
 
@@ -252,26 +230,12 @@ def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(tmp_pat
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [(row["iteration"], row["total_loss"]) for row in rows] == [(0, 0.0), (1, 1.0), (3, 2.5), (5, 4.5), (6, 6.0)]
     assert [row["consumed_samples"] for row in rows] == [3, 6, 12, 18, 21]
-    first_wait = {
-        number: device_events.index(f"event {number} of xpu awaited") for number in range(5)
-    }  # what was recorded after iteration 3 is waited for after 5 has been launched, and so on
+    # What was recorded after iteration 3 is waited for after 5 has been launched, and so on.
+    first_wait = {number: device_events.index(f"event {number} of xpu awaited") for number in range(5)}
     assert device_events.index("step 3") < first_wait[1] < device_events.index("step 4")
     assert device_events.index("step 5") < first_wait[2] < device_events.index("step 6")
     assert device_events.index("event 3 of xpu recorded") < first_wait[2]
     assert "  iteration: 4/7  consumed_samples: 12  total_loss: 2.5000  time: " in (tmp_path / "log.txt").read_text()
-
-
-def test_on_a_device_a_loss_that_is_not_finite_ends_the_run_with_its_own_iteration(device_events):
-    hook = _log_hook(device=torch.device("xpu"), log_period=2)
-    loop = Loop(
-        lambda done: {"total_loss": torch.tensor(math.nan if done == 1 else 1.0)},
-        train_iter=9,
-        report=_report(),
-        hooks=[hook],
-    )
-    with pytest.raises(TrainError, match="the loss is nan at iteration 2 "):
-        loop.run()
-    assert loop.done == 4
 
 
 def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path, device_events):
@@ -308,26 +272,19 @@ def test_seconds_that_a_hook_waits_for_the_device_are_the_steps(tmp_path):
             loop.synchronize()
 
     metrics = tmp_path / "metrics.json"
-    Loop(
-        lambda _: {"total_loss": torch.zeros(())},
-        train_iter=4,
-        report=_report(),
-        hooks=[_log_hook(log_period=4), MetricsHook(metrics), Evaluates()],
-        synchronize=lambda: time.sleep(0.05),
-    ).run()
+    hooks = [_log_hook(log_period=4), MetricsHook(metrics), Evaluates()]
+    Loop(_loss, train_iter=4, report=_report(), hooks=hooks, synchronize=lambda: time.sleep(0.05)).run()
     row = json.loads(metrics.read_text().splitlines()[-1])
     assert 0.05 <= row["time"] < 0.1
 
 
-def test_memory_of_a_cuda_device_is_allocated_and_reserved(monkeypatch):
-    for number, name in enumerate(
-        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    ):
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_memory_of_a_cuda_device_is_allocated_reserved_and_used(monkeypatch, has_driver):
+    names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
+    for number, name in enumerate(names):
         monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
-    assert device_memory(torch.device("cuda", 0)) == {
-        "cuda_bytes": 0,
-        "peak_cuda_bytes": 1,
-        "cuda_reserved_bytes": 2,
-        "peak_cuda_reserved_bytes": 3,
-    }
+    monkeypatch.setattr(log, "find_spec", lambda name: object() if has_driver and name == "pynvml" else None)
+    keys = ["cuda_bytes", "peak_cuda_bytes", "cuda_reserved_bytes", "peak_cuda_reserved_bytes"]
+    keys += ["cuda_used_bytes"] * has_driver
+    assert device_memory(torch.device("cuda", 0)) == {key: number for number, key in enumerate(keys)}
     assert device_memory(torch.device("cpu")) == {}

@@ -25,7 +25,7 @@ class Look(HookBase):
         (hook,) = (hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
         state = hook._writer._state
         self.weights = {name: value.clone() for name, value in state.weights().items()}
-        self.states = state.states()
+        self.states = state.states({})
         self.states["trainer"]["hooks"] = loop.hook_states()
         torch.save(self.states, "read.pt")
         self.states = torch.load("read.pt", weights_only=True)

@@ -65,8 +65,8 @@ def test_a_cut_history_is_the_old_one_until_the_new_one_is_whole(tmp_path, monke
 
 
 def test_lines_that_a_full_disk_refused_come_with_the_next(tmp_path, monkeypatch):
-    file = AppendFile(tmp_path / "log.txt")
-    assert file.append("a\n") is None
+    file, complaints = AppendFile(tmp_path / "log.txt"), []
+    file.append("a\n", complaints.append)
     opened = type(tmp_path).open
 
     class HalfFull:
@@ -91,10 +91,13 @@ def test_lines_that_a_full_disk_refused_come_with_the_next(tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(type(tmp_path), "open", lambda *args, **kwargs: HalfFull(opened(*args, **kwargs)))
-        assert file.append("bcd\n").errno == errno.ENOSPC
+        file.append("bcd\n", complaints.append)
+        file.append("é\n", complaints.append)
     assert (tmp_path / "log.txt").read_text() == "a\n"
-    assert file.append("é\n") is None
-    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "a\nbcd\né\n"
+    file.append("z\n", complaints.append)
+    what = f"{file.path}: No space left on device; its lines wait until they can be written"
+    assert complaints == [what]
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "a\nbcd\né\nz\n"
 
 
 def test_history_beyond_the_snapshot_is_dropped(tmp_path):

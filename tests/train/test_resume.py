@@ -8,10 +8,9 @@ import types
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, TIMES, StopAfter, rows_of, same_weights, stopped, train
+from helpers.small_run import CONFIG, TIMES, rows_of, same_weights, stopped, train, trainer_of
 from transformers import AutoModelForCausalLM
 
-from graphckpt.config.trainer import trainer_from
 from graphckpt.train.hooks.metrics import tag_of
 from graphckpt.train.hooks.snapshot import BestHook
 from graphckpt.train.snapshot import folder as snapshot
@@ -43,12 +42,13 @@ def test_stopped_and_resumed_it_ends_at_the_same_bits(place, optimizer, number):
     if optimizer.endswith("NAdam"):
         (place / "tiny.py").write_text(CONFIG + "del optim['eps']\n", encoding="utf-8")
     assert train("train.output_dir=whole", *words) == 0
-    for done in (2, 5):
-        outcome = stopped("parts", 2, *words, number=number) if done == 2 else None
-        trainer = trainer_from("tiny.py", ["train.output_dir=parts", *words], resume=True)
-        trainer._more_hooks = (StopAfter(5, number),) if done == 2 else ()
-        outcome = trainer.train()
-        assert (outcome.iterations, outcome.is_stopped) == ((5, True) if done == 2 else (10, False))
+    for done, is_resumed in ((2, False), (5, True)):
+        outcome = stopped("parts", done, *words, number=number, resume=is_resumed)
+        assert (outcome.iterations, outcome.is_stopped) == (done, True)
+    assert (place / "parts" / "last_checkpoint").read_text() == "model_0000004\n"
+    assert "stopped after 5 iterations" in (place / "parts" / "log.txt").read_text()
+    outcome = trainer_of("parts", *words, resume=True).train()
+    assert (outcome.iterations, outcome.is_stopped) == (10, False)
     assert same_weights(place / "whole", place / "parts")
     assert rows_of(place / "parts") == rows_of(place / "whole")
     log = (place / "parts" / "log.txt").read_text()
@@ -261,25 +261,13 @@ def test_wandb_gets_every_metric_and_goes_on_with_the_same_run(place, monkeypatc
     assert all({tag_of(key): number for key, number in rows[step].items()}[name] == value for step, name, value in sent)
 
 
-def test_epochs_between_snapshots(place):
-    words = ["train.checkpointer.save_model_after_n_epoch=1", "train.checkpointer.max_to_keep=9"]
-    trainer = trainer_from("tiny.py", ["train.train_iter=1"])
-    trainer.train()
-    num_samples = snapshot.read_info(place / "out" / "model_final")["data"]["num_samples"]
-    period = num_samples // 4
-    batch = [f"train.train_micro_batch_size={num_samples // 2}", "train.num_accumulation_steps=1"]
-    assert period > 1
-    assert train(*words, *batch, "train.output_dir=epochs", "train.evaluation.enabled=False") == 0
-    assert [path.name for path in sorted((place / "epochs").glob("model_0*"))] == [
-        f"model_000000{n}" for n in (1, 3, 5, 7)
-    ]
-
-
-def test_epochs_between_evaluations(place):
-    trainer = trainer_from("tiny.py", ["train.train_iter=1", "train.evaluation.enabled=False"])
-    trainer.train()
+def test_epochs_between_snapshots_and_evaluations(place):
+    assert train("train.train_iter=1", "train.evaluation.enabled=False") == 0
     num_samples = snapshot.read_info(place / "out" / "model_final")["data"]["num_samples"]
     batch = [f"train.train_micro_batch_size={num_samples // 2 - 1}", "train.num_accumulation_steps=1"]
-    assert train(*batch, "train.evaluation.eval_after_n_epoch=2", "train.output_dir=epochs") == 0
+    words = ["train.checkpointer.save_model_after_n_epoch=1", "train.checkpointer.max_to_keep=9"]
+    assert train(*batch, *words, "train.evaluation.eval_after_n_epoch=2", "train.output_dir=epochs") == 0
+    names = [path.name for path in sorted((place / "epochs").glob("model_0*"))]
+    assert names == [f"model_000000{n}" for n in (1, 3, 5, 7)]
     evaluated = [row["iteration"] for row in rows_of(place / "epochs") if "eval_ppl" in row]
     assert evaluated == [3, 7, 9]  # libai counts whole updates in an epoch: 2, although a few samples are left over

@@ -8,35 +8,32 @@ from hypothesis import strategies as st
 
 from graphckpt.config.schema import read
 from graphckpt.errors import ConfigError
-from graphckpt.train.settings import TrainConfig, batch_sizes, iterations
+from graphckpt.train.settings import DistConfig, TrainConfig
 
 
 def _faults(**train):
     return read(TrainConfig, {"train": train}, "train")[1]
 
 
+def _sizes(micro, total, accumulation, parallel=1):
+    sizes = {"train_micro_batch_size": micro, "global_batch_size": total, "num_accumulation_steps": accumulation}
+    return TrainConfig(**sizes, dist=DistConfig(data_parallel_size=parallel)).sizes
+
+
 @pytest.mark.parametrize(
-    ("micro", "whole", "accumulation", "made"),
-    [
-        (8, None, None, (8, 1, 8)),
-        (8, None, 4, (8, 4, 32)),
-        (8, 32, None, (8, 4, 32)),
-        (None, 32, 4, (8, 4, 32)),
-        (None, 32, None, (32, 1, 32)),
-        (8, 32, 4, (8, 4, 32)),
-    ],
+    ("sizes", "expected"),
+    [((8, None, None), (8, 1)), ((8, None, 4), (8, 4)), ((None, 32, None), (32, 1)), ((8, 32, 4), (8, 4))],
 )
-def test_what_is_missing_is_derived(micro, whole, accumulation, made):
-    sizes = batch_sizes(micro_batch=micro, global_batch=whole, accumulation=accumulation)
-    assert (sizes.micro_batch, sizes.accumulation, sizes.global_batch) == made
+def test_what_is_missing_is_derived(sizes, expected):
+    assert _sizes(*sizes)[:2] == expected
 
 
 @given(micro=st.integers(1, 64), accumulation=st.integers(1, 64), parallel=st.integers(1, 8))
 def test_any_one_follows_from_the_others(micro, accumulation, parallel):
-    whole = batch_sizes(micro_batch=micro, global_batch=None, accumulation=accumulation, data_parallel=parallel)
-    for left_out in ("micro_batch", "accumulation", "global_batch"):
-        given_sizes = {"micro_batch": micro, "accumulation": accumulation, "global_batch": whole.global_batch}
-        assert batch_sizes(**{**given_sizes, left_out: None}, data_parallel=parallel) == whole
+    expected = _sizes(micro, None, accumulation, parallel)
+    total = expected.global_batch
+    assert total == micro * accumulation * parallel
+    assert _sizes(None, total, accumulation, parallel) == _sizes(micro, total, None, parallel) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,15 +62,14 @@ def test_contradictions_are_explained(sizes, message):
     (fault,) = _faults(**dict(zip(keys, sizes, strict=True)))
     assert fault.startswith(f"train.{message}")
     with pytest.raises(ConfigError):
-        batch_sizes(**dict(zip(("micro_batch", "global_batch", "accumulation"), sizes, strict=True)))
+        _sizes(*sizes)
 
 
-def test_length_of_a_run():
-    run = {"train_iter": 5, "train_epoch": 0, "train_samples": None, "num_samples": 25, "global_batch": 4}
-    assert iterations(**run) == 5
-    assert iterations(**{**run, "train_epoch": 2}) == 13
-    assert iterations(**{**run, "train_epoch": 0.1}) == 5
-    assert iterations(**{**run, "train_samples": 9}) == 3
+@pytest.mark.parametrize(
+    ("train", "expected"), [({}, 5), ({"train_epoch": 2}, 13), ({"train_epoch": 0.1}, 5), ({"train_samples": 9}, 3)]
+)
+def test_length_of_a_run(train, expected):
+    assert TrainConfig(train_iter=5, train_micro_batch_size=4, **train).iterations(num_samples=25) == expected
 
 
 FOUR = {"num_accumulation_steps": 4}

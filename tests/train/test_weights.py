@@ -52,7 +52,7 @@ def test_every_missing_shard_is_named_at_once(sharded):
     assert message.startswith(f"{folder / INDEX} names shards that cannot be read:")
     assert f"• {first.name} is missing" in message
     assert f"• {second.name} is missing" in message
-    assert message.endswith("fix: copy or download what is missing")
+    assert message.endswith("fix: copy or download the missing shards")
 
 
 def test_a_broken_shard_and_one_of_another_version_are_named(sharded):

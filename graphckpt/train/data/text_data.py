@@ -107,17 +107,17 @@ class TextData:
         if faults := list(self.faults()):
             raise DataError("\n".join(f"data.{fault}" for fault in faults))
         if self.vocab_size < SMALLEST_VOCAB + len(special_tokens):
-            least = f"{SMALLEST_VOCAB + len(special_tokens)} or more, with one for {', '.join(special_tokens)} each"
-            raise DataError(f"data.vocab_size: expected {least}, got {self.vocab_size}")
+            smallest = f"{SMALLEST_VOCAB + len(special_tokens)} or more, with one for {', '.join(special_tokens)} each"
+            raise DataError(f"data.vocab_size: expected {smallest}, got {self.vocab_size}")
         corpus = self._corpus()
         counts = f"{len(corpus.train)} documents to train on, {len(corpus.heldout)} held out"
         report.line(f"data: {counts}, {format_bytes(corpus.num_bytes)}")
-        given = read_tokenizer(self.tokenizer_file, special_tokens) if self.tokenizer_file else None
-        folder = self._cache_folder / f"tokens-{self._key(corpus, special_tokens, given)}"
+        user_tokenizer = read_tokenizer(self.tokenizer_file, special_tokens) if self.tokenizer_file else None
+        folder = self._cache_folder / f"tokens-{self._key(corpus, special_tokens, user_tokenizer)}"
         text = open_tokens(folder, self.seq_length, special_tokens)
         if text is None:
             with new_folder(folder, lambda: open_tokens(folder, 1, special_tokens) is not None) as fresh:
-                self._write(fresh, corpus, special_tokens, given, report)
+                self._write(fresh, corpus, special_tokens, user_tokenizer, report)
             text = open_tokens(folder, self.seq_length, special_tokens)
             assert text is not None
         if faults := list(self._too_short(text)):
@@ -161,20 +161,25 @@ class TextData:
                 fault = f"data: {tokens.num_tokens} tokens {what}, fewer than one sequence of {self.seq_length}"
                 yield f"{fault} · fix: add text, lower data.seq_length{more}"
 
-    def _key(self, corpus: Corpus, special_tokens: Sequence[str], given: Tokenizer | None) -> str:
+    def _key(self, corpus: Corpus, special_tokens: Sequence[str], user_tokenizer: Tokenizer | None) -> str:
         """Returns a hash of what the tokens depend on: content, split, groups and vocabulary."""
         parts = {
             name: [(document.digest, document.span, document.group) for document in documents]
             for name, documents in corpus._asdict().items()
         }
-        tokenizer = given.to_str() if given else self.vocab_size
+        tokenizer = user_tokenizer.to_str() if user_tokenizer else self.vocab_size
         described = json.dumps([_KEY_VERSION, tokenizer, list(special_tokens), parts])
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def _write(
-        self, folder: Path, corpus: Corpus, special_tokens: Sequence[str], given: Tokenizer | None, report: Report
+        self,
+        folder: Path,
+        corpus: Corpus,
+        special_tokens: Sequence[str],
+        user_tokenizer: Tokenizer | None,
+        report: Report,
     ) -> None:
-        tokenizer = given
+        tokenizer = user_tokenizer
         if tokenizer is None:
             num_bytes = sum(document.num_bytes for document in corpus.train)
             with report.progress("training the tokenizer", num_bytes) as advance:

@@ -163,7 +163,6 @@ class LogHook(HookBase):
     def _values(self, loop: Loop, sums: dict[str, Tensor], lr: Any) -> dict[str, Any]:
         seconds = self._seconds / self._timed
         samples_per_second = self._batch_size / seconds
-        used = device_used_bytes(self._device)
         return {
             "consumed_samples": self._consumed_samples(loop.done),
             **sums,
@@ -174,7 +173,6 @@ class LogHook(HookBase):
             "lr": lr if isinstance(lr, Tensor) else float(lr),
             **process_memory(),
             **device_memory(self._device),
-            **({} if used is None else {"cuda_used_bytes": used}),
         }
 
     def _write_late(self, loop: Loop) -> None:
@@ -188,8 +186,7 @@ class LogHook(HookBase):
         if not math.isfinite(mean_loss):
             _check_finite(line.each)
             raise _not_finite(mean_loss, line.iteration)
-        kind = "cuda" if "cuda_bytes" in metrics else "rss"
-        whose = {"cuda": "cuda", "rss": "process"}[kind]
+        kind, whose = ("cuda", "cuda") if "cuda_bytes" in metrics else ("rss", "process")
         memory = {
             f"{whose}_memory": metrics[f"{kind}_bytes"],
             f"reserved_{whose}_memory": metrics.get(f"{kind}_reserved_bytes"),
@@ -231,22 +228,20 @@ def _clock(seconds: float) -> str:
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
-    """Returns the bytes of tensors on a CUDA device, and those that PyTorch has reserved there, also for captures."""
+    """Returns the bytes of tensors on a CUDA device and those that PyTorch has reserved there, also for captures.
+
+    With ``nvidia-ml-py`` also those that all processes use.
+    """
     if device.type != "cuda":
         return {}
+    used = {"cuda_used_bytes": torch.cuda.device_memory_used(device)} if find_spec("pynvml") else {}
     return {
         "cuda_bytes": torch.cuda.memory_allocated(device),
         "peak_cuda_bytes": torch.cuda.max_memory_allocated(device),
         "cuda_reserved_bytes": torch.cuda.memory_reserved(device),
         "peak_cuda_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        **used,
     }
-
-
-def device_used_bytes(device: torch.device) -> int | None:
-    """Returns the bytes that all processes use on a CUDA device; ``None`` without ``nvidia-ml-py``."""
-    if device.type != "cuda" or find_spec("pynvml") is None:
-        return None
-    return int(torch.cuda.device_memory_used(device))
 
 
 def process_memory() -> dict[str, int]:

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 from abc import ABC, abstractmethod
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -41,14 +42,10 @@ class MetricsHook(_RowsHook):
 
     def __init__(self, path: Path) -> None:
         self._file = AppendFile(path)
-        self._has_complained = False
 
     def write(self, iteration: int, metrics: dict[str, float], loop: Loop) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no nan
-        error = self._file.append(json.dumps({"iteration": iteration, **finite}) + "\n")
-        if error and not self._has_complained:
-            loop.report.line(f"{self._file.path}: {error.strerror}; its rows wait until they can be written", "red")
-        self._has_complained = error is not None
+        self._file.append(json.dumps({"iteration": iteration, **finite}) + "\n", partial(loop.report.line, style="red"))
 
 
 @final

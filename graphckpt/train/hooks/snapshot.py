@@ -85,25 +85,32 @@ class SnapshotWriter:
         hooks = loop.hook_states()  # raises if a loss is not finite
         self._check_weights(loop.done)
         folder = self.saved.folder / name
-        shards: dict[str, Tensor] | None = {} if self._state.is_sharded else None
+        is_sharded, shards = self._state.is_sharded, dict[str, Tensor]()
         states = self._state.states(shards)
         states["trainer"]["hooks"] = hooks
-        weights = self._state.weights() if shards is None or name in {BEST, FINAL} else None
-        begun = None if shards is None else self._write_shards(folder, shards)
+        weights = self._state.weights() if not is_sharded or name in {BEST, FINAL} else None
         write = partial(
             snapshot.write,
             folder,
             info=self._info(loop, states["graph"]),
             companions=self._add_files,
-            has_shards=shards is not None,
+            has_shards=is_sharded,
         )
+        write_shards = self._shards_writer(folder, shards) if is_sharded else lambda: None
         if self._thread is None:
+            write_shards()
             self._ranks.run_on_main(partial(write, weights=weights, states=states), SnapshotWriteError)
             done()
             return
         is_main = self._ranks.is_main
         parts = {"weights": on_cpu(weights, copy=True), "states": on_cpu(states, copy=True)} if is_main else {}
-        self._pending = self._thread.submit(_finish, begun, folder, partial(write, **parts) if is_main else None), done
+
+        def write_all() -> None:
+            write_shards()
+            if is_main:
+                write(**parts)
+
+        self._pending = self._thread.submit(write_all), done
 
     def poll(self) -> None:
         """Calls ``then`` for a snapshot that was completed in the background."""
@@ -133,16 +140,14 @@ class SnapshotWriter:
             fix = "--resume from the last one, and find the op by torch.autograd.set_detect_anomaly(True)"
             raise TrainError(f"{what}; no snapshot is written · fix: {fix}, or lower optim.lr")
 
-    def _write_shards(self, folder: Path, tensors: dict[str, Tensor]) -> Future[Any] | None:
+    def _shards_writer(self, folder: Path, shards: dict[str, Tensor]) -> Callable[[], None]:
+        """Returns what writes the shards of this rank, as they are now; both are collective."""
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
-        parts = dcp.full_where_packed(tensors)
-        fresh = hidden(folder, "tmp")
+        is_async, fresh = self._thread is not None, hidden(folder, "tmp")
+        parts = on_cpu(dcp.full_where_packed(shards), copy=True) if is_async else dcp.full_where_packed(shards)
         self._ranks.run_on_main(partial(remove_path, fresh), SnapshotWriteError)  # before any rank writes there
-        if self._thread is not None:
-            return dcp.write_later(fresh / SHARDS, parts, self._ranks.background)
-        dcp.write(fresh / SHARDS, parts, self._ranks.control)
-        return None
+        return partial(dcp.write, fresh / SHARDS, parts, self._ranks.background if is_async else self._ranks.control)
 
     def _add_files(self, folder: Path) -> None:
         self._companions(folder)
@@ -160,15 +165,6 @@ class SnapshotWriter:
             "machine": rounding_environment(self._ranks),
             "optimizer_states": len(graph[OPTIMIZER]["state"]),
         }
-
-
-def _finish(begun: Future[Any] | None, folder: Path, write: Callable[[], None] | None) -> None:
-    if begun is not None:
-        from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
-
-        dcp.wait(begun, folder)
-    if write is not None:
-        write()
 
 
 def export(model: Any, architecture: str, tokenizer_file: Path | None, folder: Path, *, seq_length: int) -> None:
@@ -217,7 +213,7 @@ class SnapshotHook(HookBase):
             self._saved_at = -1
         if self._saved_at != loop.done != loop.start_iter:
             fix = "make room or name another train.output_dir, and run again with --resume if there is a snapshot"
-            raise SnapshotWriteError(f"{self._saved.folder}: what was trained could not be saved · fix: {fix}")
+            raise SnapshotWriteError(f"{self._saved.folder}: the final state could not be saved · fix: {fix}")
 
     def _take(self, name: str, loop: Loop) -> None:
         if self._writer.save(name, loop, partial(self._mark, name, loop)):

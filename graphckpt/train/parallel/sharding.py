@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 _DATA, _TENSOR = "dp", "tp"
-_TAKEN = "is among the shares"
+_NAME_OF_SHARD = "is among the shares"
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -97,14 +97,14 @@ def shard_like(like: Tensor, value: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: PLC0415 - a second, for those who need it
 
-    cut: Any = like
-    mesh, placements = cut.device_mesh, cut.placements
-    value = value.to(cut.device)
+    template: Any = like
+    mesh, placements = template.device_mesh, template.placements
+    value = value.to(template.device)
     if mesh.ndim == 1:
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
     mine = distribute_tensor(value, mesh[_TENSOR], placements[1:], src_data_rank=None).to_local()
     share = distribute_tensor(mine, mesh[_DATA], [Shard(0)], src_data_rank=None).to_local()
-    return DTensor.from_local(share, mesh, placements, run_check=False, shape=cut.shape, stride=cut.stride())
+    return DTensor.from_local(share, mesh, placements, run_check=False, shape=template.shape, stride=template.stride())
 
 
 def extract_sharded(state: Any, name: str, into: dict[str, Tensor], takes: Callable[[Any], bool] = is_sharded) -> Any:
@@ -114,30 +114,30 @@ def extract_sharded(state: Any, name: str, into: dict[str, Tensor], takes: Calla
         if not takes(leaf):
             return leaf
         into[name] = leaf
-        return {_TAKEN: name, "shape": list(leaf.shape)}
+        return {_NAME_OF_SHARD: name, "shape": list(leaf.shape)}
 
     return map_leaves(state, extract, name)
 
 
 def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, Mapping) and _TAKEN in value
+    return isinstance(value, Mapping) and _NAME_OF_SHARD in value
 
 
 def extracted_shapes(state: Any) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
 
     def note(leaf: Any, _: str) -> None:
         if _is_placeholder(leaf):
-            found[leaf[_TAKEN]] = leaf["shape"]
+            shapes[leaf[_NAME_OF_SHARD]] = leaf["shape"]
 
     map_leaves(state, note, is_leaf=_is_placeholder)
-    return found
+    return shapes
 
 
 def restore_sharded(state: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Undoes ``extract_sharded``, with tensors by the names that it gave them."""
     return map_leaves(
-        state, lambda leaf, _: tensors[leaf[_TAKEN]] if _is_placeholder(leaf) else leaf, is_leaf=_is_placeholder
+        state, lambda leaf, _: tensors[leaf[_NAME_OF_SHARD]] if _is_placeholder(leaf) else leaf, is_leaf=_is_placeholder
     )
 
 
@@ -148,10 +148,13 @@ def shard_optimizer_state(optimizer: Optimizer, graph: dict[str, Any]) -> None:
         return
     for key in [key for key in graph if "Optimizer" in key]:
         states = graph[key]["state"]
-        graph[key] = {**graph[key], "state": {n: _cut(parameters[int(n)], state) for n, state in states.items()}}
+        graph[key] = {
+            **graph[key],
+            "state": {n: _shard_state(parameters[int(n)], state) for n, state in states.items()},
+        }
 
 
-def _cut(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+def _shard_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: shard_like(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
         for name, value in state.items()

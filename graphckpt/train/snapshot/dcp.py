@@ -9,10 +9,9 @@ import importlib
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from graphckpt.errors import GraphckptError, first_line
 from graphckpt.train.parallel.sharding import full_tensor_tree, is_packed, is_sharded, on_other_stage
@@ -58,16 +57,6 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
     """Writes what ``full_where_packed`` returned; collective, and a failure on one rank is raised on all."""
     with _naming(folder, SnapshotWriteError, _FAULTS):
         save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=True), process_group=group)
-
-
-def write_later(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> Future[Any]:
-    writer = FileSystemWriter(folder, sync_files=True)
-    return cast("Future[Any]", async_save(dict(tensors), storage_writer=writer, process_group=group))
-
-
-def wait(future: Future[Any], folder: Path) -> None:
-    with _naming(folder, SnapshotWriteError, _FAULTS):
-        future.result()
 
 
 def read(folder: Path, like: Mapping[str, Tensor | None], group: Any) -> dict[str, Tensor]:

@@ -135,14 +135,14 @@ class RunState:
             return self.ranks.gather_tensors(distinct, like=tensors_of(self.model))
         return {name: full_tensor_tree(tensor, keep=self.ranks.is_main) for name, tensor in distinct.items()}
 
-    def states(self, shards: dict[str, Tensor] | None = None) -> dict[str, Any]:
-        """Returns the rest of the state, by the name of its file: tensors and plain values only.
+    def states(self, shards: dict[str, Tensor]) -> dict[str, Any]:
+        """Returns the rest of the state, by the name of its file: tensors and plain values only; collective.
 
-        Collective.
+        Of sharded models, weights and optimizer states go into ``shards``.
         """
         graph = dict(self.graph.state_dict())
         own = graph.pop("model")
-        if shards is not None:
+        if self.is_sharded:
             shards |= {f"model.{name}": tensor for name, tensor in distinct_tensors(self._local_tensors()).items()}
         everywhere = self.ranks.all_gather(self._take_random())
         each = everywhere[:: self.ranks.config.tensor_parallel_size]  # tensor-parallel ranks have equal states
@@ -157,11 +157,9 @@ class RunState:
             buffers = self.ranks.all_gather(on_cpu(trainer["buffers"]))
             trainer["buffers"] = {name: value for stage in reversed(buffers) for name, value in stage.items()}
             trainer[STAGES] = self.ranks.config.pipeline_parallel_size
-            if shards is not None:  # all but the step counts, which are as small as a placeholder
-                graph = extract_sharded(graph, "graph", shards, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim > 0)
+            # all but the step counts, which are as small as a placeholder
+            graph = extract_sharded(graph, "graph", shards, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim > 0)
             graph = merge_stage_states(self.ranks.all_gather(on_cpu(graph)))
-        elif shards is None:
-            graph = full_tensor_tree(graph, keep=self.ranks.is_main)
         else:
             graph = extract_sharded(graph, "graph", shards)
         return {"graph": graph, "trainer": trainer}

@@ -6,9 +6,8 @@ import errno
 import os
 import secrets
 import socket
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -44,19 +43,14 @@ _FILES = {
 
 @final
 class FolderLock:
-    """A lock on a folder that one process at a time holds; other objects in the same process share it."""
+    """A lock on a folder that one run at a time holds. A file system without locks lets every process in."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / LOCK
-        self._lock = FileLock(self.file, mode=0o644, thread_local=False, is_singleton=True, blocking=False)
-        self._is_new = False
-        self._release: weakref.finalize[[], FolderLock] | None = None
+        self._is_new = not self.file.exists()
+        self._lock = FileLock(self.file, mode=0o644, thread_local=False, blocking=False)
 
     def acquire(self) -> None:
-        """Takes the lock, if it is not taken yet. A file system without locks lets every process in."""
-        if self._lock.is_locked:
-            return
-        self._is_new = not self.file.exists()
         try:
             self._lock.acquire()
         except Timeout:
@@ -68,58 +62,47 @@ class FolderLock:
         except OSError as error:
             if error.errno not in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
                 raise
-            return
-        self._release = weakref.finalize(self, self._lock.release, force=True)  # others may refer to the lock
-        self._release.atexit = False  # the kernel releases it; the end of a forked process must not
 
     def sign(self) -> None:
         with suppress(OSError):  # on a full disk it is locked all the same, by a process without a name
             self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def release(self, *, discard: bool) -> None:
-        """Releases the lock if this object took it; with ``discard``, removes the file if this object created it."""
-        if self._release is None or not self._release.alive:
-            return
-        if discard and self._is_new:
+        """Releases the lock; with ``discard``, removes the file if this object created it."""
+        if discard and self._is_new and self._lock.is_locked:
             with suppress(OSError):
                 self.file.unlink()
-        self._release()
+        self._lock.release(force=True)
 
 
 @final
 class SavedRun:
     """A run in its output folder: a new one or a resumed one."""
 
-    def __init__(
-        self, folder: Path, *, resume: bool, overwrite: bool, eval_only: bool, batch_size: int, ranks: TrainRanks
-    ) -> None:
+    def __init__(self, folder: Path, *, resume: bool, overwrite: bool, batch_size: int, ranks: TrainRanks) -> None:
         self.folder = folder
         self.snapshots = Snapshots(folder)
         self.ranks = ranks
         self.has_begun = False
         """Whether this run has written files to the folder."""
+        self.source: Path | None = None
+        """The snapshot to resume from; ``None`` for a new run."""
+        self._info: RunInfo | None = None
         self._resume = resume
         self._overwrite = overwrite
         self._batch_size = batch_size
         self._at_start: list[Callable[[], None]] = []
-        self._lock = FolderLock(folder)
-        self._is_claimed = False
-        self._new_folders: list[Path] = []
-        self.source: Path | None = None
-        """The snapshot to resume from; ``None`` for a new run."""
-        self._info: RunInfo | None = None
-        if not eval_only and ranks.is_main:  # reading while another process writes is safe
-            self._claim()
-        try:
-            if resume and not eval_only:
-                self.source, self._info = self.snapshots.last()
-        except BaseException:
-            self._release()
-            raise
-        self.run = self._info["run"] if self._info else secrets.token_hex(8)
+        self._id = secrets.token_hex(8)
+
+    @property
+    def run(self) -> str:
         """An id of the run and of all runs resumed from it."""
-        self.start_iter = self._info["done"] if self._info else 0
+        return self._info["run"] if self._info else self._id
+
+    @property
+    def start_iter(self) -> int:
         """Iterations done before this process."""
+        return self._info["done"] if self._info else 0
 
     def consumed_samples(self, done: int) -> int:
         """Returns the samples consumed by ``done`` iterations, also if the batch size was another before."""
@@ -128,35 +111,35 @@ class SavedRun:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-
-        def claim() -> None:
-            with writing_to(self.folder):
-                self._claim()
-
-        self.ranks.run_on_main(claim, ConfigError)
-        try:
+        """Locks the folder if a run may start here, and finds the snapshot to resume from; collective."""
+        with ExitStack() as stack:
+            with writing_to(self.folder), self.ranks.main_first():
+                if self.ranks.is_main:
+                    stack.enter_context(self._claimed())
+                if self._resume:
+                    self.source, self._info = self.snapshots.last()
             yield
-        finally:
-            self._release()
 
-    def _claim(self) -> None:
-        """Locks the folder if a run may start here; otherwise writes nothing."""
-        if self._is_claimed:
-            return
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Locks the folder; writes nothing if that fails, and removes it again if the run has not begun."""
+        new_folders = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+        lock = FolderLock(self.folder)
         try:
-            if self._lock.file.exists():  # of a process that trains here, the number is told, not what it has written
-                self._lock.acquire()
+            if lock.file.exists():  # of a process that trains here, the number is told, not what it has written
+                lock.acquire()
             self._check_free()
-            self._new_folders = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-            self._lock.sign()
-            self._is_claimed = True
+            lock.acquire()
+            lock.sign()
             if self._resume:
                 snapshot.recover(self.folder)
-        except BaseException:
-            self._release()
-            raise
+            yield
+        finally:
+            lock.release(discard=not self.has_begun)
+            for folder in [] if self.has_begun else new_folders:
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
 
     def _check_free(self) -> None:
         if self._resume:
@@ -172,15 +155,6 @@ class SavedRun:
         none = "" if LAST in names else " (--resume needs a snapshot, and there is none)"
         what = f"train.output_dir: {self.folder} already contains a run: {listed}"
         raise ConfigError(f"{what} · fix: {go_on}{fixes}{none}")
-
-    def _release(self) -> None:
-        """Unlocks the folder; removes it again if the run has not begun."""
-        self._lock.release(discard=not self.has_begun)
-        for folder in [] if self.has_begun else self._new_folders:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
-        self._is_claimed = False
-        self._new_folders = []
 
     def at_start(self, action: Callable[[], None]) -> None:
         """Calls ``action``, which writes into the folder, on rank 0 once the run begins."""

@@ -66,7 +66,7 @@ def _read_indexed(folder: Path) -> dict[str, Tensor]:
     faults = [f"expected the name of a file in this folder, got {name!r}" for name in files if Path(name).name != name]
     if faults := faults or [f"{name} is missing" for name in files if not (folder / name).is_file()]:
         what = bullets(f"{folder / INDEX} names shards that cannot be read", faults)
-        raise SnapshotError(f"{what}\nfix: copy or download what is missing")
+        raise SnapshotError(f"{what}\nfix: copy or download the missing shards")
     weights: dict[str, Tensor] = {}
     for name in files:
         tensors = _read_file(folder / name)

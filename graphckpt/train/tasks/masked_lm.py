@@ -47,12 +47,12 @@ class _Pairs:
         for row, index in enumerate(indices):
             draw = np.random.default_rng((self.seed, int(index)))
             first, second, follows[row] = self._pair(int(index), draw)
-            whole = np.array([ids[_CLS], *first, ids[_SEP], *second, ids[_SEP]], np.int64)
-            is_text = np.ones(len(whole), np.bool_)
+            sequence = np.array([ids[_CLS], *first, ids[_SEP], *second, ids[_SEP]], np.int64)
+            is_text = np.ones(len(sequence), np.bool_)
             is_text[[0, len(first) + 1, -1]] = False
-            input_ids[row, : len(whole)], labels[row, : len(whole)] = self._masked(whole, is_text, draw)
-            types[row, len(first) + 2 : len(whole)] = 1
-            mask[row, : len(whole)] = 1
+            input_ids[row, : len(sequence)], labels[row, : len(sequence)] = self._masked(sequence, is_text, draw)
+            types[row, len(first) + 2 : len(sequence)] = 1
+            mask[row, : len(sequence)] = 1
         arrays = {"input_ids": input_ids, "attention_mask": mask, "token_type_ids": types, "labels": labels}
         return {name: torch.from_numpy(a) for name, a in {**arrays, "next_sentence_label": follows}.items()}
 
@@ -63,8 +63,8 @@ class _Pairs:
         if len(window) < 2:
             return window, self._elsewhere(document, room - len(window), draw), _RANDOM
         lines = np.flatnonzero(np.isin(window[:-1], self.text.line_ends)) + 1
-        cut = int(draw.choice(lines)) if len(lines) else int(draw.integers(1, len(window)))
-        first, second = window[:cut], window[cut:]
+        middle = int(draw.choice(lines)) if len(lines) else int(draw.integers(1, len(window)))
+        first, second = window[:middle], window[middle:]
         if draw.random() < self.random_fraction and self.tokens.num_documents > 1:
             return first, self._elsewhere(document, len(second), draw), _RANDOM
         return first, second, _NEXT
@@ -76,18 +76,18 @@ class _Pairs:
         first = start + int(draw.integers(max(1, stop - start - size + 1)))
         return self.tokens.read(first, min(first + size, stop))
 
-    def _masked(self, whole: _Ids, is_text: NDArray[np.bool_], draw: np.random.Generator) -> tuple[_Ids, _Ids]:
+    def _masked(self, sequence: _Ids, is_text: NDArray[np.bool_], draw: np.random.Generator) -> tuple[_Ids, _Ids]:
         """Returns inputs and labels: of the predicted tokens, 80 % are masked, 10 % random and 10 % unchanged."""
         places = np.flatnonzero(is_text)
         count = max(1, round(len(places) * self.mask_fraction))
-        asked = draw.choice(places, count, replace=False)
-        labels = np.full(len(whole), _UNMASKED, np.int64)
-        labels[asked] = whole[asked]
-        seen, chance = whole.copy(), draw.random(count)
-        seen[asked[chance < 0.8]] = self.text.special_ids[_MASK]
-        changed = asked[(chance >= 0.8) & (chance < 0.9)]
-        seen[changed] = draw.integers(1 + len(self.text.special_ids), self.text.vocab_size, len(changed))
-        return seen, labels
+        chosen = draw.choice(places, count, replace=False)
+        labels = np.full(len(sequence), _UNMASKED, np.int64)
+        labels[chosen] = sequence[chosen]
+        inputs, chance = sequence.copy(), draw.random(count)
+        inputs[chosen[chance < 0.8]] = self.text.special_ids[_MASK]
+        changed = chosen[(chance >= 0.8) & (chance < 0.9)]
+        inputs[changed] = draw.integers(1 + len(self.text.special_ids), self.text.vocab_size, len(changed))
+        return inputs, labels
 
 
 @final
@@ -129,13 +129,13 @@ class MaskedLM(TextTask):
     def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns both losses, and ``nsp_acc``, the accuracy on pairs."""
         tokens, follows = _logits(model, batch)
-        labels, told = batch["labels"].flatten(), batch["next_sentence_label"]
+        labels, is_random = batch["labels"].flatten(), batch["next_sentence_label"]
         masked = cross_entropy(tokens.flatten(0, 1), labels, ignore_index=_UNMASKED)
-        is_right = (follows.argmax(-1) == told).float()
+        is_right = (follows.argmax(-1) == is_random).float()
         return {
             "lm_loss": summed(masked, (labels != _UNMASKED).sum()),
-            "nsp_loss": summed(cross_entropy(follows, told), len(told)),
-            "nsp_acc": summed(is_right.mean(), len(told)),
+            "nsp_loss": summed(cross_entropy(follows, is_random), len(is_random)),
+            "nsp_acc": summed(is_right.mean(), len(is_random)),
         }
 
     def metrics(self, means: Mapping[str, float]) -> dict[str, float]:

@@ -27,15 +27,15 @@ class OwnLoss(Task):
         Raises:
             ConfigError: the model returned no loss.
         """
-        found = model(**batch)
-        if isinstance(found, Tensor):
-            found = {"loss": found}
-        elif isinstance(getattr(found, "loss", None), Tensor):
-            found = {"loss": found.loss}
-        if not isinstance(found, Mapping) or not any("loss" in name for name in found):
-            got = f"the names {', '.join(map(repr, found))}" if isinstance(found, Mapping) else type(found).__name__
+        output = model(**batch)
+        if isinstance(output, Tensor):
+            output = {"loss": output}
+        elif isinstance(getattr(output, "loss", None), Tensor):
+            output = {"loss": output.loss}
+        if not isinstance(output, Mapping) or not any("loss" in name for name in output):
+            got = f"the names {', '.join(map(repr, output))}" if isinstance(output, Mapping) else type(output).__name__
             raise ConfigError(f"model: {type(model).__name__}.forward returned {got}, and no loss · fix: {_FIX}")
-        return {name: _mean(value) for name, value in found.items() if isinstance(value, Tensor)}
+        return {name: _mean(value) for name, value in output.items() if isinstance(value, Tensor)}
 
     def tally(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns each of the model's values, weighted by samples, and ``loss``, the sum of the losses."""

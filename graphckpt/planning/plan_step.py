@@ -1,0 +1,369 @@
+"""Plans the policies of a step: finds its blocks, measures them under all candidates, and chooses for a budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import nn
+
+from graphckpt._compat_compiler import has_compiled_call
+from graphckpt.blocks.apply import apply
+from graphckpt.blocks.forward import BlockForward
+from graphckpt.blocks.select import Selector, layers, select
+from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
+from graphckpt.extras import require
+from graphckpt.planning import options as budgets
+from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
+from graphckpt.planning.candidates import options as candidates_of
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan_group import PlanGroup, planning_group
+from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_and_check
+from graphckpt.planning.profile import Device, load_profile
+from graphckpt.planning.recorded_step import RecordedStep
+from graphckpt.planning.rows import PlanRow
+from graphckpt.planning.search import CopyRates, PolicySearch
+from graphckpt.planning.steps import FakeStep, MakeModel, RealStep, made_step
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks, PathError
+from graphckpt.progress import Progress
+from graphckpt.rules.base import parse_rule
+from graphckpt.stores.base import parse_offload
+from graphckpt.units import format_bytes
+
+
+def plan(
+    model: nn.Module | MakeModel,
+    step_fn: Callable[[], object] | None = None,
+    *,
+    memory_budget: Budget,
+    device: Device = None,
+    **options: Any,
+) -> Plan:
+    """Chooses the policy of each block so that a step is as fast as possible within a memory budget.
+
+    The step runs a few times under different policies. Parameters, buffers, gradients, optimizers and random state
+    are restored at the end; whatever else ``step_fn`` changes, such as a scheduler, stays changed.
+
+    Args:
+        model: The model on the device on which it will train, without policies; or a function without arguments that
+            returns it and ``step_fn``.
+        step_fn: Runs forward and backward of ``model`` once, and the optimizer step, if its memory should count.
+        memory_budget: The peak of the whole step in bytes, or as ``"12GiB"``; ``"50%"`` is half of the device's memory,
+            ``0.6`` is 60 % of the plain step's peak; ``"max"`` is the memory of the device less a headroom, ``"min"``
+            the lowest possible peak.
+        device: ``None`` runs the step on the device of the model. The name of a device profile such as ``"h200"``, a
+            profile file or a profile runs no step: ``model`` has to be a function, which is called where tensors
+            allocate no memory, and builds the model there.
+        options: Fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
+
+    Returns:
+        The plan; :meth:`Plan.apply` sets its policies on the model.
+
+    Raises:
+        ConfigError: An argument cannot be used, or no layers were found in the model.
+        PlanError: No plan fits, and the message names the lowest possible peak and what sets it; or another process
+            has failed.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    >>> model, x = nn.Sequential(*layers), torch.ones(512, 64)
+    >>> found = plan(model, lambda: model(x).sum().backward(), memory_budget=0.6)
+    >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
+    True
+    """
+    with planning_group(options.get("group") if device is None else False) as group:
+        budget = budgets.check_budget(memory_budget)
+        wanted = PlanOptions.of(options, "plan")
+        machine = None if device is None else FakeDevice(load_profile(device))
+        step, module = made_step(_make_model(model, step_fn, device), machine, "plan.model")
+        blocks = find_blocks(module, wanted.blocks)
+        with step.restoring():
+            return plan_step(step, module, blocks, budget, wanted, group)
+
+
+def _make_model(model: Any, step_fn: Any, device: Device) -> MakeModel:
+    """Returns the function that builds the model, or one that returns it."""
+    if step_fn is None and callable(model) and not isinstance(model, nn.Module):
+        make: MakeModel = model
+        return make
+    if device is not None:
+        what = f"expected a function that builds it, for device={str(device)!r}, got {shown(model)}"
+        fix = "def make_model(): ...; return model, step_fn; then plan(make_model, device=...)"
+        raise ConfigError(f"plan.model: {what} · fix: {fix}")
+    if not callable(step_fn):
+        what = f"expected a function without arguments that runs a step, got {shown(step_fn)}"
+        raise ConfigError(f"plan.step_fn: {what} · fix: lambda: model(x).sum().backward()")
+    return lambda: (model, step_fn)
+
+
+def plan_step(
+    step: RealStep | FakeStep,
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    memory_budget: Budget,
+    options: PlanOptions,
+    group: PlanGroup,
+    *,
+    notes: Sequence[str] = (),
+    on_measured: Callable[[Planners], None] = lambda _: None,
+) -> Plan:
+    """Plans a step on all processes of ``group``. It runs the step; the caller restores what that changes."""
+    budget = budgets.check_budget(memory_budget)
+    group.check_equal(memory_budget=budgets.budget_kind(budget), check=options.check)
+    _check_parameters(model, budget)
+    if isinstance(step, FakeStep) and (options.compile or options.partition):
+        name = "compile" if options.compile else "partition"
+        raise ConfigError(
+            f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
+        )
+    with _progress_of(options, group) as progress:
+        progress.begin("running the step to measure it")
+        planners = measure_all(step, model, blocks, options, group, notes, progress)
+        on_measured(planners)
+        progress.begin(f"choosing the policies of {len(blocks)} blocks")
+        limit, headroom = _limit_of(budget, planners.plain, step, group)
+
+        def choose(planner: Planner) -> Plan:
+            if isinstance(step, FakeStep) or not options.check:
+                return planner.plan(planner.floor.peak if limit is None else limit)
+            if limit is None:
+                return lowest_and_check(planner, step, group)
+            return plan_and_check(planner, step, limit, group)
+
+        plan = planners.best_of(choose, is_least=limit is None)
+    return replace(plan, memory_budget=budget, headroom_bytes=headroom)
+
+
+def plan_recorded(
+    step: RecordedStep,
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    memory_budget: Budget,
+    options: PlanOptions,
+    group: PlanGroup,
+    *,
+    extra_bytes: int = 0,
+    or_lowest: bool = False,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Plans a step that the training loop has run, on all processes of ``group``; the step does not run again.
+
+    ``extra_bytes`` is what an earlier plan took beyond its prediction. If no plan fits, ``or_lowest`` returns the plan
+    with the lowest peak, with a warning.
+    """
+    budget = budgets.check_budget(memory_budget)
+    group.check_equal(memory_budget=budgets.budget_kind(budget))
+    _check_parameters(model, budget)
+    with step.standing_alone(), _progress_of(options, group) as progress:
+        progress.begin("measuring the layers")
+        planners = measure_all(step, model, blocks, options, group, notes, progress)
+    limit, headroom = _limit_of(budget, planners.plain, step, group)
+
+    def choose(planner: Planner) -> Plan:
+        option = step.option_of(planner.measured.options)
+        predicted = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
+        correction = group.max(max(0, step.peak_bytes - predicted)) + extra_bytes
+        bound = planner.floor.peak + correction if limit is None else limit
+        try:
+            return planner.plan(bound, correction)
+        except PlanError as error:
+            if not or_lowest:
+                raise
+            text = f"graphckpt: {error} · the plan with the lowest peak applies instead"
+            warnings.warn(text, stacklevel=2)
+            return planner.lowest(bound, correction)
+
+    return replace(planners.best_of(choose), memory_budget=budget, headroom_bytes=headroom)
+
+
+def _check_parameters(model: nn.Module, budget: Budget) -> None:
+    """Refuses a size that no plan can meet, before minutes of measuring.
+
+    Raises:
+        PlanError: The parameters alone take more.
+    """
+    size = budgets.size_of(budget)
+    plain = [p for p in model.parameters() if not hasattr(p.data, "__tensor_flatten__")]
+    num_bytes = sum(parameter.nbytes for parameter in plain if parameter.device == plain[0].device)
+    if size is not None and num_bytes > size:
+        what = f"no plan fits · the parameters alone take {format_bytes(num_bytes)}"
+        raise PlanError(f"memory_budget {format_bytes(size)}: {what} · fix: a larger budget")
+
+
+def _progress_of(options: PlanOptions, group: PlanGroup) -> Progress:
+    return Progress(is_shown=False if callable(options.progress) or group.rank else options.progress)
+
+
+def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
+    """Returns the blocks to plan, none inside of another.
+
+    Raises:
+        ConfigError: A selector matches nothing, no layers were found, or a module has a policy, is compiled as a whole,
+            or has its own gradient checkpointing enabled.
+    """
+    if selectors is None:
+        names = layers(model)
+        if not names:
+            raise ConfigError(
+                f"{type(model).__name__}: no list of layers was found · fix: blocks='name.of.layers.*', or their class"
+            )
+    else:
+        listed = [selectors] if isinstance(selectors, str) or not isinstance(selectors, Iterable) else list(selectors)
+        wanted = {name for selector in listed for name, _ in select(model, selector)}
+        order = [name for name, _ in model.named_modules()]
+        names = [n for n in order if n in wanted and not any(n != w and n.startswith(f"{w}.") for w in wanted if w)]
+    blocks = [(name, model.get_submodule(name)) for name in names]
+    for name, module in blocks:
+        if any(isinstance(part.forward, BlockForward) for part in module.modules()):
+            raise ConfigError(
+                f"{name}: expected a block without a policy · fix: graphckpt.remove(model) before planning"
+            )
+    for name, part in model.named_modules():
+        if has_compiled_call(part) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
+            raise ConfigError(
+                f"{name or type(model).__name__}: expected a module that is not compiled as a whole · "
+                "fix: plan with compile=True, which compiles each layer inside of its policy"
+            )
+        if getattr(part, "gradient_checkpointing", False) is True:
+            raise ConfigError(
+                f"{name or type(model).__name__}: expected its own gradient checkpointing to be off · "
+                "fix: model.gradient_checkpointing_disable()"
+            )
+    return blocks
+
+
+def _limit_of(
+    budget: Budget, planner: Planner, step: RealStep | FakeStep | RecordedStep, group: PlanGroup
+) -> tuple[int | None, int]:
+    """Returns the bytes that a step of any process may take, ``None`` for the lowest possible peak, and the headroom.
+
+    With a share of the plain step it is the leader's limit, otherwise the smallest of all processes.
+    """
+    if budget == "min":
+        return None, 0
+    num_sharing = 1
+    if not isinstance(step, FakeStep):
+        memory_id = budgets.memory_id(step.device)
+        num_sharing = group.all_gather(memory_id).count(memory_id)
+    memory = step.memory(planner.measured.model.static_bytes, num_sharing)
+    headroom = memory.headroom if budget == "max" else 0
+    limits = group.all_gather([budgets.budget_bytes(budget, memory, planner.plain.peak), headroom])
+    limit, headroom = limits[group.leader] if isinstance(budget, float) else min(limits)
+    return int(limit), int(headroom)
+
+
+def measure_all(
+    step: RealStep | FakeStep | RecordedStep,
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    options: PlanOptions,
+    group: PlanGroup,
+    notes: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Planners:
+    """Measures every candidate on every block, once for each way in which the head may run.
+
+    Raises:
+        ConfigError: an option cannot be used.
+        MissingPackageError: the extra ``plan`` is not installed.
+        PlanError: the step cannot be measured, or another process has failed.
+    """
+    require("plan", "numpy", "networkx")  # before minutes of measuring
+
+    def on_run(done: int, total: int) -> None:
+        if callable(options.progress):
+            options.progress(done, total)
+        elif progress is not None:
+            progress.begin(f"run {done} of {total} is done")
+
+    modules = [module for _, module in blocks]
+    ranks, partition_notes = parse_partition_request(options.partition, group.size)
+    notes = [*notes, *partition_notes]
+    code = parse_compile(options.compile, options.candidates)
+    candidates = candidates_of(options.offload, options.candidates, code=code, partition=ranks)
+    heads = head_rows(model, options.head, blocks)
+    group.check_equal(
+        compile=repr(options.compile),
+        blocks=[name for name, _ in blocks],
+        options=[option.name for option in candidates],
+        head=[[row.block, row.option] for rows in heads for row in rows],
+    )
+    rates = None
+    if (target := parse_offload(options.offload)) is not None:
+        rates = _slowest(group.all_gather(step.copy_rates(target)))
+        if rates is None:
+            candidates = tuple(option for option in candidates if not option.is_far)
+            notes.append(step.no_copies)
+
+    def measure_once() -> MeasuredStep:
+        try:
+            return measure(step, Blocks(blocks), candidates, on_run, group)
+        except PathError as error:
+            if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
+                raise
+            notes.append(_ALL_BLOCKS)
+            return measure(step, Blocks(blocks), candidates, on_run)
+
+    planners: list[Planner] = []
+    for rows in heads:
+        head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
+        with head, compiled_forwards(modules, code.options):
+            measured = group.times(measure_once())
+        # Without the first layer of a run, the others join the run before it, and exceed the peak.
+        joins = can_join(modules, options.candidates) and _ALL_BLOCKS not in notes
+        planners.append(
+            Planner(
+                PolicySearch(measured, rates, options.host_bytes, joins=joins),
+                options=options,
+                model=model,
+                device=step.device_name,
+                is_simulated=step.is_simulated,
+                in_callback=isinstance(step, RecordedStep),
+                notes=(*notes, *group.notes),
+                head=rows,
+            )
+        )
+    return Planners(planners)
+
+
+_ALL_BLOCKS = (
+    "the step calls other blocks each time, as LayerDrop does; it is planned for a step that calls all of them, so the "
+    "peak is an upper bound"
+)
+
+
+def _slowest(rates: Sequence[Sequence[float] | None]) -> CopyRates | None:
+    rows = [each for each in rates if each is not None]
+    return CopyRates(*map(min, zip(*rows, strict=True))) if len(rows) == len(rates) else None
+
+
+def head_rows(
+    model: nn.Module, head: Mapping[str, Any] | None, blocks: Sequence[tuple[str, nn.Module]]
+) -> list[tuple[PlanRow, ...]]:
+    """Returns the alternatives for the head: no policy, or one of the rules that are given for it."""
+    alternatives: list[tuple[PlanRow, ...]] = [()]
+    for name, value in (head or {}).items():
+        if name not in dict(model.named_modules()):
+            raise ConfigError(
+                f"head: unknown block {name!r}{did_you_mean(name, [n for n, _ in model.named_children()])} · "
+                "fix: name the module that computes the loss"
+            )
+        layer = next((block for block, _ in blocks if f"{block}.".startswith(f"{name}." if name else "")), None)
+        if layer is not None:
+            raise ConfigError(f"head: {name!r} contains the layer {layer!r} · fix: name the module after the layers")
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            rule = parse_rule(one)
+            if rule is None:
+                raise ConfigError(f"head: expected a rule, got {one!r} · fix: Tiles(8, reduce='sum')")
+            settings = {each.name: getattr(rule, each.name) for each in fields(rule)}
+            plain = {"activation_checkpointing": {"rule": rule.name, **settings}}
+            alternatives.append((PlanRow(block=name, option=rule.describe(), fields=plain),))
+    return alternatives
