@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.hard_modules import Mlp, chain
-from helpers.train_graphs import SquareGraph
+from helpers.train_graphs import Predict, SquareGraph
 from helpers.yaml_bombs import BOMBS
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt import ConfigError, Full, Graph, Segments, Selective, errors
+from graphckpt import ConfigError, Full, Segments, Selective, errors
 
 
 class Model(nn.Module):
@@ -539,12 +539,7 @@ def test_a_copy_keeps_the_wrapper_beneath() -> None:
 
 
 def test_a_block_is_taken_for_its_module() -> None:
-    class Holds(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = build()
-
-    block = Holds().model
+    block = Predict(build()).model
     with graphckpt.apply(block, {"encoder.0": True}):
         assert recomputed(block.origin) == ["encoder.0"]
 

@@ -18,23 +18,14 @@ import pytest
 import torch
 from helpers.hard_modules import Mlp
 from helpers.modules import as_module
+from helpers.train_graphs import Predict
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
 
 import graphckpt
-from graphckpt import (
-    ConfigError,
-    RecomputeError,
-    checkpoint,
-    checkpoint_sequential,
-    checkpoint_wrapper,
-)
+from graphckpt import ConfigError, RecomputeError, checkpoint, checkpoint_sequential, checkpoint_wrapper
 from graphckpt.blocks import disable_checkpointing, is_recomputing
 
 
@@ -507,12 +498,7 @@ def test_is_recomputing_in_every_kind_of_second_run() -> None:
 
 
 def test_blocks_of_a_graph_can_be_given() -> None:
-    class Holds(graphckpt.Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = module()
-
-    block = Holds().model
+    block = Predict(module()).model
     checkpoint(block, torch.ones(6, 4)).sum().backward()
     checkpoint(lambda x: block(x) * 1, torch.ones(6, 4)).sum().backward()
     assert block[1].num_batches_tracked == 2

@@ -116,6 +116,14 @@ def test_two_optimizers_one_of_them_inside() -> None:
     both(make=lambda model: torch.optim.SGD(model[2:].parameters(), lr=0.05), graph_class=Two)
 
 
+def with_scaler(graph: Train) -> None:
+    graph.set_grad_scaler(scaler())
+
+
+def with_two_captures(graph: Train) -> None:
+    graph.config.max_captures = 2
+
+
 def clipped(make: MakeOptimizer) -> MakeOptimizer:
     def with_clip(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = make(model)
@@ -127,12 +135,9 @@ def clipped(make: MakeOptimizer) -> MakeOptimizer:
 
 @pytest.mark.parametrize("make", [adamw, plain_sgd, clipped(adamw)], ids=["inside", "outside", "clipped"])
 def test_a_scaler_skips_a_step_that_overflows(make: MakeOptimizer) -> None:
-    def set_up(graph: Train) -> None:
-        graph.set_grad_scaler(scaler())
-
     inputs = batches(10)
     inputs[5] = torch.full((6, 16), float("inf"), device="cuda")
-    graph = both(make=make, set_up=set_up, inputs=inputs)
+    graph = both(make=make, set_up=with_scaler, inputs=inputs)
     assert graph._update.num_steps == 9
 
 
@@ -154,12 +159,9 @@ class HostReads(TorchDispatchMode):
 def test_a_replay_with_a_scaler_does_not_hold_up_the_host(schedule: bool, most: int) -> None:
     """A schedule asks whether the step was skipped; without one the count of steps is made exact when it is read."""
 
-    def set_up(graph: Train) -> None:
-        graph.set_grad_scaler(scaler())
-
     inputs = batches(10)
     inputs[5] = inputs[7] = torch.full((6, 16), float("inf"), device="cuda")
-    graph = both(set_up=set_up, inputs=inputs, schedule=schedule)
+    graph = both(set_up=with_scaler, inputs=inputs, schedule=schedule)
     with HostReads() as reads:
         graph(inputs[0])
         graph(inputs[5])
@@ -185,10 +187,7 @@ def test_shapes_change() -> None:
 def test_recordings_are_bounded() -> None:
     inputs = [batch for rows in (2, 3, 4) * 4 for batch in batches(1, rows)]
 
-    def set_up(graph: Train) -> None:
-        graph.config.max_captures = 2
-
-    graph = both(None, inputs=inputs, set_up=set_up)
+    graph = both(None, inputs=inputs, set_up=with_two_captures)
     assert len(captured(graph)._entries) == 2
     assert num_alive(captured(graph)) == 2
 
@@ -220,12 +219,9 @@ def test_shapes_that_push_each_other_out_leave_one_without_capture() -> None:
     """The others then find room, and are replayed."""
     inputs = [batch for rows in (2, 3, 4) * 12 for batch in batches(1, rows)]
 
-    def set_up(graph: Train) -> None:
-        graph.config.max_captures = 2
-
-    plain, _ = run("eager", inputs=inputs, set_up=set_up)
+    plain, _ = run("eager", inputs=inputs, set_up=with_two_captures)
     with pytest.warns(UserWarning, match=r"more than max_captures=2 kinds of inputs alternate.* larger") as caught:
-        ours, graph = run("cuda_graph", inputs=inputs, set_up=set_up)
+        ours, graph = run("cuda_graph", inputs=inputs, set_up=with_two_captures)
     assert len(caught) == 1
     assert same(ours, plain)
     assert "1 of 3 kinds of calls run without capture" in graph.explain(show=False).capture
@@ -378,12 +374,9 @@ def test_an_error_within_the_update_leaves_the_scaler_at_the_beginning(monkeypat
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return Looks(model.parameters(), lr=rate(), fused=True, capturable=True)
 
-    def set_up(graph: Train) -> None:
-        graph.set_grad_scaler(scaler())
-
-    plain, _ = run("eager", make=make, set_up=set_up)
+    plain, _ = run("eager", make=make, set_up=with_scaler)
     with pytest.warns(UserWarning, match="runs without capture"):
-        ours, _ = run("auto", make=make, set_up=set_up)
+        ours, _ = run("auto", make=make, set_up=with_scaler)
     assert same(ours, plain)
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.modules import as_module
-from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
+from helpers.train_graphs import Predict, Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 
-from graphckpt import ConfigError, Graph, GraphError, GraphModule, Segments, Selective, Tiles
+from graphckpt import ConfigError, GraphError, GraphModule, Segments, Selective, Tiles
 
 
 @as_module(lambda: {"norm": nn.LayerNorm(6), "up": nn.Linear(6, 12), "down": nn.Linear(12, 6), "drop": nn.Dropout(0.2)})
@@ -64,80 +65,61 @@ def runs_of(graph: Train, calls: int = 1) -> dict[str, int]:
 ALL = ["layers.0", "layers.1", "layers.2", "layers.3", "named.a", "named.b", "tail.0", "tail.1"]
 
 
+def flag(*blocks: Any, value: Any = True) -> None:
+    for block in blocks:
+        block.config.activation_checkpointing = value
+
+
 def flag_layers_1(graph: Train) -> None:
-    graph.model.layers[1].config.activation_checkpointing = True
+    flag(graph.model.layers[1])
 
 
-def flag_like_libai_old(graph: Train) -> None:
-    for block in graph.model.modules():
-        if isinstance(block.origin, Layer):
-            block.config.activation_checkpointing = True
+def flag_like_libai(graph: Train) -> None:
+    flag(*(block for block in graph.model.modules() if isinstance(block.origin, Layer)))
 
 
-def flag_like_libai_new(graph: Train) -> None:
-    for block in graph.model.modules():
+def flag_like_newer_libai(model: Any) -> None:
+    for block in model.modules():
         if isinstance(block.to(nn.Module), Layer):
             block.to(GraphModule).activation_checkpointing = True
 
 
-def flag_by_isinstance(graph: Train) -> None:
-    for name, block in graph.model.named_modules():
-        if isinstance(block, Layer) and name.startswith("layers"):
-            block.config.activation_checkpointing = True
+def flag_slices(model: Any) -> None:
+    flag(model.layers[1:3], *model.tail[:1])
+    model.layers[3:].to(GraphModule).activation_checkpointing = True
 
 
-def flag_children(graph: Train) -> None:
-    for block in graph.model.layers.children():
-        block.config.activation_checkpointing = True
-    for _, block in graph.model.tail.named_children():
-        block.config.activation_checkpointing = True
+def flag_items(model: Any) -> None:
+    assert all(block.name == name for name, block in model.named.items())
+    flag(*dict(model.named.items()).values(), *model.layers)
+    flag(model.named["a"], value=None)
 
 
-def flag_slices(graph: Train) -> None:
-    graph.model.layers[1:3].config.activation_checkpointing = True
-    graph.model.layers[3:].to(GraphModule).activation_checkpointing = True
-    for block in graph.model.tail[:1]:
-        block.config.activation_checkpointing = True
+def hole_in_all(model: Any) -> None:
+    flag(model)
+    flag(model.layers[2], model.named["b"], value=False)
 
 
-def flag_items(graph: Train) -> None:
-    for name, block in graph.model.named.items():
-        assert block.name == name
-        block.config.activation_checkpointing = True
-    graph.model.named["a"].config.activation_checkpointing = None
-    for block in graph.model.layers:
-        block.config.activation_checkpointing = True
-
-
-def flag_by_path(graph: Train) -> None:
-    graph.model.get_submodule("layers.2").config.activation_checkpointing = True
-    graph.model.layers[-1].config.activation_checkpointing = "full"
-
-
-def hole_in_all(graph: Train) -> None:
-    graph.model.config.activation_checkpointing = True
-    graph.model.layers[2].config.activation_checkpointing = False
-    graph.model.named["b"].config.activation_checkpointing = False
-
-
-SPELLINGS: dict[Any, list[str]] = {
-    flag_layers_1: ["layers.1"],
-    flag_like_libai_old: ALL,
-    flag_like_libai_new: ALL,
-    flag_by_isinstance: ALL[:4],
-    flag_children: [*ALL[:4], "tail.0", "tail.1"],
-    flag_slices: ["layers.1", "layers.2", "layers.3", "tail.0"],
-    flag_items: [*ALL[:4], "named.b"],
-    flag_by_path: ["layers.2", "layers.3"],
-    hole_in_all: [name for name in ALL if name not in ("layers.2", "named.b")],
+SPELLINGS: dict[str, tuple[Callable[[Any], None], list[str]]] = {
+    "as libai does": (flag_like_newer_libai, ALL),
+    "by class and name": (
+        lambda m: flag(*(b for n, b in m.named_modules() if isinstance(b, Layer) and n.startswith("layers"))),
+        ALL[:4],
+    ),
+    "children": (lambda m: flag(*m.layers.children(), *dict(m.tail.named_children()).values()), [*ALL[:4], *ALL[6:]]),
+    "slices": (flag_slices, ["layers.1", "layers.2", "layers.3", "tail.0"]),
+    "items": (flag_items, [*ALL[:4], "named.b"]),
+    "paths": (lambda m: flag(m.get_submodule("layers.2"), m.layers[-1], value="full"), ["layers.2", "layers.3"]),
+    "holes": (hole_in_all, [name for name in ALL if name not in ("layers.2", "named.b")]),
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
-def test_the_flagged_layers_run_again_and_no_bit_changes(spelling: Any) -> None:
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_flagged_layers_run_again_and_no_bit_changes(spelling: str) -> None:
     graph, plain = make(), stack()
-    spelling(graph)
-    expected = {name: 2 if name in SPELLINGS[spelling] else 1 for name in ALL}
+    set_flags, flagged = SPELLINGS[spelling]
+    set_flags(graph.model)
+    expected = {name: 2 if name in flagged else 1 for name in ALL}
     for calls in (1, 1, 4):
         assert runs_of(graph, calls) == expected
     plain_optimizer = adamw(plain)
@@ -259,7 +241,7 @@ def test_explain_after_one_two_and_three_calls() -> None:
         GraphError, match=r"explain: no step was watched · fix: call the graph inside `with graph.measure\(\):`"
     ):
         graph.explain()
-    flag_like_libai_old(graph)
+    flag_like_libai(graph)
     for calls in (1, 2, 3, 4):
         run_graph(graph, 1)
         explanation = graph.explain(show=False)
@@ -379,7 +361,7 @@ def test_of_two_models_that_are_one_block_each_the_advice_is_one() -> None:
 
 def test_a_policy_takes_bytes_off_in_a_graph_as_explained() -> None:
     plain, ours = make(), make()
-    flag_like_libai_old(ours)
+    flag_like_libai(ours)
     for graph in (plain, ours):
         run_graph(graph, 2)
     explained = ours.explain(show=False)
@@ -389,12 +371,12 @@ def test_a_policy_takes_bytes_off_in_a_graph_as_explained() -> None:
 
 def test_flags_without_gradients_do_nothing() -> None:
     graph = Train(stack())
-    flag_like_libai_old(graph)
+    flag_like_libai(graph)
     with torch.no_grad():
         assert set(runs_of(graph).values()) == {1}
     model = stack()
     predicts = Train(model.eval())
-    flag_like_libai_old(predicts)
+    flag_like_libai(predicts)
     x, y = batches(1)[0]
     assert torch.equal(predicts(x, y), nn.functional.cross_entropy(model(x), y))
 
@@ -419,7 +401,7 @@ def test_a_layer_that_is_appended_is_known_to_be_in_no_optimizer() -> None:
 
 def test_modules_that_change_between_calls() -> None:
     graph = make()
-    flag_like_libai_old(graph)
+    flag_like_libai(graph)
     run_graph(graph, 5)
     graph.model.layers[1] = Layer()
     assert runs_of(graph)["layers.1"] == 1
@@ -442,15 +424,11 @@ def test_an_evaluation_graph_keeps_nothing_for_a_backward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     seen = []
 
-    class Evaluate(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
+    class Evaluate(Predict):
         def build(self, x: Tensor) -> Tensor:
-            out = self.model(x)
+            out = super().build(x)
             seen.append(out.requires_grad)
             return out
 
-    assert torch.equal(Evaluate()(torch.ones(2, 4)), model(torch.ones(2, 4)).detach())
+    assert torch.equal(Evaluate(model)(torch.ones(2, 4)), model(torch.ones(2, 4)).detach())
     assert seen == [False]

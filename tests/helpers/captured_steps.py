@@ -32,10 +32,6 @@ def adamw_of_ops(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=rate(), capturable=True)
 
 
-def fused_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=rate(), momentum=0.9, fused=True)
-
-
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 

@@ -44,7 +44,7 @@ class Train(Graph):
 
 
 class SquareGraph(Graph):
-    """Trains a model by the mean square of its output, with an optimizer or what makes one of the model."""
+    """Trains a model by the mean square of its output, with SGD unless another optimizer is given."""
 
     def __init__(self, model: nn.Module, flags: dict[str, Any] | None = None, optimizer: Any = None) -> None:
         super().__init__()

@@ -14,20 +14,6 @@ import graphckpt
 from graphckpt import RecomputeError
 
 
-class Fickle(nn.Module):
-    """Does something else on every call; ``outside`` is no state of the module."""
-
-    def __init__(self, change: Callable[[int, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.__dict__["outside"] = Outside()
-        self.__dict__["change"] = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.outside.calls += 1
-        return self.change(self.outside.calls, self.linear(x)).exp()
-
-
 class Outside:
     """An object with slots, which the call state does not reach."""
 
@@ -111,16 +97,11 @@ def test_an_iterator_as_argument() -> None:
 
 
 def test_children_called_in_another_order() -> None:
-    class Swaps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.__dict__["outside"] = Outside()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.outside.calls += 1
-            first, second = (self.a, self.b) if self.outside.calls % 2 else (self.b, self.a)
-            return torch.sin(second(torch.sin(first(x))))
+    @as_module(lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "outside": Outside()})
+    def Swaps(self, x: Tensor) -> Tensor:
+        self.outside.calls += 1
+        first, second = (self.a, self.b) if self.outside.calls % 2 else (self.b, self.a)
+        return torch.sin(second(torch.sin(first(x))))
 
     model = nn.Sequential(Swaps())
     with graphckpt.apply(model, {"0": True, "0.a": False, "0.b": False}):
@@ -152,18 +133,13 @@ def test_an_argument_object_that_changes_is_seen_as_it_was() -> None:
 
 
 def test_a_failed_recomputation_leaves_the_module_as_it_was() -> None:
-    class Raises(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-            self.__dict__["outside"] = Outside()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.outside.calls += 1
-            if self.outside.calls == 2:
-                self.norm(x)
-                raise ValueError("recomputation")
-            return self.norm(x).sin()
+    @as_module(lambda: {"norm": nn.BatchNorm1d(4), "outside": Outside()})
+    def Raises(self, x: Tensor) -> Tensor:
+        self.outside.calls += 1
+        if self.outside.calls == 2:
+            self.norm(x)
+            raise ValueError("recomputation")
+        return self.norm(x).sin()
 
     model = nn.Sequential(Raises())
     with graphckpt.apply(model, {"0": True}):
@@ -309,6 +285,13 @@ def test_an_attribute_that_a_hook_sets_before_each_call_is_that_of_its_call() ->
         assert model[0].scale == 3
     assert torch.equal(grads[0], grads[2])
     assert torch.equal(grads[1], grads[3])
+
+
+@as_module(lambda change: {"linear": nn.Linear(4, 4), "outside": Outside(), "change": change})
+def Fickle(self, x: Tensor) -> Tensor:
+    """Does something else on every call; ``outside`` is no state of the module."""
+    self.outside.calls += 1
+    return self.change(self.outside.calls, self.linear(x)).exp()
 
 
 DIFFERENCES: dict[str, tuple[Callable[[int, Tensor], Tensor], str]] = {

@@ -122,42 +122,29 @@ def test_ops_that_do_not_run_are_named():
     assert "no aten.addmm" not in notes
 
 
-def test_other_shapes_leave_recipes_of_their_own():
-    model, _ = made()
-    sizes = [8, 64, 8, 32, 64, 8]
-    batches = [torch.randn(n, 32) for n in sizes]
+@as_module(lambda: {"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
+def TwoWays(self, x):
+    """Takes another way for some inputs, with tensors of the same shapes."""
+    h = self.up(x)
+    if torch.is_grad_enabled() and x.sum() > 0:
+        h = torch.tanh(torch.sin(h) + torch.cos(h))
+    else:
+        h = torch.tanh(torch.cos(h) * torch.sin(h).exp())
+    return self.down(h)
+
+
+@pytest.mark.parametrize(
+    ("block", "save", "batches"),
+    [
+        (Block, TANH, [torch.randn(n, 32) for n in (8, 64, 8, 32, 64, 8)]),
+        (TwoWays, ["aten.tanh.default"], [sign * torch.rand(16, 32) for sign in (1, 1, -1, 1, -1, -1, 1)]),
+    ],
+    ids=["other shapes", "another way"],
+)
+def test_calls_of_other_shapes_and_ways_leave_recipes_of_their_own(block, save, batches):
+    model, _ = made(block)
     expected = [step(model, x) for x in batches]
-    with under(model, TANH):
-        for x, grads in zip(batches, expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(grads, step(model, x), strict=True))
-
-
-class TwoWays(nn.Module):
-    """Takes another way each time, with tensors of the same shapes."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def way(self):
-        self.calls += 1
-        return self.calls // 2 % 2  # the original forward and the recomputation are two calls
-
-    def forward(self, x):
-        h = self.up(x)
-        if torch.is_grad_enabled() and x.sum() > 0:
-            h = torch.tanh(torch.sin(h) + torch.cos(h))
-        else:
-            h = torch.tanh(torch.cos(h) * torch.sin(h).exp())
-        return self.down(h)
-
-
-def test_a_block_that_takes_another_way_is_run_as_it_is():
-    model, _ = made(TwoWays, num=1)
-    batches = [sign * torch.rand(16, 32) for sign in (1, 1, -1, 1, -1, -1, 1)]
-    expected = [step(model, x) for x in batches]
-    with under(model, ["aten.tanh.default"]):
+    with under(model, save):
         for x, grads in zip(batches, expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(grads, step(model, x), strict=True))
 

@@ -105,6 +105,16 @@ class Gate:
         return self._call(number, buffers, offset)
 
 
+def with_held_writes(folder, monkeypatch, **settings):
+    """Returns a store whose file is open, and the gate that its next writes wait for."""
+    store = opened(folder, **settings)
+    put_one(store, torch.zeros(10))
+    until_written(store)
+    writes = Gate(monkeypatch, "pwrite")
+    writes.is_open.clear()
+    return store, writes
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path):
     before = set(threading.enumerate())
@@ -332,11 +342,7 @@ key = store.put(torch.ones(10**6), store.open_group(TensorGroup("h.0", list, pri
 
 
 def test_no_more_than_the_bound_is_in_flight(tmp_path, monkeypatch):
-    store = opened(tmp_path, in_flight_bytes=100 * KIB)
-    put_one(store, torch.zeros(10))
-    until_written(store)
-    writes = Gate(monkeypatch, "pwrite")
-    writes.is_open.clear()
+    store, writes = with_held_writes(tmp_path, monkeypatch, in_flight_bytes=100 * KIB)
     alive = []
     number_put = []
 
@@ -416,11 +422,8 @@ def test_what_was_saved_last_is_read_first(tmp_path, monkeypatch):
 
 
 def test_what_is_not_written_yet_is_served_from_memory(tmp_path, monkeypatch):
-    store = opened(tmp_path)
-    put_one(store, torch.zeros(10))
-    until_written(store)
-    writes, reads = Gate(monkeypatch, "pwrite"), Gate(monkeypatch, "preadv")
-    writes.is_open.clear()
+    store, writes = with_held_writes(tmp_path, monkeypatch)
+    reads = Gate(monkeypatch, "preadv")
     tensors = [torch.randn(5000) for _ in range(4)]
     keys = [put_one(store, tensor) for tensor in tensors]
     for key, tensor in zip(reversed(keys), reversed(tensors), strict=True):
@@ -434,11 +437,8 @@ def test_what_is_not_written_yet_is_served_from_memory(tmp_path, monkeypatch):
 
 
 def test_what_was_asked_for_while_it_was_being_written_needs_no_read(tmp_path, monkeypatch):
-    store = opened(tmp_path)
-    put_one(store, torch.zeros(10))
-    until_written(store)
-    writes, reads = Gate(monkeypatch, "pwrite"), Gate(monkeypatch, "preadv")
-    writes.is_open.clear()
+    store, writes = with_held_writes(tmp_path, monkeypatch)
+    reads = Gate(monkeypatch, "preadv")
     keys = [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(3)]
     store.get(keys[2])  # asks for 1 and 0 as well
     writes.is_open.set()
@@ -448,11 +448,7 @@ def test_what_was_asked_for_while_it_was_being_written_needs_no_read(tmp_path, m
 
 
 def test_a_freed_key_cancels_its_write(tmp_path, monkeypatch):
-    store = opened(tmp_path)
-    put_one(store, torch.zeros(10))
-    until_written(store)
-    writes = Gate(monkeypatch, "pwrite")
-    writes.is_open.clear()
+    store, writes = with_held_writes(tmp_path, monkeypatch)
     keys = [put_one(store, torch.full((5000,), float(at))) for at in range(5)]
     until(lambda: writes.offsets)
     offsets = [key.piece.handle.offset for key in keys]
@@ -466,11 +462,7 @@ def test_a_freed_key_cancels_its_write(tmp_path, monkeypatch):
 
 
 def test_a_range_that_is_reused_while_it_is_written_holds_the_new_bytes(tmp_path, monkeypatch):
-    store = opened(tmp_path)
-    put_one(store, torch.zeros(10))
-    until_written(store)
-    writes = Gate(monkeypatch, "pwrite")
-    writes.is_open.clear()
+    store, writes = with_held_writes(tmp_path, monkeypatch)
     old = put_one(store, torch.zeros(5000))
     until(lambda: writes.offsets)
     offset = old.piece.handle.offset
@@ -680,7 +672,8 @@ def test_after_an_interrupt_the_next_step_is_right(tmp_path, monkeypatch, where)
         until_written(store)
         gate = Gate(monkeypatch, "preadv" if where == "get" else "pwrite")
         gate.is_open.clear()
-        timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+        main = threading.get_ident()  # a signal to another thread would not end a wait of this one
+        timer = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012
             if where == "between":
                 place_of(store).put(torch.zeros(5000, dtype=torch.uint8), mine)  # its handle is lost
