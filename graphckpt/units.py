@@ -63,7 +63,7 @@ def parse_bytes(size: str | int) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
-            raise ValueError(f"memory size {size}: expected 0 or more · fix: give a number of bytes")
+            raise ValueError(f"expected 0 or more bytes, got {size} · fix: write a size such as '12GiB'")
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:

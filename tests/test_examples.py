@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -77,3 +78,37 @@ def test_torchtitan_style_recomputes_every_second_layer(tmp_path: Path) -> None:
     output = run(tmp_path, "08_torchtitan_style.py")
     assert re.search(r"^layers\.0,2,\.\.,4 \(3x\) +full \+ disk ", output, re.M)
     assert re.search(r"^layers\.1,3,\.\.,5 \(3x\) +keep +\S+ [KM]iB ", output, re.M)
+
+
+# ---- a model and a data set from outside of the package, by a config file of one's own
+
+OWN_MODEL = [EXAMPLES / "04_own_model" / name for name in ("waves.py", "config.py")]
+PAGE = EXAMPLES.parent / "docs" / "own_model.md"
+
+
+def code_of(path: Path) -> str:
+    """Returns a file without its docstring."""
+    return path.read_text(encoding="utf-8").split('"""', 2)[2].strip()
+
+
+def test_the_page_shows_the_files_of_an_own_model() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert [block.strip() for block in shown[: len(OWN_MODEL)]] == [code_of(path) for path in OWN_MODEL]
+
+
+def test_model_data_and_config_are_under_30_lines() -> None:
+    lines = [line for path in OWN_MODEL for line in code_of(path).splitlines() if line.strip()]
+    assert len(lines) < 30
+
+
+@pytest.mark.slow
+def test_an_own_model_learns_and_checkpoints_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_script("graphckpt", "train", "--config-file", str(OWN_MODEL[1]), "train.device=cpu", folder=tmp_path)
+    assert done.code == 0, done.stderr
+    assert re.search(r"model\.net\.1-4 \(4x\) +full", done.stdout)
+    folder = tmp_path / "output" / "waves"
+    rows = [json.loads(line) for line in (folder / "metrics.json").read_text(encoding="utf-8").splitlines()]
+    assert rows[-1]["eval_mse_loss"] < 0.01
+    assert (folder / "model_final" / "model.safetensors").is_file()

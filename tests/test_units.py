@@ -54,7 +54,7 @@ def test_sizes_are_read_in_binary_and_decimal_units(text, num_bytes):
         ("much", r"'much' is not a memory size · fix: write one such as '12GiB'"),
         ("-5 GiB", r"is not a memory size"),
         ("", r"is not a memory size"),
-        (-1, r"-1: expected 0 or more"),
+        (-1, r"expected 0 or more bytes, got -1"),
         (True, r"True is not a memory size"),
         (1.5, r"1.5 is not a memory size"),
     ],

@@ -94,8 +94,9 @@ class StepRecorder:
         begin = _Hook(WeakMethod(self._begin), passes_on=True)
         self._record.callback(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or is_transformed():
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        is_removed = kwargs is None  # by a hook before this one: PyTorch still calls it, but without them
+        if is_removed or not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
         recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])

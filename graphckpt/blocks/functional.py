@@ -109,17 +109,12 @@ def checkpoint(
 
 def _needs_arguments(function: Callable[..., Any]) -> bool:
     """Whether a call without arguments would fail, so that ``@checkpoint`` without parentheses can be told from one."""
-    if torch.compiler.is_compiling():
+    plain = None if torch.compiler.is_compiling() else inspect.unwrap(function)
+    if not isinstance(plain, FunctionType):
         return False
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # such as a built-in function
-        return False
-    try:
-        signature.bind()
-    except TypeError:
-        return True
-    return False
+    code = plain.__code__
+    has_required = code.co_argcount > len(plain.__defaults__ or ())
+    return has_required or code.co_kwonlyargcount > len(plain.__kwdefaults__ or ())
 
 
 def _checkpointed(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -243,6 +238,7 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
 _DEPTH = 3
 _MAX_ITEMS = 1024  # what is longer holds data, not layers
 _MAX_VALUES = 4096  # what reaches more than this is a whole program
+_LEAVES = (torch.Tensor, type, ModuleType, *ATOMS)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 
 
@@ -258,9 +254,7 @@ def _modules_of(function: Any, arguments: Iterable[Any]) -> list[nn.Module]:
     for value, depth in todo:  # which grows
         if isinstance(value, nn.Module):
             modules[unwrap(value)] = None
-        elif type(value) not in ATOMS and not isinstance(value, (type, ModuleType, torch.Tensor)):
-            if id(value) in ids or len(todo) > _MAX_VALUES:
-                continue
+        elif not isinstance(value, _LEAVES) and id(value) not in ids and len(todo) < _MAX_VALUES:
             ids.add(id(value))
             items = _items(value)
             if items is not None:

@@ -167,7 +167,7 @@ def importable_from(*folders: Path) -> Iterator[None]:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
-        odd_values = list(_odd_numbers(path.read_text("utf-8")))  # first: it refuses what would never end to load
+        node = compose(path.read_text("utf-8"))  # first: it refuses what would never end to load
         config = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark
@@ -175,7 +175,7 @@ def _read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"{place}: {error.problem or error}") from error
     except (yaml.YAMLError, ValueError, RecursionError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {error}") from error
-    if faults := [f"{key} in line {line}: {_odd_number_fault(text)}" for key, text, line in odd_values]:
+    if faults := [f"{key} in line {line}: {_odd_number_fault(text)}" for key, text, line in _odd_numbers(node)]:
         raise ConfigError(bullets(str(path), faults) if len(faults) > 1 else f"{path}: {faults[0]}")
     if not isinstance(config, DictConfig):
         raise ConfigError(f"{path}: expected a mapping at the top level, got a list")
@@ -290,13 +290,12 @@ def _override_one(config: DictConfig, word: str) -> str:
         fix = " · fix: leave '+' out" if key.startswith("+") else ""
         return f"override {word!r}: expected key=value{fix}"
     try:
-        odd = next(_odd_numbers(text), None)
+        odd = next(_odd_numbers(compose(text), key), None)
         value = OmegaConf.from_dotlist([f"value={text}"])["value"]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         return f"{key}: expected a YAML value, got {text!r} · fix: quote it ({first_line(error)})"
     if odd is not None:
-        inner = f".{odd[0]}" if odd[0] and not odd[0].startswith("[") else odd[0]
-        return f"{key}{inner}: {_odd_number_fault(odd[1])}"
+        return f"{odd[0]}: {_odd_number_fault(odd[1])}"
     try:
         OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, IndexError) as error:
@@ -309,29 +308,20 @@ def _odd_number_fault(text: str) -> str:
     return f"expected a plain number, got {text} · fix: {fix}"
 
 
-def _odd_numbers(text: str) -> Iterator[tuple[str, str, int]]:
+def _odd_numbers(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, str, int]]:
     """Yields key, value and line, from 1, of each number in base 60 or with a zero in front, unless it is quoted.
 
-    Raises:
-        YAMLError: The text cannot be read.
-
-    >>> list(_odd_numbers("a: {b: 12:30:45, c: '12:30', d: 10}"))
+    >>> list(_odd_numbers(compose("a: {b: 12:30:45, c: '12:30', d: 10}")))
     [('a.b', '12:30:45', 1)]
     """
-    nodes = [("", compose(text))]
-    visited: set[int] = set()
-    while nodes:
-        key, node = nodes.pop()
-        if node is None or id(node) in visited:  # an alias
-            continue
-        visited.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            children = [(f"{key}.{name.value}" if key else str(name.value), value) for name, value in node.value]
-            nodes += reversed(children)
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += reversed([(f"{key}[{number}]", value) for number, value in enumerate(node.value)])
-        elif node.style is None and node.tag.endswith((":int", ":float")) and _ODD_NUMBER.fullmatch(node.value):
-            yield key, node.value, node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from _odd_numbers(value, f"{key}.{name.value}".removeprefix("."))
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            yield from _odd_numbers(value, f"{key}[{number}]")
+    elif node is not None and node.style is None and node.tag.endswith((":int", ":float")):
+        yield from [(key, node.value, node.start_mark.line + 1)] if _ODD_NUMBER.fullmatch(node.value) else ()
 
 
 def plain_values(node: Any) -> Any:

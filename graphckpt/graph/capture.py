@@ -19,9 +19,9 @@ from torch import nn
 from graphckpt._compat import abandon_capture, assert_on_device, clear_cublas_workspaces, override_stale_capture_stream
 from graphckpt.errors import ConfigError, GraphckptError, GraphError
 from graphckpt.stores.pinned import streams_of
-from graphckpt.thread_state import get_rng_state, set_rng_state
+from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 from graphckpt.training_state import ModuleTree, TrainingState
-from graphckpt.tree import ATOMS, flatten_call, tensors_in
+from graphckpt.tree import ATOMS, CallShape, tensors_in
 
 CHOICES = ("auto", "cuda_graph", "eager")
 """The values of ``config.capture``."""
@@ -143,7 +143,7 @@ class CudaGraphBackend(CaptureBackend):
         if not any(capture.is_alive for capture in self._captures):
             self._pool = torch.cuda.graph_pool_handle()  # see Note [A pool lives as long as a graph in it]
         graph = torch.cuda.CUDAGraph()
-        host_random = HostRandom()
+        host_random = get_rng_state((), host=True)
         gc.collect()  # memory freed during a capture may belong to another one
         was_collecting = gc.isenabled()
         try:
@@ -153,11 +153,11 @@ class CudaGraphBackend(CaptureBackend):
             torch.cuda.empty_cache()  # the capture has its own pool; cached memory of earlier steps is released for it
             torch.clear_autocast_cache()  # weights cast outside of the capture would not be cast in it
             output = self._run_capture(graph, step)
-            host_random.check()
+            check_not_drawn(host_random)
         except BaseException:
             graph.reset()
             self._pool = torch.cuda.graph_pool_handle()  # see Note [A pool lives as long as a graph in it]
-            host_random.restore()
+            set_rng_state(host_random)
             raise
         finally:
             torch.clear_autocast_cache()
@@ -217,12 +217,11 @@ class _CapturedCudaGraph(Capture):
         self._graph.reset()
 
 
-def input_key(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device | None) -> tuple[Hashable, str | None]:
+def input_key(leaves: Sequence[Any], shape: CallShape, device: torch.device | None) -> tuple[Hashable, str | None]:
     """Returns the key of a capture: shapes, strides, dtypes and devices of tensors, and all other values.
 
     The second value is the reason if these arguments cannot be captured on ``device``.
     """
-    leaves, shape = flatten_call(args, kwargs)
     key: list[Hashable] = [shape.num_args, shape.keywords, repr(shape.spec)]
     first_positions: dict[int, int] = {}
     for position, leaf in enumerate(leaves):
@@ -251,8 +250,7 @@ def is_on(place: torch.device, device: torch.device) -> bool:
 class StaticInputs:
     """Buffers that hold the arguments of a captured step."""
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        leaves, shape = flatten_call(args, kwargs)
+    def __init__(self, leaves: Sequence[Any], shape: CallShape) -> None:
         buffers: dict[int, torch.Tensor] = {}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in buffers:
@@ -262,8 +260,7 @@ class StaticInputs:
         self.args, self.kwargs = shape.assemble(static)
         """The arguments of the captured step."""
 
-    def load(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        leaves, _ = flatten_call(args, kwargs)
+    def load(self, leaves: Sequence[Any]) -> None:
         for buffer, leaf in zip(self._buffers, leaves, strict=True):
             if buffer is not None:
                 buffer.copy_(leaf, non_blocking=True)
@@ -372,24 +369,15 @@ def _owner(frame: FrameType) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
-@final
-class HostRandom:
-    def __init__(self) -> None:
-        self._state = get_rng_state((), host=True)
-
-    def check(self) -> None:
-        """Checks that nothing was drawn since."""
-        torch_state, _, host = self._state
-        drawn = [] if torch.equal(torch.get_rng_state(), torch_state) else ["torch on the CPU"]
-        drawn += host.changes() if host is not None else []
-        if drawn:
-            raise GraphError(
-                f"the step draws random numbers with {' and '.join(drawn)}, which every replay would repeat · "
-                "fix: draw them on the device, disable LayerDrop, or config.capture = 'eager'"
-            )
-
-    def restore(self) -> None:
-        set_rng_state(self._state)
+def check_not_drawn(host_random: RNGState) -> None:
+    torch_state, _, host = host_random
+    drawn = [] if torch.equal(torch.get_rng_state(), torch_state) else ["torch on the CPU"]
+    drawn += host.changes() if host is not None else []
+    if drawn:
+        raise GraphError(
+            f"the step draws random numbers with {' and '.join(drawn)}, which every replay would repeat · "
+            "fix: draw them on the device, disable LayerDrop, or config.capture = 'eager'"
+        )
 
 
 # Note [Attention masks of a capture]

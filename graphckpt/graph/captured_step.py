@@ -28,7 +28,7 @@ from graphckpt.graph.capture import (
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.update import Update, clip, step_scaled, zero
 from graphckpt.thread_state import take_ambient
-from graphckpt.tree import build_value, flatten_value
+from graphckpt.tree import CallShape, build_value, flatten_call, flatten_value
 from graphckpt.units import format_bytes
 
 _WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
@@ -206,9 +206,6 @@ class CapturedStep:
     step runs twice, and none is discarded.
     """
 
-    _run: Callable[..., Any]
-    _forward_backward: Callable[..., Any]
-
     def __init__(
         self,
         name: str,
@@ -279,27 +276,21 @@ class CapturedStep:
             kwargs: Keyword arguments of both.
             must_run: The step is recorded: it must run in Python, and counts as a warm-up.
         """
-        self._run, self._forward_backward = run, forward_backward
-        try:
-            return self._call(args, kwargs, must_run=must_run)
-        finally:
-            del self._run, self._forward_backward  # methods of the step that holds this
-
-    def _call(self, args: Sequence[Any], kwargs: dict[str, Any], *, must_run: bool) -> tuple[Any, bool]:
         if self.reason is not None:
-            return self._run(args, kwargs), False
+            return run(args, kwargs), False
         self._update.before()
-        inputs, cannot = input_key(args, kwargs, self.backend.device)
+        leaves, shape = flatten_call(args, kwargs)
+        inputs, cannot = input_key(leaves, shape, self.backend.device)
         if cannot is not None:
             self._give_up(cannot, None)
-            return self._run(args, kwargs), False
+            return run(args, kwargs), False
         modes, identity, constants = self._fingerprint()
         key = inputs, modes, identity
         entry = self._entries.get(key)
         kind = self._kinds.setdefault((inputs, modes), _CallKind())
         if entry is not None and not must_run:
             self._entries.move_to_end(key)
-            entry.inputs.load(args, kwargs)
+            entry.inputs.load(leaves)
             return self._replay(entry, kind), True
         kind.num_calls += 1
         runs_eager = must_run or kind.num_calls <= self._num_warm_up or kind.is_eager
@@ -308,12 +299,12 @@ class CapturedStep:
             runs_eager = True
         if runs_eager:
             with kind.masks.observing(), self.backend.warmup():
-                output = self._run(args, kwargs)
+                output = run(args, kwargs)
             self.backend.pass_on(output)
             return output, False
-        entry = self._try_capture(args, kwargs, kind, constants)
+        entry = self._try_capture(forward_backward, (leaves, shape), kind, constants)
         if entry is None:
-            return self._run(args, kwargs), False
+            return run(args, kwargs), False
         self._entries[key] = entry
         while len(self._entries) > self._max_captures:
             _, oldest = self._entries.popitem(last=False)
@@ -338,8 +329,8 @@ class CapturedStep:
         self._entries.clear()
         self._kinds.clear()
 
-    def _body(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        output = self._forward_backward(args, kwargs)
+    def _body(self, forward_backward: Callable[..., Any], inputs: StaticInputs) -> tuple[Any, Any]:
+        output = forward_backward(inputs.args, inputs.kwargs)
         result = self._update.work()
         leaves, spec = flatten_value(output)  # detached: the autograd graph would live as long as the capture
         return build_value(spec, [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]), result
@@ -375,13 +366,13 @@ class CapturedStep:
         return self._modules
 
     def _try_capture(
-        self, args: Sequence[Any], kwargs: dict[str, Any], kind: _CallKind, constants: Any
+        self, forward_backward: Callable[..., Any], call: tuple[list[Any], CallShape], kind: _CallKind, constants: Any
     ) -> _CachedCapture | None:
         """Returns ``None`` if it fails; all that the attempt held is freed, including the error."""
         rng_state = torch.get_rng_state()
         try:
             with kind.masks.capturing():
-                return self._capture(args, kwargs, constants)
+                return self._capture(forward_backward, StaticInputs(*call), constants)
         except Exception as error:  # any error of the step or the device
             torch.set_rng_state(rng_state)
             self._update.abandon()
@@ -389,11 +380,10 @@ class CapturedStep:
         gc.collect()  # the error's frames held the step's tensors
         return None
 
-    def _capture(self, args: Sequence[Any], kwargs: dict[str, Any], constants: Any) -> _CachedCapture:
-        inputs = StaticInputs(args, kwargs)
+    def _capture(self, forward_backward: Callable[..., Any], inputs: StaticInputs, constants: Any) -> _CachedCapture:
         attributes = ModuleAttributes(self._roots, self.backend.device)
         try:
-            capture = self.backend.capture(lambda: self._body(inputs.args, inputs.kwargs))
+            capture = self.backend.capture(lambda: self._body(forward_backward, inputs))
         except BaseException:
             attributes.restore()
             raise
@@ -442,7 +432,7 @@ class CapturedStep:
             raise GraphError(text) from error
         self.release()
         self.reason = why
-        warnings.warn(f"{text} · the step runs without capture", stacklevel=6)
+        warnings.warn(f"{text} · the step runs without capture", stacklevel=5)
 
 
 def _children(modules: Sequence[nn.Module]) -> list[nn.Module | None]:

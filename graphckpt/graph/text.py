@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any, final
 
@@ -70,15 +71,15 @@ def graph_text(
 
 
 def _children_lines(children: Iterable[tuple[str, nn.Module]], tree: BlockTree) -> list[str]:
-    alike: list[tuple[list[str], list[str]]] = []  # the names of consecutive children with the same lines, and these
-    for key, child in children:
-        lines = [_kind(child) + _policy(child, tree), *_children_lines(child.named_children(), tree)]
-        if key.isdigit() and alike and alike[-1][1] == lines:
-            alike[-1][0].append(key)
-        else:
-            alike.append(([key], lines))
+    entries = [
+        (key, [_kind(child) + _policy(child, tree), *_children_lines(child.named_children(), tree)])
+        for key, child in children
+    ]
     result = []
-    for keys, (head, *nested) in alike:
+    for (_, (head, *nested)), alike in groupby(
+        entries, lambda entry: ("" if entry[0].isdigit() else entry[0], entry[1])
+    ):
+        keys = [key for key, _ in alike]
         name = f"{keys[0]}: " if len(keys) == 1 else f"{keys[0]}-{keys[-1]}: {len(keys)} x "
         result += [f"  {name}{head}", *(f"  {line}" for line in nested)]
     return result

@@ -332,26 +332,11 @@ def clip_grad_norm(
 def _norm(grads: list[Any], norm_type: float) -> torch.Tensor:
     layouts: dict[Any, list[Any]] = {}
     for grad in grads:
-        layout = (grad.device_mesh, tuple(not p.is_replicate() for p in grad.placements)) if _is_cut(grad) else None
-        layouts.setdefault(layout, []).append(grad)
-    norms: list[torch.Tensor] = []
-    for layout, alike in layouts.items():
-        norm = get_total_norm([_local(grad) for grad in alike], norm_type)
-        norms.append(norm if layout is None else _over_processes(norm, norm_type, *layout))
+        layouts.setdefault((grad.device_mesh, grad.placements) if _is_cut(grad) else None, []).append(grad)
+    norms: list[Any] = [get_total_norm(alike, norm_type) for alike in layouts.values()]
+    norms = [norm.full_tensor() if _is_cut(norm) else norm for norm in norms]  # over the processes that hold shards
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
     return total
-
-
-def _over_processes(norm: torch.Tensor, norm_type: float, mesh: Any, is_shard: tuple[bool, ...]) -> torch.Tensor:
-    """Returns the norm over the shares of all processes: of their p-th powers the sum, or for infinity the largest."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate  # noqa: PLC0415 - a second, for those who need it
-
-    is_max = norm_type == float("inf")
-    part = norm if is_max else norm**norm_type
-    reduce = "max" if is_max else "sum"
-    placements = [Partial(reduce) if shard else Replicate() for shard in is_shard]
-    total: torch.Tensor = DTensor.from_local(part, mesh, placements, run_check=False).full_tensor()
-    return total if is_max else total.pow(1.0 / norm_type)
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:

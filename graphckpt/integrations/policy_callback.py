@@ -78,7 +78,7 @@ class PolicyCallback:
         self._plot = plot
         self._measuring = ExitStack()
         self._disabled = ExitStack()
-        self._is_reported = self._is_first = False
+        self._is_reported = self._is_first = self._has_planned_step = False
         self._live: LivePlan | None = None
         self._write: Callable[[str], None] = print
         self.handle: Handle | None = None
@@ -131,7 +131,7 @@ class PolicyCallback:
         """
         self._remove()  # left by a training that ended in an error
         self.explanation = self.plan = self.handle = None
-        self._is_reported = self._is_first = False
+        self._is_reported = self._is_first = self._has_planned_step = False
         self._write = write if is_writer and self._report else lambda text: None
         if self._budget is None:
             self._apply(model)
@@ -196,6 +196,7 @@ class PolicyCallback:
         After a measured first step another one is measured, under the states that the first update creates.
         """
         if self._live is not None:
+            self._has_planned_step |= self.plan is not None
             self._live.begin_step()
             measures = measures or self._live.checks
             num_updates += 1  # a plan begins after the first
@@ -225,8 +226,9 @@ class PolicyCallback:
         """Ends the training: reports on its first step if there was no second, and removes the policies."""
         try:
             self._explain_once(log, is_last=True)
-            if self._budget is not None and self.plan is None:
-                self._write("graphckpt: training ended before there was a plan; every planned block was recomputed")
+            if self._budget is not None and not self._has_planned_step:
+                what = "there was a plan" if self.plan is None else "a step ran under the plan"
+                self._write(f"graphckpt: training ended before {what}; every planned block was recomputed")
         finally:
             self._remove()
 

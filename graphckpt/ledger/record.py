@@ -144,12 +144,23 @@ class StepRecord:
         """What runs at the peak, such as ``"backward of h.3"``; empty without :attr:`timeline`."""
         if not self.timeline:
             return ""
-        peak = max(self.timeline, key=lambda event: event.live_bytes)
+        at = max(range(len(self.timeline)), key=lambda number: self.timeline[number].live_bytes)
+        peak = self.timeline[at]
         phase = "recomputation" if peak.phase == "recompute" else peak.phase
         if phase == "optimizer":
             return "optimizer step"
         block = peak.block or (self.title if peak.phase == "recompute" else "")  # the model itself is recomputed
-        return f"{phase} of {block}" if block else f"{phase}, outside any block"
+        return f"{phase} of {block}" if block else self._place_between_blocks(at)
+
+    def _place_between_blocks(self, at: int) -> str:
+        """Returns where an event outside of the blocks is, in the words of a plan."""
+        before = next((event for event in reversed(self.timeline[:at]) if event.block), None)
+        after = next((event for event in self.timeline[at:] if event.block), None)
+        if before is None:
+            return f"{self.timeline[at].phase}, outside any block" if after is None else "before the first block"
+        if before.phase == "forward" and (after is None or after.phase != "forward"):
+            return f"the head and the loss, after {before.block}"
+        return f"after the {'forward' if before.phase == 'forward' else 'backward'} of {before.block}"
 
     @property
     def bytes_saved(self) -> int:

@@ -1,8 +1,15 @@
 """Plans policies in a training loop, on the loop's own steps: nothing of the loop runs twice.
 
-Until there is a plan, every planned block is recomputed, which takes little memory. The first update warms up and
-creates optimizer states; the second is recorded. Afterwards the plan applies. A batch larger than the recorded one is
-noticed before its first block runs: that step recomputes every block, is recorded, and a later plan counts it in.
+::
+
+    update      policies                       what it is for
+    1           every block is recomputed      warm-up; creates the states of optimizers
+    2           every block is recomputed      is recorded; at its end the planner measures the blocks and plans
+    3, ...      those of the plan
+    a larger    every block is recomputed      is noticed before its first block runs, and recorded; the plan made
+    batch                                      after 4, 8, 16, ... updates counts it in
+
+Recomputing every block takes little memory, so that a step fits before there is a plan for it.
 """
 
 from __future__ import annotations
@@ -19,13 +26,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt.blocks.apply import Handle
-from graphckpt.errors import ConfigError
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import planning_group
 from graphckpt.planning.plan_step import find_blocks, plan_recorded
-from graphckpt.planning.recorded_step import FULL, RecordedStep
+from graphckpt.planning.recorded_step import FULL, RecordedStep, refuse_sharded
 from graphckpt.planning.steps import on_optimizer_step
 from graphckpt.planning.trace import Blocks, TracedStore
 from graphckpt.tree import tensors_in
@@ -59,26 +65,20 @@ class LivePlan:
         self._code = parse_compile(options.compile, options.candidates)
         self._optimizers: dict[int, Optimizer] = {}
         self._hooks = ExitStack()
-        self._frugal = ExitStack()
-        """The policies that recompute every block."""
+        self._policies = ExitStack()
+        """Those of the plan if there is a ``handle``, or else those that recompute every block."""
         self._recording = ExitStack()
         self._store = TracedStore()
-        for name, module in self._blocks:
-            if sharded := next((p for p in module.parameters() if hasattr(p.data, "__tensor_flatten__")), None):
-                what = f"expected whole parameters, got {type(sharded.data).__name__} in {name}"
-                raise ConfigError(f"memory_budget: {what} · fix: rule='full', or plan before the model is sharded")
-        self._is_open = self._is_frugal = self._is_recording = False
         self._num_updates = self._num_recorded = 0
         self._begin = self._seconds = 0.0
-        self._sizes: dict[str, int] = {}
-        """The largest input of modules in this update, by name, in elements."""
-        self._recorded_sizes: dict[str, int] = {}
-        self._planned_sizes: dict[str, int] = {}
+        self._input_sizes: dict[str, int] | None = None
+        """The largest input of the modules around the blocks in this update, by name; ``None`` between updates."""
         self._recorded: RecordedStep | None = None
-        self._is_new = False
-        """Whether ``_recorded`` is not in the plan."""
+        self._planned: RecordedStep | None = None
+        """The recorded step that the plan is for."""
         self.plan: Plan | None = None
         self.handle: Handle | None = None
+        refuse_sharded(self._blocks)
         self._hooks.enter_context(on_optimizer_step(self._remember))
         for name, module in self._modules_around():
             hook = module.register_forward_pre_hook(partial(self._before_call, name), with_kwargs=True, prepend=True)
@@ -92,10 +92,9 @@ class LivePlan:
 
     def begin_step(self) -> None:
         """Begins a step, which is an update or, with accumulated gradients, a part of one."""
-        if self._is_open:
+        if self._input_sizes is not None:
             return
-        self._is_open = True
-        self._sizes = {}
+        self._input_sizes = {}
         self._begin = perf_counter()
         if self.plan is None and self._num_updates:
             self._record()
@@ -106,18 +105,15 @@ class LivePlan:
         Raises:
             PlanError: No plan fits, or another process has failed.
         """
-        if not (self._is_open and is_update):
+        if self._input_sizes is None or not is_update:
             return False
-        self._is_open = False
+        self._input_sizes = None
+        self._recording.close()
         self._num_updates += 1
         if self._num_updates == 1:
             self._seconds = perf_counter() - self._begin
-        if self._is_recording:
-            self._recording.close()
-            self._is_recording = False
-            self._recorded_sizes = self._sizes
         is_planned = self._plan_first() if self.plan is None else self._plan_anew()
-        if self.plan is not None and self._is_frugal:
+        if self.plan is not None and self.handle is None:
             self._apply()
         return is_planned
 
@@ -133,7 +129,6 @@ class LivePlan:
             warnings.warn(f"graphckpt: {excess} · fix: a lower memory_budget, or a smaller batch", stacklevel=3)
             return False
         warnings.warn(f"graphckpt: {excess}; planning again with a correction", stacklevel=3)
-        self._recompute_all()
         self._plan(plan.correction_bytes + peak - plan.predicted_peak_bytes, or_lowest=True)
         self._apply()
         return True
@@ -141,11 +136,9 @@ class LivePlan:
     def close(self) -> None:
         """Removes all policies and hooks."""
         self._recording.close()
-        self._frugal.close()
+        self._policies.close()
         self._hooks.close()
-        self._is_open = self._is_frugal = False
-        if self.handle is not None:
-            self.handle.remove()
+        self._input_sizes = None
 
     def _remember(self, optimizer: Optimizer) -> None:
         self._optimizers[id(optimizer)] = optimizer
@@ -160,29 +153,34 @@ class LivePlan:
 
     def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Notices a batch that is larger than the one planned for, before any block runs."""
-        if not (self._is_open and torch.is_grad_enabled() and module.training):
+        sizes = self._input_sizes
+        if sizes is None or not (torch.is_grad_enabled() and module.training):
             return
         size = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
-        self._sizes[name] = max(size, self._sizes.get(name, 0))
-        if self.plan is None or self._is_frugal or size <= self._planned_sizes.get(name, size):
+        sizes[name] = max(size, sizes.get(name, 0))
+        if self.handle is None or self._planned is None or size <= self._planned.input_sizes.get(name, size):
             return
+        assert self._recorded is not None
+        is_largest = size > self._recorded.input_sizes.get(name, 0)
         self._recompute_all()
-        if size > self._recorded_sizes.get(name, 0):
+        if is_largest:
             self._record()
 
+    def _remove_policies(self) -> None:
+        self._policies.close()
+        self.handle = None
+
     def _recompute_all(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-        self._is_frugal = True
+        self._remove_policies()
         modules = [module for _, module in self._blocks]
-        self._frugal.enter_context(compiled_forwards(modules, self._code.options))
+        self._policies.enter_context(compiled_forwards(modules, self._code.options))
         num_blocks = len(self._blocks)
-        self._frugal.enter_context(Blocks(self._blocks).under([FULL] * num_blocks, [self._store] * num_blocks))
+        self._policies.enter_context(Blocks(self._blocks).under([FULL] * num_blocks, [self._store] * num_blocks))
 
     def _record(self) -> None:
-        self._recorded = RecordedStep(self._model, Blocks(self._blocks), self._optimizers.values())
-        self._recorded.seconds = self._seconds
-        self._is_new = self._is_recording = True
+        assert self._input_sizes is not None
+        self._recorded = RecordedStep(self._model, Blocks(self._blocks), self._optimizers.values(), self._seconds)
+        self._recorded.input_sizes = self._input_sizes
         self._recording.enter_context(self._recorded.recording(self._store))
 
     def _plan_first(self) -> bool:
@@ -202,17 +200,15 @@ class LivePlan:
         if self._num_updates & (self._num_updates - 1):
             return False
         with planning_group(self._options.group) as group:
-            if not group.max(self._is_new):
+            if not group.max(self._recorded is not self._planned):
                 return False
-        if not self._is_frugal:
-            self._recompute_all()
         self._plan(or_lowest=True)
         self._report("planned again, for the largest batch so far")
         return True
 
     def _plan(self, extra_bytes: int = 0, *, or_lowest: bool = False) -> None:
         assert self._recorded is not None
-        self._frugal.close()
+        self._remove_policies()
         step, options = self._recorded, self._options
         num_missing = len(self._blocks) - step.num_blocks
         what = f"the step that was measured did not call {num_missing} of the blocks; one that does takes more memory"
@@ -229,13 +225,12 @@ class LivePlan:
                 or_lowest=or_lowest,
                 notes=notes,
             )
-        self._is_new = False
-        self._planned_sizes = self._recorded_sizes
+        self._planned = step
 
     def _apply(self) -> None:
         assert self.plan is not None
-        self._frugal.close()
-        self._is_frugal = False
+        self._policies.close()
         handle = self.plan.apply(self._model)
         assert isinstance(handle, Handle)
+        self._policies.callback(handle.remove)
         self.handle = handle

@@ -8,6 +8,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, final
 
@@ -16,7 +17,7 @@ import torch
 from graphckpt.blocks.config import BlockConfig
 from graphckpt.blocks.select import Selector
 from graphckpt.errors import ConfigError, did_you_mean
-from graphckpt.units import parse_bytes
+from graphckpt.units import format_bytes, parse_bytes
 
 Surface = Literal["config", "command"]
 """Where an option can be set beside Python: ``train.activation_checkpoint`` of a config, ``graphckpt plan``."""
@@ -91,7 +92,7 @@ class PlanOptions:
         try:
             return parse_bytes(self.host_budget)
         except ValueError as error:
-            raise ConfigError(str(error).replace("memory size", "host_budget:", 1)) from None
+            raise ConfigError(f"host_budget: {str(error).removeprefix('memory size ')}") from None
 
     @classmethod
     def of(cls, values: PlanOptions | Mapping[str, Any] | None, where: str) -> Self:
@@ -139,7 +140,9 @@ Budget: TypeAlias = int | float | str
 """Bytes, ``"12GiB"``; ``"50%"`` of the device's memory; ``0.6`` of the plain step's peak; ``"max"`` or ``"min"``."""
 
 _KINDS = "bytes, '12GiB', '50%', 0.6, 'max' or 'min'"
-_FIX = "fix: '12GiB', '50%' of the device's memory, or 0.6 of the plain step's peak"
+_FIX = "'12GiB', '50%' of the device's memory, or 0.6 of the plain step's peak"
+_FIX_OF_FIT = "'12GiB', '50%' of the device's memory, or 'max'"
+_LEAST_BYTES = 1024  # a smaller number is of another unit
 
 
 @final
@@ -154,35 +157,44 @@ class DeviceMemory:
     """What ``"max"`` leaves of that."""
 
 
-def check_budget(budget: Budget) -> Budget:
+def check_budget(budget: Budget, *, for_fit: bool = False) -> Budget:
     """Returns a budget that can be used; text such as ``"0.6"`` becomes a float.
 
     Raises:
-        ConfigError: It is neither a size nor a share nor a known word.
+        ConfigError: It is neither a size nor a share nor a known word, or with ``for_fit``, depends on the batch size.
 
     >>> check_budget("12GiB"), check_budget("50%"), check_budget("0.6")
     ('12GiB', '50%', 0.6)
-    >>> check_budget("150%")
+    >>> check_budget(60)
     Traceback (most recent call last):
-    graphckpt.errors.ConfigError: memory_budget: expected above 0% and up to 100% of the device's memory, got '150%' \
+    graphckpt.errors.ConfigError: memory_budget: expected at least 1 KiB, got 60 B · did you mean '60GiB' or 0.6? \
 · fix: '12GiB', '50%' of the device's memory, or 0.6 of the plain step's peak
     """
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise ConfigError(f"memory_budget: expected {_KINDS}, got {budget!r} · {_FIX}")
+    fault, fix = "", _FIX_OF_FIT if for_fit else _FIX
     if isinstance(budget, str) and _FRACTION.fullmatch(budget) and budget.strip() != ".":
         budget = float(budget)
-    if isinstance(budget, float):
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        fault = f"expected {_KINDS}, got {budget!r}"
+    elif for_fit and (isinstance(budget, float) or budget == "min"):
+        fault = f"expected a budget independent of the batch size, got {budget!r}"
+    elif isinstance(budget, float):
         if not 0 < budget <= 1:
-            what = f"expected a float above 0 and up to 1, a share of the plain step's peak, got {budget!r}"
-            raise ConfigError(f"memory_budget: {what} · {_FIX}")
+            fault = f"expected a float above 0 and up to 1, a share of the plain step's peak, got {budget!r}"
+            fault += _suggestion(budget)
     elif _is_percentage(budget):
-        _device_share(str(budget))
+        fault = _fault_of_percentage(str(budget))
     elif budget not in ("max", "min"):
         try:
-            parse_bytes(budget)
+            num_bytes = parse_bytes(budget)
         except ValueError as error:
-            text = str(error).removeprefix("memory size ")
-            raise ConfigError(f"memory_budget: {text}; or '50%', 0.6, 'max', 'min'") from None
+            fault, _, reason = str(error).removeprefix("memory size ").partition(" · fix: ")
+            fix = f"{reason}; or {fix}" if "unit" in fault else fix
+        else:
+            if num_bytes < _LEAST_BYTES:
+                fault = f"expected at least 1 KiB, got {format_bytes(num_bytes)}"
+                fault += _suggestion(num_bytes, has_shares=not for_fit)
+    if fault:
+        raise ConfigError(f"memory_budget: {fault} · fix: {fix}")
     return budget
 
 
@@ -192,10 +204,8 @@ def check_fit_budget(budget: Budget) -> int | str:
     Raises:
         ConfigError: It is another one, or it cannot be used.
     """
-    budget = check_budget(budget)
-    if isinstance(budget, float) or budget == "min":
-        fix = "fix: '12GiB', '50%' of the device's memory, or 'max'"
-        raise ConfigError(f"memory_budget: expected a budget independent of the batch size, got {budget!r} · {fix}")
+    budget = check_budget(budget, for_fit=True)
+    assert not isinstance(budget, float)
     return budget
 
 
@@ -203,15 +213,38 @@ def _is_percentage(budget: Budget) -> bool:
     return isinstance(budget, str) and budget.rstrip().endswith("%")
 
 
-def _device_share(budget: str) -> float:
+def _share_of(percentage: str) -> float:
+    return float(percentage.rstrip().removesuffix("%")) / 100
+
+
+def _fault_of_percentage(budget: str) -> str:
     try:
-        share = float(budget.rstrip().removesuffix("%")) / 100
+        is_valid = 0 < _share_of(budget) <= 1
     except ValueError:
-        raise ConfigError(f"memory_budget: expected a percentage, got {budget!r} · {_FIX}") from None
-    if not 0 < share <= 1:
-        what = f"expected above 0% and up to 100% of the device's memory, got {budget!r}"
-        raise ConfigError(f"memory_budget: {what} · {_FIX}")
-    return share
+        return f"expected a percentage, got {budget!r}"
+    return "" if is_valid else f"expected above 0% and up to 100% of the device's memory, got {budget!r}"
+
+
+def _suggestion(number: float, *, has_shares: bool = True) -> str:
+    """Returns what a number may stand for that is neither a size in bytes nor a share."""
+    if not 1 <= number < inf:
+        return ""
+    if number >= _LEAST_BYTES:
+        return f" · did you mean {int(number)} bytes, an int?"
+    return f" · did you mean '{number:g}GiB'{f' or {number / 100:g}' if has_shares and 1 < number <= 100 else ''}?"
+
+
+def describe_budget(budget: Budget | None) -> str:
+    """Returns in words what a budget is relative to; empty for a size.
+
+    >>> describe_budget(0.6), describe_budget("50%"), describe_budget("12GiB")
+    ("0.6 of the plain step's peak", "50% of the device's memory", '')
+    """
+    if isinstance(budget, float):
+        return f"{budget:g} of the plain step's peak"
+    if budget == "min":
+        return "the lowest possible peak"
+    return f"{str(budget).strip()} of the device's memory" if budget is not None and _is_percentage(budget) else ""
 
 
 def budget_bytes(budget: Budget, memory: DeviceMemory, plain_peak: int = 0) -> int:
@@ -226,7 +259,15 @@ def budget_bytes(budget: Budget, memory: DeviceMemory, plain_peak: int = 0) -> i
         return memory.available - memory.headroom
     if isinstance(budget, float):
         return int(budget * plain_peak)
-    return int(_device_share(str(budget)) * memory.total) if _is_percentage(budget) else parse_bytes(budget)
+    size = size_of(budget)
+    return int(_share_of(str(budget)) * memory.total) if size is None else size
+
+
+def size_of(budget: Budget) -> int | None:
+    """Returns the bytes of a budget that is a size; ``None`` if they depend on the device or on the step."""
+    if isinstance(budget, float) or budget in ("max", "min") or _is_percentage(budget):
+        return None
+    return parse_bytes(budget)
 
 
 def device_memory(device: torch.device, alive: int, sharers: int = 1) -> DeviceMemory:

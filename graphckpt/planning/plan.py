@@ -15,7 +15,7 @@ from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.plot import PAGE, file_of
 from graphckpt.ledger.table import show as show_parts
 from graphckpt.ledger.table import text_of
-from graphckpt.planning.rows import PlanData, PlanRow, parts_of, summary_lines
+from graphckpt.planning.rows import PlanData, PlanRow, budget_text, parts_of, summary_lines
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -91,8 +91,9 @@ class Plan(PlanData):
 
     def __repr__(self) -> str:
         """Returns one line."""
-        peak, budget = format_bytes(self.predicted_peak_bytes), format_bytes(self.budget_bytes)
-        return f"<Plan of {len(self.rows)} blocks: peak {peak} of a budget of {budget}>"
+        place = f", simulated on {self.device}" if self.is_simulated else ""
+        peak = f"peak {format_bytes(self.predicted_peak_bytes)} of a budget of {budget_text(self)}"
+        return f"<Plan of {len(self.rows)} blocks: {peak}{place}>"
 
     def _repr_html_(self) -> str:
         return notebook_html(parts_of(self), self.plot)

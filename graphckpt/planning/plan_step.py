@@ -35,6 +35,7 @@ from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.stores.base import parse_offload
+from graphckpt.units import format_bytes
 
 
 def plan(
@@ -117,6 +118,7 @@ def plan_step(
     """Plans a step on all processes of ``group``. It runs the step; the caller restores what that changes."""
     budget = budgets.check_budget(memory_budget)
     group.check_equal(memory_budget=budgets.budget_kind(budget), check=options.check)
+    _check_parameters(model, budget)
     if isinstance(step, FakeStep) and (options.compile or options.partition):
         name = "compile" if options.compile else "partition"
         raise ConfigError(
@@ -159,6 +161,7 @@ def plan_recorded(
     """
     budget = budgets.check_budget(memory_budget)
     group.check_equal(memory_budget=budgets.budget_kind(budget))
+    _check_parameters(model, budget)
     with step.standing_alone(), _progress_of(options, group) as progress:
         progress.begin("measuring the layers")
         planners = measure_all(step, model, blocks, options, group, notes, progress)
@@ -174,11 +177,25 @@ def plan_recorded(
         except PlanError as error:
             if not or_lowest:
                 raise
-            text = f"graphckpt: {error} · the plan with the lowest peak is used instead"
+            text = f"graphckpt: {error} · the plan with the lowest peak applies instead"
             warnings.warn(text, stacklevel=2)
             return planner.lowest(bound, correction)
 
     return replace(planners.best_of(choose), memory_budget=budget, headroom_bytes=headroom)
+
+
+def _check_parameters(model: nn.Module, budget: Budget) -> None:
+    """Refuses a size that no plan can meet, before minutes of measuring.
+
+    Raises:
+        PlanError: The parameters alone take more.
+    """
+    size = budgets.size_of(budget)
+    plain = [p for p in model.parameters() if not hasattr(p.data, "__tensor_flatten__")]
+    num_bytes = sum(parameter.nbytes for parameter in plain if parameter.device == plain[0].device)
+    if size is not None and num_bytes > size:
+        what = f"no plan fits · the parameters alone take {format_bytes(num_bytes)}"
+        raise PlanError(f"memory_budget {format_bytes(size)}: {what} · fix: a larger budget")
 
 
 def _progress_of(options: PlanOptions, group: PlanGroup) -> Progress:

@@ -1,17 +1,24 @@
-"""A training step that has run once, as a step that the planner can measure: its blocks are called again, one by one.
+"""A step that a training loop has run once, as a step that the planner can measure.
 
-The training loop runs its step itself, with every block recomputed, which takes little memory. That run shows what
-happens outside of the blocks. What a block does under another policy is the same wherever it is called, so each call is
-repeated alone, with inputs and gradients of the same shapes. No code of the training loop runs twice.
+The loop runs its step itself, with every block recomputed, which takes little memory::
+
+    recorded   forward of a, forward of b, loss, backward, optimizer     once, by the loop
+    repeated   forward and backward of a; forward and backward of b      under each option, by the planner
+
+The trace of the recorded step shows what happens outside of the blocks. What a block does is the same wherever it is
+called, so each call is repeated alone: with arguments of the same shapes and storages, with gradients of the same
+shapes for its outputs, and with parameters of its own that share the memory of the model's. No code of the loop runs
+twice, and no hook of the model sees a gradient.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -20,13 +27,13 @@ from torch.optim import Optimizer
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.engine.objects import copy_objects
-from graphckpt.errors import PlanError
+from graphckpt.errors import ConfigError, PlanError
 from graphckpt.planning.candidates import NEAR, OpTimes, Option
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import DeviceMemory
 from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import RealStep
-from graphckpt.planning.trace import Blocks, Trace, TracedStore
+from graphckpt.planning.trace import Blocks, TracedStore
 from graphckpt.rules.basic import Full
 from graphckpt.stores.base import Offload
 from graphckpt.thread_state import Ambient, enter_ambient, rng_devices, take_ambient
@@ -36,15 +43,24 @@ from graphckpt.tree import ATOMS, build_value, flatten_value, tensors_in
 FULL = next(option for option in NEAR if option.rule == Full())
 
 
-class _Storage(NamedTuple):
-    """A storage of an argument: values of floating point do not matter, indices and masks do."""
+def refuse_sharded(blocks: Iterable[tuple[str, nn.Module]]) -> None:
+    for name, module in blocks:
+        for parameter in module.parameters():
+            is_plain = type(parameter) is nn.Parameter or not parameter.requires_grad
+            if hasattr(parameter.data, "__tensor_flatten__") or not is_plain:
+                what = f"expected full parameters, got {type(parameter.data).__name__} in {name}"
+                raise ConfigError(f"memory_budget: {what} · fix: rule='full', or plan before the model is sharded")
+
+
+class _StorageShape(NamedTuple):
+    """The size of a storage of an argument. Of integers, such as indices and masks, the values matter too."""
 
     num_elements: int
     dtype: torch.dtype
     device: torch.device
     value: torch.Tensor | None
 
-    def tensor(self) -> torch.Tensor:
+    def allocate(self) -> torch.Tensor:
         if self.value is not None:
             return self.value
         if self.dtype.itemsize == 1:  # float8 has no random numbers
@@ -55,42 +71,40 @@ class _Storage(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class _TensorArgument:
-    storage: _Storage
+    storage: _StorageShape
     layout: tuple[tuple[int, ...], tuple[int, ...], int]
     requires_grad: bool
 
-    def tensor(self, storages: dict[int, torch.Tensor], anchor: torch.Tensor) -> torch.Tensor:
-        if self.requires_grad:
-            result = _Argument.apply(anchor, self, storages)
-            assert isinstance(result, torch.Tensor)
-            return result
-        return self.view(storages)
+    def allocate(self, storages: dict[int, torch.Tensor], anchor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor; those of one storage share one of ``storages``."""
+        if not self.requires_grad:
+            return self._view(storages)
+        tensor: torch.Tensor = _NonLeaf.apply(anchor, partial(self._view, storages))
+        return tensor
 
-    def view(self, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _view(self, storages: dict[int, torch.Tensor]) -> torch.Tensor:
         flat = storages.get(id(self.storage))
         if flat is None:
-            flat = storages[id(self.storage)] = self.storage.tensor()
+            flat = storages[id(self.storage)] = self.storage.allocate()
         return flat.as_strided(*self.layout)
 
 
-class _Argument(torch.autograd.Function):
-    """Creates an argument that is not a leaf: the graph holds leaves, and would hold its memory."""
+class _NonLeaf(torch.autograd.Function):
+    """Creates an argument that is not a leaf: the graph would hold a leaf, and with it the memory."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, argument: _TensorArgument, storages: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, view: partial[torch.Tensor]) -> torch.Tensor:
         del ctx, anchor
-        return argument.view(storages)
+        return view()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         del ctx, gradients
-        return None, None, None
+        return None, None
 
 
-class _Gradients(torch.autograd.Function):
-    """Stands for all that follows a block: its backward creates the gradients of the outputs."""
+class _Loss(torch.autograd.Function):
+    """Replaces all that follows a block: its backward creates the gradients of the outputs."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
@@ -106,33 +120,36 @@ class _Gradients(torch.autograd.Function):
 @final
 @dataclass(frozen=True)
 class _RecordedCall:
+    """One call of a block: what :meth:`run` needs to repeat it, without the memory of its arguments."""
+
     block: int
     leaves: Sequence[Any]
     """Of its arguments, with a :class:`_TensorArgument` in place of each tensor."""
     spec: Any
     tensors: Sequence[_TensorArgument]
     ambient: Ambient
-    had_gradient: frozenset[int]
-    """The ids of the block's parameters that had a gradient when it was called."""
+    had_gradient: frozenset[str]
+    """The parameters of the block that had a gradient, to which backward added."""
 
-    def arguments(self, anchor: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def run(self, module: nn.Module, anchor: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor | None:
+        """Returns a loss of the outputs ``wanted``; nothing else refers to them or to the arguments any more."""
         storages: dict[int, torch.Tensor] = {}
-        tensors: dict[int, torch.Tensor] = {}
-        for argument in self.tensors:
-            tensors[id(argument)] = argument.tensor(storages, anchor)
-        result: tuple[tuple[Any, ...], dict[str, Any]] = build_value(
-            self.spec, [_filled_in(leaf, tensors) for leaf in self.leaves]
-        )
-        return result
+        tensors = {id(argument): argument.allocate(storages, anchor) for argument in self.tensors}
+        args, kwargs = build_value(self.spec, [_with_tensors(leaf, tensors) for leaf in self.leaves])
+        del storages, tensors
+        outputs = tensors_in(module(*args, **kwargs))
+        ends = [outputs[number] for number in wanted if number < len(outputs) and outputs[number].requires_grad]
+        loss: torch.Tensor | None = _Loss.apply(*ends) if ends else None
+        return loss
 
 
-def _filled_in(leaf: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
-    if isinstance(leaf, _Blueprint):
+def _with_tensors(leaf: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(leaf, _ObjectCopy):
         return copy.deepcopy(leaf.value, dict(tensors))
     return tensors[id(leaf)] if isinstance(leaf, _TensorArgument) else leaf
 
 
-class _Blueprint(NamedTuple):
+class _ObjectCopy(NamedTuple):
     """An object among the arguments, such as a cache, as it was before the call."""
 
     value: Any
@@ -145,7 +162,7 @@ class _CallRecorder:
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self.calls: list[_RecordedCall] = []
         self._devices = devices
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, _Storage]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, _StorageShape]] = {}
 
     def add(self, block: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, spec = flatten_value((args, kwargs))
@@ -153,7 +170,7 @@ class _CallRecorder:
         with unseen_by_modes(), torch.no_grad():
             entries = [self._entry(leaf, tensors) for leaf in leaves]
         ambient = take_ambient(self._devices)
-        had_gradient = frozenset(id(p) for p in module.parameters() if p.grad is not None)
+        had_gradient = frozenset(name for name, p in module.named_parameters() if p.grad is not None)
         self.calls.append(_RecordedCall(block, entries, spec, list(tensors.values()), ambient, had_gradient))
 
     def _entry(self, leaf: Any, tensors: dict[int, _TensorArgument]) -> Any:
@@ -172,7 +189,7 @@ class _CallRecorder:
         memo: dict[int, Any] = {id(item): item for item in reached if isinstance(item, (nn.Module, type))}
         memo |= {id(item): self._entry(item, tensors) for item in reached if isinstance(item, torch.Tensor)}
         try:
-            return _Blueprint(copy.deepcopy(leaf, memo))
+            return _ObjectCopy(copy.deepcopy(leaf, memo))
         except Exception:  # an object that cannot be copied is passed by reference
             return leaf
 
@@ -186,7 +203,7 @@ class _CallRecorder:
             num_elements = storage.nbytes() // tensor.element_size()
             is_needed = not (tensor.is_floating_point() or tensor.is_complex())
             value = tensor.detach().as_strided((num_elements,), (1,), 0).clone() if is_needed else None
-            entry = _Storage(num_elements, tensor.dtype, tensor.device, value)
+            entry = _StorageShape(num_elements, tensor.dtype, tensor.device, value)
             self._storages[id(storage)] = weakref.ref(storage), tensor._version, entry
         layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return _TensorArgument(entry, layout, tensor.requires_grad)
@@ -194,65 +211,56 @@ class _CallRecorder:
 
 @final
 class RecordedStep:
-    """One step of a training loop, which the loop itself has run.
+    """One step of a training loop, which the loop itself has run within :meth:`recording`.
 
     Args:
         model: The model.
         blocks: Its blocks that are planned.
-        optimizers: Those of the loop, by id, as far as they are known.
+        optimizers: Those of the loop, as far as they are known.
+        seconds: Seconds of a step that was not recorded.
     """
 
     no_copies = RealStep.no_copies
     is_simulated = False
 
-    def __init__(self, model: nn.Module, blocks: Blocks, optimizers: Iterable[Optimizer]) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, blocks: Blocks, optimizers: Iterable[Optimizer], seconds: float) -> None:
         self._blocks = blocks
-        self._number_of = {id(module): number for number, module in enumerate(blocks.modules)}
-        self._real = RealStep(model, self._replay)
         self._optimizers = list(optimizers)
+        self._seconds = seconds
+        self._devices = rng_devices([*model.parameters()][:1])
+        self._real = RealStep(model, self._repeat_calls)
         for optimizer in self._optimizers:
             self._real.remember(optimizer)
-        self.device = self._real.device
-        self.seconds = 0.0
-        """Seconds of the step without recording."""
-        self._devices = rng_devices([*model.parameters()][:1])
+        self._trace = self._real.new_trace()
         self._calls: Sequence[_RecordedCall] = ()
-        self._trace: Trace | None = None
-        self._numbers: frozenset[int] = frozenset()
-        self._later: frozenset[int] = frozenset()
-        self._originals: Mapping[int, int] = {}
-        """The ids of the model's parameters, by those of the parameters that replace them."""
-        self._num_states = -1
+        self._numbers: Sequence[int] = range(len(blocks.modules))
+        """The blocks that are repeated."""
+        self.device = self._real.device
+        self.has_new_states = False
+        """Whether the step has created states of optimizers, so that a later step takes more memory."""
+        self.input_sizes: dict[str, int] = {}
+        """The largest input of the modules around the blocks, by name, in elements; the training loop's to fill."""
 
     @contextmanager
     def recording(self, store: TracedStore) -> Iterator[None]:
         """Records the step that runs within the ``with`` block; each planned block is recomputed, with this store."""
-        self._trace = self._real.new_trace()
-        self._num_states = self._state_tensors()
-        recorder = _CallRecorder(self._devices)
-        trace = self._trace
+        recorder, num_states = _CallRecorder(self._devices), self._num_states()
 
-        def see(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled() and not trace.is_in_block:
+        def record(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled() and not self._trace.is_in_block:
                 recorder.add(number, module, args, kwargs)
 
         with ExitStack() as stack:
             for number, module in enumerate(self._blocks.modules):
-                hook = _numbered(see, number)
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            stack.enter_context(self._blocks.traced(trace, [store]))
+                hook = module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
+                stack.callback(hook.remove)
+            stack.enter_context(self._blocks.traced(self._trace, [store]))
             yield
         self._calls = recorder.calls
-        self._later = frozenset(self._calls_after_others())
+        self.has_new_states = self._num_states() != num_states
 
-    def _state_tensors(self) -> int:
+    def _num_states(self) -> int:
         return sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
-
-    @property
-    def has_new_states(self) -> bool:
-        """Whether the step has created states of optimizers, so that a later step takes more memory."""
-        return self._state_tensors() != self._num_states
 
     @property
     def num_blocks(self) -> int:
@@ -262,7 +270,6 @@ class RecordedStep:
     @property
     def peak_bytes(self) -> int:
         """The peak of live bytes of the step as it ran, with every block recomputed."""
-        assert self._trace is not None
         return self._trace.peak_bytes
 
     @property
@@ -277,8 +284,7 @@ class RecordedStep:
 
     def base(self, options: Sequence[Option]) -> tuple[StepSample, int]:
         """Returns the step as it ran, and the number of the option that its blocks had; -1 if it is not among them."""
-        assert self._trace is not None
-        return StepSample(self._trace.log, self._trace.peak_bytes, {}, self.seconds), self.option_of(options)
+        return StepSample(self._trace.log, self._trace.peak_bytes, {}, self._seconds), self.option_of(options)
 
     @staticmethod
     def option_of(options: Sequence[Option]) -> int:
@@ -286,17 +292,17 @@ class RecordedStep:
         return fitting[0] if fitting else -1
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        with self._restricted(blocks):
-            return self._real.sample(blocks, options)
+        return self._real.sample(blocks, options)
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        with self._restricted(blocks):
-            return self._real.ops(blocks)
+        return self._real.ops(blocks)
 
-    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
-        """Yields True: blocks are called one by one, so some of each kind suffice."""
-        del blocks, numbers
-        return nullcontext(True)
+    @contextmanager
+    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
+        """Repeats the calls of these blocks alone, and yields True: some of each kind suffice."""
+        del blocks
+        self._numbers = numbers
+        yield True
 
     def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
         """Returns False: the calls are recorded, so their order does not change."""
@@ -304,49 +310,51 @@ class RecordedStep:
         return False
 
     @contextmanager
-    def _restricted(self, blocks: Blocks) -> Iterator[None]:
-        self._numbers = frozenset(self._number_of[id(module)] for module in blocks.modules)
-        yield
-
-    @contextmanager
     def standing_alone(self) -> Iterator[None]:
-        """Lets the blocks be called within the ``with`` block without effects on the model.
+        """Gives the blocks parameters of their own within the ``with`` block, so that their calls change nothing else.
 
-        Their parameters share memory with the model's, but have gradients of their own, and none of the hooks by which
-        processes average gradients or optimizers step in backward.
+        They share memory with the model's, but have gradients of their own, and none of the hooks by which processes
+        average gradients or optimizers step in backward.
         """
+        refuse_sharded(zip(self._blocks.names, self._blocks.modules, strict=True))
         tree = ModuleTree(self._blocks.modules)
         state = TrainingState(tree.buffers(), tree=tree)
         twins: dict[int, nn.Parameter] = {}
         try:
             for module in tree.modules:
                 for name, parameter in module._parameters.items():
-                    if parameter is None or not parameter.requires_grad:
-                        continue
-                    if type(parameter) is not nn.Parameter or hasattr(parameter.data, "__tensor_flatten__"):
-                        what = f"expected whole parameters in planned blocks, got {type(parameter.data).__name__}"
-                        fix = "graphckpt.plan before the model is sharded, or rule='full'"
-                        raise PlanError(f"memory_budget: {what} in {type(module).__name__} · fix: {fix}")
-                    module._parameters[name] = twins.setdefault(id(parameter), nn.Parameter(parameter.detach()))
-            self._originals = {id(twin): number for number, twin in twins.items()}
+                    if parameter is not None and parameter.requires_grad:
+                        module._parameters[name] = twins.setdefault(id(parameter), nn.Parameter(parameter.detach()))
             yield
         finally:
-            self._originals = {}
             state.restore()
 
-    def _replay(self) -> None:
-        assert self._trace is not None
-        for number, (recorded, border) in enumerate(zip(self._calls, self._trace.log.calls, strict=True)):
-            if recorded.block in self._numbers:
-                for twin in self._blocks.modules[recorded.block].parameters():
-                    if (own := self._originals.get(id(twin))) is not None:
-                        is_added_to = number in self._later or own in recorded.had_gradient
-                        twin.grad = torch.zeros_like(twin) if is_added_to else None
-                self._repeat(recorded, sorted(border.gradients))
+    def _repeat_calls(self) -> None:
+        """Calls the blocks as they were called, each time followed by its backward."""
+        after_others = frozenset(self._calls_after_others())
+        for number, (call, border) in enumerate(zip(self._calls, self._trace.log.calls, strict=True)):
+            if call.block not in self._numbers:
+                continue
+            module = self._blocks.modules[call.block]
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    is_added_to = number in after_others or name in call.had_gradient
+                    parameter.grad = torch.zeros_like(parameter) if is_added_to else None
+            self._repeat(call, module, sorted(border.gradients))
+
+    def _repeat(self, call: _RecordedCall, module: nn.Module, wanted: Sequence[int]) -> None:
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        with ExitStack() as stack, torch.enable_grad():
+            enter_ambient(stack, call.ambient, take_ambient(self._devices))
+            loss = call.run(module, anchor, wanted)
+        if loss is not None:
+            loss.backward()
 
     def _calls_after_others(self) -> Iterator[int]:
-        """Yields the calls between whose forward and backward another call of their block has its backward."""
-        assert self._trace is not None
+        """Yields the calls between whose forward and backward another call of their block has its backward.
+
+        Their gradients of parameters are added to those of the other call.
+        """
         pending: dict[int, set[int]] = {}
         for interval in (span.interval for span in self._trace.log.stretches):
             if not interval.is_of_block:
@@ -357,27 +365,3 @@ class RecordedStep:
             elif interval.call in own:
                 own.remove(interval.call)
                 yield from own
-
-    def _repeat(self, recorded: _RecordedCall, wanted: Sequence[int]) -> None:
-        """Calls a block as it was called, and runs its backward from gradients of the outputs ``wanted``."""
-        module = self._blocks.modules[recorded.block]
-        anchor = torch.zeros((), device=self.device, requires_grad=True)
-        with ExitStack() as stack, torch.enable_grad():
-            enter_ambient(stack, recorded.ambient, take_ambient(self._devices))
-            end = _called(module, recorded, anchor, wanted)
-        if end is not None:
-            end.backward()
-
-
-def _called(
-    module: nn.Module, recorded: _RecordedCall, anchor: torch.Tensor, wanted: Sequence[int]
-) -> torch.Tensor | None:
-    """Returns a loss of the outputs ``wanted``; nothing else refers to them or to the arguments any more."""
-    args, kwargs = recorded.arguments(anchor)
-    outputs = tensors_in(module(*args, **kwargs))
-    ends = [outputs[number] for number in wanted if number < len(outputs) and outputs[number].requires_grad]
-    return _Gradients.apply(*ends) if ends else None
-
-
-def _numbered(see: Callable[..., None], number: int) -> Callable[..., None]:
-    return lambda module, args, kwargs: see(number, module, args, kwargs)

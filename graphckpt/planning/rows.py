@@ -11,7 +11,7 @@ from rich.text import Text
 
 from graphckpt.ledger.groups import common_prefix, group_names
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, prefix_note, show, table_of, time_of
-from graphckpt.planning.options import Budget
+from graphckpt.planning.options import Budget, describe_budget
 from graphckpt.units import format_bytes, format_seconds
 
 
@@ -93,7 +93,13 @@ def device_text(of: Budgeted) -> str:
 
 def budget_line(of: Budgeted) -> str:
     headroom = f"; headroom {format_bytes(of.headroom_bytes)}" if of.headroom_bytes else ""
-    return f"memory budget {format_bytes(of.budget_bytes)} on {device_text(of)}{headroom}"
+    return f"memory budget {budget_text(of)} on {device_text(of)}{headroom}"
+
+
+def budget_text(of: Budgeted) -> str:
+    """Returns the budget in bytes, and as it was given if that was a share."""
+    share = describe_budget(of.memory_budget) if isinstance(of, PlanData) else ""
+    return f"{format_bytes(of.budget_bytes)} ({share})" if share else format_bytes(of.budget_bytes)
 
 
 def summary_lines(plan: PlanData) -> Iterator[str]:

@@ -60,9 +60,9 @@ class Store(ABC):
     def label(self) -> str:
         """The name of the store in tables."""
 
-    @abstractmethod
-    def open_group(self, group: TensorGroup) -> TensorGroup | None:
+    def open_group(self, group: TensorGroup) -> TensorGroup | None:  # no groups by default
         """Begins the tensors of one call of a block; ``None`` if this store has no groups."""
+        return None
 
     @abstractmethod
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
@@ -72,8 +72,7 @@ class Store(ABC):
     def get(self, key: object) -> torch.Tensor | None:
         """Returns the stored tensor, without autograd history; ``None`` if it was modified in place since."""
 
-    @abstractmethod
-    def close_group(self, group: TensorGroup | None) -> None:
+    def close_group(self, group: TensorGroup | None) -> None:  # noqa: B027  # there may be no groups
         """Ends the original forward of the block: no more tensors join the group."""
 
     def close(self) -> None:  # noqa: B027  # there may be nothing to release
@@ -86,9 +85,6 @@ class DeviceStore(Store):
 
     label = "device"
 
-    def open_group(self, group: TensorGroup) -> None:
-        """Does nothing."""
-
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
         """Returns an alias without history: the tensor's own graph must not be held by what it feeds."""
         return tensor.detach()
@@ -96,9 +92,6 @@ class DeviceStore(Store):
     def get(self, key: object) -> torch.Tensor:
         """Returns the alias."""
         return cast("torch.Tensor", key)
-
-    def close_group(self, group: TensorGroup | None) -> None:
-        """Does nothing."""
 
 
 class ByteHandle:

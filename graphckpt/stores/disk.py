@@ -264,11 +264,11 @@ class _OpenFile:
         self.fate = _Fate()
         self.ranges = FreeRanges()
         self._folder = folder
-        self._bound = in_flight_bytes
-        self._unwritten: deque[_DiskHandle] = deque()  # oldest first
-        self._unwritten_bytes = 0
+        self._bound = in_flight_bytes  # of each of the two counts below
+        self._unwritten: deque[_DiskHandle] = deque()  # oldest first; some may be written, freed or returned by now
+        self._unwritten_bytes = 0  # of tensors whose memory waits for its write
         self._ahead: deque[_DiskHandle] = deque()  # to be read as soon as the bound allows
-        self._loaded_bytes = 0  # including those being read
+        self._loaded_bytes = 0  # that were read and not returned yet, or are being read
         file = UnlinkedFile(folder)
         try:
             with unseen_by_modes():
@@ -307,7 +307,7 @@ class _OpenFile:
             self._end_read(handle)
             self._read_ahead()
         handle.is_requested = False
-        if handle.write is None or handle.write.done():
+        if handle.write is None or handle.write.done():  # else the write needs the memory, and drops it
             handle.data = None
         return flat
 
@@ -326,13 +326,13 @@ class _OpenFile:
 
     def _wait_for_room(self, num_bytes: int) -> None:
         while self._unwritten:
-            handle = self._unwritten[0]
-            if handle.write is not None and not handle.write.done():
+            oldest = self._unwritten[0]
+            if oldest.write is not None and not oldest.write.done():
                 if self._unwritten_bytes + num_bytes <= self._bound:
                     return
-                handle.write.result()
+                oldest.write.result()
             self._unwritten.popleft()
-            self._end_write(handle)
+            self._end_write(oldest)
         if self.fate.failure is not None:
             raise StoreError(self.fate.failure)
 

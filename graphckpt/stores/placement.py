@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from graphckpt.errors import ConfigError
@@ -28,22 +29,17 @@ class Placement:
     partition: Any = None
     contiguous: bool = False
     min_elements: int = 1024
-    _stores: list[Store] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def is_plain(self) -> bool:
         return self.offload is None and self.partition is None and not self.contiguous
 
-    @property
+    @cached_property
     def store(self) -> Store:
         """The store of all blocks with this placement; created on first use."""
-        if not self._stores:
-            label, min_elements = self._label(), self.min_elements
-            store = (
-                DeviceStore() if self.is_plain else TensorStore(label, self._byte_store_for, min_elements=min_elements)
-            )
-            self._stores.append(store)
-        return self._stores[0]
+        if self.is_plain:
+            return DeviceStore()
+        return TensorStore(self._label(), self._byte_store_for, min_elements=self.min_elements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
         copied: Placement = memo.setdefault(id(self), Placement(*self._settings()))

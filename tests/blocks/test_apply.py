@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import pickle
 import re
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hard_modules import Mlp, chain
+from helpers.train_graphs import SquareGraph
 from helpers.yaml_bombs import BOMBS
 from torch import Tensor, nn
 
@@ -62,31 +62,7 @@ def recomputed(model: nn.Module) -> list[str]:
 
 
 ENCODER = [f"encoder.{i}" for i in range(12)]
-SELECTORS: dict[str, tuple[Any, list[str]]] = {
-    "a name": ("encoder.1", ["encoder.1"]),
-    "a star": ("encoder.*", ENCODER),
-    "stars": ("*coder.*", [*ENCODER, "decoder.0", "decoder.1"]),
-    "one letter": ("encoder.?", ENCODER[:10]),
-    "a set": ("encoder.[13]", ["encoder.1", "encoder.3"]),
-    "a compiled expression": (re.compile(r"encoder\.(1|11)"), ["encoder.1", "encoder.11"]),
-    "an expression": (r"re:encoder\.[0-2]", ENCODER[:3]),
-    "a class": (Mlp, [*ENCODER, "decoder.0", "decoder.1"]),
-    "a class's name": ("Mlp", [*ENCODER, "decoder.0", "decoder.1"]),
-    "the model": ("", [*ENCODER, "decoder.0", "decoder.1"]),
-    "a container with a forward": ("decoder", ["decoder.0", "decoder.1"]),
-}
-
-
-@pytest.mark.parametrize("case", SELECTORS)
-def test_selectors_mean_what_they_say(case: str) -> None:
-    selector, names = SELECTORS[case]
-    plain = build()
-    run(plain)
-    model = build()
-    with graphckpt.apply(model, {selector: True}):
-        assert recomputed(model) == names
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    assert recomputed(model) == []
+LAYERS = [*ENCODER, "decoder.0", "decoder.1"]
 
 
 def test_one_switch_selects_the_layers_and_names_them() -> None:
@@ -115,23 +91,118 @@ def test_a_handle_shows_rules_settings_and_stores(policy: Any, shown: str) -> No
 
 
 FORMS: dict[str, tuple[Callable[[Model], Any], list[str]]] = {
+    "a name": (lambda _: {"encoder.1": True}, ["encoder.1"]),
+    "a star": (lambda _: {"encoder.*": True}, ENCODER),
+    "stars": (lambda _: {"*coder.*": True}, LAYERS),
+    "one letter": (lambda _: {"encoder.?": True}, ENCODER[:10]),
+    "a set": (lambda _: {"encoder.[13]": True}, ["encoder.1", "encoder.3"]),
+    "a compiled expression": (lambda _: {re.compile(r"encoder\.(1|11)"): True}, ["encoder.1", "encoder.11"]),
+    "an expression": (lambda _: {r"re:encoder\.[0-2]": True}, ENCODER[:3]),
+    "a class as a key": (lambda _: {Mlp: True}, LAYERS),
+    "a class's name": (lambda _: {"Mlp": True}, LAYERS),
+    "the model": (lambda _: {"": True}, LAYERS),
+    "a container with a forward": (lambda _: {"decoder": True}, ["decoder.0", "decoder.1"]),
     "a list": (lambda _: ["encoder.1", "decoder"], ["encoder.1", "decoder.0", "decoder.1"]),
-    "a class": (lambda _: Mlp, [*ENCODER, "decoder.0", "decoder.1"]),
+    "a class": (lambda _: Mlp, LAYERS),
     "a pattern": (lambda _: re.compile(r"encoder\.1."), ["encoder.10", "encoder.11"]),
     "a module": (lambda model: model.encoder[3], ["encoder.3"]),
     "a container": (lambda model: model.decoder, ["decoder.0", "decoder.1"]),
     "modules": (lambda model: model.encoder[:2], ["encoder.0", "encoder.1"]),
-    "a module as a key": (lambda model: {"encoder.*": True, model.encoder[0]: False}, ENCODER[1:]),
-    "a rule": (lambda _: Full(), [*ENCODER, "decoder.0", "decoder.1"]),
+    "a module as a key": (lambda model: {"encoder.*": True, model.encoder[0]: False}, [*ENCODER[1:]]),
+    "a rule": (lambda _: Full(), LAYERS),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_policies_in_other_forms(form: str) -> None:
+def test_policies_mean_what_they_say(form: str) -> None:
     policies_for, names = FORMS[form]
-    model = build()
+    plain, model = build(), build()
+    run(plain)
     with graphckpt.apply(model, policies_for(model)):
         assert recomputed(model) == names
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert recomputed(model) == []
+
+
+UNMATCHED: list[tuple[Any, str]] = [
+    ("encodr.*", "'encodr.*' matches no module of Model · did you mean 'encoder.*' or 'decoder.*'"),
+    (
+        "encoder.12",
+        "'encoder.12' matches no module of Model · did you mean 'encoder.2' or 'encoder.1' or 'encoder.11'?",
+    ),
+    ("zzz", "'zzz' matches no module of Model · the model has '', 'decoder', 'decoder.*'"),
+    (re.compile("zzz"), "'zzz' matches no module of Model · the model has"),
+    ("re:(", "'re:(' is not a valid regular expression: missing ), unterminated subpattern at position 0 · fix:"),
+    (nn.Conv2d, "class Conv2d matches no module of Model · the model has 'Dropout', 'GELU', 'Linear', 'Mlp'"),
+    ("Mpl", "'Mpl' matches no module of Model · did you mean 'Mlp'"),
+    ("GELUs", "'GELUs' matches no module of Model · did you mean 'GELU'"),
+    ("zzz", "fix: use a name or class of model.named_modules(), such as 'encoder.*'"),
+    (
+        "decoder.0.up.weight",
+        "'decoder.0.up.weight' is a parameter of Model, expected a module · fix: use 'decoder.0.up'",
+    ),
+    (nn.LSTM, "class LSTM matches no module of Model"),
+    (7, "expected a name pattern, a regular expression, a class or a module, got 7 · fix: a name of model.n"),
+    (None, "expected a name pattern, a regular expression, a class or a module, got None"),
+]
+
+
+WITHOUT_EFFECT: list[tuple[Any, str]] = [
+    (
+        {"encoder": True},
+        r"^'encoder': ModuleList has no forward, so this policy has no effect · fix: use 'encoder\.\*'$",
+    ),
+    ({nn.ModuleList: "selective"}, r"^'ModuleList': ModuleList has no forward.*use 'encoder\.\*'$"),
+    (
+        {"encoder.0": False, "encoder.*": True},
+        (
+            r"^'encoder\.0': this policy has no effect, since 'encoder\.\*' replaces it on every block · "
+            r"fix: put 'encoder\.0' last, or remove it$"
+        ),
+    ),
+    (
+        {"encoder.[01]": {"offload": "disk"}, "encoder.0": {"offload": None}, "encoder.1": {"offload": False}},
+        r"since 'encoder\.0' and 'encoder\.1' replace it",
+    ),
+]
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (None, "apply: expected policies, got None · fix: use True for all layers"),
+    ("encoder.*", r"apply: expected a rule, got 'encoder\.\*'.*\['layers\.\*'\] for blocks by name"),
+    (7, "apply: expected a rule, got 7 "),
+    ("missing.yaml", "missing.yaml: cannot be read: .* · fix: name a file that Plan.save has written"),
+    ([7], "expected a name pattern, a regular expression, a class or a module, got 7"),
+    (nn.Linear(2, 2), "a Linear is not a module of Model"),
+    (
+        {"activation_checkpointing": True, "offload": "disk"},
+        (
+            r"^apply: expected selectors .* as keys, got 'activation_checkpointing', 'offload': fields.* · "
+            r"fix: \{'layers\.\*': \{'activation_checkpointing': True, 'offload': 'disk'\}\}$"
+        ),
+    ),
+    ([{"encoder.0": True}], r"^apply: expected selectors in the list, got \{.*\} · fix: one mapping"),
+    ({"encoder.0": {1: True}}, r"encoder\.0\.1: unknown field · fix: use one of"),
+    ({"encoder.0": {None: True}}, r"encoder\.0\.None: unknown field · "),
+    ({"encoder.0": {"offload": "disk:/no/dir"}}, r"^encoder\.0: offload: expected an existing folder, got '/no"),
+    ({"encoder.0": "True"}, "expected a rule, got 'True' · did you mean True?"),
+    ({"encoder.0": "FULL"}, "expected a rule, got 'FULL' · did you mean 'full'?"),
+    ({"encoder.0": "none"}, "expected a rule, got 'none' · did you mean None?"),
+    ({"encoder.0": {"offload": "true"}}, "got 'true' · did you mean True?"),
+    ({"encoder.0": Full}, r"expected an object, got the class Full · fix: Full\(\)$"),
+    ({"encoder.0": {"offload": graphckpt.Disk}}, r"expected an object, got the class Disk · fix: Disk\(\)$"),
+    *(({selector: True}, re.escape(message)) for selector, message in UNMATCHED),
+    *WITHOUT_EFFECT,
+]
+
+
+@pytest.mark.parametrize(("policies", "message"), REFUSED)
+def test_policies_that_are_refused_set_nothing(policies: Any, message: str) -> None:
+    model = build()
+    with pytest.raises(ConfigError, match=message):
+        graphckpt.apply(model, policies)
+    assert recomputed(model) == []
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -148,41 +219,6 @@ def test_policies_from_a_file(tmp_path: Path, name: str, text: str) -> None:
     for path in (tmp_path / name, str(tmp_path / name)):
         with graphckpt.apply(model, path):
             assert recomputed(model) == ["encoder.1"]
-
-
-@pytest.mark.parametrize(
-    ("policies", "message"),
-    [
-        (None, "apply: expected policies, got None · fix: use True for all layers"),
-        ("encoder.*", r"apply: expected a rule, got 'encoder\.\*'.*\['layers\.\*'\] for blocks by name"),
-        (7, "apply: expected a rule, got 7 "),
-        ("missing.yaml", "missing.yaml: cannot be read: .* · fix: name a file that Plan.save has written"),
-        ([7], "expected a name pattern, a regular expression, a class or a module, got 7"),
-        (nn.Linear(2, 2), "a Linear is not a module of Model"),
-        (
-            {"activation_checkpointing": True, "offload": "disk"},
-            (
-                r"^apply: expected selectors .* as keys, got 'activation_checkpointing', 'offload': fields.* · "
-                r"fix: \{'layers\.\*': \{'activation_checkpointing': True, 'offload': 'disk'\}\}$"
-            ),
-        ),
-        ([{"encoder.0": True}], r"^apply: expected selectors in the list, got \{.*\} · fix: one mapping"),
-        ({"encoder.0": {1: True}}, r"encoder\.0\.1: unknown field · fix: use one of"),
-        ({"encoder.0": {None: True}}, r"encoder\.0\.None: unknown field · "),
-        ({"encoder.0": {"offload": "disk:/no/dir"}}, r"^encoder\.0: offload: expected an existing folder, got '/no"),
-        ({"encoder.0": "True"}, "expected a rule, got 'True' · did you mean True?"),
-        ({"encoder.0": "FULL"}, "expected a rule, got 'FULL' · did you mean 'full'?"),
-        ({"encoder.0": "none"}, "expected a rule, got 'none' · did you mean None?"),
-        ({"encoder.0": {"offload": "true"}}, "got 'true' · did you mean True?"),
-        ({"encoder.0": Full}, r"expected an object, got the class Full · fix: Full\(\)$"),
-        ({"encoder.0": {"offload": graphckpt.Disk}}, r"expected an object, got the class Disk · fix: Disk\(\)$"),
-    ],
-)
-def test_policies_in_no_known_form(policies: Any, message: str) -> None:
-    model = build()
-    with pytest.raises(ConfigError, match=message):
-        graphckpt.apply(model, policies)
-    assert recomputed(model) == []
 
 
 def test_a_file_without_policies(tmp_path: Path) -> None:
@@ -239,44 +275,6 @@ def test_a_pattern_means_the_outermost_modules() -> None:
         rules = {row.block: row.rule for row in handle.explain(show=False).rows}
     assert rules["embed"] == rules["decoder"] == "full"
     assert "encoder.1" not in [name for name, rule in rules.items() if rule == "full"]
-
-
-UNMATCHED: list[tuple[Any, str]] = [
-    (
-        "encodr.*",
-        "'encodr.*' matches no module of Model · did you mean 'encoder.*' or 'decoder.*'",
-    ),
-    (
-        "encoder.12",
-        "'encoder.12' matches no module of Model · did you mean 'encoder.2' or 'encoder.1' or 'encoder.11'?",
-    ),
-    ("zzz", "'zzz' matches no module of Model · the model has '', 'decoder', 'decoder.*'"),
-    (re.compile("zzz"), "'zzz' matches no module of Model · the model has"),
-    (
-        "re:(",
-        "'re:(' is not a valid regular expression: missing ), unterminated subpattern at position 0 · fix:",
-    ),
-    (nn.Conv2d, "class Conv2d matches no module of Model · the model has 'Dropout', 'GELU', 'Linear', 'Mlp'"),
-    ("Mpl", "'Mpl' matches no module of Model · did you mean 'Mlp'"),
-    ("GELUs", "'GELUs' matches no module of Model · did you mean 'GELU'"),
-    ("zzz", "fix: use a name or class of model.named_modules(), such as 'encoder.*'"),
-    (
-        "decoder.0.up.weight",
-        "'decoder.0.up.weight' is a parameter of Model, expected a module · fix: use 'decoder.0.up'",
-    ),
-    (nn.LSTM, "class LSTM matches no module of Model"),
-    (7, "expected a name pattern, a regular expression, a class or a module, got 7 · fix: a name of model.n"),
-    (None, "expected a name pattern, a regular expression, a class or a module, got None"),
-]
-
-
-@pytest.mark.parametrize(("selector", "message"), UNMATCHED, ids=lambda v: str(v)[:20])
-def test_selectors_that_match_nothing_tell_near_misses(selector: Any, message: str) -> None:
-    model = build()
-    with pytest.raises(ConfigError) as error:
-        graphckpt.apply(model, {selector: True})
-    assert message in str(error.value)
-    assert recomputed(model) == []
 
 
 def test_all_faults_are_told_at_once_and_nothing_is_set() -> None:
@@ -384,17 +382,6 @@ def test_the_context_manager_removes_on_errors_too() -> None:
     assert recomputed(model) == []
 
 
-def test_a_backward_after_removal_still_works() -> None:
-    model, plain = build(), build()
-    torch.manual_seed(1)
-    plain(torch.ones(6, 16)).sum().backward()
-    with graphckpt.apply(model, {"encoder.*": True}):
-        torch.manual_seed(1)
-        loss = model(torch.ones(6, 16)).sum()
-    loss.backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
 def test_two_handles_on_one_block_are_an_error_and_on_two_blocks_are_not() -> None:
     model = build()
     with graphckpt.apply(model, {"encoder.0": True}):
@@ -454,20 +441,7 @@ def test_a_wrapper_of_another_library_on_top_stays_active() -> None:
 def test_a_graph_and_a_handle_on_one_model() -> None:
     model, log = build(), []
 
-    class Steps(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-            self.model.encoder[0].config.activation_checkpointing = True
-            self.model.encoder[1].config.activation_checkpointing = True
-            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-
-        def build(self, x: Tensor) -> Tensor:
-            loss = self.model(x).sum()
-            loss.backward()
-            return loss
-
-    graph = Steps()
+    graph = SquareGraph(model, {"encoder.0": True, "encoder.1": True}, torch.optim.SGD(model.parameters(), lr=0.0))
     graph(torch.ones(6, 16))
     with graphckpt.apply(model, {"encoder.1": "selective", "encoder.2": True}):
         for _ in range(5):
@@ -485,21 +459,13 @@ def test_a_graph_and_a_handle_on_one_model() -> None:
 def test_a_wrapper_put_on_while_a_graph_runs_ends_in_no_loop() -> None:
     model, log = build(), []
 
-    class Wraps(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-            self.model.encoder[0].config.activation_checkpointing = True
-            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-
+    class Wraps(SquareGraph):
         def build(self, x: Tensor) -> Tensor:
             if "_old_forward" not in model.encoder[0].__dict__:
                 accelerate_style(self.model.encoder[0], log)
-            loss = self.model(x).sum()
-            loss.backward()
-            return loss
+            return super().build(x)
 
-    graph = Wraps()
+    graph = Wraps(model, {"encoder.0": True}, torch.optim.SGD(model.parameters(), lr=0.0))
     for _ in range(4):
         log.clear()
         graph(torch.ones(6, 16))
@@ -572,15 +538,6 @@ def test_a_copy_keeps_the_wrapper_beneath() -> None:
     model.zero_grad()
 
 
-def test_a_model_with_policies_can_be_saved_whole() -> None:
-    model = build()
-    graphckpt.apply(model, {"encoder.0": True})
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert recomputed(torch.load(file, weights_only=False)) == ["encoder.0"]
-
-
 def test_a_block_is_taken_for_its_module() -> None:
     class Holds(Graph):
         def __init__(self) -> None:
@@ -613,34 +570,6 @@ def test_flags_that_do_nothing_are_told() -> None:
     )
     (inner,) = [row for row in explanation.rows if row.block == "decoder.0.up"]
     assert inner.note == "is recomputed as part of the block around it"
-
-
-@pytest.mark.parametrize(
-    ("policies", "message"),
-    [
-        (
-            {"encoder": True},
-            r"^'encoder': ModuleList has no forward, so this policy has no effect · fix: use 'encoder\.\*'$",
-        ),
-        ({nn.ModuleList: "selective"}, r"^'ModuleList': ModuleList has no forward.*use 'encoder\.\*'$"),
-        (
-            {"encoder.0": False, "encoder.*": True},
-            (
-                r"^'encoder\.0': this policy has no effect, since 'encoder\.\*' replaces it on every block · "
-                r"fix: put 'encoder\.0' last, or remove it$"
-            ),
-        ),
-        (
-            {"encoder.[01]": {"offload": "disk"}, "encoder.0": {"offload": None}, "encoder.1": {"offload": False}},
-            r"since 'encoder\.0' and 'encoder\.1' replace it",
-        ),
-    ],
-)
-def test_a_selector_without_effect_is_an_error(policies: Any, message: str) -> None:
-    model = build()
-    with pytest.raises(ConfigError, match=message):
-        graphckpt.apply(model, policies)
-    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 def test_selectors_with_an_effect_on_some_blocks_or_fields() -> None:

@@ -216,7 +216,7 @@ def test_wrapped_modules_are_parts_of_one_graph() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_layers_of_transformers_are_parts_of_one_graph(name: str) -> None:
     """Each rule keeps less than the compiled model without policies, and changes no bit."""
     architecture = next(each for each in ARCHITECTURES if each.name == name)

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers.hard_modules import Mlp
+from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -280,44 +281,38 @@ def test_determinism_check() -> None:
         checkpoint(Changes(), x, determinism_check="strict")
 
 
+def late(reached: list[bool]) -> nn.Module:
+    @as_module()
+    def Late(self, x: Tensor) -> Tensor:
+        y = x.sin().cos() + 1
+        reached.append(is_recomputing())
+        return y
+
+    return Late()
+
+
 def test_early_stop() -> None:
-    reached: list[bool] = []
-
-    class Late(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x.sin().cos()
-            reached.append(is_recomputing())
-            return y
-
-    late = Late()
+    module = late(reached := [])
     for early_stop, expected in ((True, [False]), (False, [False, True])):
-        checkpoint(late, torch.ones(2, requires_grad=True)).sum().backward()  # a first call is always run to its end
+        checkpoint(module, torch.ones(2, requires_grad=True)).sum().backward()  # a first call is run to its end
         reached.clear()
-        checkpoint(late, torch.ones(2, requires_grad=True), early_stop=early_stop).sum().backward()
+        checkpoint(module, torch.ones(2, requires_grad=True), early_stop=early_stop).sum().backward()
         assert reached == expected
 
 
 @pytest.mark.parametrize("rule", [None, True, "selective"])
 def test_early_stop_as_torchs_context_manager_sets_it(rule: Any) -> None:
-    reached: list[bool] = []
-
-    class Late(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x.sin().cos() + 1
-            reached.append(is_recomputing())
-            return y
-
-    late = Late()
+    module = late(reached := [])
 
     def run(early_stop: bool) -> list[bool]:
         reached.clear()
         x = torch.ones(2, requires_grad=True)
-        output = checkpoint(late, x, early_stop=early_stop) if rule is None else late(x)
+        output = checkpoint(module, x, early_stop=early_stop) if rule is None else module(x)
         with set_checkpoint_early_stop(not early_stop):  # what counts is what is active in forward
             output.sum().backward()
         return list(reached)
 
-    with graphckpt.apply(late, {} if rule is None else {"": {"activation_checkpointing": rule}}):
+    with graphckpt.apply(module, {} if rule is None else {"": {"activation_checkpointing": rule}}):
         run(True)  # a first call is always run to its end
         with set_checkpoint_early_stop(False):
             assert run(True) == [False, True]
@@ -491,17 +486,6 @@ def test_checkpoint_wrapper_says_that_host_memory_is_where_its_tensors_are() -> 
     assert note == "offload to 'cpu' does nothing: the tensors are in host memory already"
 
 
-def test_checkpoint_wrapper_runs_again() -> None:
-    seen: list[bool] = []
-    model = nn.Sequential(nn.Linear(16, 16), checkpoint_wrapper(Mlp()))
-    model[1].up.register_forward_pre_hook(lambda *_: seen.append(is_recomputing()))
-    model(torch.ones(2, 16)).sum().backward()
-    assert seen == [False, True]
-    with torch.no_grad():
-        model(torch.ones(2, 16))
-    assert seen == [False, True, False]
-
-
 def test_is_recomputing_in_every_kind_of_second_run() -> None:
     assert not is_recomputing()
     seen: list[bool] = []
@@ -514,6 +498,12 @@ def test_is_recomputing_in_every_kind_of_second_run() -> None:
         assert seen[0] is False
         assert seen[1:] in ([True], []), policy
     assert not is_recomputing()
+    seen.clear()
+    checkpoint_wrapper(model[1])
+    model(torch.ones(2, 16)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(2, 16))
+    assert seen == [False, True, False]
 
 
 def test_blocks_of_a_graph_can_be_given() -> None:

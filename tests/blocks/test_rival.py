@@ -93,25 +93,18 @@ def test_a_policy_on_transformers_layers_acts_alone(when: str, policy: str) -> N
     assert train(GPT2, model)[1] == [1, 1, 1]
 
 
-def test_a_hole_is_a_hole_in_a_model_that_checkpoints_itself() -> None:
+@pytest.mark.parametrize(
+    ("holes", "runs"), [({}, [2, 2, 2]), ({"transformer.h.0": False}, [1, 2, 2])], ids=["around", "with a hole"]
+)
+def test_a_policy_around_layers_that_checkpoint_themselves_acts_alone(holes: dict[str, Any], runs: list[int]) -> None:
     plain, _ = train(GPT2, GPT2.build())
     model = GPT2.build()
     enable(model)
-    with graphckpt.apply(model, {"transformer": True, "transformer.h.0": False}):
-        ours, runs = train(GPT2, model)
-    assert equal(ours, plain)
-    assert runs == [1, 2, 2]
-
-
-def test_a_policy_around_layers_that_checkpoint_themselves_acts_alone() -> None:
-    plain, _ = train(GPT2, GPT2.build())
-    model = GPT2.build()
-    enable(model)
-    with graphckpt.apply(model, {"transformer": True}) as handle:
-        ours, runs = train(GPT2, model)
+    with graphckpt.apply(model, {"transformer": True, **holes}) as handle:
+        ours, ran = train(GPT2, model)
         assert handle.explain(show=False).rows[0].note == ACTS
     assert equal(ours, plain)
-    assert runs == [2, 2, 2]
+    assert ran == runs
 
 
 @checkpoints_in_forward

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.modules import as_module
+from helpers.train_graphs import SquareGraph
 from torch import nn
 from torch.nn import functional as F
 
 import graphckpt
-from graphckpt import Graph
 from graphckpt.planning import Plan
 
 pytestmark = pytest.mark.gpu
@@ -23,19 +23,6 @@ OFF = 0.01
 @as_module(lambda: {"up": nn.Linear(WIDTH, 4 * WIDTH), "down": nn.Linear(4 * WIDTH, WIDTH)})
 def Layer(self, x: torch.Tensor) -> torch.Tensor:
     return x + self.down(F.gelu(self.up(x)))
-
-
-class Step(Graph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-        self.config.capture = "eager"
-
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
 
 
 def planned_alone(
@@ -54,7 +41,8 @@ def planned_alone(
 def planned_graph(
     model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
 ) -> tuple[Plan, Callable[[], object]]:
-    step = Step(model, optimizer)
+    step = SquareGraph(model, optimizer=optimizer)
+    step.config.capture = "eager"
     plan = step.plan(x, memory_budget=0.8, blocks="model.[0-5]")
     plan.apply()
     return plan, lambda: step(x)

@@ -175,24 +175,6 @@ def test_a_replay_with_a_scaler_does_not_hold_up_the_host(schedule: bool, most: 
     assert graph._update.num_steps == 10
 
 
-def test_a_rate_that_the_user_sets_is_active_at_once() -> None:
-    def between(number: int, graph: Graph) -> None:
-        if number in (2, 6):
-            graph._update.optimizers[0].param_groups[0]["lr"] = torch.tensor(0.123 / number, device="cuda")
-
-    graph = both(between=between, schedule=False)
-    assert captured(graph).num_captured == 1
-
-
-def test_another_setting_of_a_group_records_again() -> None:
-    def between(number: int, graph: Graph) -> None:
-        if number == 6:
-            graph._update.optimizers[0].param_groups[0]["weight_decay"] = 0.3
-
-    graph = both(between=between)
-    assert captured(graph).num_captured == 2
-
-
 def test_shapes_change() -> None:
     inputs = [batch for rows in (6, 6, 6, 4, 6, 4, 6, 4, 4, 6, 4) for batch in batches(1, rows)]
     graph = both(None, inputs=inputs)
@@ -251,24 +233,6 @@ def test_shapes_that_push_each_other_out_leave_one_without_capture() -> None:
     assert captured(graph).num_replays > 20
 
 
-def test_modes_of_modules_are_a_part_of_what_is_recorded() -> None:
-    def between(number: int, graph: Graph) -> None:
-        graph._roots["model"].train(number % 2 == 0)
-
-    graph = both(None, between=between, build_model=lambda: model_of("batch_norm"))
-    assert captured(graph).num_captured == 2
-
-
-def test_a_parameter_with_other_memory_records_again() -> None:
-    def between(number: int, graph: Graph) -> None:
-        if number == 6:
-            model = graph._roots["model"]
-            model[1].up.weight.data = model[1].up.weight.data * 2
-
-    graph = both(between=between)
-    assert captured(graph).num_captured == 2
-
-
 def test_replays_do_not_walk_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     _, graph = run("cuda_graph")
     walks = []
@@ -277,18 +241,6 @@ def test_replays_do_not_walk_the_modules(monkeypatch: pytest.MonkeyPatch) -> Non
     graph(batches(1)[0])
     assert captured(graph).num_replays == 8
     assert not walks
-
-
-def test_a_module_that_takes_the_place_of_another_records_again() -> None:
-    def between(number: int, graph: Graph) -> None:
-        model = graph._roots["model"]
-        if number == 6:
-            model[1].up = copy.deepcopy(model[1].up).requires_grad_(False)
-        if number == 8:
-            model[2].extra = nn.Linear(2, 2).cuda()
-
-    graph = both(10 - 5, between=between)  # a module more has a mode more
-    assert captured(graph).num_captured == 2
 
 
 def test_a_loaded_state_is_active() -> None:
@@ -303,21 +255,6 @@ def test_a_loaded_state_is_active() -> None:
             graph._update.optimizers[0].load_state_dict(saved["optimizer"])
 
     both(between=between, schedule=False)
-
-
-def test_a_flag_set_later_is_active() -> None:
-    def between(number: int, graph: Graph) -> None:
-        if number == 5:
-            graph.model[1].config.activation_checkpointing = True
-
-    both(None, between=between)
-
-
-def test_gradients_of_others_are_left_alone() -> None:
-    def between(number: int, graph: Graph) -> None:
-        graph._roots["model"][0].weight.grad = torch.ones(16, 16, device="cuda")
-
-    both(between=between)
 
 
 def test_planning_gives_the_memory_of_captures_back_first() -> None:
@@ -491,3 +428,64 @@ def test_inputs_that_lie_elsewhere_are_no_part_of_a_recording() -> None:
     model = model_of()
     with pytest.raises(GraphError, match=r"input 0 is on cpu · fix: pass tensors on cuda:0"):
         Train(model, adamw(model))(batches(1)[0].cpu())
+
+
+def at_6(act: Callable[[Any], object]) -> Callable[[int, Any], None]:
+    def between(number: int, graph: Graph) -> None:
+        if number == 6:
+            act(graph)
+
+    return between
+
+
+def group_of(graph: Graph) -> dict[str, Any]:
+    return graph._update.optimizers[0].param_groups[0]
+
+
+def set_rate(number: int, graph: Graph) -> None:
+    if number in (2, 6):
+        group_of(graph)["lr"] = torch.tensor(0.123 / number, device="cuda")
+
+
+def put_modules_in_place(number: int, graph: Graph) -> None:
+    model = graph._roots["model"]
+    if number == 6:
+        model[1].up = copy.deepcopy(model[1].up).requires_grad_(False)
+    if number == 8:  # a module more has a mode more
+        model[2].extra = nn.Linear(2, 2).cuda()
+
+
+def move_weight(graph: Graph) -> None:
+    weight = graph._roots["model"][1].up.weight
+    weight.data = weight.data * 2
+
+
+def set_flag(number: int, graph: Graph) -> None:
+    if number == 5:
+        graph.model[1].config.activation_checkpointing = True
+
+
+def set_gradient(number: int, graph: Graph) -> None:
+    graph._roots["model"][0].weight.grad = torch.ones(16, 16, device="cuda")
+
+
+CHANGES: dict[str, tuple[Callable[[int, Any], None], dict[str, Any], int | None]] = {
+    "a rate that the user sets": (set_rate, {"schedule": False}, 1),
+    "another setting of a group": (at_6(lambda graph: group_of(graph).update(weight_decay=0.3)), {}, 2),
+    "modes of modules": (
+        lambda number, graph: graph._roots["model"].train(number % 2 == 0),
+        {"num_replays": None, "build_model": lambda: model_of("batch_norm")},
+        2,
+    ),
+    "a parameter with other memory": (at_6(move_weight), {}, 2),
+    "a module in the place of another": (put_modules_in_place, {"num_replays": 10 - 5}, 2),
+    "a flag": (set_flag, {"num_replays": None}, None),
+    "gradients of others": (set_gradient, {}, 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_calls_is_active_in_the_next_one(change: str) -> None:
+    between, settings, num_captured = CHANGES[change]
+    graph = both(between=between, **settings)
+    assert num_captured in (None, captured(graph).num_captured)

@@ -253,18 +253,6 @@ def test_a_rule_that_cannot_act_is_named_at_the_next_call_and_can_be_mended() ->
     assert runs_of(graph)["tail.0"] == 2
 
 
-def test_flags_on_containers_without_a_forward_do_nothing_and_say_so() -> None:
-    graph = make()
-    graph.model.layers.config.activation_checkpointing = True
-    graph.model.named.config.activation_checkpointing = True
-    assert set(runs_of(graph).values()) == {1}
-    explanation = graph.explain(show=False)
-    assert explanation.warnings[:2] == (
-        "model.layers: ModuleList has no forward, so this policy does nothing; set it on its items",
-        "model.named: ModuleDict has no forward, so this policy does nothing; set it on its items",
-    )
-
-
 def test_explain_after_one_two_and_three_calls() -> None:
     graph = make()
     with pytest.raises(

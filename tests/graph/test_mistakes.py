@@ -6,36 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from helpers.train_graphs import SquareGraph
+from torch import nn
 
 from graphckpt import ConfigError, Graph, GraphError
 
 
-class Step(Graph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        super().__init__()
-        self.model = model
-        if optimizer is not None:
-            self.add_optimizer(optimizer)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).sum()
-        loss.backward()
-        return loss
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(8, 8)
+@pytest.fixture
+def step() -> SquareGraph:
+    return SquareGraph(nn.Linear(8, 8))
 
 
 def test_backward_without_an_optimizer() -> None:
     message = r"build: backward\(\) was called, but without an optimizer .* fix: call self\.add_optimizer\(\.\.\.\)"
     with pytest.raises(GraphError, match=message):
-        Step(linear())(torch.ones(2, 8))
+        Graph.trace(lambda x: (x.requires_grad_() * 1).sum().backward())(torch.ones(2, 8))
 
 
 def test_the_optimizer_of_another_model() -> None:
-    step = Step(linear(), torch.optim.SGD(linear().parameters(), lr=0.1))
+    step = SquareGraph(nn.Linear(8, 8), optimizer=torch.optim.SGD(nn.Linear(8, 8).parameters(), lr=0.1))
     with pytest.raises(GraphError, match=r"parameters of its optimizers are not those of its modules · fix: create"):
         step(torch.ones(2, 8))
 
@@ -48,21 +37,13 @@ def test_the_optimizer_of_another_model() -> None:
         ("memory_buget", r"did you mean 'memory_budget'\? · fix: use strict_static, .*, enable_amp\("),
     ],
 )
-def test_settings_of_another_name(name: str, fix: str) -> None:
-    model = linear()
-    step = Step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def test_settings_of_another_name(name: str, fix: str, step: SquareGraph) -> None:
     with pytest.raises(ConfigError, match=f"no field '{name}'.*{fix}"):
         setattr(step.config, name, True)
 
 
-def test_autocast_in_a_string() -> None:
-    with pytest.raises(ConfigError, match=r"expected torch\.float16 or torch\.bfloat16, got 'bfloat16'"):
-        Step(linear()).config.enable_amp(dtype="bfloat16")  # type: ignore[arg-type]
-
-
-def test_states_of_other_shapes_load_nothing() -> None:
-    model = linear()
-    step = Step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+def test_states_of_other_shapes_load_nothing(step: SquareGraph) -> None:
+    model = step.model.origin
     step(torch.ones(2, 8))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state: dict[str, Any] = step.state_dict()

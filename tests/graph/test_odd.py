@@ -11,26 +11,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.modules import as_module
-from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, same
+from helpers.train_graphs import SquareGraph, Train, adamw, batches, mlp, run_graph, same
 from torch import Tensor, nn
 
 from graphckpt import Graph, GraphError
-
-
-class Square(Graph):
-    """Trains any model on the mean square of its output."""
-
-    def __init__(self, model: nn.Module, flags: dict[str, Any]) -> None:
-        super().__init__()
-        self.model = model
-        for name, flag in flags.items():
-            self.model.get_submodule(name).config.activation_checkpointing = flag
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def build(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self.model(*args, **kwargs).pow(2).mean()
-        loss.backward()
-        return loss
 
 
 class WithLists(nn.Module):
@@ -96,7 +80,26 @@ def around(make: Any) -> Any:
     return lambda: nn.Sequential(nn.Linear(8, 8), make(), nn.Linear(8, 2))
 
 
-ODD: dict[str, tuple[Any, dict[str, Any]]] = {
+class Penalty(SquareGraph):
+    def build(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = self.model(x).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        loss = energy + force.pow(2).sum()
+        loss.backward()
+        return loss
+
+
+class Elsewhere(SquareGraph):
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).pow(2).mean()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        return loss
+
+
+ODD: dict[str, tuple[Any, ...]] = {
     "parameter lists": (around(WithLists), {"1": True}),
     "transformer": (
         Transformer,
@@ -106,17 +109,20 @@ ODD: dict[str, tuple[Any, dict[str, Any]]] = {
     "deep": (lambda: Deep(60), {"c.c.c": True, "c.c.c.c.c.c": False, "c.c.c.c.c.c.c.c": True}),
     "grows on its first call": (around(GrowsOnFirstCall), {"1": True}),
     "doubles": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).double(), {"0": True}),
+    "a forward that yields": (Sums, {"inner": True}, SquareGraph),
+    "a gradient inside of build": (around(nn.Tanh), {"0": True, "1": True}, Penalty),
+    "backward in another thread": (around(nn.Tanh), {"0": True, "1": True}, Elsewhere),
 }
 
 
 @pytest.mark.parametrize("case", ODD)
-def test_odd_modules_keep_every_bit(case: str) -> None:
-    make, flags = ODD[case]
+def test_odd_modules_and_steps_keep_every_bit(case: str) -> None:
+    make, flags, *kind = ODD[case]
     x = torch.randn(5, 8, dtype=torch.float64 if case == "doubles" else torch.float32)
     results = []
     for chosen in (flags, {}):
         torch.manual_seed(0)
-        graph = Square(make(), chosen)
+        graph = (kind or [SquareGraph])[0](make(), chosen)
         torch.manual_seed(1)
         results.append(([graph(x) for _ in range(4)], graph))
     (ours, flagged), (plain, unflagged) = results
@@ -124,17 +130,7 @@ def test_odd_modules_keep_every_bit(case: str) -> None:
     assert same(flagged.model.origin, unflagged.model.origin)
     rows = [row for row in flagged.explain(show=False).rows if row.rule not in ("keep", "hole")]
     assert rows
-    assert all(row.reruns == 1 for row in rows if row.block.count(".c") < 7)
-
-
-def test_a_forward_that_yields_runs_as_it_is() -> None:
-    x = torch.randn(5, 8)
-    results = []
-    for flags in ({"inner": True}, {}):
-        torch.manual_seed(0)
-        graph = Square(Sums(), flags)
-        results.append([graph(x) for _ in range(4)])
-    assert same(*results)
+    assert kind or all(row.reruns == 1 for row in rows if row.block.count(".c") < 7)
 
 
 def test_keyword_arguments_of_any_name() -> None:
@@ -142,7 +138,7 @@ def test_keyword_arguments_of_any_name() -> None:
     def Names(self, *, fields: Tensor, build: float, args: int) -> Tensor:
         return self.linear(fields) * build + args
 
-    graph = Square(Names(), {"": True})
+    graph = SquareGraph(Names(), {"": True})
     for _ in range(5):
         graph(fields=torch.ones(2, 8), build=2.0, args=1)
 
@@ -182,33 +178,6 @@ def test_an_error_in_the_optimizer_leaves_nothing() -> None:
         run_graph(graph, 1)
 
 
-def test_a_gradient_inside_of_build() -> None:
-    class Penalty(Square):
-        def build(self, x: Tensor) -> Tensor:
-            x = x.clone().requires_grad_()
-            energy = self.model(x).sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=True)
-            loss = energy + force.pow(2).sum()
-            loss.backward()
-            return loss
-
-    results = []
-    for flags in ({"0": True, "1": True}, {}):
-        torch.manual_seed(0)
-        graph = Penalty(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), flags)
-        results.append([graph(torch.ones(2, 8)) for _ in range(5)])
-    assert same(*results)
-
-
-def test_a_build_that_yields_is_told_that_it_ran_nothing() -> None:
-    class Generator(Square):
-        def build(self, x: Tensor) -> Iterator[Tensor]:
-            yield self.model(x)
-
-    with pytest.raises(GraphError, match=r"build ran no backward that reached a parameter of its optimizers"):
-        Generator(nn.Linear(8, 2), {})(torch.ones(2, 8))
-
-
 def test_inference_mode() -> None:
     class Predict(Graph):
         def __init__(self) -> None:
@@ -227,21 +196,8 @@ def test_inference_mode() -> None:
         assert same_x.data_ptr() != x.data_ptr()
 
 
-def test_an_average_of_the_model_beside_the_graph() -> None:
-    model = mlp()
-    average = torch.optim.swa_utils.AveragedModel(model)
-    graph = Train(model, adamw(model))
-    graph.model[1].config.activation_checkpointing = True
-    for _ in range(4):
-        run_graph(graph, 1)
-        average.update_parameters(model)
-        twin = copy.deepcopy(model)
-        assert "forward" not in twin[1].__dict__
-    assert average(batches(1)[0][0]).shape == (8, 3)
-
-
 def test_graphs_in_two_threads() -> None:
-    graphs = [Square(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), {"0": True}) for _ in range(2)]
+    graphs = [SquareGraph(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), {"0": True}) for _ in range(2)]
     plain = [copy.deepcopy(graph) for graph in graphs]
     results: dict[int, Any] = {}
 
@@ -263,7 +219,7 @@ def test_graphs_in_two_threads() -> None:
 def test_one_graph_in_two_threads_is_an_error() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
-    class Waits(Square):
+    class Waits(SquareGraph):
         def build(self, x: Tensor) -> Tensor:
             if threading.current_thread() is thread:
                 inside.set()
@@ -280,23 +236,6 @@ def test_one_graph_in_two_threads_is_an_error() -> None:
     go_on.set()
     thread.join()
     graph(torch.ones(2, 8))
-
-
-def test_backward_in_another_thread() -> None:
-    class Elsewhere(Square):
-        def build(self, x: Tensor) -> Tensor:
-            loss = self.model(x).pow(2).mean()
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
-            return loss
-
-    results = []
-    for kind in (Elsewhere, Square):
-        torch.manual_seed(0)
-        graph = kind(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), {"0": True, "1": True})
-        results.append([graph(torch.ones(2, 8)) for _ in range(5)])
-    assert same(*results)
 
 
 def test_a_call_costs_the_plain_step() -> None:

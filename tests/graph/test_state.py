@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.train_graphs import Train, adamw, batches, mlp, run_graph, run_plain, same
+from helpers.train_graphs import Predict, Train, adamw, batches, mlp, run_graph, run_plain, same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -101,16 +101,6 @@ def test_not_strict_loads_what_there_is() -> None:
     assert fresh.state_dict()["System-Train-Optimizer-0"]["state"]
 
 
-def test_an_evaluation_graph_takes_a_state_without_training_state() -> None:
-    graph = make()
-    run_graph(graph, 2)
-    predicts = Train(mlp())
-    with pytest.raises(GraphError, match="unexpected System-Train-GradScaler"):
-        predicts.load_state_dict(graph.state_dict())
-    predicts.load_state_dict(graph.state_dict(), strict=False)
-    assert same(predicts.model.origin, graph.model.origin)
-
-
 COPIES: dict[str, Any] = {"deepcopy": copy.deepcopy, "pickle": lambda graph: pickle.loads(pickle.dumps(graph))}
 
 
@@ -154,15 +144,6 @@ def test_copies_of_a_block_are_modules() -> None:
         assert same(twin, graph.model.origin)
         assert twin[0].weight is not graph.model[0].weight
     assert type(copy.copy(graph.model)) is nn.Sequential
-
-
-class Predict(Graph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x)
 
 
 def test_an_evaluation_graph_sees_the_trained_weights_and_keeps_the_modes_of_torch() -> None:

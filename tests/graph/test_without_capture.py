@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from helpers.captured_steps import Train, batches, plain_sgd, run, same
 from helpers.hard_modules import chain
+from helpers.modules import as_module
 from torch import Tensor, nn
 
 from graphckpt import ConfigError, GraphError
-from graphckpt.graph.capture import HostRandom, ModuleAttributes, capture_failure, is_on
+from graphckpt.graph.capture import ModuleAttributes, capture_failure, check_not_drawn, is_on
+from graphckpt.thread_state import get_rng_state, set_rng_state
 
 
 def test_verify_before_the_first_call_changes_nothing_of_what_follows(device: str) -> None:
@@ -22,69 +25,48 @@ def test_verify_before_the_first_call_changes_nothing_of_what_follows(device: st
     assert same(ours, run("eager")[0])
 
 
-class Flips(nn.Module):
+RUNS: Counter[str] = Counter()
+
+
+@as_module(lambda: {"linear": nn.Linear(16, 16)})
+def Flips(self, x: Tensor) -> Tensor:
     """Another result in its first run, unseen by all but a comparison."""
-
-    runs = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        Flips.runs += 1
-        return self.linear(x) * (1 + 1e-3 * (Flips.runs == 1))
+    RUNS["flips"] += 1
+    return self.linear(x) * (1 + 1e-3 * (RUNS["flips"] == 1))
 
 
-def test_verify_names_what_differs(device: str) -> None:
-    def set_up(graph: Train) -> None:
-        graph._roots["model"].insert(1, Flips().to(device))
-
-    with pytest.raises(GraphError, match=r"verify: step 1: `output 0` differs .* in 1 of 1 elements, by up to"):
-        run("eager", set_up=lambda graph: (set_up(graph), graph.verify(batches(1)[0])))
-
-
-class Spoils(nn.Module):
+@as_module(lambda: {"last": nn.Buffer(torch.ones(3))})
+def Spoils(self, x: Tensor) -> Tensor:
     """Leaves NaN in a buffer in its first run, and 0 in later ones."""
-
-    runs = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("last", torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        Spoils.runs += 1
-        self.last.fill_(float("nan") if Spoils.runs == 1 else 0.0)
-        return x
-
-
-def test_verify_tells_nan_from_zero(device: str) -> None:
-    def set_up(graph: Train) -> None:
-        graph._roots["model"].insert(1, Spoils().to(device))
-        graph.verify(batches(1)[0])
-
-    with pytest.raises(GraphError, match=r"verify: step 1: `model.1.last` differs .* in 3 of 3 elements"):
-        run("eager", set_up=set_up)
+    RUNS["spoils"] += 1
+    self.last.fill_(float("nan") if RUNS["spoils"] == 1 else 0.0)
+    return x
 
 
 class Varies(nn.Module):
     """Another result in every run, as a kernel with atomics."""
 
-    runs = 0
-
     def forward(self, x: Tensor) -> Tensor:
-        Varies.runs += 1
-        return x * (1 + 1e-3 * Varies.runs)
+        RUNS["varies"] += 1
+        return x * (1 + 1e-3 * RUNS["varies"])
 
 
-def test_verify_says_where_two_plain_steps_differ_already(device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Flips, r"`output 0` differs .* in 1 of 1 elements, by up to"),
+        (Spoils, r"`model.1.last` differs .* in 3 of 3 elements"),
+        (Varies, r"two plain steps differ already: `output 0` differs .* fix: torch.use_deterministic"),
+    ],
+)
+def test_verify_names_what_differs(kind: type[nn.Module], message: str, device: str) -> None:
+    RUNS.clear()
+
     def set_up(graph: Train) -> None:
-        graph._roots["model"].insert(1, Varies().to(device))
+        graph._roots["model"].insert(1, kind().to(device))
         graph.verify(batches(1)[0])
 
-    message = r"verify: step 1: two plain steps differ already: `output 0` differs .* fix: torch.use_deterministic"
-    with pytest.raises(GraphError, match=message):
+    with pytest.raises(GraphError, match=f"verify: step 1: {message}"):
         run("eager", set_up=set_up)
 
 
@@ -111,12 +93,12 @@ def test_draws_of_the_host_are_seen(draw: Callable[[], Any], what: str) -> None:
     def twice() -> list[Any]:
         return [draw(), draw()]
 
-    state = HostRandom()
-    state.check()
+    state = get_rng_state((), host=True)
+    check_not_drawn(state)
     first = twice()
     with pytest.raises(GraphError, match=f"draws random numbers with {what}, which every replay would repeat"):
-        state.check()
-    state.restore()
+        check_not_drawn(state)
+    set_rng_state(state)
     assert twice() == first
 
 

@@ -43,6 +43,31 @@ class Train(Graph):
         return loss
 
 
+class SquareGraph(Graph):
+    """Trains a model by the mean square of its output, with an optimizer or what makes one of the model."""
+
+    def __init__(self, model: nn.Module, flags: dict[str, Any] | None = None, optimizer: Any = None) -> None:
+        super().__init__()
+        self.model = model
+        for name, flag in (flags or {}).items():
+            self.model.get_submodule(name).config.activation_checkpointing = flag
+        self.add_optimizer(optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def build(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = self.model(*args, **kwargs).float().pow(2).mean()
+        loss.backward()
+        return loss
+
+
+class Predict(Graph):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 

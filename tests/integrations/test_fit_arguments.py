@@ -111,4 +111,4 @@ def test_faults_are_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="independent of the batch size, got 'min'"):
         fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget="min")
     with pytest.raises(PlanError, match="no batch fits"):
-        fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget=1000)
+        fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget=2000)

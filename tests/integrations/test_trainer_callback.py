@@ -318,9 +318,7 @@ def test_a_budget_that_a_longer_batch_exceeds_is_one_warning(tmp_path: Path) -> 
     small, large = (in_order(tmp_path, (length,) * 2, GraphckptCallback(report=False)).peaks[1] for length in (16, 64))
     assert small < large
     callback = GraphckptCallback(memory_budget=(small + large) // 2, report=False)
-    with pytest.warns(
-        UserWarning, match="no plan fits · the lowest possible peak is .* using the plan with the lowest"
-    ):
+    with pytest.warns(UserWarning, match="no plan fits · the lowest possible peak is .* the plan with the lowest"):
         trainer = in_order(tmp_path, (16, 16, 16, 64, 16), callback)
     assert callback.plan is not None
     assert callback.plan.budget_bytes == (small + large) // 2 < callback.plan.predicted_peak_bytes
@@ -329,9 +327,14 @@ def test_a_budget_that_a_longer_batch_exceeds_is_one_warning(tmp_path: Path) -> 
 
 def test_a_budget_that_nothing_fits_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
     model = gpt2()
-    with pytest.raises(PlanError, match="no plan fits · the lowest possible peak is"):
-        train(model, tmp_path, GraphckptCallback(memory_budget=1000))
-    assert not has_policies(model)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    for budget, message in {
+        num_bytes: "no plan fits · the lowest possible peak is .* · fix: a smaller batch, or a larger budget$",
+        num_bytes - 1: "no plan fits · the parameters alone take",
+    }.items():
+        with pytest.raises(PlanError, match=message):
+            train(model, tmp_path, GraphckptCallback(memory_budget=budget))
+        assert not has_policies(model)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -418,6 +421,15 @@ def test_one_update_is_too_few_to_plan_on(tmp_path: Path, capsys: Any) -> None:
     train(gpt2(), tmp_path, callback, max_steps=1)
     assert callback.plan is None
     assert "training ended before there was a plan; every planned block was recomputed" in capsys.readouterr().out
+
+
+def test_a_plan_under_which_no_step_ran_is_reported_as_such(tmp_path: Path, capsys: Any) -> None:
+    for steps in (2, 3):
+        callback = GraphckptCallback(memory_budget="min")
+        train(gpt2(), tmp_path, callback, max_steps=steps)
+        assert callback.plan is not None
+        message = "graphckpt: training ended before a step ran under the plan; every planned block was recomputed"
+        assert (message in capsys.readouterr().out) == (steps == 2)
 
 
 @pytest.mark.parametrize(("num_steps", "states"), [(2, "and optimizer states"), (1, "as optimizer states did not")])
@@ -624,6 +636,7 @@ def test_wrong_keys_fail_before_training() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        ({"memory_budget": 60}, r"memory_budget: expected at least 1 KiB, got 60 B · did you mean '60GiB'"),
         ({"rule": "ful"}, r"\.rule: expected a rule, got 'ful' · did you mean 'full'"),
         ({"rule": "12GiB"}, r"\.rule: expected a rule, got '12GiB' · fix: memory_budget='12GiB'"),
         ({"rule": "*.h.0"}, r"\.rule: expected a rule, got '\*\.h\.0' · fix: unit='\*\.h\.0'"),

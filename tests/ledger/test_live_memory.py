@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import checkpoint
 
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.ledger.record import Event
@@ -246,18 +245,6 @@ def test_one_storage_one_object():
 # ---- against the allocator and the objects
 
 
-def test_after_forward_it_equals_the_allocators_own_sum(allocator_bytes):
-    model, x = mlp(), torch.randn(64, 32)
-    model(x)
-    truth = allocator_bytes(lambda: model(x))
-    with LiveBytes() as live:
-        live.track([*model.parameters(), x])
-        before = live.live_bytes
-        out = model(x)
-    assert live.live_bytes - before == truth
-    assert out.requires_grad
-
-
 def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes):
     model, x = mlp(), torch.randn(64, 32)
 
@@ -271,6 +258,23 @@ def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes):
         before = live.live_bytes
         step()
     assert live.live_bytes - before == truth == storage_bytes(p.grad for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_on_cuda_it_equals_what_the_caching_allocator_gave_out():
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(128)) for _ in range(4)]
+    model, x = nn.Sequential(*layers).cuda(), torch.randn(512, 128, device="cuda")
+    model(x).square().mean().backward()
+    model.zero_grad()
+    torch.cuda.synchronize()
+    start = torch.cuda.memory_allocated()
+    with LiveBytes(device="cuda") as live:
+        live.track([*model.parameters(), x])
+        before = live.live_bytes
+        out = model(x)
+        assert live.live_bytes - before == torch.cuda.memory_allocated() - start
+        out.square().mean().backward()
+    assert live.live_bytes > before
 
 
 def test_it_equals_a_walk_over_all_tensors_and_all_saved_tensors():
@@ -298,21 +302,6 @@ def test_a_whole_step_with_optimizer_ends_with_what_must_stay():
         assert live.live_bytes == storage_bytes([*model.parameters(), x, *state])
     assert {event.phase for event in live.timeline} == {"forward", "optimizer"}
     assert max(event.live_bytes for event in live.timeline) == live.peak_bytes
-
-
-def test_recompute_is_seen_and_lowers_the_peak():
-    peaks = {}
-    for name in ("plain", "recompute"):
-        model, x = mlp(depth=8), torch.randn(512, 32)
-        with LiveBytes() as live:
-            live.track([*model.parameters(), x])
-            h = x.requires_grad_()
-            for layer in model:
-                h = checkpoint(layer, h, use_reentrant=False) if name == "recompute" else layer(h)
-            h.square().mean().backward()
-            del h
-        peaks[name] = live.peak_bytes
-    assert peaks["recompute"] < 0.6 * peaks["plain"]
 
 
 def test_the_bits_of_a_step_do_not_change():

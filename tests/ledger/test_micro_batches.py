@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.hard_modules import chain
+from helpers.train_graphs import SquareGraph
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt import Graph, Selective
+from graphckpt import Selective
 from graphckpt.ledger.live_memory import LiveBytes
 
 SAMPLES = 32
@@ -71,25 +72,11 @@ def test_bytes_on_disk_are_those_of_one_micro_batch_too() -> None:
     assert seen[0].bytes_disk == seen[1].bytes_disk == sum(row.bytes_disk for row in seen[1].rows) > 0
 
 
-class Train(Graph):
-    def __init__(self, model: nn.Module, num_parts: int) -> None:
-        super().__init__()
-        self.model = model
-        for number in range(1, 5):
-            self.model[number].config.activation_checkpointing = True
-        self.config.set_gradient_accumulation_steps(num_parts)
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = loss_of(self.model, x)
-        loss.backward()
-        return loss
-
-
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
 def test_a_graph_with_micro_batches_keeps_what_one_of_them_keeps(num_parts: int) -> None:
     x = torch.randn(SAMPLES, 16)
-    graph = Train(chain("mlp", 4), num_parts)
+    graph = SquareGraph(chain("mlp", 4), dict.fromkeys("1234", True))
+    graph.config.set_gradient_accumulation_steps(num_parts)
     for _ in range(2):
         graph(x)
     seen = graph.explain(show=False)

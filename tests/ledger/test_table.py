@@ -116,6 +116,23 @@ def test_a_model_that_is_one_block_is_named_at_the_peak():
         assert explanation(layers(1), timeline=(Event(MIB, "", phase),)).peak_at == what
 
 
+def test_a_peak_outside_of_the_blocks_has_the_name_that_plans_have():
+    forward = [Event(MIB, "", "forward"), Event(MIB, "h.0", "forward"), Event(MIB, "", "forward")]
+    step = [*forward, Event(MIB, "h.1", "forward"), Event(MIB, "", "forward"), Event(MIB, "", "backward")]
+    step += [Event(MIB, "h.1", "backward"), Event(MIB, "", "backward"), Event(MIB, "h.0", "backward")]
+    head = "the head and the loss, after h.1"
+    places = {
+        0: "before the first block",
+        2: "after the forward of h.0",
+        4: head,
+        5: head,
+        7: "after the backward of h.1",
+    }
+    for at, place in places.items():
+        timeline = tuple(replace(event, live_bytes=2 * MIB) if n == at else event for n, event in enumerate(step))
+        assert explanation(layers(1), timeline=timeline).peak_at == place
+
+
 def test_only_blocks_with_times_are_in_the_table_of_times():
     rows = [replace(row, forward_seconds=None, recompute_seconds=None) for row in layers(3)]
     rows[1] = replace(rows[1], place="disk", bytes_disk=MIB, copy_seconds=0.1, wait_seconds=0.0)

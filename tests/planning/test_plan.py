@@ -130,6 +130,12 @@ def test_explain_prints_policies_costs_and_notes(capsys):
     assert str(FIXED).splitlines() == printed
     assert "h.0-2" in FIXED._repr_html_()
     assert repr(FIXED) == "<Plan of 6 blocks: peak 11.0 MiB of a budget of 12.0 MiB>"
+    simulated = dataclasses.replace(FIXED, is_simulated=True, memory_budget=0.6)
+    text = "budget of 12.0 MiB (0.6 of the plain step's peak), simulated on h200"
+    assert repr(simulated) == f"<Plan of 6 blocks: peak 11.0 MiB of a {text}>"
+    assert "memory budget 12.0 MiB (50% of the device's memory) on h200" in str(
+        dataclasses.replace(FIXED, memory_budget="50%")
+    )
     assert json.loads(json.dumps(FIXED.to_dict()))["plan"]["rows"][3]["option"] == "full + host"
 
 

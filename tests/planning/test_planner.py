@@ -201,8 +201,16 @@ def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less():
         plan(case.model, case.step, memory_budget=int(0.9 * floor))
     with graphckpt.apply(case.model, {"1": {"segments": "log"}}):
         assert case.peak() <= int(0.9 * floor)
+    num_bytes = sum(parameter.nbytes for parameter in case.model.parameters())
     with pytest.raises(PlanError, match=r"no plan fits .* · fix: a smaller batch, or a larger budget$"):
-        plan(case.model, case.step, memory_budget=1)
+        plan(case.model, case.step, memory_budget=num_bytes)
+
+
+def test_a_budget_below_the_parameters_is_refused_before_the_step_runs():
+    model = nn.Sequential(Layer(), Layer())
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with pytest.raises(PlanError, match=r"no plan fits · the parameters alone take .* · fix: a larger budget$"):
+        plan(model, lambda: pytest.fail("runs"), memory_budget=num_bytes - 1, blocks=Layer)
 
 
 def test_layers_are_joined_where_the_rules_say_so(monkeypatch):
@@ -256,16 +264,19 @@ def test_plan_takes_budgets_of_every_kind(budget):
         ("0%", r"memory_budget: expected above 0% and up to 100% of the device's memory, got '0%' · fix: "),
         ("150%", r"memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
         (1.5, r"memory_budget: expected a float above 0 and up to 1, a share of the plain step's peak, got 1\.5"),
-        ("24.0", r"memory_budget: expected a float above 0 and up to 1, .*, got 24\.0 · fix: '12GiB', '50%' of"),
+        ("24.0", r"memory_budget: expected a float above 0 and up to 1, .*, got 24\.0 · did you mean '24GiB' or 0.24"),
         (0.0, r"memory_budget: expected a float above 0"),
         (float("nan"), r"memory_budget: expected a float above 0"),
         (".", r"memory_budget: '\.' is not a memory size"),
         ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '12GiB', '50%' of the device's memory, or 0\.6"),
         (True, r"memory_budget: expected bytes, '12GiB', '50%', 0\.6, 'max' or 'min', got True · fix: "),
         (None, r"memory_budget: expected bytes, .* got None"),
-        ("12 G", r"memory_budget: .*unknown unit 'G' · fix: write 'GiB'.*; or '50%', 0.6, 'max', 'min'"),
+        ("12 G", r"memory_budget: .*unknown unit 'G' · fix: write 'GiB'.*; or '12GiB', '50%' of"),
         ("most", r"memory_budget: .*'most' is not a memory size"),
-        (-1, r"memory_budget: .*below 0"),
+        (-1, r"memory_budget: expected 0 or more bytes, got -1 · fix: '12GiB'"),
+        (60, r"memory_budget: expected at least 1 KiB, got 60 B · did you mean '60GiB' or 0\.6\?"),
+        ("12", r"memory_budget: expected at least 1 KiB, got 12 B · did you mean '12GiB' or 0\.12\?"),
+        (12e9, r"memory_budget: expected a float .*, got 12000000000\.0 · did you mean 12000000000 bytes, an int\?"),
     ],
 )
 def test_a_budget_that_cannot_be_read(budget, message):

@@ -195,7 +195,8 @@ def test_faults_of_a_simulated_plan_are_one_clear_error(arguments, options, mess
         ("150%", "memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
         ("12 G", "memory_budget: '12 G': unknown unit 'G'"),
         ("most", "memory_budget: 'most' is not a memory size"),
-        ("0.001", "no plan fits"),
+        ("0.001", "of it are weights, optimizer state, inputs and workspaces · fix: "),
+        ("60", "memory_budget: expected at least 1 KiB, got 60 B · did you mean '60GiB' or 0.6?"),
     ],
 )
 def test_a_budget_of_the_command_that_cannot_be_used_is_one_clear_error(budget, message, capsys):

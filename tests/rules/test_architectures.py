@@ -77,10 +77,12 @@ def plain_steps() -> dict[str, dict[str, torch.Tensor]]:
 
 
 def cases() -> Iterator[Any]:
-    """Every policy on every architecture; one kind of kept ops on some, as "nested" and "selective-both" have them."""
+    """Every policy on the families, three on the others; one kind of kept ops on some, as "nested" has them."""
     for number, architecture in enumerate(ARCHITECTURES):
         rotating = [policy for policy in POLICIES if not policy.startswith("selective-")][number % 5]
-        for policy in POLICIES:
+        for policy in (
+            POLICIES if architecture.name in FAMILIES else dict.fromkeys((rotating, "full", "selective-both"))
+        ):
             is_fast = policy in ON_FAMILIES if architecture.name in FAMILIES else policy == rotating
             is_fast &= architecture.name in FAMILIES or not torch.cuda.is_available()
             if number % 4 == 0 or policy not in {"selective-matmul", "selective-attention"}:

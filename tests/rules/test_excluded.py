@@ -23,58 +23,46 @@ def EditsItsArgument(self, x: Tensor) -> Tensor:
     return y.sin() + h.cos()
 
 
-class FillsCache(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(4, 4)})
+def AppendsToCache(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+    cache.append(self.linear(x).sin())
+    return x.cos()
+
+
+@as_module(lambda: {"child": AppendsToCache()})
+def FillsCache(self, x: Tensor) -> Tensor:
     """The child appends to a list of the parent's."""
-
-    @as_module(lambda: {"linear": nn.Linear(4, 4)})
-    def Child(self, x: Tensor, cache: list[Tensor]) -> Tensor:
-        cache.append(self.linear(x).sin())
-        return x.cos()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = self.Child()
-
-    def forward(self, x: Tensor) -> Tensor:
-        cache: list[Tensor] = []
-        return self.child(x * 2, cache) * torch.stack(cache).sum(0).exp()
+    cache: list[Tensor] = []
+    return self.child(x * 2, cache) * torch.stack(cache).sum(0).exp()
 
 
-class ReadsAttribute(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(4, 4), "loss": None})
+def SetsLoss(self, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    self.loss = y.square().mean()
+    return y.sin()
+
+
+@as_module(lambda: {"child": SetsLoss()})
+def ReadsAttribute(self, x: Tensor) -> Tensor:
     """The parent reads what the child sets on itself, as the loss of a router."""
+    return self.child(x).exp() * self.child.loss.exp()
 
-    @as_module(lambda: {"linear": nn.Linear(4, 4), "loss": None})
-    def Child(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        self.loss = y.square().mean()
-        return y.sin()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = self.Child()
-
+class RaisesError(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return self.child(x).exp() * self.child.loss.exp()
+        if x.requires_grad:
+            raise ValueError
+        return x
 
 
-class CatchesError(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(4, 4), "child": RaisesError()})
+def CatchesError(self, x: Tensor) -> Tensor:
     """The child raises, and the parent goes on without it."""
-
-    class Child(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.requires_grad:
-                raise ValueError
-            return x
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.child = nn.Linear(4, 4), self.Child()
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            return self.child(self.linear(x))
-        except ValueError:
-            return self.linear(x).sin()
+    try:
+        return self.child(self.linear(x))
+    except ValueError:
+        return self.linear(x).sin()
 
 
 @as_module(lambda: {"child": nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "drop": nn.Dropout(0.5)})
@@ -83,21 +71,17 @@ def DrawsNumbers(self, x: Tensor) -> Tensor:
     return self.drop(self.child(x).exp()).sin()
 
 
-class MovesBuffer(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(4, 4), "average": nn.Buffer(torch.zeros(4))})
+def Averages(self, x: Tensor) -> Tensor:
+    self.average.mul_(0.5).add_(x.detach().mean(0))
+    return (self.linear(x) + self.average).sin()
+
+
+@as_module(lambda: {"child": Averages()})
+def MovesBuffer(self, x: Tensor) -> Tensor:
     """The child is called twice and modifies its buffer each time; the parent modifies the second output in place."""
-
-    @as_module(lambda: {"linear": nn.Linear(4, 4), "average": nn.Buffer(torch.zeros(4))})
-    def Child(self, x: Tensor) -> Tensor:
-        self.average.mul_(0.5).add_(x.detach().mean(0))
-        return (self.linear(x) + self.average).sin()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = self.Child()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.child(x)
-        return self.child(y.sin()).mul_(0.5).sin() * y
+    y = self.child(x)
+    return self.child(y.sin()).mul_(0.5).sin() * y
 
 
 def grads(model: nn.Module, rules: dict[str, Any]) -> list[Tensor]:
@@ -127,7 +111,7 @@ def test_an_excluded_child_that_does_more_than_return(kind: type[nn.Module], aro
 def test_an_output_that_is_modified_after_the_block_of_a_child_with_a_buffer() -> None:
     """A repeated second call would find the buffer as the first call, which is not repeated, has found it."""
 
-    @as_module(lambda: {"child": MovesBuffer.Child()})
+    @as_module(lambda: {"child": Averages()})
     def Block(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.child(self.child(x))
         return y, (y * 2).sin()
@@ -229,15 +213,13 @@ def test_calls_without_gradients_find_the_buffers_that_the_others_leave() -> Non
             assert torch.equal(model[1].counts.calls, plain[1].counts.calls)
 
 
-class Raises(nn.Module):
-    """Edits its input in place, and then raises an exception."""
-
+class EditsAndRaises(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x.mul_(0.5)
         raise ValueError("after an edit")
 
 
-@as_module(lambda: {"inner": Raises()})
+@as_module(lambda: {"inner": EditsAndRaises()})
 def Catches(self, x: torch.Tensor) -> torch.Tensor:
     """Goes on with what its child has left behind."""
     with contextlib.suppress(ValueError):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.modules import as_module
+from helpers.train_graphs import SquareGraph
 from torch import nn
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
@@ -113,19 +114,7 @@ def test_plan_and_verify_restore_the_generators():
     graphckpt.plan(model, lambda: model(X).square().sum().backward(), memory_budget=0.9)
     assert rng.HostRNGState.read().fingerprints() == before
 
-    class Step(graphckpt.Graph):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-            self.model[0].config.activation_checkpointing = True
-            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-        def build(self, x):
-            loss = self.model(x).square().sum()
-            loss.backward()
-            return loss
-
-    step = Step()
+    step = SquareGraph(model, {"0": True})
     step.verify(X)  # raises if a gradient or a generator differs from the plain step's
     assert rng.HostRNGState.read().fingerprints() == before
 

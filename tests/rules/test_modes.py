@@ -12,6 +12,7 @@ import torch
 from helpers.hard_modules import chain, differing, plain_steps, run_steps
 from helpers.modules import as_module
 from helpers.policies import put
+from helpers.train_graphs import SquareGraph
 from torch import nn
 
 import graphckpt
@@ -229,24 +230,6 @@ def test_backward_within_autocast_keeps_the_same_bytes(save: Any, shared: bool) 
         assert [kept for kept, _ in found] == [found[0][0]] * 3
 
 
-class Step(graphckpt.Graph):
-    """Runs backward within `build`, and so within the region of autocast."""
-
-    def __init__(self, model: nn.Module, save: Any, *, amp: bool) -> None:
-        super().__init__()
-        self.model = model
-        for block in self.model:
-            block.config.activation_checkpointing = save
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        if amp:
-            self.config.enable_amp(dtype=torch.bfloat16)
-
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).float().square().sum()
-        loss.backward()
-        return loss
-
-
 @as_module(lambda: {"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
 def Narrow(self, x: torch.Tensor) -> torch.Tensor:
     """All that a policy may keep of it is as big with autocast as without."""
@@ -257,7 +240,8 @@ def test_a_graph_keeps_the_same_bytes_with_amp_as_without() -> None:
     kept: dict[bool, int] = {}
     for amp in (False, True):
         model, x = made(Narrow)
-        graph = Step(model, Selective(["aten.tanh.default[0]"]), amp=amp)
+        graph = SquareGraph(model, dict.fromkeys("01", Selective(["aten.tanh.default[0]"])))
+        graph.config.enable_amp(amp, dtype=torch.bfloat16)
         for _ in range(5):
             graph(x)
         with graph.measure():

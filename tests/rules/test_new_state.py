@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fuzz.shapes import plain
+from helpers.contract import assert_same_steps
+from helpers.hard_modules import D
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import graphckpt
+from graphckpt import Segments
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -17,13 +21,13 @@ class Averaging(nn.Module):
 
     def __init__(self, *, registers=False, in_place=True):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear = nn.Linear(D, D)
         self.registers = registers
         self.in_place = in_place
 
     def forward(self, x):
         if self.registers and not hasattr(self, "mean"):
-            self.register_buffer("mean", torch.zeros(8))
+            self.register_buffer("mean", torch.zeros(D))
         if not hasattr(self, "mean"):
             return self.linear(x)
         if self.in_place:
@@ -34,27 +38,27 @@ class Averaging(nn.Module):
 
 
 def add_norm(module):
-    module.norm = nn.BatchNorm1d(8)
+    module.norm = nn.BatchNorm1d(D)
     module.register_forward_hook(lambda module, args, output: module.norm(output))
 
 
 def swap_buffer(module):
     del module.scale
-    module.register_buffer("mean", torch.zeros(8))
+    module.register_buffer("mean", torch.zeros(D))
 
 
 def with_scale():
     module = Averaging()
-    module.register_buffer("scale", torch.ones(8))
+    module.register_buffer("scale", torch.ones(D))
     return module
 
 
 CHANGES = {
-    "a parametrization": (lambda: nn.Linear(8, 8), parametrizations.spectral_norm),
-    "a hook's buffers": (lambda: nn.Linear(8, 8), spectral_norm),
-    "a mask": (lambda: nn.Linear(8, 8), lambda module: prune.l1_unstructured(module, "weight", 0.5)),
+    "a parametrization": (lambda: nn.Linear(D, D), parametrizations.spectral_norm),
+    "a hook's buffers": (lambda: nn.Linear(D, D), spectral_norm),
+    "a mask": (lambda: nn.Linear(D, D), lambda module: prune.l1_unstructured(module, "weight", 0.5)),
     "a child": (nn.Tanh, add_norm),
-    "a buffer": (Averaging, lambda module: module.register_buffer("mean", torch.zeros(8))),
+    "a buffer": (Averaging, lambda module: module.register_buffer("mean", torch.zeros(D))),
     "a buffer for another": (with_scale, swap_buffer),
     "a buffer in forward": (Averaging, lambda module: setattr(module, "registers", True)),
     "a buffer in forward, replaced": (lambda: Averaging(in_place=False), lambda m: setattr(m, "registers", True)),
@@ -62,10 +66,18 @@ CHANGES = {
 }
 
 
-def step(model):
-    model.zero_grad()
-    model(X).square().sum().backward()
-    return [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+def model_of(build):
+    return nn.Sequential(nn.Sequential(build(), nn.Tanh()), nn.Linear(D, 1))
+
+
+def altered(alter):
+    """Returns a step of a model that is altered before it."""
+
+    def step(bench):
+        alter(bench.model)
+        plain(bench)
+
+    return step
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.*norm` is deprecated")
@@ -74,47 +86,26 @@ def step(model):
 @pytest.mark.parametrize("change", CHANGES)
 def test_new_state_takes_part_in_the_recomputation(change, num_before, rule):
     build, alter = CHANGES[change]
-    found = []
-    for policies in ({}, {"0": {"activation_checkpointing": rule}}):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Sequential(build(), nn.Tanh()), nn.Linear(8, 1))
-        with graphckpt.apply(model, policies):
-            seen = [step(model) for _ in range(num_before)]
-            alter(model[0][0])
-            found.append(seen + [step(model) for _ in range(3)])
-    for plain, recomputed in zip(*found, strict=True):
-        assert all(map(torch.equal, plain, recomputed))
+    steps = ["plain"] * num_before + [altered(lambda model: alter(model[0][0])), "plain", "plain"]
+    assert_same_steps(lambda: model_of(build), {"0": {"activation_checkpointing": rule}}, steps)
 
 
 def test_layer_that_got_the_memory_of_the_one_it_replaces():
-    found = []
-    for policies in ({}, {"0": True}):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
-        with graphckpt.apply(model, policies):
-            seen = [step(model)]
-            for layer in (nn.Sigmoid, nn.Tanh, nn.Sigmoid, nn.Tanh, nn.Sigmoid):
-                model[0][1] = nn.Identity()
-                model[0][1] = layer()
-                seen.append(step(model))
-        found.append(seen)
-    for plain, recomputed in zip(*found, strict=True):
-        assert all(map(torch.equal, plain, recomputed))
+    def put(layer):
+        def alter(model):
+            model[0][1] = nn.Identity()
+            model[0][1] = layer()
+
+        return altered(alter)
+
+    layers = (nn.Sigmoid, nn.Tanh, nn.Sigmoid, nn.Tanh, nn.Sigmoid)
+    assert_same_steps(lambda: model_of(lambda: nn.Linear(D, D)), {"0": True}, ["plain", *map(put, layers)])
 
 
 @pytest.mark.parametrize("num_segments", [2, "log"])
 def test_layers_that_a_segmented_chain_got_later(num_segments):
-    found = []
-    for policies in ({}, {"": graphckpt.Segments(num_segments)}):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        with graphckpt.apply(model, policies):
-            seen = [step(model)]
-            model[0] = nn.BatchNorm1d(8)
-            seen += [step(model), step(model)]
-        found.append(seen)
-    for plain, recomputed in zip(*found, strict=True):
-        assert all(map(torch.equal, plain, recomputed))
+    steps = ["plain", altered(lambda model: model.__setitem__(0, nn.BatchNorm1d(D))), "plain"]
+    assert_same_steps(lambda: nn.Sequential(*(nn.Linear(D, D) for _ in range(4))), {"": Segments(num_segments)}, steps)
 
 
 class Symmetric(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,87 +24,50 @@ class Statistics:
         self.rows: list[int] = []
 
 
-class Layer(nn.Module):
-    """Scales what it returns by a state that it changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def scale(self) -> Any:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down((self.up(x) * self.scale()).tanh()) * self.scale()
+@as_module(lambda scale, state: {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8), "scale": scale, **state})
+def Layer(self, x: Tensor) -> Tensor:
+    """Scales what it returns by a state that ``scale`` changes."""
+    return self.down((self.up(x) * self.scale(self)).tanh()) * self.scale(self)
 
 
-class WithObject(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.statistics = Statistics()
-
-    def scale(self) -> int:
-        self.statistics.count += 1
-        self.statistics.rows.append(1)
-        return self.statistics.count + len(self.statistics.rows)
+def count_in_object(layer: Any) -> int:
+    layer.statistics.count += 1
+    layer.statistics.rows.append(1)
+    return layer.statistics.count + len(layer.statistics.rows)
 
 
-class WithNested(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = {"calls": [{"number": 0}]}
-
-    def scale(self) -> int:
-        self.counts["calls"][0]["number"] += 1
-        return self.counts["calls"][0]["number"]
+def count_nested(layer: Any) -> int:
+    layer.counts["calls"][0]["number"] += 1
+    return layer.counts["calls"][0]["number"]
 
 
-class WithGrowing(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, dict[int, int]] = {"calls": {0: 1}}
-
-    def scale(self) -> int:
-        calls = self.seen["calls"]
-        calls[len(calls)] = len(calls)
-        return len(calls)
+def count_growing(layer: Any) -> int:
+    calls = layer.seen["calls"]
+    calls[len(calls)] = len(calls)
+    return len(calls)
 
 
-class WithGenerator(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(7)
-
-    def scale(self) -> Tensor:
-        return torch.rand(8, generator=self.generator)
+def draw(layer: Any) -> Tensor:
+    return torch.rand(8, generator=layer.held[0] if hasattr(layer, "held") else layer.generator)
 
 
-class WithHeldGenerator(WithGenerator):
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = [self.generator]
-        del self.generator
-
-    def scale(self) -> Tensor:
-        return torch.rand(8, generator=self.held[0])
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
 
 
-class Sharing(nn.Sequential):
-    """Layers that draw from one generator."""
-
-    def __init__(self) -> None:
-        super().__init__(*[WithGenerator() for _ in range(2)])
-        for layer in self:
-            layer.generator = self[0].generator
+def sharing() -> nn.Module:
+    """Returns layers that draw from one generator."""
+    shared = generator()
+    return nn.Sequential(*(Layer(draw, {"generator": shared}) for _ in range(2)))
 
 
 KINDS = {
-    "object": WithObject,
-    "nested": WithNested,
-    "growing": WithGrowing,
-    "generator": WithGenerator,
-    "held generator": WithHeldGenerator,
-    "shared generator": Sharing,
+    "object": lambda: Layer(count_in_object, {"statistics": Statistics()}),
+    "nested": lambda: Layer(count_nested, {"counts": {"calls": [{"number": 0}]}}),
+    "growing": lambda: Layer(count_growing, {"seen": {"calls": {0: 1}}}),
+    "generator": lambda: Layer(draw, {"generator": generator()}),
+    "held generator": lambda: Layer(draw, {"held": [generator()]}),
+    "shared generator": sharing,
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"[12]": True},
@@ -115,7 +79,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(kind: type[nn.Module], policies: dict[str, Any], micro_batches: int) -> list[Tensor]:
+def run(kind: Callable[[], nn.Module], policies: dict[str, Any], micro_batches: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), kind(), kind(), nn.Linear(8, 1))
     found = []
@@ -124,7 +88,7 @@ def run(kind: type[nn.Module], policies: dict[str, Any], micro_batches: int) -> 
             model.zero_grad()
             if step == 2:
                 for layer in model.modules():
-                    if isinstance(layer, WithObject):
+                    if hasattr(layer, "statistics"):
                         layer.statistics = Statistics()  # the object that was there at first is not looked at any more
             losses = [model(X + step).square().sum() for _ in range(micro_batches)]
             for loss in reversed(losses):

@@ -6,6 +6,7 @@ A place that is not there any more is an error: the fault must then be planted a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -121,74 +122,58 @@ class RecordedOnce(torch.cuda.Event):
             super().record(stream)
 
 
+def _replacing(owner: type, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Makes a fault of a function that takes the place of a method; the method comes first among its arguments."""
+    original = getattr(owner, name)
+    return lambda function: lambda patch: patch.setattr(owner, name, lambda *args: function(original, *args))
+
+
 def _with_fork(event: type[torch.cuda.Event]) -> Plant:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        original = CopyEngine._issue
+    @_replacing(CopyEngine, "_issue")
+    def issue(original: Any, self: Any, *arguments: Any) -> Any:
+        assert isinstance(self._fork, torch.cuda.Event)
+        if not isinstance(self._fork, event):
+            self._fork = event()
+        return original(self, *arguments)
 
-        def issue(self: Any, *arguments: Any) -> Any:
-            assert isinstance(self._fork, torch.cuda.Event)
-            if not isinstance(self._fork, event):
-                self._fork = event()
-            return original(self, *arguments)
-
-        patch.setattr(CopyEngine, "_issue", issue)
-
-    return plant
+    return issue
 
 
 def _left_out(owner: type, name: str) -> Plant:
-    return lambda patch: patch.setattr(owner, name, lambda *arguments, **named: None)
+    return _replacing(owner, name)(lambda *arguments: None)
 
 
-def _wait_that_does_not(patch: pytest.MonkeyPatch) -> None:
-    def wait(self: Any, event: Any) -> bool:
-        recorded, event.event = event.event, None
-        if recorded is not None:
-            self._idle.append(recorded)
-        return True
-
-    patch.setattr(CopyEngine, "wait", wait)
+@_replacing(CopyEngine, "wait")
+def _wait_that_does_not(original: Any, self: Any, event: Any) -> bool:
+    recorded, event.event = event.event, None
+    if recorded is not None:
+        self._idle.append(recorded)
+    return True
 
 
-def _source_released_early(patch: pytest.MonkeyPatch) -> None:
-    assert callable(CopyEngine.wait_in_order)
-
-    def release(self: Any, events: Any) -> None:
-        self._idle += [event.event for event in events if event.event is not None]
-
-    patch.setattr(CopyEngine, "wait_in_order", release)
+@_replacing(CopyEngine, "wait_in_order")
+def _source_released_early(original: Any, self: Any, events: Any) -> None:
+    self._idle += [event.event for event in events if event.event is not None]
 
 
-def _reload_used_early(patch: pytest.MonkeyPatch) -> None:
-    assert callable(HostStore._drop_reload)
-
-    def drop(self: Any, handle: Any) -> bool:
-        self._reloading.pop(handle, None)
-        handle.reload_buffer = handle.reload_event = None
-        return True
-
-    patch.setattr(HostStore, "_drop_reload", drop)
+@_replacing(HostStore, "_drop_reload")
+def _reload_used_early(original: Any, self: Any, handle: Any) -> bool:
+    self._reloading.pop(handle, None)
+    handle.reload_buffer = handle.reload_event = None
+    return True
 
 
-def _free_without_a_wait(patch: pytest.MonkeyPatch) -> None:
-    original = HostStore.free
-
-    def free(self: Any, handle: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(CopyEngine, "wait", lambda *arguments: True)
-            original(self, handle)
-
-    patch.setattr(HostStore, "free", free)
+@_replacing(HostStore, "free")
+def _free_without_a_wait(original: Any, self: Any, handle: Any) -> None:
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(CopyEngine, "wait", lambda *arguments: True)
+        original(self, handle)
 
 
-def _captured_event_in_eager(patch: pytest.MonkeyPatch) -> None:
-    original = CopyEngine.wait
-
-    def wait(self: Any, event: Any) -> Any:
-        event.is_captured = self.is_capturing()
-        return original(self, event)
-
-    patch.setattr(CopyEngine, "wait", wait)
+@_replacing(CopyEngine, "wait")
+def _captured_event_in_eager(original: Any, self: Any, event: Any) -> Any:
+    event.is_captured = self.is_capturing()
+    return original(self, event)
 
 
 def _no_joins_at_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -197,56 +182,43 @@ def _no_joins_at_the_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def _slab_range_freed_early(patch: pytest.MonkeyPatch) -> None:
-    original = SlabStore.put
-
-    def put(self: Any, data: torch.Tensor, group: Any) -> Any:
+    @_replacing(SlabStore, "put")
+    def put(original: Any, self: Any, data: torch.Tensor, group: Any) -> Any:
         handle = original(self, data, group)
         begin, end, _ = self._in_use[max(self._in_use)]
         self._ranges.free(begin, end)  # for the next tensor
         return handle
 
-    assert callable(SlabStore._free_dropped)
-    patch.setattr(SlabStore, "put", put)
-    patch.setattr(SlabStore, "_free_dropped", lambda self: self._free.clear())
+    put(patch)
+    _replacing(SlabStore, "_free_dropped")(lambda original, self: self._free.clear())(patch)
 
 
-def _disk_without_a_mark(patch: pytest.MonkeyPatch) -> None:
-    assert callable(Transfer.mark)
-    patch.setattr(Transfer, "mark", lambda self: NeverRecorded())
+@_replacing(Transfer, "mark")
+def _disk_without_a_mark(original: Any, self: Any) -> torch.cuda.Event:
+    return NeverRecorded()
 
 
-def _disk_chunk_used_early(patch: pytest.MonkeyPatch) -> None:
-    def copy(self: Any, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event) -> None:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            target.copy_(source, non_blocking=True)
+@_replacing(Transfer, "_copy")
+def _disk_chunk_used_early(
+    original: Any, self: Any, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event
+) -> None:
+    with torch.cuda.stream(self._stream):
+        self._stream.wait_event(ready)
+        target.copy_(source, non_blocking=True)
 
-    assert callable(Transfer._copy)
-    patch.setattr(Transfer, "_copy", copy)
 
-
-def _replay_without_the_warm_up(patch: pytest.MonkeyPatch) -> None:
+@_replacing(CudaGraphBackend, "warmup")
+@contextmanager
+def _replay_without_the_warm_up(original: Any, self: Any) -> Any:
     """Also of the first replay: the warm-up runs on the stream of the capture."""
-    from contextlib import contextmanager  # noqa: PLC0415
-
-    assert callable(CudaGraphBackend.warmup)
-
-    @contextmanager
-    def warmup(self: Any) -> Any:
-        with torch.cuda.stream(self._stream):
-            yield
-
-    patch.setattr(CudaGraphBackend, "warmup", warmup)
+    with torch.cuda.stream(self._stream):
+        yield
 
 
-def _replay_that_is_not_joined(patch: pytest.MonkeyPatch) -> None:
-    assert callable(_CapturedCudaGraph.replay)
-
-    def replay(self: Any) -> None:
-        with torch.cuda.stream(self._stream):
-            self._graph.replay()
-
-    patch.setattr(_CapturedCudaGraph, "replay", replay)
+@_replacing(_CapturedCudaGraph, "replay")
+def _replay_that_is_not_joined(original: Any, self: Any) -> None:
+    with torch.cuda.stream(self._stream):
+        self._graph.replay()
 
 
 def _workspaces_not_cleared(patch: pytest.MonkeyPatch) -> None:

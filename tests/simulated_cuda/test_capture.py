@@ -203,22 +203,11 @@ def test_the_state_can_be_put_back_in_a_capture(stream: torch.cuda.Stream) -> No
 
 # --- what is not permitted
 
-_PINNED = torch.ones(N)
-
-
-def _sync_of_stream() -> None:
-    torch.cuda.current_stream().synchronize()
-
-
-def _query_of_an_eager_event() -> None:
-    torch.cuda.default_stream().record_event().query()
-
-
 FORBIDDEN: dict[str, Callable[[], object]] = {
     "synchronize the device": torch.cuda.synchronize,
-    "synchronize the stream": _sync_of_stream,
+    "synchronize the stream": lambda: torch.cuda.current_stream().synchronize(),
     "query the stream": lambda: torch.cuda.current_stream().query(),
-    "query an event": _query_of_an_eager_event,
+    "query an event": lambda: torch.cuda.default_stream().record_event().query(),
     "synchronize an event": lambda: torch.cuda.default_stream().record_event().synchronize(),
     "item": lambda: torch.ones((), device="cuda").item(),
     "nonzero": lambda: torch.ones(3, device="cuda").nonzero(),

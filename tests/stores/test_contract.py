@@ -196,26 +196,12 @@ def test_an_edit_of_what_is_kept_raises(rule: bool, flags: dict[str, Any], devic
                 loss.backward()
 
 
-def test_the_callers_own_hooks_come_first(flags: dict[str, Any], device: str) -> None:
-    model, x = chain("mlp").to(device), torch.randn(6, 16, device=device)
-    torch.manual_seed(3)
-    model(x).sum().backward()
-    plain = [g.clone() for g in grads(model)]
-    model.zero_grad()
-    with put(model, {"1": True}, flags):
-        torch.manual_seed(3)
-        with torch.autograd.graph.save_on_cpu():
-            loss = model(x).sum()
-        loss.backward()
-    assert all(torch.equal(a, b) for a, b in zip(grads(model), plain, strict=True))
-
-
 def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("store", ["slab", "disk"])
-def test_hundreds_of_steps_leave_no_more_than_ten(store: str) -> None:
+def test_a_hundred_steps_leave_no_more_than_forty(store: str) -> None:
     model = chain("mlp", length=4)
     with put(model, {"[12]": True}, STORES[store] | {"min_elements": 1}) as handle:
 
@@ -227,9 +213,9 @@ def test_hundreds_of_steps_leave_no_more_than_ten(store: str) -> None:
             assert used.num_alive == 0
             return rss_bytes(), len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
-        steps(30)
-        rss, files, threads = steps(50)
-        rss_later, files_later, threads_later = steps(200)
+        steps(20)
+        rss, files, threads = steps(20)
+        rss_later, files_later, threads_later = steps(80)
     assert (files_later, threads_later) == (files, threads)
     assert rss_later - rss < 2 << 20
     assert threading.active_count() <= threads
@@ -290,7 +276,7 @@ def test_items_of_a_list_inherit_its_flags() -> None:
 SHAPES_OF_STEPS = (
     "plain", "other_batch", "plain", "several_forwards", "two_losses_of_two_calls", "other_batch", "retained",
     "no_grad_between", "eval_between", "dropped_forward", "subset", "inputs_only", "fails_in_forward",
-    "fails_in_backward", "copied_model", "in_a_thread", "plain", "removed_between",
+    "fails_in_backward", "copied_model", "in_a_thread", "saved_as_copies", "plain", "removed_between",
 )  # fmt: skip
 
 

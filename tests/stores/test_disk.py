@@ -856,7 +856,7 @@ def test_settings_are_read():
         (lambda: Disk(7), r"Disk.folder: expected a path or None, got 7 · fix"),
         (lambda: Disk(""), r"Disk.folder: expected a path or None, got '' · fix"),
         (lambda: Disk(in_flight_bytes=0), r"Disk.in_flight_bytes: expected at least 1 byte, got 0 · fix"),
-        (lambda: Disk(in_flight_bytes=-5), r"Disk.in_flight_bytes: .*below 0 · fix"),
+        (lambda: Disk(in_flight_bytes=-5), r"Disk.in_flight_bytes: .*expected 0 or more bytes, got -5 · fix"),
         (lambda: Disk(in_flight_bytes="12 G"), r"Disk.in_flight_bytes: .*'12 G'.* · fix"),
         (lambda: Disk(in_flight_bytes=1.5), r"Disk.in_flight_bytes: .* · fix"),
     ],

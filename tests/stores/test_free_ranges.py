@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphckpt.stores.slab import FreeRanges, aligned
+from graphckpt.stores.slab import FreeRanges
 from graphckpt.stores.tensor_store import empty
 
 
@@ -68,19 +68,6 @@ def seconds_a_step(num_puts: int) -> float:
 def test_a_put_takes_the_same_time_however_many_are_alive() -> None:
     """Eight times as many would take eight times as long if each looked at all that are alive."""
     assert seconds_a_step(1600) < 3 * seconds_a_step(200)
-
-
-@given(st.lists(st.one_of(st.none(), st.integers(1, 5000)), max_size=40))
-def test_a_stack_is_packed_without_a_gap(sizes: list[int | None]) -> None:
-    """Puts and frees, each free of what was put last, as forward and backward of a chain do it."""
-    ranges, stack = FreeRanges(), []
-    for size in sizes:
-        if size is not None:
-            stack.append((ranges.allocate(aligned(size)), aligned(size)))
-        elif stack:
-            begin, length = stack.pop()
-            ranges.free(begin, begin + length)
-        assert ranges.end == sum(length for _, length in stack)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])

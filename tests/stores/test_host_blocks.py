@@ -12,11 +12,11 @@ import pytest
 import torch
 from helpers.architectures import ARCHITECTURES, Architecture
 from helpers.hard_modules import B, D, chain
+from helpers.train_graphs import SquareGraph
 from helpers.watched_copies import WatchedCopies
 from torch import nn
 
 import graphckpt
-from graphckpt import Graph
 from graphckpt.errors import StoreError
 from graphckpt.stores import Host
 
@@ -115,22 +115,9 @@ def test_in_a_graph_with_accumulation_and_evaluation(copies: WatchedCopies) -> N
         model = chain("mlp").cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-        class Step(Graph):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model = model
-                for block in (self.model[1], self.model[2], self.model[3]):
-                    block.config.activation_checkpointing = True
-                    block.config.offload = host
-                    block.config.min_elements = 1
-                self.add_optimizer(optimizer)
-
-            def build(self, x: torch.Tensor) -> torch.Tensor:
-                loss = self.model(x).square().mean()
-                loss.backward()
-                return loss
-
-        step, seen = Step(), []
+        step, seen = SquareGraph(model, dict.fromkeys("123", True), optimizer), []
+        for block in step.model[1:4]:
+            block.config.update({"offload": host, "min_elements": 1})
         for number in range(4):
             seen.append(float(step(torch.full((B, D), number / 4, device="cuda"))))
             model.eval()

@@ -1,0 +1,90 @@
+"""A training loop whose batches grow is planned on its own steps, and never breaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.peaks import tracked_peak
+from torch import nn
+
+from graphckpt.errors import ConfigError
+from graphckpt.planning.live_plan import LivePlan
+from graphckpt.planning.options import PlanOptions
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Loop:
+    """A training loop, whose updates are planned for."""
+
+    def __init__(self, budget):
+        self.model = nn.Sequential(*(Layer() for _ in range(4)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.lines = []
+        self.live = LivePlan(self.model, budget, PlanOptions(candidates=["full"], progress=False), self.lines.append)
+
+    def step(self, size):
+        self.model(torch.ones(size, 16)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def updates(self, *sizes):
+        """Runs one update of each size, and returns which of them ended with a new plan."""
+        planned = []
+        for size in sizes:
+            self.live.begin_step()
+            self.step(size)
+            planned.append(self.live.end_step())
+            self.handle = self.live.handle  # which callbacks keep alive, until they see another one
+        return planned
+
+    def peak(self, size):
+        return tracked_peak(self.model, lambda: self.step(size), [self.optimizer])
+
+
+def test_larger_batches_one_after_the_other_recompute_every_block_and_are_planned_for():
+    loop = Loop("min")
+    assert loop.updates(256, 256, 256) == [False, True, False]
+    first = loop.live.plan
+    assert loop.updates(512) == [True], "the fourth update"
+    assert loop.updates(512, 1024, 1024) == [False, False, False], "each larger than planned for"
+    assert loop.live.handle is not None, "the policies of the plan until a batch is too large for them"
+    assert loop.updates(1024) == [True], "the eighth"
+    assert loop.lines == ["planned again, for the largest batch so far"] * 2
+    assert first.predicted_peak_bytes < loop.peak(1024) <= loop.live.plan.predicted_peak_bytes
+    loop.live.close()
+
+
+def test_the_loop_leaves_the_weights_of_the_plain_step():
+    torch.manual_seed(0)
+    loop = Loop("min")
+    weights = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    loop.updates(8, 8, 16, 32)
+    planned = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    loop.live.close()
+    with torch.no_grad():
+        for parameter, weight in zip(loop.model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), foreach=False)
+    for size in (8, 8, 16, 32):
+        loop.step(size)
+    for parameter, weight in zip(loop.model.parameters(), planned, strict=True):
+        assert torch.equal(parameter, weight)
+        assert parameter.grad is None
+
+
+def test_parameters_that_are_not_full_are_one_error():
+    class Odd(nn.Parameter):
+        pass
+
+    model = nn.Sequential(Layer(), Layer())
+    model[1].up.weight = Odd(model[1].up.weight.detach())
+    with pytest.raises(ConfigError, match=r"expected full parameters, got \w+ in 1 · fix: rule='full', or plan before"):
+        LivePlan(model, "min", PlanOptions(), print)
