@@ -77,7 +77,7 @@ examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
 
-The device need not be present, and no tensor allocates memory. The file of --save has a section `blocks` for
+The device may be absent, and no tensor allocates memory. The file of --save has a section `blocks` for
 train.activation_checkpoint.
 
 exit codes: 0 done, 2 invalid input, such as a budget that no plan fits, 130 stopped by Ctrl-C
@@ -92,7 +92,7 @@ examples:
   graphckpt fit --config-file configs/llama_pretrain.py --device h100 --sequence-lengths 1024,2048,4096
   graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 task.loss_head=True --head loss_head=tiles:8:sum
 
-The device need not be present, and no tensor allocates memory. The step is simulated at each batch size of the table,
+The device may be absent, and no tensor allocates memory. The step is simulated at each batch size of the table,
 under all policies and then under its plan. The largest batch is exact: with one sample more, no plan fits.
 
 exit codes: 0 done, 2 invalid input, such as a budget that no batch fits, 130 stopped by Ctrl-C

@@ -47,7 +47,7 @@ class PlanOptions:
     """Selectors of the blocks to plan, such as ``"model.layers.*"``; ``None`` finds the layers of the model. In a
     config ``unit`` selects them."""
     candidates: Iterable[Any] | None = None
-    """The rules to consider beside ``keep``, as ``activation_checkpointing`` takes them. ``None`` is all of ``full``,
+    """The rules to consider besides ``keep``, as ``activation_checkpointing`` takes them. ``None`` is all of ``full``,
     up to four levels of ``selective`` that are found op by op for each kind of layer, and ``joined`` runs of layers,
     which need ``full`` too."""
     head: Mapping[str, Any] | None = None
