@@ -477,4 +477,4 @@ def test_a_batch_too_small_for_batch_norm_does_not_hide_that_nothing_fits():
         return model, lambda: model(x).sum().backward()
 
     with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size [^1]"):
-        graphckpt.fit(make_step, memory_budget=100, blocks="*").largest
+        graphckpt.fit(make_step, memory_budget="1KiB", blocks="*").largest
