@@ -335,8 +335,8 @@ def measure_all(
 
 
 _ALL_BLOCKS = (
-    "the step calls different blocks each time, as LayerDrop does; it is planned for a step that calls all of them, so the "
-    "peak is an upper bound"
+    "the step calls different blocks each time, as LayerDrop does; it is planned for a step that calls all of them, so "
+    "the peak is an upper bound"
 )
 
 
