@@ -470,10 +470,10 @@ def test_a_budget_that_depends_on_the_batch_is_an_error(budget):
 
 
 def test_a_batch_too_small_for_batch_norm_does_not_hide_that_nothing_fits():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
 
     def make_step(batch_size):
-        x = torch.randn(batch_size, 8)
+        x = torch.randn(batch_size, 16)
         return model, lambda: model(x).sum().backward()
 
     with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size [^1]"):
