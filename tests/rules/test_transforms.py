@@ -19,7 +19,7 @@ import graphckpt
 from graphckpt import Segments, Selective, Tiles
 
 # forward-mode AD loads decompositions of its own by `torch.jit.script`
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 # Legend: N rows, D width
 D = 16

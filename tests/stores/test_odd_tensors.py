@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR) tensor support is in beta"),  # said once a process, of one
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
 ]
 STORES: dict[str, dict[str, Any]] = {
     "disk": {"offload": "disk", "min_elements": 1},
