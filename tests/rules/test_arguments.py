@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fuzz.layers import D, EditsBuffer
+from helpers.contract import assert_same_steps
 from helpers.modules import as_module
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -257,3 +259,12 @@ def test_tiles_refuse_an_argument_that_one_slice_changes_for_the_next(use_cache:
                 model(ids, use_cache=True)
         else:
             assert torch.allclose(model(ids, use_cache=False).logits, plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("inner", ["tiles:1", True, "selective"])
+def test_a_buffer_with_attributes_that_a_child_edits(inner):
+    def make_model():
+        return nn.Sequential(nn.Sequential(nn.Linear(D, D), EditsBuffer()))
+
+    assert [*vars(make_model()[0][1].average)], "an nn.Buffer has attributes"
+    assert_same_steps(make_model, {"0": True, "0.1.inner": inner})
