@@ -15,6 +15,7 @@ from graphckpt.errors import GraphError
 from graphckpt.graph.capture import modules_of
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import flatten_value
+from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step
@@ -32,6 +33,10 @@ class Verification:
     num_bytes: int
     is_captured: bool
     """Whether the steps were replays of a capture."""
+
+    def __str__(self) -> str:
+        steps = f"{self.num_steps} {'replays' if self.is_captured else 'steps'}"
+        return f"bitwise equal to the plain step: {steps}, {self.num_tensors} tensors, {format_bytes(self.num_bytes)}"
 
 
 def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verification:
