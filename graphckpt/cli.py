@@ -349,6 +349,10 @@ def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.planning.options import check_budget  # noqa: PLC0415
 
     budget = check_budget(parsed.memory_budget)
+    if parsed.plot:
+        from graphckpt.ledger.plot import file_of  # noqa: PLC0415
+
+        file_of(parsed.plot, has_page=True)  # raises now, not after the measurements
     with CommandProgress() as progress:
 
         def on_measured(planners: Planners) -> None:

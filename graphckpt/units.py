@@ -59,7 +59,7 @@ def parse_bytes(size: str | int) -> int:
     (True, 1500, 640, 640)
     >>> parse_bytes("12 G")
     Traceback (most recent call last):
-    ValueError: memory size '12 G': unknown unit 'G' · fix: write 'GiB' (of 1024) or 'GB' (of 1000)
+    ValueError: memory size '12 G': unknown unit 'G' · fix: use 'GiB' (powers of 1024) or 'GB' (powers of 1000)
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
@@ -72,7 +72,7 @@ def parse_bytes(size: str | int) -> int:
     factor = _BYTES_OF.get((unit or "B").lower())
     if factor is None:
         letter = unit[0].upper() if unit[0].upper() in "KMGTPE" else "G"
-        fix = f"write '{letter}iB' (of 1024) or '{letter}B' (of 1000)"
+        fix = f"use '{letter}iB' (powers of 1024) or '{letter}B' (powers of 1000)"
         raise ValueError(f"memory size {size!r}: unknown unit {unit!r} · fix: {fix}")
     integer, _, fraction = number.partition(".")
     digits = int((integer or "0") + fraction)  # integers throughout: a float loses bytes above 8 PiB

@@ -48,9 +48,9 @@ def test_sizes_are_read_in_binary_and_decimal_units(text, num_bytes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("12G", r"unknown unit 'G' · fix: write 'GiB' .* or 'GB'"),
-        ("5 m", r"fix: write 'MiB'"),
-        ("12 apples", r"unknown unit 'apples' · fix: write 'GiB'"),
+        ("12G", r"unknown unit 'G' · fix: use 'GiB' .* or 'GB'"),
+        ("5 m", r"fix: use 'MiB'"),
+        ("12 apples", r"unknown unit 'apples' · fix: use 'GiB'"),
         ("much", r"'much' is not a memory size · fix: write one such as '12GiB'"),
         ("-5 GiB", r"is not a memory size"),
         ("", r"is not a memory size"),

@@ -151,7 +151,7 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
     for name, module in model.named_modules():
         if not replace and module in configs and isinstance(module.forward, BlockForward):
             fix = "remove() the handle, call graphckpt.remove(model), or apply(..., replace=True)"
-            faults.append(f"{name or type(model).__name__}: it has a policy already · fix: {fix}")
+            faults.append(f"{name or type(model).__name__}: it already has a policy · fix: {fix}")
     if faults or plan is None:
         lines = without_repeats(faults)
         raise ConfigError("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])

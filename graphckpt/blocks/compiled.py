@@ -49,7 +49,7 @@ def check_options(block: str, value: Any) -> None:
         )
     if not takes_share(value):
         raise ConfigError(
-            f"{block}.compile: {SHARE} does nothing with backend {backend!r}, which does not choose what is saved · "
+            f"{block}.compile: {SHARE} has no effect with backend {backend!r}, which does not choose what is saved · "
             "fix: backend 'inductor' or 'aot_eager', or leave it out"
         )
 

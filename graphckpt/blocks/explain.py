@@ -116,7 +116,7 @@ class StepRecorder:
         if recorder is None or not recorder.runs:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
                 raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
-            raise GraphError(f"{self.title}: nothing measured yet · fix: run one step")
+            raise GraphError(f"{self.title}: no step has been measured yet · fix: run one step")
         explanation = self._explanation(recorder, capture)
         if plot is not None:
             explanation.plot(plot)
@@ -192,7 +192,7 @@ class StepRecorder:
             if not recorder.runs[wrapper.name] and wrapper.is_in_graph:
                 yield f"{wrapper.name or self.title}: {_IN_GRAPH}"
             elif not recorder.runs[wrapper.name] and wrapper.name not in self._policies.idle:
-                yield f"{wrapper.name or self.title}: it never ran with gradients, so its flag did nothing"
+                yield f"{wrapper.name or self.title}: it never ran with gradients, so its policy had no effect"
         yield from self._useless_flags(flagged)
         ran = [w for w in flagged if recorder.reruns[w.name]]
         tops = {id(root) for _, root in self._roots}
@@ -201,7 +201,7 @@ class StepRecorder:
             if id(wrapper.module) in tops and not isinstance(wrapper.rule, (Segments, Tiles)) and is_as_high:
                 yield (
                     f"{wrapper.name or self.title}: it is one block as a whole, so all of it is alive again when it "
-                    "is recomputed, and the peak hardly falls · fix: set the flag on its layers"
+                    "is recomputed, and the peak hardly falls · fix: set the policy on its layers"
                 )
         if not any(isinstance(w.rule, Joined) for w in wrappers) and tops.isdisjoint(id(w.module) for w in ran):
             yield from _last_blocks(wrappers, recorder, ran)
@@ -211,7 +211,7 @@ class StepRecorder:
         blocks: dict[str, list[str]] = {}
         notes = [(w.name, note) for w in wrappers for note in w.context.notes]
         for name, note in (*self._policies.idle.items(), *notes):
-            if "does nothing" in note:
+            if "has no effect" in note:
                 blocks.setdefault(note, []).append(name or self.title)
         for note, names in blocks.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

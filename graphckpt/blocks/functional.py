@@ -71,7 +71,9 @@ def checkpoint(
         RecomputeError: In backward, if the recomputation differs from the first.
     """
     if function is None and (args or kwargs):
-        raise ConfigError(f"checkpoint: expected a function, got None and {shown(args or kwargs)} · fix: pass it first")
+        raise ConfigError(
+            f"checkpoint: expected a function first, got only {shown(args or kwargs)} · fix: pass the function"
+        )
     if function is None or (not args and not kwargs and _needs_arguments(function)):
         decorate = partial(
             _checkpointed,
@@ -162,7 +164,7 @@ def checkpoint_sequential(
     """Runs a chain in ``segments`` runs, all but the last of them under recompute, as PyTorch's function does.
 
     Raises:
-        ConfigError: ``segments`` is not within 1 and the number of functions, or a keyword is unknown.
+        ConfigError: ``segments`` is not an int from 1 to the number of functions, or a keyword is unknown.
     """
     del use_reentrant
     kwargs.pop("preserve_rng_state", None)
@@ -170,7 +172,10 @@ def checkpoint_sequential(
         raise ConfigError(f"checkpoint_sequential has no argument {next(iter(kwargs))!r} · fix: remove it")
     chain: list[Any] = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= len(chain):
-        raise ConfigError(f"segments: {segments!r} is not within 1 and the {len(chain)} functions · fix: the number")
+        raise ConfigError(
+            f"segments: expected an int from 1 to {len(chain)}, the number of functions, got {shown(segments)} · "
+            "fix: use fewer segments"
+        )
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return reduce(lambda value, function: function(value), chain, input)
     return _run_chain(functions, chain, segments, input)

@@ -39,7 +39,7 @@ def resolve_policies(
     for name, root in roots:
         walk.visit(name, root, _Inherited())
     for name, why in walk.plan.idle.items():
-        if "does nothing" in why:
+        if "has no effect" in why:
             warn_once(name, why)
     if walk.faults:
         lines = without_repeats(walk.faults)
@@ -86,7 +86,7 @@ class _Resolver:
         if config is not None and "min_elements" in config.placement() and name not in self.plan.idle:
             stores = [w.placement for w in self.plan.wrappers[first:]] + [outer.covering]
             if all(store is None or store.is_plain for store in stores):
-                self.plan.idle[name] = "min_elements does nothing here: saved tensors stay on their device in any case"
+                self.plan.idle[name] = "min_elements has no effect here: saved tensors stay on their device in any case"
 
     def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, outer: _Inherited) -> _Inherited:
         rule = config.rule if config is not None else None
@@ -95,7 +95,7 @@ class _Resolver:
             return self._decide_kept(name, module, config, placement, outer)
         if isinstance(module, UNCALLED):
             what = type(module).__name__
-            self.plan.idle[name] = f"{what} has no forward, so this policy does nothing; set it on its items"
+            self.plan.idle[name] = f"{what} has no forward, so this policy has no effect; set it on its items"
             return outer
         fault = rule.check(module)
         if fault is not None:
@@ -106,7 +106,7 @@ class _Resolver:
             self.plan.idle[name] = "is recomputed as part of the block around it"
         options = config.compile_options if config is not None else None
         if options is not None and isinstance(rule, Selective):
-            self.plan.idle[name] = "selective does nothing more than full here: it cannot see the ops of compiled code"
+            self.plan.idle[name] = "selective has no effect beyond full here: it cannot see the ops of compiled code"
         self.plan.wrappers.append(BlockForward(module, name, rule, placement, compile_options=options))
         return replace(outer, rule=rule)
 
@@ -121,13 +121,13 @@ class _Resolver:
             if config is not None and config.placement():
                 fields = " and ".join(config.placement())
                 self.plan.idle[name] = (
-                    f"{fields} does nothing here: it is recomputed with the block around it, and keeps nothing"
+                    f"{fields} has no effect here: it is recomputed with the block around it, and keeps nothing"
                 )
             return outer
         if isinstance(module, UNCALLED):
             if options is not None:
                 what = type(module).__name__
-                self.plan.idle[name] = f"{what} has no forward, so compile does nothing; set it on its items"
+                self.plan.idle[name] = f"{what} has no forward, so compile has no effect; set it on its items"
             return replace(outer, rule=None)
         is_placed = placement is not None and placement != (outer.covering or _PLAIN)
         if is_hole or is_placed or options is not None:

@@ -72,7 +72,10 @@ def _matches_nothing(model: nn.Module, selector: Selector, named: Sequence[tuple
         # names of modules are in lower case, those of classes are not
         kinds = (names, classes) if word.islower() else (classes, names)
         hint = did_you_mean(word, kinds[0]) or did_you_mean(word, kinds[1])
-    hint = hint or f" · the model has {', '.join(map(repr, sorted(names)[:8]))}{', ...' if len(names) > 8 else ''}"
+        if any(fnmatch.fnmatchcase(name, f"*.{word}") for name, _ in named):
+            hint = f" · did you mean '*.{word}'?"
+    listed = sorted(filter(None, names))
+    hint = hint or f" · the model has {', '.join(map(repr, listed[:8]))}{', ...' if len(listed) > 8 else ''}"
     fix = f"use a name or class of model.named_modules(), such as {example!r}"
     return f"{described} matches no module of {owner}{hint} · fix: {fix}"
 

@@ -74,8 +74,7 @@ class ConfigSource:
             run, more = check(self.config)
             faults = list(dict.fromkeys([*self._faults, *faults, *more]))
             if faults or run is None:
-                source = " ".join([str(self.path), *self.overrides])
-                raise ConfigError(bullets(f"{source}: {len(faults)} fault{'s' if len(faults) > 1 else ''}", faults))
+                raise ConfigError(bullets(f"{self.path}: {len(faults)} error{'s' if len(faults) > 1 else ''}", faults))
             yield run
 
     def set_import_from(self) -> None:

@@ -101,7 +101,7 @@ class BlockContext:
     def note(self, text: str) -> None:
         """Adds a line about the block to ``explain()``; that a field has no effect is logged once as well."""
         self.notes.setdefault(text)
-        if "does nothing" in text:
+        if "has no effect" in text:
             warn_once(self.title, text)
 
     def tensors(self) -> list[torch.Tensor]:

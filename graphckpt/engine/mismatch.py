@@ -18,7 +18,7 @@ _Kind = tuple[torch.dtype, torch.Size]
 
 _FIX = (
     "fix: make forward depend on its arguments, parameters and RNG state alone, or set "
-    "activation_checkpointing = False on this block"
+    "activation_checkpointing = False on this block, or call the function without checkpoint()"
 )
 _LIBRARIES = tuple(str(Path(module).parent) for module in (torch.__file__, __file__))
 

@@ -243,7 +243,8 @@ class Graph:
         watcher = self._step.watcher
         if watcher is None:
             raise GraphError(
-                f"{self._name}.explain: no step was watched · fix: call the graph inside `with graph.measure():`"
+                f"{self._name}.explain: no step has been measured yet · "
+                "fix: call the graph inside `with graph.measure():`"
             )
         return watcher.explain(plot, show=show, capture=self._step.capture_text)
 

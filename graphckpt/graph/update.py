@@ -99,7 +99,7 @@ class Update:
                 what = "the parameters of its optimizers are not those of its modules"
                 raise GraphError(f"{self._graph_name}: {what} · fix: create the optimizer from the Graph's model")
             raise GraphError(
-                f"{self._graph_name}.build ran no backward that reached a parameter of its optimizers · "
+                f"{self._graph_name}: no backward in build reached a parameter of its optimizers · "
                 "fix: call loss.backward() in build, and no zero_grad() after it"
             )
         if self.step(optimizers):

@@ -95,7 +95,10 @@ class PolicyCallback:
     def _check_plan(self, rule: Value, memory_budget: Budget) -> None:
         if rule is not True or self._blocks:
             what = "blocks" if self._blocks else "rule"
-            raise ConfigError(f"{self._owner}.memory_budget: the plan chooses the policies · fix: leave {what} out")
+            raise ConfigError(
+                f"{self._owner}: {what} and memory_budget cannot be combined, as the plan chooses the policies · "
+                f"fix: omit {what}"
+            )
         check_budget(memory_budget)
         if PlanOptions.of(self._options, self._owner).head:
             fix = "graphckpt.plan with a step of your own, and GraphckptCallback(None, blocks=plan.blocks)"
@@ -303,7 +306,7 @@ def saved_line(explanation: Explanation) -> str:
     offloaded = offloaded_bytes(explanation)
     blocks = sum(1 for row in explanation.rows if (row.reruns and not row.is_own) or row.place != "device")
     count = f"{blocks} block{'s' if blocks != 1 else ''}"
-    effect = f"policies act on {count}" if blocks else "everything fits; no block is recomputed"
+    effect = f"policies act on {count}" if blocks else "no block is recomputed"
     return f"graphckpt: {effect}; kept for backward: {change}{f'; offloaded: {offloaded}' if offloaded else ''}"
 
 

@@ -38,7 +38,7 @@ class Row:
     wait_seconds: float | None = None
     """Seconds that the step waited for them."""
     note: str = ""
-    """Why a flag does nothing, or what the rule had to do differently."""
+    """Why a policy has no effect, or what the rule had to do differently."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ _CUDA_CONTEXT_BYTES = 512 * 2**20  # kernels and libraries of a process; on a de
 Budget: TypeAlias = int | float | str
 """Bytes, ``"12GiB"``; ``"50%"`` of the device's memory; ``0.6`` of the plain step's peak; ``"max"`` or ``"min"``."""
 
-_KINDS = "bytes, '12GiB', '50%', 0.6, 'max' or 'min'"
+_KINDS = "a number of bytes, a size such as '12GiB', '50%', 0.6, 'max' or 'min'"
 _FIX = "'12GiB', '50%' of the device's memory, or 0.6 of the plain step's peak"
 _FIX_OF_FIT = "'12GiB', '50%' of the device's memory, or 'max'"
 _LEAST_BYTES = 1024  # a smaller number is of another unit
@@ -179,7 +179,7 @@ def check_budget(budget: Budget, *, for_fit: bool = False) -> Budget:
         fault = f"expected a budget independent of the batch size, got {budget!r}"
     elif isinstance(budget, float):
         if not 0 < budget <= 1:
-            fault = f"expected a float above 0 and up to 1, a share of the plain step's peak, got {budget!r}"
+            fault = f"expected a float greater than 0 and at most 1, a share of the plain step's peak, got {budget!r}"
             fault += _suggestion(budget)
     elif _is_percentage(budget):
         fault = _fault_of_percentage(str(budget))
@@ -222,7 +222,7 @@ def _fault_of_percentage(budget: str) -> str:
         is_valid = 0 < _share_of(budget) <= 1
     except ValueError:
         return f"expected a percentage, got {budget!r}"
-    return "" if is_valid else f"expected above 0% and up to 100% of the device's memory, got {budget!r}"
+    return "" if is_valid else f"expected more than 0% and at most 100% of the device's memory, got {budget!r}"
 
 
 def _suggestion(number: float, *, has_shares: bool = True) -> str:
@@ -230,8 +230,8 @@ def _suggestion(number: float, *, has_shares: bool = True) -> str:
     if not 1 <= number < inf:
         return ""
     if number >= _LEAST_BYTES:
-        return f" · did you mean {int(number)} bytes, an int?"
-    return f" · did you mean '{number:g}GiB'{f' or {number / 100:g}' if has_shares and 1 < number <= 100 else ''}?"
+        return f" · did you mean the int {int(number)}, in bytes?"
+    return f" · did you mean '{number:g}GiB'{f' or {number / 100:g}' if has_shares and 10 <= number <= 100 else ''}?"
 
 
 def describe_budget(budget: Budget | None) -> str:
@@ -241,7 +241,7 @@ def describe_budget(budget: Budget | None) -> str:
     ("0.6 of the plain step's peak", "50% of the device's memory", '')
     """
     if isinstance(budget, float):
-        return f"{budget:g} of the plain step's peak"
+        return f"{budget} of the plain step's peak"
     if budget == "min":
         return "the lowest possible peak"
     return f"{str(budget).strip()} of the device's memory" if budget is not None and _is_percentage(budget) else ""

@@ -98,6 +98,10 @@ def _make_model(model: Any, step_fn: Any, device: Device) -> MakeModel:
         what = f"expected a function that builds it, for device={str(device)!r}, got {shown(model)}"
         fix = "def make_model(): ...; return model, step_fn; then plan(make_model, device=...)"
         raise ConfigError(f"plan.model: {what} · fix: {fix}")
+    if isinstance(step_fn, nn.Module) and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"plan.model: expected a module, got {shown(model)} · fix: pass the model first: plan(model, step_fn, ...)"
+        )
     if not callable(step_fn):
         what = f"expected a function without arguments that runs a step, got {shown(step_fn)}"
         raise ConfigError(f"plan.step_fn: {what} · fix: lambda: model(x).sum().backward()")
@@ -223,9 +227,7 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     blocks = [(name, model.get_submodule(name)) for name in names]
     for name, module in blocks:
         if any(isinstance(part.forward, BlockForward) for part in module.modules()):
-            raise ConfigError(
-                f"{name}: expected a block without a policy · fix: graphckpt.remove(model) before planning"
-            )
+            raise ConfigError(f"{name}: it already has a policy · fix: call graphckpt.remove(model) before planning")
     for name, part in model.named_modules():
         if has_compiled_call(part) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
             raise ConfigError(

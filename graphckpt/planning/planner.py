@@ -138,11 +138,11 @@ class Planner:
         without_inputs = max(static, self.floor.peak - self._input_bytes()) + lowest - self.floor.peak
         if container is not None and without_inputs <= budget and not self.in_callback:
             fixes.append(f"segments='log' on {container} (less memory, more time)")
-        content = "weights, optimizer state, inputs and workspaces" if self.is_simulated else _STATIC
+        content = f"weights, optimizer state, inputs{', workspaces' if self.is_simulated else ''} and what runs before"
         return PlanError(
             f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is {format_bytes(lowest)}"
             f"{' without offloading' if self.search.rates is not None else ''}, reached {time_of(where)}; "
-            f"{format_bytes(static)} of it are {content} · "
+            f"{format_bytes(static)} of it are alive before the first block: {content} it · "
             f"fix: {', '.join([*fixes, 'a smaller batch, or a larger budget'])}"
         )
 
@@ -158,9 +158,6 @@ class Planner:
         if self.model is None or others or not isinstance(self.model.get_submodule(parent), nn.Sequential):
             return None
         return repr(parent) if parent else f"the {type(self.model).__name__}"
-
-
-_STATIC = "weights, optimizer state and inputs"
 
 
 def corrected(plan: Plan, num_bytes: int) -> Plan:

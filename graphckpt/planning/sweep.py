@@ -52,9 +52,9 @@ def measure(
     run = shared(run)
     base = StepLog(run.trace)
     if not base.calls:
-        raise PlanError("no block ran with gradients on · fix: let step_fn run forward and backward of this model")
+        raise PlanError("no block ran with gradients enabled · fix: run forward and backward of this model in step_fn")
     if not base.has_backward:
-        raise PlanError("no backward went through the blocks · fix: let step_fn call loss.backward()")
+        raise PlanError("no backward went through the blocks · fix: call loss.backward() in step_fn")
     classes = _classes(base, blocks)
 
     def measure_options(numbers: Sequence[int], *, is_shorter: bool) -> MeasuredStep:

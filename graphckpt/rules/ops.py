@@ -438,7 +438,7 @@ class SelectiveContexts(Contexts):
         self.schedule = schedule
         self._release([schedule.keys[position] for position in schedule.skipped], frame)
         for name in self.policy.missing(schedule.keys) if isinstance(self.policy, NamedOps) else ():
-            frame.block.note(f"selective: the block runs no {name}, so no result of it is kept")
+            frame.block.note(f"selective: the block does not run {name}, so no result of it is kept")
 
     def leave_schedule(self, frame: Frame) -> None:
         """Is called when a call does not follow its schedule: all that is not kept will be recomputed."""

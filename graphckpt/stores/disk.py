@@ -95,7 +95,7 @@ class Disk(Offload):
         """Returns a byte store with its own file, which is opened at the first ``put``."""
         if device.type not in ("cpu", "cuda") or not hasattr(os, "preadv"):
             what = f"tensors on {device.type!r} are" if hasattr(os, "preadv") else "this operating system is"
-            note(f"offload to 'disk' does nothing: {what} not supported")
+            note(f"offload to 'disk' has no effect: {what} not supported")
             return None
         folder = tempfile.gettempdir() if self.folder is None else os.fspath(self.folder)
         in_memory = file_system_in_memory(folder)

@@ -56,9 +56,9 @@ class Host(Offload):
         if device.type == "cuda":
             return HostStore(device, CopyEngine(device, note), self.in_flight_bytes)
         if device.type == "cpu":
-            note("offload to 'cpu' does nothing: the tensors are in host memory already")
+            note("offload to 'cpu' has no effect: the tensors are in host memory already")
         else:
-            note(f"offload to 'cpu' does nothing: expected CUDA tensors, got tensors on {device}")
+            note(f"offload to 'cpu' has no effect: expected CUDA tensors, got tensors on {device}")
         return None
 
 

@@ -214,7 +214,7 @@ def group_for(partition: Any, group: TensorGroup) -> RankGroup | None:
     settings = parse_partition(partition)
     assert settings is not None
     if not (dist.is_available() and dist.is_initialized()):
-        group.note("partition does nothing: torch.distributed is not initialized")
+        group.note("partition has no effect: torch.distributed is not initialized")
         return None
     named = settings.group
     if named is True:
@@ -224,10 +224,10 @@ def group_for(partition: Any, group: TensorGroup) -> RankGroup | None:
     except ConfigError as error:
         raise ConfigError(f"{group.block}.partition: {error}") from None
     if members is None or members == dist.GroupMember.NON_GROUP_MEMBER:
-        group.note("partition does nothing: this rank is not in the group")
+        group.note("partition has no effect: this rank is not in the group")
         return None
     if members.size() == 1:
-        group.note("partition does nothing: the group has one rank")
+        group.note("partition has no effect: the group has one rank")
         return None
     return RankGroup(members, settings.timeout_seconds)
 

@@ -330,7 +330,7 @@ def test_a_share_counts_within_a_recomputed_block_and_beside_a_store() -> None:
         ),
         ({"activation_memory_budget": True}, "from 0 to 1, got True"),
         ({"activation_memory_budget": "0.5"}, "from 0 to 1, got '0.5'"),
-        ({"activation_memory_budget": 0.5, "backend": "eager"}, r"does nothing with backend 'eager'.*'aot_eager'"),
+        ({"activation_memory_budget": 0.5, "backend": "eager"}, r"has no effect with backend 'eager'.*'aot_eager'"),
     ],
 )
 def test_a_share_that_cannot_act_is_an_error(options: dict[str, Any], message: str) -> None:

@@ -192,7 +192,7 @@ def test_without_a_function_it_is_a_decorator() -> None:
     calls = 0
     run(nn.Tanh(), torch.ones(2, requires_grad=True)).sum().backward()
     assert calls == 2, "it must be recomputed once"
-    with pytest.raises(ConfigError, match="expected a function, got None and"):
+    with pytest.raises(ConfigError, match="expected a function first, got only"):
         checkpoint(None, torch.ones(2))
 
 
@@ -442,7 +442,8 @@ def test_checkpoint_sequential_runs_all_but_the_last_run_again() -> None:
 def test_segments_out_of_range(segments: Any) -> None:
     with pytest.raises(ConfigError) as error:
         checkpoint_sequential(module(), segments, torch.ones(6, 4))
-    assert str(error.value) == f"segments: {segments!r} is not within 1 and the 5 functions · fix: the number"
+    fault = f"segments: expected an int from 1 to 5, the number of functions, got {segments!r}"
+    assert str(error.value) == f"{fault} · fix: use fewer segments"
 
 
 def test_unknown_keywords_of_checkpoint_sequential() -> None:
@@ -474,7 +475,7 @@ def test_checkpoint_wrapper_says_that_host_memory_is_where_its_tensors_are() -> 
     model = nn.Sequential(nn.Linear(16, 16), checkpoint_wrapper(Mlp(), offload_to_cpu=True))
     model(torch.ones(200, 16)).sum().backward()
     (note,) = model[1].forward.context.notes
-    assert note == "offload to 'cpu' does nothing: the tensors are in host memory already"
+    assert note == "offload to 'cpu' has no effect: the tensors are in host memory already"
 
 
 def test_is_recomputing_in_every_kind_of_second_run() -> None:

@@ -238,7 +238,8 @@ def test_a_rule_that_cannot_act_is_named_at_the_next_call_and_can_be_mended() ->
 def test_explain_after_one_two_and_three_calls() -> None:
     graph = make()
     with pytest.raises(
-        GraphError, match=r"explain: no step was watched · fix: call the graph inside `with graph.measure\(\):`"
+        GraphError,
+        match=r"explain: no step has been measured yet · fix: call the graph inside `with graph.measure\(\):`",
     ):
         graph.explain()
     flag_like_libai(graph)
@@ -295,7 +296,7 @@ def test_without_measure_no_step_is_watched() -> None:
     graph = make()
     graph.config.measure = False
     run_graph(graph, 3)
-    with pytest.raises(GraphError, match="no step was watched"):
+    with pytest.raises(GraphError, match="no step has been measured yet"):
         graph.explain()
     graph.config.measure = True
     run_graph(graph, 1)
@@ -335,7 +336,7 @@ def test_warnings_of_flags_that_do_not_pay() -> None:
     graph.unused.config.activation_checkpointing = True
     run_graph(graph, 2)
     warnings = graph.explain(show=False).warnings
-    assert any(w.startswith("unused: it never ran with gradients, so its flag did nothing") for w in warnings)
+    assert any(w.startswith("unused: it never ran with gradients, so its policy had no effect") for w in warnings)
     assert any(w.startswith("model: it is one block as a whole, so all of it is alive again") for w in warnings)
 
 

@@ -373,7 +373,7 @@ def test_a_forgotten_backward_is_an_error_on_every_call() -> None:
     model = mlp()
     graph = Forgets(model, adamw(model))
     message = (
-        f"{graph.name}.build ran no backward that reached a parameter of its optimizers · "
+        f"{graph.name}: no backward in build reached a parameter of its optimizers · "
         "fix: call loss.backward() in build, and no zero_grad() after it"
     )
     with pytest.raises(GraphError, match=re.escape(message)):

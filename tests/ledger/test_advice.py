@@ -136,7 +136,7 @@ for name in ZOO:
 
 def followed(warning: str, case: Case) -> dict[str, Any]:
     """Returns the policies that a warning advises."""
-    if "set the flag on its layers" in warning:
+    if "set the policy on its layers" in warning:
         return {"": None, **{name: True for name, _ in case.build().named_children()}}
     (field, value, names) = re.fullmatch(r".* · fix: set (\w+) = (\w+) on (.*)", warning).groups()
     return {name: {field: {"False": False}[value]} for name in names.split(", ")}

@@ -71,7 +71,7 @@ GPT = explanation(
     ),
     peak_bytes=123 * MIB,
     plain_peak_bytes=200 * MIB,
-    warnings=("lm_head.offload: of CPU tensors does nothing", "one more"),
+    warnings=("lm_head.offload: of CPU tensors has no effect", "one more"),
 )
 
 
@@ -98,7 +98,7 @@ total                     14.0 ms    26.0 ms
 kept for backward: 84.0 MiB -> 12.5 MiB, 71.5 MiB less (85 %)
 peak memory: 200 MiB (predicted) -> 123 MiB, 77.0 MiB less (38 %)
 * lm_head: anew
-- lm_head.offload: of CPU tensors does nothing
+- lm_head.offload: of CPU tensors has no effect
 - one more
 """
     )

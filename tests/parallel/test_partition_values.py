@@ -40,13 +40,13 @@ def test_without_other_ranks_it_does_nothing_and_says_why() -> None:
         x = torch.randn(32, 64, requires_grad=True)
         model(x).sum().backward()
         rows = handle.explain(show=False).rows
-    assert [row.note for row in rows] == ["partition does nothing: torch.distributed is not initialized"] * 2
+    assert [row.note for row in rows] == ["partition has no effect: torch.distributed is not initialized"] * 2
     store: Any = Placement(partition=True).store
     notes: list[str] = []
     tensor = torch.randn(2000)
     key = store.put(tensor, store.open_group(TensorGroup("block", lambda: (), notes.append)))
     assert key.data_ptr() == tensor.data_ptr()
-    assert notes == ["partition does nothing: torch.distributed is not initialized"]
+    assert notes == ["partition has no effect: torch.distributed is not initialized"]
 
 
 def ranks_of(size: int, rank: int) -> Any:

@@ -87,7 +87,7 @@ def test_sequence_lengths(tmp_path, capsys):
         ),
         (
             ["--memory-budget", "150%"],
-            "expected above 0% and up to 100% of the device's memory, got '150%' · fix: '12G",
+            "expected more than 0% and at most 100% of the device's memory, got '150%' · fix: '12G",
         ),
         (["--memory-budget", "1MiB"], "no batch fits"),
         (["--plot", "fit.txt"], "fit.txt: expected a file ending in '.png' or '.svg'"),

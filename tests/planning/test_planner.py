@@ -261,22 +261,34 @@ def test_plan_takes_budgets_of_every_kind(budget):
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ("0%", r"memory_budget: expected above 0% and up to 100% of the device's memory, got '0%' · fix: "),
-        ("150%", r"memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
-        (1.5, r"memory_budget: expected a float above 0 and up to 1, a share of the plain step's peak, got 1\.5"),
-        ("24.0", r"memory_budget: expected a float above 0 and up to 1, .*, got 24\.0 · did you mean '24GiB' or 0.24"),
-        (0.0, r"memory_budget: expected a float above 0"),
-        (float("nan"), r"memory_budget: expected a float above 0"),
+        ("0%", r"memory_budget: expected more than 0% and at most 100% of the device's memory, got '0%' · fix: "),
+        ("150%", r"memory_budget: expected more than 0% and at most 100% of the device's memory, got '150%'"),
+        (
+            1.5,
+            r"memory_budget: expected a float greater than 0 and at most 1, a share of the plain step's peak, got 1\.5",
+        ),
+        (
+            "24.0",
+            r"expected a float greater than 0 and at most 1, .*, got 24\.0 · did you mean '24GiB' or 0.24",
+        ),
+        (0.0, r"memory_budget: expected a float greater than 0"),
+        (float("nan"), r"memory_budget: expected a float greater than 0"),
         (".", r"memory_budget: '\.' is not a memory size"),
         ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '12GiB', '50%' of the device's memory, or 0\.6"),
-        (True, r"memory_budget: expected bytes, '12GiB', '50%', 0\.6, 'max' or 'min', got True · fix: "),
-        (None, r"memory_budget: expected bytes, .* got None"),
-        ("12 G", r"memory_budget: .*unknown unit 'G' · fix: write 'GiB'.*; or '12GiB', '50%' of"),
+        (
+            True,
+            r"expected a number of bytes, a size such as '12GiB', '50%', 0\.6, 'max' or 'min', got True",
+        ),
+        (None, r"memory_budget: expected a number of bytes, .* got None"),
+        ("12 G", r"memory_budget: .*unknown unit 'G' · fix: use 'GiB'.*; or '12GiB', '50%' of"),
         ("most", r"memory_budget: .*'most' is not a memory size"),
         (-1, r"memory_budget: expected 0 or more bytes, got -1 · fix: '12GiB'"),
         (60, r"memory_budget: expected at least 1 KiB, got 60 B · did you mean '60GiB' or 0\.6\?"),
         ("12", r"memory_budget: expected at least 1 KiB, got 12 B · did you mean '12GiB' or 0\.12\?"),
-        (12e9, r"memory_budget: expected a float .*, got 12000000000\.0 · did you mean 12000000000 bytes, an int\?"),
+        (
+            12e9,
+            r"memory_budget: expected a float .*, got 12000000000\.0 · did you mean the int 12000000000, in bytes\?",
+        ),
     ],
 )
 def test_a_budget_that_cannot_be_read(budget, message):
@@ -389,7 +401,7 @@ def test_a_cache_of_keys_lives_as_long_as_any_block_that_is_recomputed_with_it(k
 
 def test_a_step_without_its_blocks_cannot_be_planned(planned):
     case, _ = planned
-    with pytest.raises(PlanError, match="no block ran with gradients on · fix: let step_fn run"):
+    with pytest.raises(PlanError, match="no block ran with gradients enabled · fix: run"):
         plan(case.model, lambda: None, memory_budget="min")
     with pytest.raises(ConfigError, match=r"^plan\.step_fn: expected a function without arguments .* type Tensor · "):
         plan(case.model, torch.ones(99, 99), memory_budget="min")

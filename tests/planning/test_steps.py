@@ -213,11 +213,17 @@ def test_faults_of_a_simulated_plan_are_one_clear_error(arguments, options, mess
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ("24.0", "memory_budget: expected a float above 0 and up to 1, a share of the plain step's peak, got 24.0"),
-        ("150%", "memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
+        (
+            "24.0",
+            "memory_budget: expected a float greater than 0 and at most 1, a share of the plain step's peak, got 24.0",
+        ),
+        ("150%", "memory_budget: expected more than 0% and at most 100% of the device's memory, got '150%'"),
         ("12 G", "memory_budget: '12 G': unknown unit 'G'"),
         ("most", "memory_budget: 'most' is not a memory size"),
-        ("0.001", "of it are weights, optimizer state, inputs and workspaces · fix: "),
+        (
+            "0.001",
+            "before the first block: weights, optimizer state, inputs, workspaces and what runs before it · fix: ",
+        ),
         ("60", "memory_budget: expected at least 1 KiB, got 60 B · did you mean '60GiB' or 0.6?"),
     ],
 )

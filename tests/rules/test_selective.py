@@ -118,7 +118,7 @@ def test_ops_that_do_not_run_are_named():
         step(model, x)
         notes = str(handle.explain(show=False).rows)
     for name in ("aten.relu.default", "attention[0]", "aten.tanh.default[0,9]"):
-        assert f"the block runs no {name}" in notes
+        assert f"the block does not run {name}" in notes
     assert "no aten.addmm" not in notes
 
 

@@ -233,10 +233,10 @@ def test_flags_that_cannot_act_say_so() -> None:
         model(x).sum().backward()
         told = handle.explain(show=False)
     notes = {row.block: row.note for row in told.rows}
-    assert notes["1"] == notes["2"] == "offload to 'cpu' does nothing: the tensors are in host memory already"
+    assert notes["1"] == notes["2"] == "offload to 'cpu' has no effect: the tensors are in host memory already"
     said = "\n".join(told.warnings)
-    assert "1 and 1 more: offload to 'cpu' does nothing" in said
-    assert "1.up: offload does nothing here" in said
+    assert "1 and 1 more: offload to 'cpu' has no effect" in said
+    assert "1.up: offload has no effect here" in said
 
 
 @pytest.mark.parametrize(

@@ -829,7 +829,7 @@ def test_a_folder_in_memory_is_said_to_save_nothing():
 def test_a_device_that_it_does_not_know_stays(tmp_path):
     notes: list[str] = []
     assert Disk(tmp_path).byte_store_for(torch.device("mps"), notes.append) is None
-    assert notes == ["offload to 'disk' does nothing: tensors on 'mps' are not supported"]
+    assert notes == ["offload to 'disk' has no effect: tensors on 'mps' are not supported"]
 
 
 # ---- settings

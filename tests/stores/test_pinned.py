@@ -93,8 +93,8 @@ def test_a_bound_that_is_none(value: Any) -> None:
 @pytest.mark.parametrize(
     ("device", "note"),
     [
-        ("cpu", "offload to 'cpu' does nothing: the tensors are in host memory already"),
-        ("mps", "offload to 'cpu' does nothing: expected CUDA tensors, got tensors on mps"),
+        ("cpu", "offload to 'cpu' has no effect: the tensors are in host memory already"),
+        ("mps", "offload to 'cpu' has no effect: expected CUDA tensors, got tensors on mps"),
     ],
 )
 def test_where_there_is_nothing_to_move_it_says_so(device: str, note: str) -> None:

@@ -78,10 +78,13 @@ def test_layers_are_compiled_where_the_config_says_so(place):
             [f"{BUDGET}=min", "train.activation_checkpoint.compile=fast"],
             "compile: expected bool or a mapping, got",
         ),
-        ([f"{BUDGET}=150%"], "memory_budget: expected above 0% and up to 100% of the device's memory, got '150%'"),
+        (
+            [f"{BUDGET}=150%"],
+            "memory_budget: expected more than 0% and at most 100% of the device's memory, got '150%'",
+        ),
         (
             [f"{BUDGET}=1.5"],
-            "memory_budget: expected a float above 0 and up to 1, a share of the plain step's peak, got",
+            "memory_budget: expected a float greater than 0 and at most 1, a share of the plain step's peak, got",
         ),
         ([f"{BUDGET}=12G"], "unknown unit 'G'"),
         ([f"{BUDGET}=min", "train.activation_checkpoint.host_budget=12G"], "host_budget: '12G': unknown unit 'G'"),

@@ -142,7 +142,7 @@ def test_faults_are_one_clear_error(capsys, monkeypatch, words, message):
     assert train(*words) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert len(error.splitlines()) == (2 if "1 fault:" in error else 1)
+    assert len(error.splitlines()) == (2 if "1 error:" in error else 1)
 
 
 def test_a_snapshot_of_another_model_is_one_clear_error(place, capsys):

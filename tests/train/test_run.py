@@ -199,7 +199,7 @@ def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(p
     [
         (
             ["trian.seed=1", "train.seed=x"],
-            [" train.seed=x: 2 faults", "• trian: no such key · did you mean 'train'", "• train.seed: expected int"],
+            [": 2 errors", "• trian: no such key · did you mean 'train'", "• train.seed: expected int"],
         ),
         (["data.paths=nowhere"], ["data.paths: nowhere: no such file or folder"]),
         (["data.seq_length=100000"], ["fewer than one sequence of 100000"]),

@@ -253,7 +253,9 @@ def weights_folder(name: str, folder: Path) -> Path:
     try:
         return Snapshots(folder).last()[0]
     except SnapshotError as error:
-        raise SnapshotError(f"nothing to evaluate: {error} · or name weights: train.load_weight=folder") from error
+        fault = str(error).partition(", so there is nothing to resume")[0].partition(" · fix: ")[0]
+        fix = "name the folder of a run in train.output_dir, or one with weights in train.load_weight"
+        raise SnapshotError(f"nothing to evaluate: {fault} · fix: {fix}") from error
 
 
 @final
