@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
-from functools import partial, reduce, wraps
+from functools import lru_cache, partial, reduce, wraps
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 import torch
@@ -111,12 +110,11 @@ def checkpoint(
 
 def _needs_arguments(function: Callable[..., Any]) -> bool:
     """Whether a call without arguments would fail, so that ``@checkpoint`` without parentheses can be told from one."""
-    plain = None if torch.compiler.is_compiling() else inspect.unwrap(function)
-    if not isinstance(plain, FunctionType):
+    if torch.compiler.is_compiling() or not isinstance(function, FunctionType):
         return False
-    code = plain.__code__
-    has_required = code.co_argcount > len(plain.__defaults__ or ())
-    return has_required or code.co_kwonlyargcount > len(plain.__kwdefaults__ or ())
+    code = function.__code__  # not the signature, which is that of `__wrapped__`
+    has_required = code.co_argcount > len(function.__defaults__ or ())
+    return has_required or code.co_kwonlyargcount > len(function.__kwdefaults__ or ())
 
 
 def _checkpointed(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -236,6 +234,8 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
     sites = _SITES.setdefault(modules[0], {})
     key = tuple(weakref.ref(module) for module in modules)  # not ids: those of the dead are given anew
     if key not in sites:
+        for other in [other for other in sites if any(ref() is None for ref in other)]:
+            del sites[other]
         sites[key] = BlockContext(name, modules)
     return sites[key]
 
@@ -254,18 +254,19 @@ def _modules_of(function: Any, arguments: Iterable[Any]) -> list[nn.Module]:
     dataclasses in between.
     """
     modules: dict[nn.Module, None] = {}
-    ids: set[int] = set()
-    todo = [(function, 0), *((argument, 1) for argument in arguments)]
-    for value, depth in todo:  # which grows
-        if isinstance(value, nn.Module):
-            modules[unwrap(value)] = None
-        elif not isinstance(value, _LEAVES) and id(value) not in ids and len(todo) < _MAX_VALUES:
-            items, inner = _items(value), depth
-            if items is None and depth < _DEPTH:
-                items, inner = _reached(value), depth + 1
-            if items is not None:
-                ids.add(id(value))
-                todo += [(item, inner) for item in items]
+    depths: dict[int, int] = {}  # at which each value was opened
+    # The function first: many values among the arguments must not hide its own modules.
+    for todo in [(function, 0)], [(value, 1) for value in arguments if not isinstance(value, _LEAVES)]:
+        for value, depth in todo:  # which grows
+            if isinstance(value, nn.Module):
+                modules[unwrap(value)] = None
+            elif depths.get(id(value), _DEPTH + 1) > depth and len(todo) < _MAX_VALUES:
+                items, inner = _items(value), depth
+                if items is None and depth < _DEPTH:
+                    items, inner = _reached(value), depth + 1
+                if items is not None:
+                    depths[id(value)] = depth
+                    todo += [(item, inner) for item in items if not isinstance(item, _LEAVES)]
     return list(modules)
 
 
@@ -285,7 +286,7 @@ def _reached(value: Any) -> Iterable[Any]:
     if not isinstance(value, FunctionType):  # a built-in function, an op, an object
         call = type(value).__call__ if callable(value) else None
         return getattr(value, "__self__", None), call, *_attributes(value).values()
-    names, in_module = value.__code__.co_names, value.__globals__
+    names, in_module = _names_in(value.__code__), value.__globals__
     cells = (cell.cell_contents for cell in value.__closure__ or () if _is_full(cell))
     defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     named = [in_module[name] for name in names if name in in_module]
@@ -294,6 +295,12 @@ def _reached(value: Any) -> Iterable[Any]:
         *(each for owner in (*cells, *defaults, *helpers) for each in _used(owner, names)),
         *_attributes(value).values(),  # `__wrapped__`, by which decorators point to what they call
     )
+
+
+@lru_cache(1024)
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    inner = (_names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return (*code.co_names, *chain.from_iterable(inner))
 
 
 def _used(value: Any, names: Iterable[str]) -> Iterable[Any]:

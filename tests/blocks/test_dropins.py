@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import Mock
 
@@ -64,6 +64,10 @@ def by_name(x: Tensor) -> Tensor:
 
 def through_a_helper(x: Tensor) -> Tensor:
     return by_name(x)
+
+
+def by_name_within(x: Tensor) -> Tensor:
+    return next(current(y) for y in [x])
 
 
 class Owner:
@@ -147,7 +151,17 @@ REACHED: dict[str, Any] = {
     "an argument": lambda m, x, run: run(lambda model, x: model(x), m, x),
     "a list among the arguments": lambda m, x, run: run(apply_all, x=x, layers=list(m)),
     "a function in a closure": lambda m, x, run: run(twice_removed(partial(plus, m)), x),
+    "a list, beside a thousand numbers": lambda m, x, run: run(
+        lambda x, _, layers=[m]: layers[0](x), x, {str(n): n for n in range(1024)}
+    ),
+    "a global of a function within": lambda m, x, run: (set_current(m), run(by_name_within, x))[1],
+    "an object that another one leads to first": lambda m, x, run: in_two_ways(Owner(Owner(m)), x, run),
 }
+
+
+def in_two_ways(far: Owner, x: Tensor, run: Any) -> Tensor:
+    other, near = partial(print, far), [[far]]
+    return run(lambda x: near[0][0].model.model(x) if other else x, x)
 
 
 def twice_removed(function: Any) -> Any:
@@ -207,6 +221,11 @@ def test_it_is_a_decorator_without_parentheses_for_functions_that_need_arguments
         def method(self, model: nn.Module, x: Tensor) -> Tensor:
             return model(x)
 
+    @wraps(run)
+    def bound() -> Tensor:
+        return run(nn.Identity(), torch.ones(2))
+
+    assert torch.equal(checkpoint(bound), torch.ones(2)), "it needs none, whatever it wraps"
     assert run.__doc__ == "Runs a model."
     for each in (run, Runs().method):
         assert equal(result(each), result(lambda m, x: m(x)))
