@@ -332,11 +332,26 @@ def clip_grad_norm(
 def _norm(grads: list[Any], norm_type: float) -> torch.Tensor:
     layouts: dict[Any, list[Any]] = {}
     for grad in grads:
-        layouts.setdefault((grad.device_mesh, grad.placements) if _is_cut(grad) else None, []).append(grad)
+        layout = (grad.device_mesh, grad.placements) if _is_cut(grad) else None
+        is_empty_shard = layout is not None and not grad.to_local().numel()
+        layouts.setdefault(layout, []).append(_with_zero(grad) if is_empty_shard else grad)
     norms: list[Any] = [get_total_norm(alike, norm_type) for alike in layouts.values()]
     norms = [norm.full_tensor() if _is_cut(norm) else norm for norm in norms]  # over the processes that hold shards
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
     return total
+
+
+def _with_zero(grad: Any) -> torch.Tensor:
+    """Returns ``grad`` with a zero as its empty shard, which would have no infinity norm on this rank alone.
+
+    The other ranks would wait for it. The shape is that of ``grad``, so all ranks reduce the norm in the same way.
+    """
+    zero = grad.to_local().new_zeros([1] * grad.ndim)
+    shape, stride = grad.size(), grad.stride()
+    full: torch.Tensor = type(grad).from_local(
+        zero, grad.device_mesh, grad.placements, run_check=False, shape=shape, stride=stride
+    )
+    return full
 
 
 def _is_cut(tensor: torch.Tensor) -> bool:

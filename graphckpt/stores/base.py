@@ -108,6 +108,10 @@ class ByteHandle:
         Called in any thread, before :meth:`ByteStore.free`, which runs with the next call of the store.
         """
 
+    def is_lost(self) -> bool:
+        """Whether the bytes can no longer be read here. Equal bytes that are stored later do not share this handle."""
+        return False
+
 
 class ByteStore(ABC):
     """Holds bytes between forward and backward, for the tensors of one device.

@@ -246,6 +246,9 @@ class _DiskHandle(ByteHandle):
     def release(self) -> None:
         self.is_freed, self.data = True, None
 
+    def is_lost(self) -> bool:
+        return self.fate.failure is not None or self.fate.pid != os.getpid()
+
 
 # Note [A file is closed with its last reference]
 # The number of a closed file may be given to another file at once, and a busy thread would then write to that one. So

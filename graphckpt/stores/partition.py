@@ -299,6 +299,9 @@ class _ShardedHandle(ByteHandle):
     def release(self) -> None:
         self.slice = self.data = None
 
+    def is_lost(self) -> bool:
+        return self.inner is not None and self.inner.is_lost()
+
 
 @final
 class ShardedStore(ByteStore):

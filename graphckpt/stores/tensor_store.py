@@ -180,7 +180,10 @@ class TensorStore(Store):
     def _find_piece(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, store: ByteStore
     ) -> Piece | None:
-        """Returns a piece in ``store`` that holds all bytes of ``tensor`` as they are now."""
+        """Returns a piece in ``store`` that holds all bytes of ``tensor`` as they are now.
+
+        A traceback may hold the pieces of an interrupted step, whose bytes are lost.
+        """
         for ref in self._pieces.get(storage, ()):
             piece = ref()
             if (
@@ -190,6 +193,7 @@ class TensorStore(Store):
                 and piece.store is store
                 and not piece.guard.is_mutated()
                 and piece.guard.covers(tensor)
+                and not piece.handle.is_lost()
             ):
                 return piece
         return None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from helpers.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -187,6 +188,21 @@ def norms(rank: int, folder: Path) -> None:
         assert total <= 0.01
 
 
+def norms_of_empty_shards(rank: int, folder: Path) -> None:
+    del folder
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    grads = [torch.tensor([[1.0, -8.0, 2.0]]), torch.tensor([1.0, 3.0, 2.0, 4.0])]
+    parameters: list[Any] = [nn.Parameter(distribute_tensor(grad, mesh, [Shard(0)])) for grad in grads]
+    assert parameters[0].to_local().numel() == (0 if rank else 3)
+    for norm_type in (1.0, 2.0, float("inf")):
+        expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]), norm_type)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        clip_grad_norm(parameters, 2.0, norm_type)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), grad * 2.0 / expected)
+
+
 def refuse(rank: int, folder: Path) -> None:
     del rank, folder
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -212,6 +228,7 @@ def test_norms_are_those_of_one_process_and_wrong_sizes_come_at_once(tmp_path: P
 
 def both(rank: int, folder: Path) -> None:
     norms(rank, folder)
+    norms_of_empty_shards(rank, folder)
     refuse(rank, folder)
 
 

@@ -698,6 +698,27 @@ def test_after_an_interrupt_the_next_step_is_right(tmp_path, monkeypatch, where)
         signal.signal(signal.SIGINT, previous)
 
 
+def test_an_interrupted_step_that_is_still_held_does_not_fail_the_next_ones(tmp_path, monkeypatch):
+    """A traceback holds the keys of the interrupted step; the input is the same tensor in the next one."""
+
+    def interrupt(self, handle):
+        raise KeyboardInterrupt
+
+    store, x = opened(tmp_path), torch.randn(5000)
+    held = put_one(store, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_store._OpenFile, "get", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.get(held)
+    for _ in range(2):
+        key, again = put_one(store, x), put_one(store, x)
+        assert key.piece is again.piece  # the new bytes are shared
+        assert same(store.get(key), x)
+        assert same(store.get(again), x)
+    with pytest.raises(StoreError, match="closed before its bytes were read"):
+        store.get(held)
+
+
 OPEN_FAULTS = {
     "full": ("pwrite", OSError(errno.ENOSPC, "No space left on device"), "ENOSPC.*fix: free space"),
     "too many files": ("open", OSError(errno.EMFILE, "Too many open files"), r"EMFILE.*fix: raise.*ulimit -n"),
