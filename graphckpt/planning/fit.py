@@ -223,7 +223,7 @@ class _SizedRows:
         return f"batch size {size}: {first_line(error)}"
 
     def _bytes_without_row(self, size: int, bytes_of: Callable[[int], int]) -> int:
-        """Returns those of a size a little smaller, since a step may need an even batch, or one that leads to others."""
+        """Returns those of a slightly smaller size, as a step may need an even batch; else a sum that leads on."""
         smaller = range(size - 1, max(0, size - _MAX_STEP), -1)
         near = next((one for one in smaller if self.row(one) is not None), None)
         if near is not None:

@@ -9,8 +9,8 @@
     a larger    every block is recomputed      is noticed before its first block runs, and recorded; the plan made
     batch                                      after 4, 8, 16, ... updates counts it in
 
-Recomputing every block takes little memory, so that a step fits before there is a plan for it. A step without a backward,
-such as one that the loop skips, cannot be planned: the next one is recorded in its place.
+Recomputing every block takes little memory, so that a step fits before there is a plan for it. A step without a
+backward, such as one that the loop skips, cannot be planned: the next one is recorded in its place.
 """
 
 from __future__ import annotations
