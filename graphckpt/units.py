@@ -11,6 +11,7 @@ _BYTES_OF: dict[str, int] = {
     **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)},
     **{unit.lower(): _STEP**power for power, unit in enumerate(_BINARY)},
 }
+_MOST_BYTES = 2**64
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
@@ -53,7 +54,7 @@ def parse_bytes(size: str | int) -> int:
     A fraction of a byte is dropped.
 
     Raises:
-        ValueError: ``size`` is negative, not a number with a unit, or its unit is unknown.
+        ValueError: ``size`` is negative, more than 16 EiB, not a number with a unit, or its unit is unknown.
 
     >>> parse_bytes("12GiB") == 12 * 2**30, parse_bytes("1.5 kb"), parse_bytes("640"), parse_bytes(640)
     (True, 1500, 640, 640)
@@ -64,7 +65,7 @@ def parse_bytes(size: str | int) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise ValueError(f"expected 0 or more bytes, got {size} · fix: write a size such as '12GiB'")
-        return size
+        return _checked_size(size)
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
         raise ValueError(f"{size!r} is not a memory size · fix: write one such as '12GiB'")
@@ -75,9 +76,17 @@ def parse_bytes(size: str | int) -> int:
         fix = f"use '{letter}iB' (powers of 1024) or '{letter}B' (powers of 1000)"
         raise ValueError(f"memory size {size!r}: unknown unit {unit!r} · fix: {fix}")
     integer, _, fraction = number.partition(".")
+    if len(integer.lstrip("0")) > len(str(_MOST_BYTES)):  # int() refuses more than 4300 digits
+        return _checked_size(_MOST_BYTES + 1)
     digits = int((integer or "0") + fraction)  # integers throughout: a float loses bytes above 8 PiB
     scale: int = 10 ** len(fraction)
-    return digits * factor // scale
+    return _checked_size(digits * factor // scale)
+
+
+def _checked_size(num_bytes: int) -> int:
+    if num_bytes > _MOST_BYTES:
+        raise ValueError(f"expected at most {format_bytes(_MOST_BYTES)}, got more · fix: write a size such as '12GiB'")
+    return num_bytes
 
 
 def format_seconds(seconds: float) -> str:

@@ -57,6 +57,10 @@ def test_sizes_are_read_in_binary_and_decimal_units(text, num_bytes):
         (-1, r"expected 0 or more bytes, got -1"),
         (True, r"True is not a memory size"),
         (1.5, r"1.5 is not a memory size"),
+        (10**400, r"expected at most 16.0 EiB, got more"),
+        ("9" * 400 + "GiB", r"expected at most 16.0 EiB, got more"),
+        ("9" * 5000, r"expected at most 16.0 EiB, got more"),
+        ("17EiB", r"expected at most 16.0 EiB, got more"),
     ],
 )
 def test_a_wrong_size_says_what_to_write(text, message):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphckpt.errors import ConfigError, GraphckptError, PlanError
+from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line
 from graphckpt.planning import options as budgets
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
@@ -33,6 +33,8 @@ _MAX_ROWS = 8  # of sizes that were not listed
 _MAX_SPREAD = 32  # of these sizes, the ratio of the largest to the smallest
 _MAX_ON_LINES = 8  # sizes that are measured where a line leads before the search bisects
 _MAX_SIZE = 2**20  # samples in a batch; memory that fits this many does not depend on the batch
+_MAX_FAILED = 4  # sizes at which the step raises before the search gives up, if it has run at none
+_MAX_STEP = 8  # of which batches have to be a multiple, for a search that misses none
 _ROUNDING = 512  # bytes; CUDA's caching allocator
 _SLACK = 1.1  # of the available memory: a step that is predicted to need more is not run at all
 
@@ -76,6 +78,7 @@ def fit_steps(
             sized.check_accumulating(fit, global_batch)
             fit = sized.fit(shown, global_batch)
     has_larger = isinstance(sizes, list) or (sizes is not None and largest == sizes[-1])
+    has_larger = has_larger or not sized.can_run(largest + 1)
     return replace(fit, is_searched=not has_larger)
 
 
@@ -111,6 +114,7 @@ def _search(sized: _SizedRows, sizes: range | None, global_batch: int | None) ->
     low, high = (1, None) if sizes is None else (sizes[0], sizes[-1])
     first = max(low, min(sized.first_size, high or sized.first_size))
     largest(sized.plain_bytes, low, high, [first, min(2 * first, high or 2 * first)])
+    sized.check_any_ran()
     top = largest(sized.needed_bytes, low, high, [sized.sizes[0], sized.sizes[-1]])  # far apart: their line errs least
     if top < low:
         return [low]
@@ -124,7 +128,7 @@ def _search(sized: _SizedRows, sizes: range | None, global_batch: int | None) ->
         more = more[max(0, len(more) + len(sizes_so_far) - _MAX_ROWS) :]
     for size in [low, *more] if high is not None else more:
         sized.row(size)
-    return [size for size in sized.sizes if low <= size <= top]
+    return [size for size in sized.sizes if low <= size <= top] or sized.sizes[:1]
 
 
 @final
@@ -148,6 +152,8 @@ class _SizedRows:
         self._options = options
         self._progress = progress
         self._rows: dict[int, BatchFit] = {}
+        self._errors: dict[int, ValueError] = {}
+        """Those of sizes at which the step cannot run, as with BatchNorm and one sample."""
         self._device_name = ""
         self._available = self._headroom = 0
         self.limit = 0
@@ -161,8 +167,12 @@ class _SizedRows:
         return sorted(self._rows)
 
     def fit(self, sizes: Iterable[int], global_batch: int | None) -> Fit:
-        rows = tuple(self.row(size) for size in sizes)
+        rows = tuple(row for row in map(self.row, sizes) if row is not None)
+        self.check_any_ran()
         notes = dict.fromkeys(note for row in rows if row.plan is not None for note in row.plan.notes)
+        if self._errors:
+            left_out = ", ".join(map(str, sorted(self._errors)))
+            notes[f"left out: {left_out}, since the step cannot run at {self._first_error()}"] = None
         return Fit(
             rows=rows,
             budget_bytes=self.limit,
@@ -176,17 +186,51 @@ class _SizedRows:
 
     def needed_bytes(self, size: int) -> int:
         row = self.row(size)
+        if row is None:
+            return self._bytes_without_row(size, self.needed_bytes)
         return row.floor_bytes - self.limit if row.fits else max(1, row.floor_bytes - self.limit)
 
     def plain_bytes(self, size: int) -> int:
         row = self.row(size)
+        if row is None:
+            return self._bytes_without_row(size, self.plain_bytes)
         above = row.plain_peak_bytes - self.limit
         return above if row.is_measured else max(1, above)
 
-    def row(self, size: int) -> BatchFit:
-        if size not in self._rows:
-            self._rows[size] = self._new_row(size)
-        return self._rows[size]
+    def row(self, size: int) -> BatchFit | None:
+        """Returns the row of a size; ``None`` if the step cannot run at it."""
+        if size not in self._rows and size not in self._errors:
+            try:
+                self._rows[size] = self._new_row(size)
+            except GraphckptError:
+                raise
+            except ValueError as error:
+                self._errors[size] = error
+        return self._rows.get(size)
+
+    def can_run(self, size: int) -> bool:
+        return size not in self._errors
+
+    def check_any_ran(self) -> None:
+        """Raises the first error of the step, if it ran at no size."""
+        if not self._rows:
+            cause = next(iter(self._errors.values()))
+            fix = "fix: batch_sizes at which it runs"
+            raise PlanError(f"fit: the step cannot run at {self._first_error()} · {fix}") from cause
+
+    def _first_error(self) -> str:
+        size, error = next(iter(self._errors.items()))
+        return f"batch size {size}: {first_line(error)}"
+
+    def _bytes_without_row(self, size: int, bytes_of: Callable[[int], int]) -> int:
+        """Returns those of a slightly smaller size, as a step may need an even batch; else a sum that leads on."""
+        smaller = range(size - 1, max(0, size - _MAX_STEP), -1)
+        near = next((one for one in smaller if self.row(one) is not None), None)
+        if near is not None:
+            return bytes_of(near)
+        if len(self._errors) >= _MAX_FAILED:
+            self.check_any_ran()
+        return int(any(one < size for one in self._rows))
 
     def check_accumulating(self, fit: Fit, global_batch: int) -> None:
         """Runs a step of two micro-batches, since any more take as much memory."""
@@ -437,7 +481,8 @@ def fit(
 
     Raises:
         ConfigError: an argument cannot be used, or no layers were found in the model.
-        PlanError: not even the smallest batch fits.
+        PlanError: not even the smallest batch fits, or the step runs at no size. Sizes at which it raises a ValueError,
+            as with BatchNorm and one sample, are left out.
 
     >>> import torch
     >>> from torch import nn

@@ -9,7 +9,8 @@
     a larger    every block is recomputed      is noticed before its first block runs, and recorded; the plan made
     batch                                      after 4, 8, 16, ... updates counts it in
 
-Recomputing every block takes little memory, so that a step fits before there is a plan for it.
+Recomputing every block takes little memory, so that a step fits before there is a plan for it. A step without a
+backward, such as one that the loop skips, cannot be planned: the next one is recorded in its place.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class LivePlan:
         self._begin = self._seconds = 0.0
         self._input_sizes: dict[str, int] | None = None
         """The largest input of the modules around the blocks in this update, by name; ``None`` between updates."""
+        self._current: RecordedStep | None = None
+        """The step that is being recorded."""
         self._recorded: RecordedStep | None = None
+        """The last one that was recorded and can be planned."""
         self._planned: RecordedStep | None = None
         """The recorded step that the plan is for."""
         self.plan: Plan | None = None
@@ -108,11 +112,11 @@ class LivePlan:
         if self._input_sizes is None or not is_update:
             return False
         self._input_sizes = None
-        self._recording.close()
+        is_recorded = self._end_recording()
         self._num_updates += 1
         if self._num_updates == 1:
             self._seconds = perf_counter() - self._begin
-        is_planned = self._plan_first() if self.plan is None else self._plan_anew()
+        is_planned = self._plan_first(is_recorded=is_recorded) if self.plan is None else self._plan_anew()
         if self.plan is not None and self.handle is None:
             self._apply()
         return is_planned
@@ -179,16 +183,28 @@ class LivePlan:
 
     def _record(self) -> None:
         assert self._input_sizes is not None
-        self._recorded = RecordedStep(self._model, Blocks(self._blocks), self._optimizers.values(), self._seconds)
-        self._recorded.input_sizes = self._input_sizes
-        self._recording.enter_context(self._recorded.recording(self._store))
+        self._current = RecordedStep(self._model, Blocks(self._blocks), self._optimizers.values(), self._seconds)
+        self._current.input_sizes = self._input_sizes
+        self._recording.enter_context(self._current.recording(self._store))
 
-    def _plan_first(self) -> bool:
-        step = self._recorded
-        if step is None:
+    def _end_recording(self) -> bool:
+        """Returns whether a step was recorded that can be planned."""
+        self._recording.close()
+        step, self._current = self._current, None
+        if step is None or not step.has_backward:
             return False
-        self._num_recorded += 1
+        self._recorded = step
+        return True
+
+    def _plan_first(self, *, is_recorded: bool) -> bool:
+        if self._num_updates == 1:
+            return False
+        step = self._recorded
         with planning_group(self._options.group) as group:
+            if group.max(not is_recorded):
+                return False
+            assert step is not None
+            self._num_recorded += 1
             misses = step.has_new_states or step.num_blocks < len(self._blocks)
             if group.max(misses) and self._num_recorded < _MOST_RECORDED:
                 return False

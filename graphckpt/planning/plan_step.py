@@ -16,6 +16,7 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.select import Selector, layers, select
 from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
+from graphckpt.ledger.live_memory import storages_of
 from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
@@ -196,7 +197,9 @@ def _check_parameters(model: nn.Module, budget: Budget) -> None:
     """
     size = budgets.size_of(budget)
     plain = [p for p in model.parameters() if not hasattr(p.data, "__tensor_flatten__")]
-    num_bytes = sum(parameter.nbytes for parameter in plain if parameter.device == plain[0].device)
+    on_device = (parameter for parameter in plain if parameter.device == plain[0].device)
+    storages = {id(storage): storage for parameter in on_device for storage in storages_of(parameter)}  # once if shared
+    num_bytes = sum(storage.nbytes() for storage in storages.values())
     if size is not None and num_bytes > size:
         what = f"no plan fits · the parameters alone take {format_bytes(num_bytes)}"
         raise PlanError(f"memory_budget {format_bytes(size)}: {what} · fix: a larger budget")

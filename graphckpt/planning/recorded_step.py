@@ -31,7 +31,7 @@ from graphckpt.errors import ConfigError, PlanError
 from graphckpt.planning.candidates import NEAR, OpTimes, Option
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import DeviceMemory
-from graphckpt.planning.program import Phase
+from graphckpt.planning.program import Phase, StepLog
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.trace import Blocks, TracedStore
 from graphckpt.rules.basic import Full
@@ -266,6 +266,11 @@ class RecordedStep:
     def num_blocks(self) -> int:
         """The number of blocks that the step has called."""
         return len({call.block for call in self._calls})
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward went through a block; the step cannot be planned otherwise."""
+        return StepLog(self._trace.log).has_backward
 
     @property
     def peak_bytes(self) -> int:

@@ -469,12 +469,53 @@ def test_a_budget_that_depends_on_the_batch_is_an_error(budget):
         graphckpt.fit(simple, memory_budget=budget)
 
 
+def with_batch_norm(batch_size):
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)), torch.randn(batch_size, 16)
+    return model, lambda: model(x).sum().backward()
+
+
 def test_a_batch_too_small_for_batch_norm_does_not_hide_that_nothing_fits():
-    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    for sizes in (None, range(1, 9), [1, 2]):
+        with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size [^1]"):
+            graphckpt.fit(with_batch_norm, batch_sizes=sizes, memory_budget="1KiB", blocks="*").largest
 
+
+@pytest.mark.parametrize("device", [None, "h200"])
+@pytest.mark.parametrize(("sizes", "largest"), [(range(1, 9), 8), ([1, 2, 4], 4)])
+def test_a_size_at_which_the_step_cannot_run_is_left_out(sizes, largest, device):
+    found = graphckpt.fit(with_batch_norm, batch_sizes=sizes, memory_budget="1GiB", blocks="*", device=device)
+    assert found.largest.batch_size == largest
+    assert 1 not in [row.batch_size for row in found.rows]
+    assert "left out: 1, since the step cannot run at batch size 1: Expected more" in " ".join(str(found).split())
+
+
+def test_a_search_goes_on_to_where_the_step_can_run():
     def make_step(batch_size):
-        x = torch.randn(batch_size, 16)
-        return model, lambda: model(x).sum().backward()
+        model, x = nn.Sequential(Layer(), Layer()), torch.randn(batch_size, 16)
 
-    with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size [^1]"):
-        graphckpt.fit(make_step, memory_budget="1KiB", blocks="*").largest
+        def step():
+            if batch_size % 2:
+                raise ValueError("an even batch, please")
+            model(x).sum().backward()
+
+        return model, step
+
+    found = graphckpt.fit(make_step, batch_sizes=range(3, 20), memory_budget="1GiB", blocks="*")
+    assert found.largest.batch_size == 18
+    assert "largest of the given sizes: 18 (" in str(found)
+    assert all(row.batch_size % 2 == 0 for row in found.rows)
+    found = graphckpt.fit(make_step, memory_budget="100KiB", blocks="*")
+    with pytest.raises(PlanError, match="no plan fits"):
+        graphckpt.plan(*make_step(found.largest.batch_size + 2), memory_budget="100KiB", blocks="*")
+
+
+@pytest.mark.parametrize("sizes", [None, [1], range(1, 2), range(1, 99)])
+def test_a_step_that_runs_at_no_size_is_one_error_with_its_own_as_the_cause(sizes):
+    def make_step(batch_size):
+        if batch_size > 100:
+            pytest.fail("the search does not end")
+        return with_batch_norm(1)
+
+    with pytest.raises(PlanError, match=r"cannot run at batch size \d+: Expected more than 1 .* · fix") as info:
+        graphckpt.fit(make_step, batch_sizes=sizes, blocks="*")
+    assert type(info.value.__cause__) is ValueError

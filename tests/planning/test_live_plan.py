@@ -62,6 +62,54 @@ def test_larger_batches_one_after_the_other_recompute_every_block_and_are_planne
     loop.live.close()
 
 
+def test_a_step_without_a_backward_is_not_planned_for():
+    loop = Loop("min")
+
+    def skip(size):
+        loop.live.begin_step()
+        if size:
+            loop.model(torch.ones(size, 16))
+        loop.optimizer.step()
+        return loop.live.end_step()
+
+    assert loop.updates(8) == [False]
+    assert not skip(0)
+    assert not skip(8)
+    assert loop.updates(8) == [True], "the next step"
+    assert loop.updates(8, 16) == [False, False]
+    larger = loop.live._recorded
+    assert not skip(32)
+    assert loop.live._recorded is larger, "that of the smaller batch is planned for"
+    assert loop.live.handle is not None
+    assert loop.updates(8) == [True], "the eighth update"
+    assert loop.peak(16) <= loop.live.plan.predicted_peak_bytes
+    loop.live.close()
+
+
+@pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_step_that_fails_in_a_block_does_not_end_the_training(block, is_ended):
+    loop = Loop("min")
+
+    def fail(size):
+        loop.live.begin_step()
+        hook = loop.model[block].down.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loop.step(size)
+        hook.remove()
+        if is_ended:
+            loop.live.end_step()
+
+    loop.updates(8)
+    fail(8)
+    loop.updates(8, 8, 8)
+    fail(16)
+    assert loop.live.plan is not None
+    loop.updates(*[8] * 8)
+    assert loop.live.handle is not None
+    loop.live.close()
+
+
 def test_the_loop_leaves_the_weights_of_the_plain_step():
     torch.manual_seed(0)
     loop = Loop("min")

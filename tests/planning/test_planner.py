@@ -213,6 +213,17 @@ def test_a_budget_below_the_parameters_is_refused_before_the_step_runs():
         plan(model, lambda: pytest.fail("runs"), memory_budget=num_bytes - 1, blocks=Layer)
 
 
+@pytest.mark.parametrize("share", [lambda weight: weight.data, lambda weight: weight.data[:1].expand(512, 512)])
+def test_parameters_that_share_memory_count_once_in_a_budget(share):
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))).requires_grad_(requires_grad=False)
+    model[1].weight = nn.Parameter(share(model[0].weight), requires_grad=False)
+    x = torch.ones(4, 512, requires_grad=True)
+    budget = int(1.05 * tracked_peak(model, lambda: model(x).sum().backward()))
+    assert budget < 2 * model[0].weight.nbytes
+    found = plan(model, lambda: model(x).sum().backward(), memory_budget=budget, blocks="*")
+    assert found.predicted_peak_bytes <= budget
+
+
 def test_layers_are_joined_where_the_rules_say_so(monkeypatch):
     case = deep_sequence()
     alone = plan(case.model, case.step, memory_budget="min", candidates=["full"])
