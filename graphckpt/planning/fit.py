@@ -225,9 +225,9 @@ class _SizedRows:
     def _bytes_without_row(self, size: int, bytes_of: Callable[[int], int]) -> int:
         """Returns those of a slightly smaller size, as a step may need an even batch; else a sum that leads on."""
         smaller = range(size - 1, max(0, size - _MAX_STEP), -1)
-        near = next((one for one in smaller if self.row(one) is not None), None)
-        if near is not None:
-            return bytes_of(near)
+        nearest = next((each for each in smaller if self.row(each) is not None), None)
+        if nearest is not None:
+            return bytes_of(nearest)
         if len(self._errors) >= _MAX_FAILED:
             self.check_any_ran()
         return int(any(one < size for one in self._rows))
@@ -254,15 +254,7 @@ class _SizedRows:
         if self._is_real and failed is not None:
             return replace(failed, batch_size=size, is_measured=False)
         if not self._is_real or base is None:
-            try:
-                return self._measured(size)
-            except GraphckptError:
-                raise
-            except Exception:  # such as that of BatchNorm for one sample: the smallest size that runs counts
-                larger = next((self._rows[one] for one in self.sizes if one > size), None)
-                if larger is None or larger.fits:
-                    raise
-                return larger
+            return self._measured(size)
         if self._scaled(base.plain_peak_bytes, base, size) <= self._available:
             try:
                 return self._measured(size)
