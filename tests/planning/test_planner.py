@@ -550,7 +550,7 @@ def test_apply_leaves_the_model_clean(planned):
         assert not is_clean(case.model)
     assert is_clean(case.model)
     handle = found.apply()
-    with pytest.raises(ConfigError, match="has a policy already"):
+    with pytest.raises(ConfigError, match="already has a policy"):
         found.apply()
     handle.remove()
     handle.remove()
