@@ -368,7 +368,7 @@ def _copies(tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int]) 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
     clone = tensor.detach().clone()
-    if type(tensor) is torch.Tensor:
+    if type(tensor) is torch.Tensor and tensor.__dict__:
         clone.__dict__.update(tensor.__dict__)  # as those of `nn.Buffer`: tensors with attributes are not moved
     return clone.requires_grad_() if tensor.requires_grad else clone
 
