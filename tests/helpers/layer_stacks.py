@@ -1,4 +1,4 @@
-"""Small residual layers with dropout, and a stack of them, which tests of policies and plans share."""
+"""Small residual layers, with dropout and without, and a stack of them, which tests of policies and plans share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ D = 16  # width
 @as_module(lambda: {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D), "drop": nn.Dropout(0.1)})
 def Layer(self, x: Tensor) -> Tensor:
     return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+@as_module(lambda: {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D)})
+def ReLULayer(self, x: Tensor) -> Tensor:
+    """Without dropout: its steps are equal whatever ran before."""
+    return x + self.down(F.relu(self.up(x)))
 
 
 class Piled(nn.Module):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.layer_stacks import ReLULayer
 from helpers.peaks import tracked_peak
 from helpers.thinning import slow_unless
 from torch import nn
@@ -168,21 +169,12 @@ def test_training_state_is_as_before():
     assert torch.equal(random, torch.get_rng_state())
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
 class Squared(nn.Module):
     """Layers after a head whose memory grows with the square of the batch."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(*(Layer() for _ in range(3)))
+        self.layers = nn.Sequential(*(ReLULayer() for _ in range(3)))
 
     def forward(self, x):
         x = self.layers(x)
@@ -243,7 +235,7 @@ def test_sizes_that_do_not_fit_with_everything_kept_run_under_the_plans_of_small
     assert str(largest.batch_size) in str(found)
 
 
-class Attention(Layer):
+class Attention(ReLULayer):
     """A layer that keeps a matrix of all pairs of rows."""
 
     def forward(self, x):
@@ -266,7 +258,7 @@ def test_the_largest_batch_has_run_where_predictions_are_too_low():
 
 
 def simple(batch_size):
-    model = nn.Sequential(*(Layer() for _ in range(4)))
+    model = nn.Sequential(*(ReLULayer() for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(batch_size, 16)
 
@@ -491,7 +483,7 @@ def test_a_size_at_which_the_step_cannot_run_is_left_out(sizes, largest, device)
 
 def test_a_search_goes_on_to_where_the_step_can_run():
     def make_step(batch_size):
-        model, x = nn.Sequential(Layer(), Layer()), torch.randn(batch_size, 16)
+        model, x = nn.Sequential(ReLULayer(), ReLULayer()), torch.randn(batch_size, 16)
 
         def step():
             if batch_size % 2:

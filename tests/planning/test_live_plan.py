@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.layer_stacks import ReLULayer
 from helpers.peaks import tracked_peak
 from torch import nn
 
@@ -12,20 +13,11 @@ from graphckpt.planning.live_plan import LivePlan
 from graphckpt.planning.options import PlanOptions
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
 class Loop:
     """A training loop, whose updates are planned for."""
 
     def __init__(self, budget):
-        self.model = nn.Sequential(*(Layer() for _ in range(4)))
+        self.model = nn.Sequential(*(ReLULayer() for _ in range(4)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.lines = []
         self.live = LivePlan(self.model, budget, PlanOptions(candidates=["full"], progress=False), self.lines.append)
@@ -132,7 +124,7 @@ def test_parameters_that_are_not_full_are_one_error():
     class Odd(nn.Parameter):
         pass
 
-    model = nn.Sequential(Layer(), Layer())
+    model = nn.Sequential(ReLULayer(), ReLULayer())
     model[1].up.weight = Odd(model[1].up.weight.detach())
     with pytest.raises(ConfigError, match=r"expected full parameters, got \w+ in 1 · fix: rule='full', or plan before"):
         LivePlan(model, "min", PlanOptions(), print)
