@@ -48,7 +48,7 @@ def place_of(store):
 
 
 def io_of(store):
-    return place_of(store)._io
+    return place_of(store)._file
 
 
 def disk_threads():
@@ -110,7 +110,7 @@ def with_held_writes(folder, monkeypatch, **settings):
     store = opened(folder, **settings)
     put_one(store, torch.zeros(10))
     until_written(store)
-    writes = Gate(monkeypatch, "pwrite")
+    writes = Gate(monkeypatch, "pwritev")
     writes.is_open.clear()
     return store, writes
 
@@ -151,7 +151,7 @@ TENSORS = {
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("is_written", [True, False])
 def test_what_comes_back_is_the_same_in_every_bit(tmp_path, make, is_written, monkeypatch):
-    writes = Gate(monkeypatch, "pwrite")
+    writes = Gate(monkeypatch, "pwritev")
     store = opened(tmp_path)
     before = put_one(store, torch.zeros(10))  # opens the file, and takes its first block
     if not is_written:
@@ -310,7 +310,7 @@ def test_file_and_thread_end_with_the_place_even_while_it_writes(tmp_path, monke
     store = opened(tmp_path)
     key = put_one(store, torch.randn(3000))
     until_written(store)
-    writes = Gate(monkeypatch, "pwrite")
+    writes = Gate(monkeypatch, "pwritev")
     writes.is_open.clear()
     busy = put_one(store, torch.randn(3000))
     until(lambda: writes.offsets)
@@ -568,10 +568,10 @@ def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(tmp_path,
     good = put_one(store, torch.zeros(10), "h.6")
     until_written(store)
     with monkeypatch.context() as broken:
-        failing(broken, "pwrite", fault)
+        failing(broken, "pwritev", fault)
         mine = store.open_group(group("h.7"))
         key = store.put(torch.randn(5000), mine)
-        until(lambda: io_of(store).fate.failure)
+        until(lambda: io_of(store).failure)
         with pytest.raises(StoreError, match=says) as caught:  # noqa: PT012
             if asks == "put":
                 store.put(torch.randn(9), mine)
@@ -597,7 +597,7 @@ def test_a_put_that_waits_for_room_learns_of_the_failure(tmp_path, monkeypatch, 
     store = opened(tmp_path, in_flight_bytes=1)
     put_one(store, torch.zeros(10))
     until_written(store)
-    failing(monkeypatch, "pwrite", fault)
+    failing(monkeypatch, "pwritev", fault)
     mine = store.open_group(group("h.7"))
     keys = []
     with pytest.raises(StoreError, match=r"h.7: offload"):
@@ -635,7 +635,7 @@ def test_a_failure_while_reading_ahead_is_told_at_the_next_call(tmp_path, monkey
     failing(monkeypatch, "preadv", OSError(errno.EIO, "Input/output error"), after=1)
     with contextlib.suppress(StoreError):  # the thread may be quick
         store.get(keys[2])
-    until(lambda: io_of(store) is None or io_of(store).fate.failure)
+    until(lambda: io_of(store) is None or io_of(store).failure)
     with pytest.raises(StoreError, match=r"h.1: offload"):
         store.get(keys[1])
     assert_gone(tmp_path)
@@ -670,7 +670,7 @@ def test_after_an_interrupt_the_next_step_is_right(tmp_path, monkeypatch, where)
         mine = store.open_group(group("h.7"))
         key = store.put(torch.randn(5000), mine)
         until_written(store)
-        gate = Gate(monkeypatch, "preadv" if where == "get" else "pwrite")
+        gate = Gate(monkeypatch, "preadv" if where == "get" else "pwritev")
         gate.is_open.clear()
         main = threading.get_ident()  # a signal to another thread would not end a wait of this one
         timer = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
@@ -720,7 +720,7 @@ def test_an_interrupted_step_that_is_still_held_does_not_fail_the_next_ones(tmp_
 
 
 OPEN_FAULTS = {
-    "full": ("pwrite", OSError(errno.ENOSPC, "No space left on device"), "ENOSPC.*fix: free space"),
+    "full": ("pwritev", OSError(errno.ENOSPC, "No space left on device"), "ENOSPC.*fix: free space"),
     "too many files": ("open", OSError(errno.EMFILE, "Too many open files"), r"EMFILE.*fix: raise.*ulimit -n"),
     "read-only": ("open", OSError(errno.EROFS, "Read-only file system"), "EROFS.*fix: give this user write access"),
 }
@@ -798,14 +798,14 @@ def test_without_what_linux_has(tmp_path, monkeypatch, lacks):
     assert torch.equal(store.get(key), tensor)
 
 
-@pytest.mark.parametrize("name", ["pwrite", "open"])
+@pytest.mark.parametrize("name", ["pwritev", "open"])
 def test_a_file_system_that_refuses_direct_writes(tmp_path, monkeypatch, name):
     call = getattr(os, name)
 
     def refuses(*arguments):
         if name == "open" and not arguments[1] & os.O_DIRECT:
             return call(*arguments)
-        if name == "pwrite" and count:
+        if name == "pwritev" and count:
             return call(*arguments)
         count.append(1)
         raise OSError(errno.EINVAL, "Invalid argument")
@@ -823,8 +823,8 @@ def test_a_file_system_that_refuses_direct_writes(tmp_path, monkeypatch, name):
 
 
 def test_writes_and_reads_that_stop_half_way_go_on(tmp_path, monkeypatch):
-    pwrite, preadv = os.pwrite, os.preadv
-    monkeypatch.setattr(os, "pwrite", lambda number, data, offset: min(pwrite(number, data, offset), 2 * BLOCK + 100))
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda number, data, offset: min(pwritev(number, data, offset), 2 * BLOCK + 100))
     monkeypatch.setattr(os, "preadv", lambda number, data, offset: min(preadv(number, data, offset), BLOCK + 7))
     store = opened(tmp_path)
     tensor = torch.randn(50_000)
