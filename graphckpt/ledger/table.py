@@ -208,7 +208,8 @@ def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
     for name, text in legend:
         yield bullet(f"{name} {text}", "*")
     for names, note in _notes(rows):
-        yield bullet(f"{names}: {note}", "*")
+        if not any(warning.endswith(f": {note}") for warning in explanation.warnings):  # else it is said below
+            yield bullet(f"{names}: {note}", "*")
     for warning in explanation.warnings:
         yield bullet(warning)
 

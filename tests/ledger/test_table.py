@@ -131,6 +131,8 @@ def test_a_peak_outside_of_the_blocks_has_the_name_that_plans_have():
     for at, place in places.items():
         timeline = tuple(replace(event, live_bytes=2 * MIB) if n == at else event for n, event in enumerate(step))
         assert explanation(layers(1), timeline=timeline).peak_at == place
+    with_head = [*step[:5], Event(MIB, "lm_head", "forward"), Event(2 * MIB, "", "forward"), *step[5:]]
+    assert explanation(layers(1), timeline=tuple(with_head)).peak_at == head
 
 
 def test_only_blocks_with_times_are_in_the_table_of_times():
