@@ -30,8 +30,8 @@ class Streams(NamedTuple):
 
 
 def streams_of(device: torch.device) -> Streams:
-    has_index = device.type != "cuda" or device.index is not None
-    return _streams_of(device if has_index else torch.device("cuda", torch.cuda.current_device()))
+    needs_index = device.type == "cuda" and device.index is None
+    return _streams_of(torch.device("cuda", torch.cuda.current_device()) if needs_index else device)
 
 
 @cache
@@ -117,7 +117,7 @@ def pin(
         f"offload: registering host memory failed (CUDA error {code}{'' if code else ', and it is not pinned'}): "
         "PyTorch's pinned memory is used, which is larger"
     )
-    return flat, _no_op
+    return flat, lambda: None
 
 
 def postpone(release: Callable[[], None]) -> None:
@@ -127,7 +127,3 @@ def postpone(release: Callable[[], None]) -> None:
 
 def _unregister(cudart: Any, address: int, pages: mmap.mmap) -> None:
     cudart.cudaHostUnregister(address)
-
-
-def _no_op() -> None:
-    return None
