@@ -116,7 +116,9 @@ class ModuleTree:
         self._children = [(m._modules, m._modules.copy()) for m in self.modules]
         self.dictionaries = [own for m in self.modules for own in (m.__dict__, m._parameters, m._buffers, m._modules)]
         self._own_keys = [_own_keys(m.__dict__) for m in self.modules]
-        self.renormalized: list[Any] = [m for m in self.modules if _renormalizes(m)]
+        # Of embeddings with `max_norm` a forward modifies the weight in place.
+        embeddings = (m for m in self.modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        self.renormalized: list[Any] = [m for m in embeddings if m.max_norm is not None]
 
     def is_of(self, roots: Iterable[nn.Module]) -> bool:
         """Whether these are the roots, and no module below was added, removed or replaced since."""
@@ -146,11 +148,6 @@ class ModuleTree:
 
 def _own_keys(fields: dict[str, Any]) -> tuple[int, list[str]]:
     return len(fields), [key for key in fields if key not in _OF_TORCH]
-
-
-def _renormalizes(module: nn.Module) -> bool:
-    """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def _copy(values: dict[str, Any]) -> dict[str, Any]:

@@ -334,7 +334,10 @@ class Arguments:
                     self._same[position] = first
             elif type(leaf) not in ATOMS:
                 if hasattr(leaf, "__next__"):
-                    raise RecomputeError(mismatch.iterator_argument(call.block.title, self.name(position)))
+                    raise RecomputeError(
+                        f"{call.block.title}: argument `{self.name(position)}` is an iterator, which the recomputation "
+                        "would find exhausted · fix: pass a list"
+                    )
                 self._objects = self._objects or copy_objects(leaves)
         self._originals, self._mutated = originals, call.block.mutated
         if not learning or call.outer_hooks is not None:
@@ -361,8 +364,13 @@ class Arguments:
         if learning:
             call.block.mutated = self._mutated = moved | call.block.mutated
         names = self._shared_memory(state, call_state, originals) if moved or learning else None
-        message = None if names is None else mismatch.shares_memory(call.block.title, names)
-        if message is None and not moved <= self._mutated:
+        message = None
+        if names is not None:
+            message = (
+                f"{call.block.title}: forward modified {' or '.join(f'`{name}`' for name in names)} in place, which "
+                "share memory; the recomputation cannot restore both · fix: pass a clone"
+            )
+        elif not moved <= self._mutated:
             message = mismatch.mutates_argument(call.block.title, self.name(min(moved - self._mutated)))
         if message is not None:
             self.drop(message)
@@ -391,11 +399,10 @@ class Arguments:
         """
         if self._error is not None:
             raise RecomputeError(self._error)
-        leaves: list[Any] = []
-        for position, entry in enumerate(self.leaves):
-            leaf = entry
+        leaves = self.leaves.copy()
+        for position, entry in enumerate(leaves):
             if isinstance(entry, _JoinedInput):
-                leaf = entry.of(self.before.block.title if self.before else "", outputs_before)
+                leaves[position] = entry.of(self.before.block.title if self.before else "", outputs_before)
             elif isinstance(entry, SavedTensor):
                 leaf = entry.take()
                 if leaf is None:
@@ -404,7 +411,7 @@ class Arguments:
                 if position in self._mutated:
                     with torch.enable_grad():  # no leaf, if it requires grad
                         leaf = leaf.clone()
-            leaves.append(leaf)
+                leaves[position] = leaf
         for position, first in self._same.items():
             leaves[position] = leaves[first]
         return leaves

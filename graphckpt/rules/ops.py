@@ -492,9 +492,8 @@ class OpMode(DispatchMode):
         raise NotImplementedError
 
     def _count(self, func: Op) -> Key:
-        number = self._numbers[
-            func
-        ]  # slow, as ops are hashed in Python: the keys of a schedule are used where there is one
+        # Slow, as ops are hashed in Python: the keys of a schedule are used where there is one.
+        number = self._numbers[func]
         self._numbers[func] = number + 1
         return func, number
 
