@@ -67,7 +67,6 @@ class TrainingState:
             self._optimizers[optimizer] = states, groups
 
     def optimizer_copies(self) -> Iterable[tuple[torch.Tensor, str, torch.Tensor]]:
-        """Yields parameter, key and copy of each tensor in the state of an optimizer."""
         for states, _ in self._optimizers.values():
             for parameter, state in states.items():
                 for key, value in state.items():

@@ -64,8 +64,6 @@ class _Scope(NamedTuple):
 
 
 class CallState(NamedTuple):
-    """The state of a block's modules before a call."""
-
     # Of tuples rather than lists: Python's garbage collector need not visit those that hold numbers only.
     modes: Modes
     tensors: tuple[Any, ...]
@@ -87,8 +85,6 @@ class CallState(NamedTuple):
 
 @final
 class ModuleState:
-    """The state of a set of modules, and what their calls may change."""
-
     __slots__ = (
         "_children", "_modules", "_num_parameters", "_owners", "_policy_changes", "_scopes", "_slots", "_users",
         "_watched", "host_rng_modes",
@@ -268,7 +264,6 @@ class ModuleState:
         self._scopes.pop(state.modes, None)
 
     def put_in_place(self, state: CallState, undo: Objects) -> None:
-        """Puts ``state`` in place, with clones of its copies, and adds to ``undo`` what it replaced."""
         opened: set[int] = set()
 
         def edit(owner: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +316,6 @@ class ModuleState:
                 owner[key] = stand_in(tensor)
 
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
-        """Returns the name of a parameter or buffer that was modified since, except those with the ids ``unread``."""
         versions = _versions(state.tensors)
         if versions == state.versions:
             return None

@@ -212,7 +212,6 @@ class Frame(Call):
         return any(tensor.untyped_storage() is saved() for tensor in tensors_in(output) if has_storage(tensor))
 
     def _end(self, returned: BlockOutput | None) -> None:
-        """Learns from the original forward, and drops what the recomputation does not need."""
         block, state, learning = self.block, self._state, self._learning
         with modes_paused:
             call_state = self._call_state = state.finish(self._call_state, learning=learning)
@@ -259,7 +258,6 @@ class Frame(Call):
         return get_rng_state(self.devices, host=self._random[2] is not None)
 
     def _unread_parameters(self) -> frozenset[int]:
-        """Returns the ids of the parameters of excluded children whose calls the recomputation does not repeat."""
         return frozenset().union(*(call.parameter_ids() for call in self.excluded if not call.is_repeated))
 
     @property
@@ -269,7 +267,6 @@ class Frame(Call):
 
     @never_compiled
     def unpack(self, holder: Holder) -> torch.Tensor:
-        """Hook for a saved tensor that autograd needs; recomputes the block if necessary."""
         if self.original is not None or running.get() is not None:
             self._refuse_backward_inside()
         if holder.value is None:

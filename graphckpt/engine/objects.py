@@ -116,7 +116,6 @@ def _mutable(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def drop_unchanged_tensors(objects: Objects) -> Objects:
-    """Returns ``objects`` without the tensors that have not changed, so that these can be freed."""
     needed: Objects = []
     for owner, then in objects:
         if isinstance(owner, dict):
@@ -175,7 +174,6 @@ def set_or_remove(owner: dict[str, Any], key: str, value: Any) -> None:
 
 
 def mutated_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the arguments that an op says it modifies in place."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return

@@ -166,7 +166,6 @@ def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
 
 
 def versions_of(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
-    """Returns the tensors among ``leaves`` with their present versions; inference tensors have none."""
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
@@ -287,8 +286,6 @@ class _JoinedInput(NamedTuple):
 
 
 class _OriginalArgument(NamedTuple):
-    """A tensor argument while the original forward runs."""
-
     position: int
     tensor: torch.Tensor
     version: int | None  # inference tensors have none
@@ -300,8 +297,6 @@ class _OriginalArgument(NamedTuple):
 
 @final
 class Arguments:
-    """What one call of ``function`` keeps of its arguments."""
-
     __slots__ = ("_error", "_function", "_mutated", "_objects", "_originals", "_same", "_shape", "before", "leaves")
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> None:

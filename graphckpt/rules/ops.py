@@ -90,7 +90,6 @@ class OpCall:
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether its results are new tensors, which stay as they are."""
         return not (self.is_view or self.mutates or self.must_run or self.is_mutated)
 
 

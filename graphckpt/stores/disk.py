@@ -537,7 +537,6 @@ class UnlinkedFile:
             done += num_bytes
 
     def flush(self, offset: int, num_bytes: int) -> None:
-        """Writes these bytes to the disk and drops them from the page cache."""
         if not self.is_direct:
             os.fdatasync(self._number)
             if hasattr(os, "posix_fadvise"):

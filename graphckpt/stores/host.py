@@ -288,7 +288,6 @@ class PinnedPool:
 
     @property
     def slab_bytes(self) -> int:
-        """Size of the slab; 0 before the second step."""
         return 0 if self._slab is None else self._slab.flat.numel()
 
     @property

@@ -79,7 +79,6 @@ class RankGroup:
         return PendingGather(self, slices, block)
 
     def exchange(self, message: bytes, block: str) -> list[bytes]:
-        """Returns the messages of all ranks, in order of rank."""
         seconds = self.limit.total_seconds()
         try:
             return exchange(self.process_group, self.members, message, topic="graphckpt", seconds=seconds)
@@ -139,7 +138,6 @@ class PendingGather:
             self._fail(error)
 
     def take(self, index: int) -> torch.Tensor:
-        """Returns one run, ready for the current stream, and drops its reference."""
         try:
             if self._work is not None:
                 self._work.wait()  # on CUDA the current stream waits, which may differ from call to call
@@ -518,7 +516,6 @@ def probe(data: torch.Tensor) -> torch.Tensor | int:
 
 
 def unsplit_bytes(handle: ByteHandle) -> torch.Tensor | None:
-    """Returns all bytes, flat, if they are not split, or not yet."""
     return handle.data if isinstance(handle, _ShardedHandle) else None
 
 

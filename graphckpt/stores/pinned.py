@@ -67,8 +67,6 @@ class HostBuffer:
 
 
 def pinned_buffer(num_bytes: int, device: torch.device, note: Callable[[str], None]) -> HostBuffer:
-    """Returns a buffer of exactly ``num_bytes``."""
-
     def clear_error() -> None:  # of a failed call, which CUDA would report for the next kernel
         with suppress(RuntimeError):
             torch.empty(1, dtype=torch.uint8, device=device).fill_(0)

@@ -159,7 +159,6 @@ class SlabStore(ByteStore):
         handle.data = None
 
     def begin_step(self) -> None:
-        """Decides on a larger slab, if the last step has exceeded it."""
         self._free_dropped()
         self._needs_slab = self._wanted_bytes > self.slab_bytes
         if self._needs_slab or not self._in_use:

@@ -75,7 +75,6 @@ class TensorStore(Store):
 
     @property
     def num_alive(self) -> int:
-        """How many pieces are stored; none after a step."""
         with self._lock:
             self._free_dropped()
             if self._num_alive and all(ref() is None for ref in self._groups):
