@@ -120,7 +120,7 @@ def test_odd_records_are_drawn(tmp_path, timeline):
 
 
 def test_a_long_record_is_drawn_in_bounded_size(tmp_path):
-    path = record(num_events=100_000, num_blocks=200).plot(tmp_path / "long.svg")
+    path = record(num_events=30_000, num_blocks=200).plot(tmp_path / "long.svg")
     assert path.stat().st_size < 2**20
 
 
