@@ -283,8 +283,10 @@ def Fickle(self, x: Tensor) -> Tensor:
 DIFFERENCES: dict[str, tuple[Callable[[int, Tensor], Tensor], str]] = {
     "shape": (
         lambda call, h: torch.sigmoid(h[: 2 * call]),
-        r"^1: saved tensor 2, saved by torch\.sigmoid at test_mismatch\.py:.*expected float32\[2, 4\], "
-        + r"got float32\[4, 4\] in the recomputation.*fix: make forward depend on",
+        (
+            r"^1: saved tensor 2, saved by torch\.sigmoid at test_mismatch\.py:.*"
+            r"expected float32\[2, 4\], got float32\[4, 4\] in the recomputation.*fix: make forward depend on"
+        ),
     ),
     "dtype": (
         lambda call, h: torch.sigmoid(h.double() if call > 1 else h),
