@@ -52,9 +52,10 @@ simulated-gpu: $(INSTALLED)
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
-# Branch coverage of the tests of `make test`, into benchmarks/results/coverage.md.
+# Branch coverage of the tests of `make test`, with those on the simulated device, into benchmarks/results/coverage.md.
 coverage: $(INSTALLED)
-	$(PYTEST) --cov --cov-report=json:build/coverage.json --cov-report=
+	$(PYTEST) --cov --cov-report=
+	$(SIMULATED) $(FAST_SIMULATED) --cov --cov-append --cov-report=json:build/coverage.json --cov-report=
 	$(BIN)/python benchmarks/coverage.py build/coverage.json
 
 # Faults in copies of the package, one by one, each with the tests that must find it (tests/planted_faults.toml): a run of
