@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from graphckpt.config.trainer import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import steps
 from graphckpt.train.snapshot.saved_run import CONFIG
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -19,11 +18,6 @@ MIB = 2**20
 SHORT = ["train.train_iter=3", "train.global_batch_size=6", "train.num_accumulation_steps=null"]
 FIT = [*SHORT, "train.activation_checkpoint.fit=batch", "train.activation_checkpoint.memory_budget=1MiB"]
 LONG = ["model.config.n_layer=4", "data.seq_length=32", "train.evaluation.enabled=False"]
-
-
-@pytest.fixture(autouse=True)
-def _timed_once(monkeypatch):
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
 
 
 def saved(folder):
