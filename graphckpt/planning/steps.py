@@ -18,7 +18,17 @@ from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.program import Interval
-from graphckpt.planning.trace import Blocks, HeldKey, PathError, RecordingStore, Trace, TracedStore, now, record_ops
+from graphckpt.planning.trace import (
+    Blocks,
+    HeldKey,
+    PathError,
+    RecordingStore,
+    StepClock,
+    Trace,
+    TracedStore,
+    now,
+    record_ops,
+)
 from graphckpt.planning.write_profile import copy_rates
 from graphckpt.stores.base import Offload, Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
@@ -200,12 +210,12 @@ class RealStep:
         self._optimizers[id(optimizer)] = optimizer
 
     def new_trace(self) -> Trace:
-        trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else None)
+        trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else int)
         trace.track(_state_tensors(self._model, self._optimizers.values()))
         return trace
 
-    def _timed(self, blocks: Blocks) -> Trace:
-        clock = Trace(clock=self.device)
+    def _timed(self, blocks: Blocks) -> StepClock:
+        clock = StepClock(self.device)
         with blocks.marked(clock):
             self._step()
         clock.stop()
@@ -226,7 +236,7 @@ def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
     return [name for name, option in zip(blocks.names, options, strict=True) if option.is_far]
 
 
-def _fastest(clocks: Sequence[Trace]) -> dict[Interval, float]:
+def _fastest(clocks: Sequence[StepClock]) -> dict[Interval, float]:
     return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
 
 
@@ -458,7 +468,7 @@ class FakeStep:
             "meta",
             is_fake=True,
             rounded=machine.rounded,
-            seconds=machine.op_seconds,
+            op_seconds=machine.op_seconds,
             extra_bytes=machine.op_extra_bytes,
         )
         trace.track([self._workspace, *_state_tensors(self._model, self._optimizers)])
