@@ -190,11 +190,7 @@ def plan_recorded(
 
 
 def _check_parameters(model: nn.Module, budget: Budget) -> None:
-    """Refuses a size that no plan can meet, before minutes of measuring.
-
-    Raises:
-        PlanError: The parameters alone take more.
-    """
+    """Refuses a size that no plan can meet, before minutes of measuring."""
     size = budgets.size_of(budget)
     plain = [p for p in model.parameters() if not hasattr(p.data, "__tensor_flatten__")]
     on_device = (parameter for parameter in plain if parameter.device == plain[0].device)
@@ -210,12 +206,7 @@ def _progress_of(options: PlanOptions, group: PlanGroup) -> Progress:
 
 
 def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
-    """Returns the blocks to plan, none inside of another.
-
-    Raises:
-        ConfigError: A selector matches nothing, no layers were found, or a module has a policy, is compiled as a whole,
-            or has its own gradient checkpointing enabled.
-    """
+    """Returns the blocks to plan, none inside of another."""
     if selectors is None:
         names = layers(model)
         if not names:
@@ -245,9 +236,7 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     return blocks
 
 
-def _limit_of(
-    budget: Budget, planner: Planner, step: RealStep | FakeStep | RecordedStep, group: PlanGroup
-) -> tuple[int | None, int]:
+def _limit_of(budget: Budget, planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> tuple[int | None, int]:
     """Returns the bytes that a step of any process may take, ``None`` for the lowest possible peak, and the headroom.
 
     With a share of the plain step it is the leader's limit, otherwise the smallest of all processes.
@@ -266,7 +255,7 @@ def _limit_of(
 
 
 def measure_all(
-    step: RealStep | FakeStep | RecordedStep,
+    step: RealStep | FakeStep,
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     options: PlanOptions,
@@ -274,13 +263,7 @@ def measure_all(
     notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Planners:
-    """Measures every candidate on every block, once for each way in which the head may run.
-
-    Raises:
-        ConfigError: an option cannot be used.
-        MissingPackageError: the extra ``plan`` is not installed.
-        PlanError: the step cannot be measured, or another process has failed.
-    """
+    """Measures every candidate on every block, once for each way in which the head may run."""
     require("plan", "numpy", "networkx")  # before minutes of measuring
 
     def on_run(done: int, total: int) -> None:

@@ -357,18 +357,13 @@ class Trace(StepMarks, LiveBytes):
     def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None:
         for value, entry in list(self._objects.values()):
             if entry.calls[-1] == self.call:
-                entry.reached.update(dict.fromkeys(self._reached_by(value())))
+                storages = (
+                    s for item in items_in(value()) if isinstance(item, torch.Tensor) for s in storages_of(item)
+                )
+                numbers = (self._numbers[id(storage)] for storage in storages if id(storage) in self._numbers)
+                entry.reached.update(dict.fromkeys(numbers))
         self.log.calls[-1].outputs.extend(map(self.name_of, tensors))
         self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-    def _reached_by(self, value: Any) -> Iterator[int]:
-        for _, contents in copy_objects([value]):
-            if isinstance(contents, torch.Tensor):  # the state of a generator
-                continue
-            for item in contents.values() if isinstance(contents, dict) else contents:
-                for storage in storages_of(item) if isinstance(item, torch.Tensor) else ():
-                    if id(storage) in self._numbers:
-                        yield self._numbers[id(storage)]
 
     def _log_gradient(self, call: int, output: int, gradient: torch.Tensor) -> None:
         self.log.calls[call].backwards.add(current_backward())
@@ -390,6 +385,13 @@ class Trace(StepMarks, LiveBytes):
     def _log(self, kind: EventKind, storage: int, call: int = -1) -> None:
         num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0
         self.log.stretches[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
+
+
+def items_in(value: Any) -> Iterator[Any]:
+    """Yields what the containers and objects that an object reaches contain."""
+    for _, contents in copy_objects([value]):
+        if not isinstance(contents, torch.Tensor):  # the state of a generator
+            yield from contents.values() if isinstance(contents, dict) else contents
 
 
 TimeMark: TypeAlias = "float | torch.cuda.Event"
