@@ -104,11 +104,7 @@ class LivePlan:
             self._record()
 
     def end_step(self, *, is_update: bool = True) -> bool:
-        """Ends a step; returns whether there is a new plan.
-
-        Raises:
-            PlanError: No plan fits, or another process has failed.
-        """
+        """Ends a step; returns whether there is a new plan."""
         if self._input_sizes is None or not is_update:
             return False
         self._input_sizes = None

@@ -67,11 +67,7 @@ class PlanGroup:
             time.sleep(_SECONDS_TO_READ)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the values that the processes pass, by rank, which are JSON.
-
-        Raises:
-            GroupError: another process has failed, has exited or did not join.
-        """
+        """Returns the values that the processes pass, by rank, which are JSON."""
         if self.size == 1:
             return [value]
         fix = "fix: plan on all processes of the group at once, or select another `group`"
@@ -125,11 +121,7 @@ class PlanGroup:
             self.notes.append(f"peaks differ between processes; planned for {highest}")
 
     def check_equal(self, **settings: Any) -> None:
-        """Checks that all processes are about to plan the same.
-
-        Raises:
-            PlanError: a setting differs between processes.
-        """
+        """Checks that all processes are about to plan the same."""
         rows = self.all_gather(settings)
         for member, row in zip(self._members, rows, strict=True):
             for name, value in row.items():
@@ -151,9 +143,6 @@ def planning_group(group: Any = None) -> PlanGroup:
     Args:
         group: a ``ProcessGroup``; ``None`` is all processes, where ``torch.distributed`` is initialised; ``False`` is
             this process alone.
-
-    Raises:
-        ConfigError: it is not a group, or this process is not in it.
 
     >>> planning_group().size
     1

@@ -193,11 +193,7 @@ class Planners:
         return self.best_of(lambda planner: planner.plan(budget))
 
     def best_of(self, plan_with: Callable[[Planner], Plan], *, is_least: bool = False) -> Plan:
-        """Returns the fastest plan of all planners; with ``is_least`` the one with the lowest peak.
-
-        Raises:
-            PlanError: no planner has a plan; the error is that of the planner with the lowest floor.
-        """
+        """Returns the fastest plan of all planners; with ``is_least`` the one with the lowest peak."""
         plans: list[Plan] = []
         faults: list[tuple[int, PlanError]] = []
         for planner in self._planners:
@@ -229,9 +225,6 @@ def plan_and_check(planner: Planner, step: RealStep, limit: int, group: PlanGrou
 
     The step of each process runs under the plan. If the highest peak exceeds the limit or is over 1 % off, the next
     plan counts in the difference, a few times, and at last the plan with the lowest predicted peak runs.
-
-    Raises:
-        PlanError: The peak of each of them exceeds the limit.
     """
     runs: dict[tuple[str, ...], Plan] = {}
     fitting: list[Plan] = []

@@ -25,9 +25,6 @@ class CopyTiming:
     Note [The window counts blocks that offload]: a host store frees a block's tensors when the next block that offloads
     ends its forward, and prefetches the previous block *that offloads* in backward. Blocks between them, which offload
     nothing, trigger neither, and the bytes stay on the device while they run.
-
-    Raises:
-        ConfigError: A rate is not above 0.
     """
 
     forward_seconds: Sequence[Sequence[float]]
