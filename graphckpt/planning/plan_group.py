@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from graphckpt.errors import ConfigError, GraphckptError, PlanError
 from graphckpt.planning.memory_model import MeasuredStep
-from graphckpt.planning.program import TraceLog
 from graphckpt.stores.partition import RendezvousTimeout, exchange
 
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
@@ -89,12 +88,7 @@ class PlanGroup:
         return [answer["value"] for answer in answers]
 
     def from_leader(self, value: Any) -> Any:
-        """Returns the value that the leader passes."""
         return self.all_gather(value)[self.leader]
-
-    def trace_of_leader(self, own: TraceLog) -> TraceLog:
-        message = self.from_leader(own.to_message() if self.rank == self.leader else None)
-        return TraceLog.from_message(message)
 
     def max(self, value: float) -> Any:
         return max(self.all_gather(value))

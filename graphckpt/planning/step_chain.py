@@ -206,9 +206,8 @@ class StepChain:
                 yield block, block + self._length(block, choice), choice
 
     def head_peak(self, state: Hashable) -> int:
-        """Returns 0: the interval between the last forward and the first backward counts for the last block."""
         del state
-        return 0
+        return 0  # the interval between the last forward and the first backward counts for the last block
 
     def _until_next(self, interval: Interval) -> Sequence[Interval]:
         """Returns an interval of a block and those after it, up to the next one of a block."""

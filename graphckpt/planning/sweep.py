@@ -11,7 +11,7 @@ from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import KEEP, Option, with_levels
 from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, with_holds
+from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, TraceLog, with_holds
 from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.trace import Blocks, PathError
@@ -39,7 +39,10 @@ def measure(
 
     def shared(own: StepSample) -> StepSample:
         group.elect_leader(own.peak_bytes)
-        return own if group.size == 1 else replace(own, trace=group.trace_of_leader(own.trace))
+        if group.size == 1:
+            return own
+        message = group.from_leader(own.trace.to_message() if group.rank == group.leader else None)
+        return replace(own, trace=TraceLog.from_message(message))
 
     if isinstance(step, RecordedStep):
         run, option = step.base(options)
