@@ -612,7 +612,7 @@ def failure_message(block: str, doing: str, num_bytes: int, folder: str, error: 
 def _fix(number: int, folder: str, error: BaseException) -> str:
     elsewhere = 'use offload="disk:/another/folder"'
     if number in (errno.ENOENT, errno.ENOTDIR):
-        siblings = [str(path) for path in Path(folder).parent.iterdir()] if Path(folder).parent.is_dir() else []
+        siblings = map(str, Path(folder).parent.glob("*/"))  # folders only
         return f"create the folder{did_you_mean(folder, siblings)}, or {elsewhere}"
     if number in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"

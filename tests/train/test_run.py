@@ -248,7 +248,12 @@ def test_faults_are_messages_and_exit_code_2(capsys, overrides, messages):
     [
         (["--version"], 0, r"graphckpt \d+\.\d+\.\d+"),
         (["train", "--help"], 0, r"graphckpt train --config-file configs/quickstart\.py --fast-dev-run"),
-        (["train", "--config-file", "tiny.py", "--fast-dev-rnu"], 2, "unknown option --fast-dev-rnu"),
+        (
+            ["train", "--config-file", "tiny.py", "--fast-dev-rnu"],
+            2,
+            "unknown option --fast-dev-rnu · did you mean '--fast",
+        ),
+        (["plan", "--memory-budgt", "10GiB"], 2, r"plan: .* --memory-budgt · did you mean '--memory-budget'"),
         (["train", "--config-file", "tiny.py", "--resum"], 2, "unknown option --resum"),
         (["train"], 2, "required: --config-file"),
         ([], 2, "required: command"),
