@@ -27,7 +27,7 @@ from graphckpt.progress import Progress
 if TYPE_CHECKING:
     import yaml
 
-    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    _Commands = argparse._SubParsersAction[Any]
     from graphckpt.config.run import FakeConfigSteps
     from graphckpt.planning.fit_result import Fit
     from graphckpt.planning.planner import Planners
@@ -166,7 +166,7 @@ def _version() -> str:
 def _add_command(
     commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], **texts: Any
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         name, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
     parser.set_defaults(run=run)
