@@ -122,29 +122,6 @@ def test_weights_to_start_from_may_be_those_of_transformers(place, capsys):
     assert same_weights(place / "out", place / "again")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--resume"], "out holds no last_checkpoint, so there is nothing to resume · fix: start without --resume"),
-        (["--eval-only"], "nothing to evaluate: "),
-        (["train.load_weight=nowhere"], "nowhere: no such folder"),
-        (["train.load_weight=texts"], "texts: has no model.safetensors"),
-        (["train.checkpointer.period=0"], "train.checkpointer.period: expected 1 or more, got 0"),
-        (["train.evaluation.eval_mode=least"], "train.evaluation.eval_mode: expected"),
-        (["train.output_dir=tiny.py"], "train.output_dir: tiny.py: File exists · fix: name a folder"),
-        (["train.tensorboard=True"], "the package tensorboard is not installed · fix: pip install"),
-        (["train.wandb.enabled=True"], "train.wandb: the package wandb is not installed · fix: pip install"),
-    ],
-)
-def test_faults_are_one_clear_error(capsys, monkeypatch, words, message):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert train(*words) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == (2 if "1 error:" in error else 1)
-
-
 def test_a_snapshot_of_another_model_is_one_clear_error(place, capsys):
     stopped("out", 5)
     assert train("--resume", "model.config.n_embd=32") == 2

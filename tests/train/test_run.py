@@ -195,55 +195,6 @@ def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(p
 
 
 @pytest.mark.parametrize(
-    ("overrides", "messages"),
-    [
-        (
-            ["trian.seed=1", "train.seed=x"],
-            [": 2 errors", "• trian: no such key · did you mean 'train'", "• train.seed: expected int"],
-        ),
-        (["data.paths=nowhere"], ["data.paths: nowhere: no such file or folder"]),
-        (["data.seq_length=100000"], ["fewer than one sequence of 100000"]),
-        (["model.config.vocab_size=100"], ["it knows 100 tokens, and the tokenizer has", "${data.vocab_size}"]),
-        (["data.dataset=imdb", "data.paths=null"], ["data.dataset: 'imdb'"]),
-        (["train.global_batch_size=30"], ["train.global_batch_size: expected a multiple of micro batch 8"]),
-        (["train.device=cuda:99"], ["train.device: 'cuda:99' cannot be used"]),
-        (
-            ["train.device=meta", "train.train_epoch=.inf", f"train.seed={2**63}"],
-            [
-                "train.device: 'meta' holds no",
-                "train.train_epoch: expected a finite number, got inf",
-                "got 9223372036854775808",
-            ],
-        ),
-        (
-            ["train.capture=cudagraph"],
-            ["train.capture: expected 'auto', 'cuda_graph' or 'eager'", "did you mean 'cuda_graph'"],
-        ),
-        (["train.capture=cuda_graph"], ["'cuda_graph' expected modules on one CUDA device, got cpu"]),
-        (["train.output_dir=tiny.py"], ["train.output_dir: tiny.py: File exists"]),
-        (["model.config.n_embd=33"], ["model: error in call to 'transformers", "divisible"]),
-        (["optim.lr=1e6"], ["the loss is", "fix: lower optim.lr"]),
-        (
-            ['train.activation_checkpoint.blocks={"transformer.g.*": {}, "x": {}}'],
-            ["blocks: 'transformer.g.*' matches no module", "blocks: 'x' matches no module"],
-        ),
-        (
-            ['train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpoint": true}}'],
-            ["did you mean 'activation_checkpointing'"],
-        ),
-        (["train.activation_checkpoint.rule=selectiv"], ["activation_checkpointing: ", "'selective'"]),
-    ],
-)
-def test_faults_are_messages_and_exit_code_2(capsys, overrides, messages):
-    assert train("train.train_iter=8", *overrides) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert "Traceback" not in error
-    for message in messages:
-        assert message in error
-
-
-@pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         (["--version"], 0, r"graphckpt \d+\.\d+\.\d+"),
