@@ -73,37 +73,37 @@ def test_a_run_learns_and_writes_all(place, pictures, capsys):
     assert "model_final" in printed
 
 
-def test_saved_model_is_the_trained_one_for_transformers(place):
+def test_the_saved_model_is_that_of_transformers_and_the_saved_config_runs_the_same_again(place):
     assert train() == 0
     model = AutoModelForCausalLM.from_pretrained(place / "out" / "model_final")
     tokenizer = AutoTokenizer.from_pretrained(place / "out" / "model_final")
     assert tokenizer.decode(tokenizer("w1 w2 text")["input_ids"]) == "w1 w2 text"
-    trainer = trainer_from("tiny.py", ["train.output_dir=again"])
-    prepared = trainer._data.prepare(trainer.report)
-    total = count = 0.0
+    trainer = trainer_from("tiny.py", ["train.output_dir=data"])
+    heldout = trainer._data.prepare(trainer.report).heldout
+    losses = []
     with torch.no_grad():
-        chosen = [n * len(prepared.heldout) // 12 for n in range(12)]
         for first in (0, 4, 8):  # the three batches of four that the run evaluated
-            rows = prepared.heldout.batch(chosen[first : first + 4])
-            total += model(input_ids=rows, labels=rows).loss.item() * rows.shape[0]
-            count += rows.shape[0]
-    assert total / count == pytest.approx(_rows(place / "out")[-1]["eval_loss"], rel=1e-5)
+            rows = heldout.batch([n * len(heldout) // 12 for n in range(first, first + 4)])
+            losses.append(model(input_ids=rows, labels=rows).loss.item())
+    assert sum(losses) / 3 == pytest.approx(_rows(place / "out")[-1]["eval_loss"], rel=1e-5)
+
+    first = _losses(place / "out")
+    assert main(["train", "--config-file", "out/config.yaml", "train.output_dir=again"]) == 0
+    assert _losses(place / "again") == first
+    assert train("train.seed=8", "train.overwrite=True") == 0
+    assert _losses(place / "out") != first
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "train.activation_checkpoint.rule=selective",
-        "train.activation_checkpoint.rule=True",
-        'train.activation_checkpoint.blocks={"transformer.h.*.mlp": {"activation_checkpointing": true}}',
-    ],
-)
-def test_losses_are_the_same_to_the_bit_without_checkpointing(place, policy):
+def test_policies_change_no_bit_and_amp_little(place):
     assert train("train.output_dir=plain", "train.activation_checkpoint.enabled=False") == 0
-    assert train("train.output_dir=policy", policy) == 0
-    assert _losses(place / "policy") == _losses(place / "plain")
-    weights = [(place / name / "model_final" / "model.safetensors").read_bytes() for name in ("plain", "policy")]
-    assert weights[0] == weights[1]
+    plain, weights = _losses(place / "plain"), (place / "plain" / "model_final" / "model.safetensors").read_bytes()
+    for policy in ("rule=selective", "rule=True", 'blocks={"transformer.h.*.mlp": {"activation_checkpointing": true}}'):
+        assert train("train.output_dir=policy", "train.overwrite=True", f"train.activation_checkpoint.{policy}") == 0
+        assert _losses(place / "policy") == plain
+        assert (place / "policy" / "model_final" / "model.safetensors").read_bytes() == weights
+    assert train("train.output_dir=short", "train.amp.enabled=True") == 0
+    assert _losses(place / "short") != plain
+    assert _losses(place / "short") == pytest.approx(plain, rel=0.05)
 
 
 def test_named_blocks_are_those_that_act(place):
@@ -121,23 +121,6 @@ def test_accumulation_comes_near_one_large_batch(place):
     assert train("train.output_dir=four", *STILL, *steps) == 0
     assert _losses(place / "four") == pytest.approx(_losses(place / "one"), rel=1e-3)
     assert [row["consumed_samples"] for row in _rows(place / "four")] == [8 * n for n in range(1, 13)]
-
-
-def test_amp_trains_in_the_shorter_type(place):
-    assert train("train.output_dir=long") == 0
-    assert train("train.output_dir=short", "train.amp.enabled=True") == 0
-    long, short = _losses(place / "long"), _losses(place / "short")
-    assert short != long
-    assert short == pytest.approx(long, rel=0.05)
-
-
-def test_saved_config_runs_the_same_again(place):
-    assert train("train.seed=7") == 0
-    first = _losses(place / "out")
-    assert main(["train", "--config-file", "out/config.yaml", "train.output_dir=again"]) == 0
-    assert _losses(place / "again") == first
-    assert train("train.seed=8", "train.overwrite=True") == 0
-    assert _losses(place / "out") != first
 
 
 def test_fast_dev_run_and_overrides_between_flags(place):
