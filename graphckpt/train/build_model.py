@@ -119,8 +119,6 @@ class _TaskGraph(Graph):
 
 @final
 class TrainGraph(_TaskGraph):
-    """One update of the weights: forward, backward, clip, optimizer, learning rate."""
-
     def __init__(
         self, built: BuiltModel, optimizer: Optimizer, scheduler: LRScheduler, blocks: Mapping[str, dict[str, Any]]
     ) -> None:

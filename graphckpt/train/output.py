@@ -48,7 +48,6 @@ def hidden(path: Path, kind: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there; of a folder, as much as can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

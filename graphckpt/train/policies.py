@@ -91,7 +91,6 @@ def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str
 
 
 def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the candidate rules of the block that computes the loss, by its name in ``model``."""
     names = dict(model.named_modules())
     for name in head or ():
         if name not in names:

@@ -329,7 +329,6 @@ class _Step:
 
 @contextmanager
 def _explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterator[None]:
-    """Replaces an allocator's out-of-memory error by a ``TrainError`` with advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

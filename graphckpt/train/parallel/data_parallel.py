@@ -128,8 +128,6 @@ class AllReduceSync:
 
 
 class FsdpSync:
-    """FSDP2 shards what the ZeRO stage names."""
-
     def __init__(self, model: nn.Module, losses: Losses, *, stage: int) -> None:
         self._root = cast("FSDPModule", model)
         self._stage = stage

@@ -39,7 +39,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def resolve_device(name: str | None, config: DistConfig) -> torch.device:
-    """Returns the device of this process: ``train.device``, or CUDA if available."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if config.num_processes > 1 and name.startswith("cuda"):
@@ -104,12 +103,10 @@ class TrainRanks:
 
     @property
     def data_rank(self) -> int:
-        """Which part of each batch this process gets."""
         return self.stream % self.config.data_parallel_size
 
     @property
     def stage(self) -> int:
-        """The pipeline stage of this process; 0 without a pipeline."""
         return self.stream // self.config.data_parallel_size
 
     @property

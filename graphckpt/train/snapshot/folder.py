@@ -215,7 +215,6 @@ class Snapshots:
         return [*periodic, *(name for name in (BEST, FINAL) if name in names)]
 
     def last_name(self) -> str:
-        """Returns the name in ``last_checkpoint``; whether there is such a snapshot is another question."""
         path = self.folder / LAST
         try:
             name = path.read_text(encoding="utf-8").strip()

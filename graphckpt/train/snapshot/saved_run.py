@@ -77,8 +77,6 @@ class FolderLock:
 
 @final
 class SavedRun:
-    """A run in its output folder: a new one or a resumed one."""
-
     def __init__(self, folder: Path, *, resume: bool, overwrite: bool, batch_size: int, ranks: TrainRanks) -> None:
         self.folder = folder
         self.snapshots = Snapshots(folder)
@@ -101,7 +99,6 @@ class SavedRun:
 
     @property
     def start_iter(self) -> int:
-        """Iterations done before this process."""
         return self._info["done"] if self._info else 0
 
     def consumed_samples(self, done: int) -> int:
