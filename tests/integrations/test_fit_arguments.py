@@ -36,8 +36,8 @@ def gpt2() -> GPT2LMHeadModel:
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(folder), gradient_accumulation_steps=2, max_steps=3, report_to=[], disable_tqdm=True, use_cpu=True,
-        save_strategy="no", **{"per_device_train_batch_size": 16, **more},
+        output_dir=str(folder), gradient_accumulation_steps=2, max_steps=3, report_to=[], disable_tqdm=True,
+        use_cpu=True, save_strategy="no", **{"per_device_train_batch_size": 16, **more},
     )  # fmt: skip
 
 

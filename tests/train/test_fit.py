@@ -15,8 +15,9 @@ from graphckpt.train.snapshot.saved_run import CONFIG
 pytestmark = pytest.mark.usefixtures("place")
 
 MIB = 2**20
+CHECKPOINT = "train.activation_checkpoint"
 SHORT = ["train.train_iter=3", "train.global_batch_size=6", "train.num_accumulation_steps=null"]
-FIT = [*SHORT, "train.activation_checkpoint.fit=batch", "train.activation_checkpoint.memory_budget=1MiB"]
+FIT = [*SHORT, f"{CHECKPOINT}.fit=batch", f"{CHECKPOINT}.memory_budget=1MiB"]
 LONG = ["model.config.n_layer=4", "data.seq_length=32", "train.evaluation.enabled=False"]
 
 
@@ -36,16 +37,14 @@ def test_a_run_has_the_sizes_and_policies_that_fit(place, capsys):
     assert fit.activation_checkpoint.fit is None
     assert fit.activation_checkpoint.blocks
     assert f"fit: micro-batch {fit.train_micro_batch_size} x {fit.num_accumulation_steps}" in capsys.readouterr().out
-
     sizes = [f"train.{key}={fit[key]}" for key in ("train_micro_batch_size", "num_accumulation_steps")]
     assert train(*SHORT, *LONG, *sizes, "train.output_dir=plain") == 0
     assert same_weights(place / "out", place / "plain")
-    assert [row["total_loss"] for row in rows_of(place / "out")] == [
-        row["total_loss"] for row in rows_of(place / "plain")
-    ]
+    losses = [[row["total_loss"] for row in rows_of(place / name)] for name in ("out", "plain")]
+    assert losses[0] == losses[1]
 
     longer = [word.replace("train_iter=3", "train_iter=4") for word in words]
-    assert train(*longer, "train.activation_checkpoint.memory_budget=1KiB", "--resume") == 0
+    assert train(*longer, f"{CHECKPOINT}.memory_budget=1KiB", "--resume") == 0
     assert "as at the start of the run" in capsys.readouterr().out
     assert saved(place / "out").train_micro_batch_size == fit.train_micro_batch_size
 
@@ -63,18 +62,12 @@ def test_a_short_trial_run_chooses_nothing(place, capsys):
     [
         (["train.global_batch_size=null"], "activation_checkpoint.fit: expected the samples of an update"),
         (["train.num_accumulation_steps=2"], "activation_checkpoint.fit: num_accumulation_steps is chosen, and set as"),
-        (
-            ["train.activation_checkpoint.memory_budget=min"],
-            "expected a budget independent of the batch size, got 'min' · fix",
-        ),
-        (
-            ["train.activation_checkpoint.memory_budget=0.6"],
-            "expected a budget independent of the batch size, got 0.6 · fix",
-        ),
-        (["train.activation_checkpoint.blocks={'*.h.0': True}"], "fit: the plan of the chosen batch size sets the"),
-        (["train.activation_checkpoint.fit=fastest"], "activation_checkpoint.fit"),
+        ([f"{CHECKPOINT}.memory_budget=min"], "expected a budget independent of the batch size, got 'min' · fix"),
+        ([f"{CHECKPOINT}.memory_budget=0.6"], "expected a budget independent of the batch size, got 0.6 · fix"),
+        ([f"{CHECKPOINT}.blocks={{'*.h.0': True}}"], "fit: the plan of the chosen batch size sets the"),
+        ([f"{CHECKPOINT}.fit=fastest"], "activation_checkpoint.fit"),
         (["train.dist.data_parallel_size=2"], "activation_checkpoint.fit: expected one process, got 2"),
-        (["train.activation_checkpoint.memory_budget=1KiB"], "global batch 6|no batch fits"),
+        ([f"{CHECKPOINT}.memory_budget=1KiB"], "global batch 6|no batch fits"),
     ],
 )
 def test_faults_are_one_clear_error(words, message, capsys):
