@@ -28,6 +28,7 @@ from graphckpt.engine.objects import (
     ABSENT,
     CONTAINERS,
     Objects,
+    attribute_of,
     changed_keys,
     copy_objects,
     differs,
@@ -205,7 +206,7 @@ class ModuleState:
         for ref, key, entries in state.reached:
             value = state.attributes[ref].get(key)
             is_container = isinstance(value, CONTAINERS)
-            own: Any = value if is_container else getattr(value, "__dict__", None)
+            own: Any = value if is_container else attribute_of(value, "__dict__")
             # The items of a container are copied in every call. An object may only have set something up.
             is_deep = any(
                 owner is not own

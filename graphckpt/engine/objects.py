@@ -101,7 +101,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     todo = list(_mutable(values))
     while todo and len(objects) < _MAX_OBJECTS:
         value = todo.pop()
-        owner = value if isinstance(value, _OWNERS) else getattr(value, "__dict__", None)
+        owner = value if isinstance(value, _OWNERS) else attribute_of(value, "__dict__")
         if owner is None or id(owner) in ids or isinstance(value, (nn.Module, type)) or callable(value):
             continue
         ids.add(id(owner))
@@ -109,6 +109,14 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
         if isinstance(owner, CONTAINERS):
             todo.extend(_mutable(owner.values() if isinstance(owner, dict) else owner))
     return objects
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """Returns an attribute, or ``None``; a user's ``__getattr__`` is not asked: it may raise anything."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def _mutable(values: Iterable[Any]) -> Iterator[Any]:
@@ -144,7 +152,7 @@ def sets_up(before: Any, after: Any) -> bool:
     if is_number or not any(before is nothing for nothing in (None, False, ABSENT)):
         return False  # a number is a counter
     leaves = pytree.tree_leaves(after)
-    leaves += [inner for leaf in leaves for inner in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))]
+    leaves += pytree.tree_leaves([dict(attribute_of(leaf, "__dict__") or {}) for leaf in leaves])
     return not any(isinstance(leaf, torch.Tensor) for leaf in leaves)  # such as the state of a recurrent layer
 
 

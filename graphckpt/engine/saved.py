@@ -21,7 +21,7 @@ from graphckpt._compat import version_sharing_detach
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
-from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, swap
+from graphckpt.engine.objects import Objects, attribute_of, copy_objects, drop_unchanged_tensors, swap
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import DeviceStore
 from graphckpt.thread_state import RNGState
@@ -328,7 +328,7 @@ class Arguments:
                 else:
                     self._same[position] = first
             elif type(leaf) not in ATOMS:
-                if hasattr(leaf, "__next__"):
+                if hasattr(type(leaf), "__next__"):
                     raise RecomputeError(
                         f"{call.block.title}: argument `{self.name(position)}` is an iterator, which the recomputation "
                         "would find exhausted · fix: pass a list"
@@ -355,6 +355,13 @@ class Arguments:
         originals, self._originals = self._originals, ()
         if self._objects:
             self._objects = drop_unchanged_tensors(self._objects)
+            if call.block.recorder is not None:
+                objects = [
+                    leaf
+                    for leaf in self.leaves
+                    if attribute_of(leaf, "__dict__") and not isinstance(leaf, torch.Tensor)
+                ]
+                call.block.recorder.objects_kept(call.block.name, objects, copy_objects(objects))
         moved = frozenset([each.position for each in originals if each.is_mutated()])
         if learning:
             call.block.mutated = self._mutated = moved | call.block.mutated

@@ -122,6 +122,8 @@ class StepRecord:
 
     Stores, ``Tiles``, compiled blocks and a model's own gradient checkpointing stand in the way.
     """
+    unpredictable: str = ""
+    """Why the peak of the step without policies cannot be predicted."""
     static_bytes: int = 0
     """Bytes of weights, buffers and optimizer states, which no policy changes."""
     has_optimizer_states: bool = True

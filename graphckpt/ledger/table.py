@@ -284,6 +284,8 @@ def _summary(explanation: StepRecord) -> Iterator[str]:
     if peak_bytes is not None:
         if plain_bytes is None or plain_bytes == peak_bytes:
             yield f"peak memory: {format_bytes(peak_bytes)}"
+            if explanation.unpredictable:
+                yield f"no peak is predicted for the step without policies: {explanation.unpredictable}"
         else:
             yield _change("peak memory", plain_bytes, peak_bytes, " (predicted)")
     if explanation.timeline:

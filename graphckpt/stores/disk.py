@@ -595,8 +595,7 @@ def _failure_message(block: str, doing: str, num_bytes: int, folder: str, error:
         reason = f"{error.strerror or error}" + (f" ({errno.errorcode[number]})" if number in errno.errorcode else "")
     fix = f'{_FIXES.get(number, "run the step again")}, or use offload="disk:/another/folder"'
     if number in (errno.ENOENT, errno.ENOTDIR):
-        parent = Path(folder).parent
-        siblings = [str(path) for path in parent.iterdir()] if parent.is_dir() else []
+        siblings = map(str, Path(folder).parent.glob("*/"))  # folders only
         fix = f'create the folder{did_you_mean(folder, siblings)}, or use offload="disk:/another/folder"'
     elif number in (errno.EMFILE, errno.ENFILE):
         fix = "raise the limit of open files (ulimit -n)"

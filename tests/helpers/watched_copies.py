@@ -24,7 +24,7 @@ class Copy:
     joined_at: int = 0
 
 
-class WatchedCopies(CopyEngine):
+class WatchedCopies:
     """Passes everything on to the device's own engine. ``live_bytes`` counts what is not released yet."""
 
     def __init__(self) -> None:
@@ -62,11 +62,5 @@ class WatchedCopies(CopyEngine):
             event.joined_at = event.joined_at or next(_TICKS)
         self._engine.wait_in_order([event.event for event in events])
 
-    def is_capturing(self) -> bool:
-        return self._engine.is_capturing()
-
-    def collect_times(self) -> None:
-        self._engine.collect_times()
-
-    def synchronize(self) -> None:
-        self._engine.synchronize()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

@@ -715,10 +715,12 @@ def test_a_file_that_cannot_be_opened(store, tmp_path, monkeypatch, name, fault,
 
 def test_a_folder_that_is_missing(tmp_path):
     (tmp_path / "scratch").mkdir()
+    (tmp_path / "scrath.txt").touch()  # nearer, but a file
     store = opened(tmp_path / "scrath")
     says = rf"h.7: offload: .*ENOENT.*fix: create the folder · did you mean '{tmp_path}/scratch'\?, or use offload"
     with pytest.raises(StoreError, match=says):
         put_one(store, torch.randn(5000), "h.7")
+    (tmp_path / "scrath.txt").unlink()
     (tmp_path / "scrath").mkdir()
     assert put_one(store, torch.randn(5000)) is not None
 
