@@ -66,7 +66,7 @@ def fit_steps(
     ``is_real`` says whether they run, so that they may need more memory than there is, and ``can_accumulate`` whether
     they can accumulate gradients. Plans mention ``notes``.
     """
-    budget = budgets.check_fit_budget(memory_budget)
+    budget = budgets.check_budget(memory_budget, for_fit=True)
     sizes = _checked_sizes(batch_sizes, global_batch)
     with Progress(is_shown=False if callable(progress) else progress) as lines:
         report = progress if callable(progress) else lines.begin
@@ -137,7 +137,7 @@ class _SizedRows:
     def __init__(
         self,
         make_sized: MakeSized,
-        budget: int | str,
+        budget: budgets.Budget,
         options: PlanOptions,
         progress: Callable[[str], None],
         *,
@@ -195,8 +195,8 @@ class _SizedRows:
         The step may run only at some sizes, such as even ones: the nearest smaller size at which it runs counts. If
         none is near, the search goes on towards sizes at which it has run: to smaller ones if there are any.
         """
-        for near in range(size, max(0, size - _MAX_STEP), -1):
-            if (row := self.row(near)) is not None:
+        for smaller in range(size, max(0, size - _MAX_STEP), -1):
+            if (row := self.row(smaller)) is not None:
                 num_bytes, may_fit = bytes_of(row)
                 return num_bytes - self.limit if may_fit else max(1, num_bytes - self.limit)
         if len(self.errors) >= _MAX_FAILED:
