@@ -195,8 +195,8 @@ class _SizedRows:
         The step may run only at some sizes, such as even ones: the nearest smaller size at which it runs counts. If
         none is near, the search goes on towards sizes at which it has run: to smaller ones if there are any.
         """
-        for smaller in range(size, max(0, size - _MAX_STEP), -1):
-            if (row := self.row(smaller)) is not None:
+        for candidate in range(size, max(0, size - _MAX_STEP), -1):
+            if (row := self.row(candidate)) is not None:
                 num_bytes, may_fit = bytes_of(row)
                 return num_bytes - self.limit if may_fit else max(1, num_bytes - self.limit)
         if len(self.errors) >= _MAX_FAILED:

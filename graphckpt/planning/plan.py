@@ -20,6 +20,8 @@ from graphckpt.planning.rows import PlanData, PlanRow, budget_text, parts_of, su
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import yaml
     from torch import nn
 
@@ -38,7 +40,9 @@ class AppliedPolicies(Protocol):
     def __enter__(self) -> Any:
         """Keeps the policies until the end of the ``with`` block."""
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> Any:
         """Removes the policies."""
 
 
