@@ -387,9 +387,9 @@ def _steps(parsed: argparse.Namespace, sizes: Sequence[str] = ()) -> AbstractCon
 
 
 def _fit(parsed: argparse.Namespace) -> int:
-    from graphckpt.planning.options import check_fit_budget  # noqa: PLC0415
+    from graphckpt.planning.options import check_budget  # noqa: PLC0415
 
-    budget = check_fit_budget(parsed.memory_budget)
+    budget = check_budget(parsed.memory_budget, for_fit=True)
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)
     lengths = [None] if parsed.sequence_lengths is None else _numbers(parsed.sequence_lengths, "--sequence-lengths")
     if parsed.plot is not None:

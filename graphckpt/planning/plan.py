@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from dataclasses import replace as changed
@@ -19,6 +20,8 @@ from graphckpt.planning.rows import PlanData, PlanRow, budget_text, parts_of, su
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import yaml
     from torch import nn
 
@@ -37,7 +40,9 @@ class AppliedPolicies(Protocol):
     def __enter__(self) -> Any:
         """Keeps the policies until the end of the ``with`` block."""
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> Any:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
+    ) -> Any:
         """Removes the policies."""
 
 
@@ -143,8 +148,9 @@ class Plan(PlanData):
                 cannot be written.
         """
         head = "".join(f"# {line}\n" for line in summary_lines(self))
+        dumper = type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
         try:
-            text = yaml.dump(self.to_dict(), Dumper=_dumper(), sort_keys=False)
+            text = yaml.dump(self.to_dict(), Dumper=dumper, sort_keys=False)
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `candidates`") from None
         try:
@@ -172,16 +178,17 @@ class Plan(PlanData):
             fix = "name a file that Plan.save wrote"
             raise ConfigError(f"{path}: expected a plan, got a wrong {error} · fix: {fix}") from None
 
+    def below(self, name: str) -> Plan:
+        """Deprecated: the former name of :meth:`relative_to`."""
+        warnings.warn("Plan.below is deprecated · fix: plan.relative_to(name)", DeprecationWarning, stacklevel=2)
+        return self.relative_to(name)
+
     def relative_to(self, name: str) -> Plan:
         """Returns the plan with the paths of blocks relative to the child ``name``."""
         rows = (changed(row, block=row.block.removeprefix(f"{name}.")) for row in self.rows)
         front = self.front
         relative = None if front is None else lambda: [plan.relative_to(name) for plan in front()]
         return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=relative)
-
-
-def _dumper() -> type[yaml.SafeDumper]:
-    return type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
 
 
 _NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in ("rows", "stages", "notes"))

@@ -45,6 +45,8 @@ def test_the_front_below_a_child_has_the_names_below_it(plan: Plan):
     below = named.relative_to("model")
     assert below.front is not None
     assert [row.block for row in below.front()[0].rows] == [row.block for row in plan.rows]
+    with pytest.deprecated_call(match="relative_to"):
+        assert named.below("model") == below
 
 
 def test_a_plan_can_be_pickled_without_its_front(plan: Plan):
