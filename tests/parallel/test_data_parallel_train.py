@@ -26,10 +26,8 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 BRIEF = ["train.train_iter=3", "train.log_period=2", "train.checkpointer.period=9", "train.evaluation.eval_period=9"]
 FOUR = ["train.dist.data_parallel_size=4", "train.train_micro_batch_size=1", "train.num_accumulation_steps=1"]
 SQUARE = [
-    "train.dist.data_parallel_size=2",
-    "train.dist.tensor_parallel_size=2",
-    "train.train_micro_batch_size=1",
-    "train.num_accumulation_steps=2",
+    *("train.dist.data_parallel_size=2", "train.dist.tensor_parallel_size=2"),
+    *("train.train_micro_batch_size=1", "train.num_accumulation_steps=2"),
 ]
 RECOMPUTED = "train.activation_checkpoint.enabled=True"
 PART = "train.activation_checkpoint.partition=True"
@@ -42,22 +40,14 @@ def zero(stage: int) -> list[str]:
 ALONE = ["train.train_micro_batch_size=1", "train.num_accumulation_steps=4"]
 SCALED = ["train.amp.enabled=True", "train.amp.dtype=float16"]
 PRODUCTS = {
-    "ddp": FOUR,
-    "zero 1": [*FOUR, *zero(1)],
-    "zero 1, scaled": [*FOUR, *zero(1), *SCALED],
-    "dp x tp": SQUARE,
-    "zero 2 x tp": [*SQUARE, *zero(2)],
-    "zero 3 x tp": [*SQUARE, *zero(3)],
+    "ddp": (FOUR, 1.0, 1.0),
+    "zero 1": ([*FOUR, *zero(1)], 0.22, 0.28),  # rows of weights are dealt out whole
+    "zero 1, scaled": ([*FOUR, *zero(1), *SCALED], 0.22, 0.28),
+    "dp x tp": (SQUARE, 0.5, 0.6),  # norms and positions are whole
+    "zero 2 x tp": ([*SQUARE, *zero(2)], 0.25, 0.3),
+    "zero 3 x tp": ([*SQUARE, *zero(3)], 0.25, 0.3),
 }
-STATE_SHARES = {
-    "ddp": (1.0, 1.0),
-    "zero 1": (0.22, 0.28),  # rows of weights are dealt out whole
-    "zero 1, scaled": (0.22, 0.28),
-    "dp x tp": (0.5, 0.6),  # norms and positions are whole
-    "zero 2 x tp": (0.25, 0.3),
-    "zero 3 x tp": (0.25, 0.3),
-}
-"""What a rank holds of the optimizer's state."""
+"""Words of a run, and the least and most that a rank holds of the optimizer's state."""
 
 
 class Held(HookBase):
@@ -82,11 +72,11 @@ def run(folder: str, *words: str) -> Held:
 
 def products(rank: int, folder: Path) -> None:
     found = {}
-    for name, words in PRODUCTS.items():
+    for name, (words, *_) in PRODUCTS.items():
         held = run(name, *STILL, *words)
         found[name] = {"losses": held.losses, "state_bytes": held.state_bytes}
     # With dropout each rank draws its own masks, and the same ones again.
-    words = PRODUCTS["zero 3 x tp"]
+    words, *_ = PRODUCTS["zero 3 x tp"]
     assert run("drawn", *words).losses == run("recomputed", *words, RECOMPUTED, PART).losses
     leave_unused(rank)
     hold_what_the_stage_says(rank)
@@ -159,12 +149,11 @@ def test_losses_and_weights_are_those_of_one_process(place: Path) -> None:
     run_on_ranks(products, place, num_ranks=4)
     seen = [json.loads((place / f"losses of {rank}").read_text()) for rank in range(4)]
     alone_scaled = run("alone, scaled", *STILL, *ALONE, *SCALED)
-    for name in PRODUCTS:
+    for name, (_, low, high) in PRODUCTS.items():
         is_scaled = "scaled" in name
         expected = alone_scaled if is_scaled else alone
         for rank in seen:  # the means over all, on each
             assert rank[name]["losses"] == seen[0][name]["losses"]
-            low, high = STATE_SHARES[name]
             assert low <= rank[name]["state_bytes"] / alone.state_bytes <= high, name
         assert seen[0][name]["losses"] == pytest.approx(expected.losses, rel=1e-3 if is_scaled else 1e-4), name
         if is_scaled:
