@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import small_run
 from helpers.ranks import run_on_ranks
-from helpers.small_run import STILL, near, near_rows, same_weights, trainer_of
+from helpers.small_run import STILL, near, near_rows, same_weights
 from torch import nn
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.data.samples import heldout_batches
-from graphckpt.train.hooks.snapshot import SnapshotHook
-from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.data_parallel import AllReduceSync, DdpSync, apply_fsdp, make_grad_sync
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import full_tensor_tree, is_sharded, local_shard
@@ -50,31 +49,20 @@ PRODUCTS = {
 """Words of a run, and the least and most that a rank holds of the optimizer's state."""
 
 
-class Held(HookBase):
-    """Notes the losses that a rank saw, and the bytes that its optimizer holds."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.state_bytes = 0
-
-    def after_step(self, loop: Loop) -> None:
-        self.losses.append(float(loop.losses["total_loss"]))
-        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._writer
-        tensors = [value for state in saver._state.optimizer.state.values() for value in state.values()]
-        self.state_bytes = sum((local_shard(value) if is_sharded(value) else value).nbytes for value in tensors)
+def run(folder: str, *words: str) -> Any:
+    return small_run.run(folder, *BRIEF, *words)
 
 
-def run(folder: str, *words: str) -> Held:
-    held = Held()
-    trainer_of(folder, *BRIEF, *words, hooks=(held,)).train()
-    return held
+def state_bytes(held: Any) -> int:
+    tensors = [value for state in held.state.optimizer.state.values() for value in state.values()]
+    return sum((local_shard(value) if is_sharded(value) else value).nbytes for value in tensors)
 
 
 def products(rank: int, folder: Path) -> None:
     found = {}
     for name, (words, *_) in PRODUCTS.items():
         held = run(name, *STILL, *words)
-        found[name] = {"losses": held.losses, "state_bytes": held.state_bytes}
+        found[name] = {"losses": held.losses, "state_bytes": state_bytes(held)}
     # With dropout each rank draws its own masks, and the same ones again.
     words, *_ = PRODUCTS["zero 3 x tp"]
     assert run("drawn", *words).losses == run("recomputed", *words, RECOMPUTED, PART).losses
@@ -154,7 +142,7 @@ def test_losses_and_weights_are_those_of_one_process(place: Path) -> None:
         expected = alone_scaled if is_scaled else alone
         for rank in seen:  # the means over all, on each
             assert rank[name]["losses"] == seen[0][name]["losses"]
-            assert low <= rank[name]["state_bytes"] / alone.state_bytes <= high, name
+            assert low <= rank[name]["state_bytes"] / state_bytes(alone) <= high, name
         assert seen[0][name]["losses"] == pytest.approx(expected.losses, rel=1e-3 if is_scaled else 1e-4), name
         if is_scaled:
             continue

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import CONFIG, STILL, StopAfter, near, rows_of, same_weights, trainer_of
+from helpers.small_run import CONFIG, STILL, StopAfter, near, rows_of, run, same_weights, trainer_of
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -25,8 +25,6 @@ from transformers import (
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import _pipeline
-from graphckpt.train.hooks.snapshot import SnapshotHook
-from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.pipeline import check_split, keep_stage, split_layers, tied_weights
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.snapshot import folder as snapshot
@@ -53,28 +51,6 @@ SIZES = "num_hidden_layers=3, hidden_size=16, num_attention_heads=2, num_key_val
 LLAMA = CONFIG.replace("gpt2.py", "llama.py").replace("n_layer=2, n_head=2, n_embd=16", SIZES)
 
 
-class Held(HookBase):
-    """Notes the losses that a rank saw, and how often its blocks ran again."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.reruns: dict[str, int] = {}
-
-    def after_step(self, loop: Loop) -> None:
-        self.losses.append(float(loop.losses["total_loss"]))
-
-    def after_train(self, loop: Loop) -> None:
-        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._writer
-        rows = saver._state.graph.explain(show=False).rows
-        self.reruns = {row.block: row.reruns for row in rows if row.reruns}
-
-
-def run(folder: str, *words: str, config: str = "tiny.py", hooks: tuple[HookBase, ...] = (), **how: bool) -> Held:
-    held = Held()
-    trainer_of(folder, *words, config=config, hooks=(held, *hooks), **how).train()
-    return held
-
-
 def two_stages(rank: int, folder: Path) -> None:
     losses = {
         "tied": run("tied", *SIX, *STILL, STAGES).losses,
@@ -87,7 +63,8 @@ def two_stages(rank: int, folder: Path) -> None:
     ended = run("recomputed", *uneven, *RECOMPUTED, "train.checkpointer.async_save=True", resume=True)
     assert begun.losses + ended.losses == plain
     for held in (begun, ended):
-        assert {name.rpartition(".")[2] for name in held.reruns} == ({"0"} if rank == 0 else {"1", "2"})
+        rows = held.state.graph.explain(show=False).rows
+        assert {row.block.rpartition(".")[2] for row in rows if row.reruns} == ({"0"} if rank == 0 else {"1", "2"})
     run("moved", *SIX, *STILL, UNTIED, STAGES, *ALL_HELD_OUT, hooks=(StopAfter(4),), resume=True)
     metrics = trainer_of("tied", *SIX, *STILL, STAGES, eval_only=True).evaluate()
     assert metrics["eval_loss"] == rows_of(folder / "tied")[-1]["eval_loss"]
