@@ -149,10 +149,11 @@ class _CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options = ["--help", *re.findall(r"(?<!\w)-+[a-z][\w-]*", self.format_usage())]
-        for word in takewhile(lambda word: word != "--", args):
-            option = word.partition("=")[0]
-            if re.fullmatch(r"-+[A-Za-z][\w-]*", option) and option not in options:
-                self.error(f"unknown option {option}{did_you_mean(option, options)} · see '{self.prog} --help'")
+        names = [word.partition("=")[0] for word in takewhile(lambda word: word != "--", args)]
+        unknown = [name for name in names if re.fullmatch(r"-+[A-Za-z][\w-]*", name) and name not in options]
+        if unknown:
+            listed = ", ".join(f"{name}{did_you_mean(name, options)}" for name in unknown)
+            self.error(f"unknown option {listed} · see '{self.prog} --help'")
         return super().parse_known_args(args, namespace)
 
 

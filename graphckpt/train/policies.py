@@ -37,7 +37,7 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
             blocks = policies_from_file(config.plan)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-    elif fields := config.beside_rule | ({} if config.rule is None else {"activation_checkpointing": config.rule}):
+    elif fields := ({} if config.rule is None else {"activation_checkpointing": config.rule}) | config.beside_rule:
         try:
             settings = {name: dict(fields) for name in unit_names(model, config)}
         except ConfigError as error:
@@ -115,9 +115,11 @@ def plan_on_batch(
     for line in summary_lines(plan):
         report.line(f"plan: {line}")
 
+    in_model = plan.relative_to("model")
+
     def save() -> None:
         with replacing(saved.folder / PLAN) as fresh:
-            plan.relative_to("model").save(fresh)
+            in_model.save(fresh)
 
     saved.at_start(save)
 
