@@ -10,55 +10,49 @@ from omegaconf import OmegaConf
 
 from graphckpt.config.trainer import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import steps
 from graphckpt.train.snapshot.saved_run import CONFIG
 
 pytestmark = pytest.mark.usefixtures("place")
 
 MIB = 2**20
 CHECKPOINT = "train.activation_checkpoint"
-SHORT = ["train.train_iter=3", "train.global_batch_size=24", "train.num_accumulation_steps=null"]
-FIT = [*SHORT, f"{CHECKPOINT}.fit=batch", f"{CHECKPOINT}.memory_budget=2MiB"]
+SHORT = ["train.train_iter=3", "train.global_batch_size=6", "train.num_accumulation_steps=null"]
+FIT = [*SHORT, f"{CHECKPOINT}.fit=batch", f"{CHECKPOINT}.memory_budget=1MiB"]
 LONG = ["model.config.n_layer=4", "data.seq_length=32", "train.evaluation.enabled=False"]
-
-
-@pytest.fixture(autouse=True)
-def _timed_once(monkeypatch):
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
 
 
 def saved(folder):
     return OmegaConf.load(folder / CONFIG).train
 
 
-def test_a_run_has_the_sizes_and_policies_that_fit_also_after_a_resume(place, capsys):
+def test_a_run_has_the_sizes_and_policies_that_fit(place, capsys):
     live = LiveBytes(record_timeline=False)
-    trainer = trainer_from("tiny.py", [*FIT, *LONG])
+    words = [*FIT, *LONG, "train.checkpointer.period=2"]
+    trainer = trainer_from("tiny.py", words)
     with live:
         trainer.train()
-    assert live.peak_bytes <= 2 * MIB
-    found = saved(place / "out")
-    assert found.train_micro_batch_size * found.num_accumulation_steps == found.global_batch_size == 24
-    assert found.activation_checkpoint.fit is None
-    assert found.activation_checkpoint.blocks
-    chosen = f"{found.train_micro_batch_size} x {found.num_accumulation_steps}"
-    assert f"fit: micro-batch {chosen}" in capsys.readouterr().out
-    sizes = [f"train.{key}={found[key]}" for key in ("train_micro_batch_size", "num_accumulation_steps")]
+    assert live.peak_bytes <= MIB
+    fit = saved(place / "out")
+    assert fit.train_micro_batch_size * fit.num_accumulation_steps == fit.global_batch_size == 6
+    assert fit.activation_checkpoint.fit is None
+    assert fit.activation_checkpoint.blocks
+    assert f"fit: micro-batch {fit.train_micro_batch_size} x {fit.num_accumulation_steps}" in capsys.readouterr().out
+    sizes = [f"train.{key}={fit[key]}" for key in ("train_micro_batch_size", "num_accumulation_steps")]
     assert train(*SHORT, *LONG, *sizes, "train.output_dir=plain") == 0
     assert same_weights(place / "out", place / "plain")
     losses = [[row["total_loss"] for row in rows_of(place / name)] for name in ("out", "plain")]
     assert losses[0] == losses[1]
 
-    capsys.readouterr()
-    assert train(*FIT, *LONG, "train.train_iter=4", f"{CHECKPOINT}.memory_budget=1KiB", "--resume") == 0
+    longer = [word.replace("train_iter=3", "train_iter=4") for word in words]
+    assert train(*longer, f"{CHECKPOINT}.memory_budget=1KiB", "--resume") == 0
     assert "as at the start of the run" in capsys.readouterr().out
-    assert saved(place / "out").train_micro_batch_size == found.train_micro_batch_size
+    assert saved(place / "out").train_micro_batch_size == fit.train_micro_batch_size
 
 
 def test_a_short_trial_run_chooses_nothing(place, capsys):
     with (place / "tiny.py").open("a") as config:
-        config.write("train.update(global_batch_size=24, num_accumulation_steps=None)\n")
-        config.write("train.activation_checkpoint.update(fit='batch', memory_budget='2MiB')\n")
+        config.write("train.update(global_batch_size=6, num_accumulation_steps=None)\n")
+        config.write("train.activation_checkpoint.update(fit='batch', memory_budget='1MiB')\n")
     assert train("--fast-dev-run") == 0
     assert "train.activation_checkpoint.fit=null" in capsys.readouterr().out
 
@@ -73,7 +67,7 @@ def test_a_short_trial_run_chooses_nothing(place, capsys):
         ([f"{CHECKPOINT}.blocks={{'*.h.0': True}}"], "fit: the plan of the chosen batch size sets the"),
         ([f"{CHECKPOINT}.fit=fastest"], "activation_checkpoint.fit"),
         (["train.dist.data_parallel_size=2"], "activation_checkpoint.fit: expected one process, got 2"),
-        ([f"{CHECKPOINT}.memory_budget=1KiB"], "global batch 24|no batch fits"),
+        ([f"{CHECKPOINT}.memory_budget=1KiB"], "global batch 6|no batch fits"),
     ],
 )
 def test_faults_are_one_clear_error(words, message, capsys):
