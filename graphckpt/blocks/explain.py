@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import NoneType
 from typing import Any, final
 from weakref import WeakMethod
 
@@ -117,23 +118,19 @@ class StepRecorder:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
                 raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
             raise GraphError(f"{self.title}: no step has been measured yet · fix: run one step")
-        explanation = self._explanation(recorder, capture)
-        if plot is not None:
-            explanation.plot(plot)
-        if show:
-            print_table(explanation)
-        return explanation
-
-    def _explanation(self, recorder: Recorder, capture: str) -> Explanation:
         elsewhere = {w.name for w in self._wrappers if w.module is not None and _is_elsewhere(w.module)}
         wrappers = [w for w in self._wrappers if w.name not in elsewhere]
         empty = {
             name for name in recorder.weightless if not (recorder.bytes_before(name) or recorder.bytes_after(name))
         }
         omitted = elsewhere | (empty - {*self._policies.selected})
+        rules = dict.fromkeys(w.rule for w in wrappers if isinstance(w.rule, Selective) and w.rule.label)
+        ops = {
+            rule.describe(): ", ".join(map(str, rule.save)) for rule in rules if isinstance(rule.save, (list, tuple))
+        }
         live, unpredictable = recorder.live, _unpredictable(wrappers, recorder)
         levels = () if live is None or unpredictable else tuple(live.levels_if_kept(lambda block: True))
-        return Explanation(
+        explanation = Explanation(
             title=self.title,
             rows=tuple(row for row in self._rows(wrappers, recorder) if row.block not in omitted),
             bytes_before=recorder.plain_total.largest,
@@ -148,10 +145,15 @@ class StepRecorder:
             timeline=tuple(live.timeline) if live else (),
             plain_levels=levels,
             tensors=tuple(live.tensors) if live else (),
-            legend=_legend(wrappers),
+            legend=tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items())),
             warnings=tuple(self._warnings(wrappers, recorder, max(levels, default=None))),
             capture=capture,
         )
+        if plot is not None:
+            explanation.plot(plot)
+        if show:
+            print_table(explanation)
+        return explanation
 
     def _rows(self, wrappers: Sequence[BlockForward], recorder: Recorder) -> Iterator[Row]:
         idle, times = self._policies.idle, self._times
@@ -195,7 +197,13 @@ class StepRecorder:
                 yield f"{wrapper.name or self.title}: {_IN_GRAPH}"
             elif not recorder.runs[wrapper.name] and wrapper.name not in self._policies.idle:
                 yield f"{wrapper.name or self.title}: it never ran with gradients, so its policy had no effect"
-        yield from self._useless_flags(flagged)
+        useless: dict[str, list[str]] = {}  # by reason: one line for all blocks with the same
+        notes = [(w.name, note) for w in flagged for note in w.context.notes]
+        for name, note in (*self._policies.idle.items(), *notes):
+            if "has no effect" in note:
+                useless.setdefault(note, []).append(name or self.title)
+        for note, names in useless.items():
+            yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}"
         ran = [w for w in flagged if recorder.reruns[w.name]]
         tops = {id(root) for _, root in self._roots}
         is_as_high = recorder.live is None or plain_peak is None or plain_peak <= 1.02 * recorder.live.peak_bytes
@@ -207,17 +215,6 @@ class StepRecorder:
                 )
         if not any(isinstance(w.rule, Joined) for w in wrappers) and tops.isdisjoint(id(w.module) for w in ran):
             yield from _last_blocks(wrappers, recorder, ran)
-
-    def _useless_flags(self, wrappers: Sequence[BlockForward]) -> Iterator[str]:
-        """Yields why fields have no effect, once for all blocks with the same reason."""
-        blocks: dict[str, list[str]] = {}
-        notes = [(w.name, note) for w in wrappers for note in w.context.notes]
-        for name, note in (*self._policies.idle.items(), *notes):
-            if "has no effect" in note:
-                blocks.setdefault(note, []).append(name or self.title)
-        for note, names in blocks.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield f"{names[0]}{more}: {note}"
 
     def _state(self) -> list[torch.Tensor]:
         return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
@@ -275,15 +272,11 @@ class _Hook:
         raise ConfigError(NOT_SCRIPTABLE)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
+        return _Hook, (NoneType,)  # which returns None
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-
-
-def _nothing() -> None:
-    return None
 
 
 @contextmanager
@@ -315,12 +308,6 @@ def _is_elsewhere(module: nn.Module) -> bool:
     return bool(weights) and all(weight.is_meta for weight in weights)
 
 
-def _legend(wrappers: Sequence[BlockForward]) -> tuple[tuple[str, str], ...]:
-    rules = dict.fromkeys(w.rule for w in wrappers if isinstance(w.rule, Selective) and w.rule.label)
-    ops = {rule.describe(): ", ".join(map(str, rule.save)) for rule in rules if isinstance(rule.save, (list, tuple))}
-    return tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items()))
-
-
 def _rule(wrapper: BlockForward | None) -> str:
     if wrapper is None:
         return Keep.name
@@ -343,9 +330,11 @@ def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequ
     names: list[str] = []
     least_bytes = 0
     for wrapper in sorted(ran, key=lambda w: order.get(w.name, -1), reverse=True):
-        others = (w.name for w in wrappers if w is not wrapper)
+        others = [f"{w.name}." for w in wrappers if w is not wrapper]
         rules = Full if names else (Full, Selective)  # of several selective blocks the prediction is not exact
-        if not isinstance(wrapper.rule, rules) or any(_overlap(wrapper.name, name) for name in others):
+        own = f"{wrapper.name}."
+        is_nested = any(own.startswith(other) or other.startswith(own) or "." in (own, other) for other in others)
+        if not isinstance(wrapper.rule, rules) or is_nested:
             break
         trial = {wrapper.name, *names}
         peak_bytes = max(live.levels_if_kept(lambda block, trial=trial: block in trial), default=0)  # type: ignore[misc]
@@ -371,7 +360,3 @@ def _unpredictable(wrappers: Sequence[BlockForward], recorder: Recorder) -> str:
     if any(w.compile_options is not None for w in wrappers):
         return "compiled blocks hide what they allocate"
     return "tiles run a block in slices" if any(isinstance(w.rule, Tiles) for w in wrappers) else ""
-
-
-def _overlap(one: str, other: str) -> bool:
-    return one.startswith(f"{other}.") or other.startswith(f"{one}.") or "" in (one, other)

@@ -37,7 +37,7 @@ class AppliedPolicies(Protocol):
     def __enter__(self) -> Any:
         """Keeps the policies until the end of the ``with`` block."""
 
-    def __exit__(self, *error: object) -> Any:
+    def __exit__(self, *error: object) -> None:
         """Removes the policies."""
 
 
