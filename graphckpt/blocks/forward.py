@@ -168,8 +168,8 @@ class BlockForward:
                 reasons.append("it has a store")
             if self.is_excluded and running.get() is not None:  # that block is recomputed as it is
                 reasons.append("it is excluded from the block around it")
-            below = [each for each in self._forwards_below() if not each.is_part and each.rule.name != "full"]
-            is_other = any(f.rule.name != "keep" or not (f.placement is None or f.placement.is_plain) for f in below)
+            inner = [each for each in self._forwards_below() if not each.is_part and each.rule.name != "full"]
+            is_other = any(f.rule.name != "keep" or not (f.placement is None or f.placement.is_plain) for f in inner)
             if is_other and not isinstance(self.rule, Keep):
                 reasons.append("a block within it has a policy")
         why = ", ".join(reason for reason in reasons if reason)

@@ -245,13 +245,13 @@ class PolicyCallback:
                 self.explanation.plot(self._plot)
             self._is_reported = True
             if self._report:
-                seen = self.explanation
+                explanation = self.explanation
                 numbers = {
-                    "kept_bytes_plain": seen.bytes_before,
-                    "kept_bytes": seen.bytes_after,
-                    "host_bytes": seen.bytes_host,
-                    "disk_bytes": seen.bytes_disk,
-                    "peak_bytes": seen.peak_bytes,
+                    "kept_bytes_plain": explanation.bytes_before,
+                    "kept_bytes": explanation.bytes_after,
+                    "host_bytes": explanation.bytes_host,
+                    "disk_bytes": explanation.bytes_disk,
+                    "peak_bytes": explanation.peak_bytes,
                 }
                 log({f"graphckpt/{name}": float(value) for name, value in numbers.items() if value is not None})
                 self._write(str(self.explanation) if self._report == "table" else saved_line(self.explanation))
