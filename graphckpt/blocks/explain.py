@@ -192,18 +192,18 @@ class StepRecorder:
 
     def _warnings(self, wrappers: Sequence[BlockForward], recorder: Recorder, plain_peak: int | None) -> Iterator[str]:
         flagged = [w for w in wrappers if not isinstance(w.rule, Keep) or w.placement is not None]
+        idle = self._policies.idle
+        faults: dict[str, list[str]] = {}  # with the blocks that have it, which are one warning
         for wrapper in flagged:
-            if not recorder.runs[wrapper.name] and wrapper.is_in_graph:
-                yield f"{wrapper.name or self.title}: {_IN_GRAPH}"
-            elif not recorder.runs[wrapper.name] and wrapper.name not in self._policies.idle:
-                yield f"{wrapper.name or self.title}: it never ran with gradients, so its policy had no effect"
-        useless: dict[str, list[str]] = {}  # by reason: one line for all blocks with the same
-        notes = [(w.name, note) for w in flagged for note in w.context.notes]
-        for name, note in (*self._policies.idle.items(), *notes):
+            name = wrapper.name
+            if not recorder.runs[name] and (wrapper.is_in_graph or name not in idle):
+                fault = _IN_GRAPH if wrapper.is_in_graph else "never ran with gradients, so the policy had no effect"
+                faults.setdefault(fault, []).append(name or self.title)
+        for name, note in (*idle.items(), *((w.name, note) for w in flagged for note in w.context.notes)):
             if "has no effect" in note:
-                useless.setdefault(note, []).append(name or self.title)
-        for note, names in useless.items():
-            yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}"
+                faults.setdefault(note, []).append(name or self.title)
+        for fault, names in faults.items():
+            yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {fault}"
         ran = [w for w in flagged if recorder.reruns[w.name]]
         tops = {id(root) for _, root in self._roots}
         is_as_high = recorder.live is None or plain_peak is None or plain_peak <= 1.02 * recorder.live.peak_bytes

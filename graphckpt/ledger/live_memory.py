@@ -84,7 +84,7 @@ class LiveBytes(DispatchMode):
         self._changes: list[tuple[int, str, str]] | None = [] if record_timeline else None
         self._alive: dict[int, _Alive] = {}
         self._depth = 0
-        self._free: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._subtract
+        self._free: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._subtract  # one object, for all of them
 
     @property
     def timeline(self) -> list[Event]:
@@ -156,7 +156,8 @@ class LiveBytes(DispatchMode):
             if alive.num_bytes != num_bytes:
                 self._resize(alive, num_bytes)
             return storage
-        if not self._is_counted(storage.device.type):
+        kind = storage.device.type
+        if not (self._counts_fake if kind == "meta" else self._device is None or kind == self._device):
             return storage
         alive = _Alive(storage, self._free)
         alive.key = id(storage)
@@ -164,11 +165,6 @@ class LiveBytes(DispatchMode):
         self._alive[alive.key] = alive
         self._change(num_bytes, alive.key)
         return storage
-
-    def _is_counted(self, kind: str) -> bool:
-        if kind == "meta":
-            return self._counts_fake
-        return self._device is None or kind == self._device
 
     def _subtract(self, alive: weakref.ref[torch.UntypedStorage]) -> None:
         """Subtracts a freed storage. Runs where the last reference is dropped, in any thread."""

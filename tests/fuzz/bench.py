@@ -33,7 +33,6 @@ class Bench:
         self._needs_grad = True
 
     def begin(self, number: int, *, autocast: bool = False, needs_grad: bool = True) -> None:
-        """Begins a step."""
         self._number, self._autocast, self._needs_grad = number, autocast, needs_grad
         self._given = []
 
@@ -44,11 +43,9 @@ class Bench:
         return x
 
     def draw(self, count: int) -> int:
-        """Returns a number below ``count``."""
         return int(torch.randint(count, (), generator=self._inputs))
 
     def call(self, x: Tensor) -> Tensor:
-        """Calls the model."""
         with torch.autocast(DEVICE.type, torch.bfloat16) if self._autocast else nullcontext():
             y = self.model(x)
         self.see("output", y)
@@ -116,15 +113,14 @@ def differing(ours: dict[str, Any], plain: dict[str, Any]) -> list[str]:
 
 def left_behind(stores: set[Any]) -> list[str]:
     """Names what a run has left active, or in one of its stores, now that its model is gone."""
-    found = []
-    if running.get() is not None:
-        found.append("a run that has not ended")
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        found.append("saved-tensor hooks")
-    if torch.overrides._get_current_function_mode_stack() or torch.utils._python_dispatch._get_current_dispatch_mode():
-        found.append("a mode")
-    if not torch.is_grad_enabled():
-        found.append("gradients that are off")
+    modes = torch.overrides._get_current_function_mode_stack()
+    is_there = {
+        "a run that has not ended": running.get() is not None,
+        "saved-tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        "a mode": bool(modes) or torch.utils._python_dispatch._get_current_dispatch_mode() is not None,
+        "gradients that are off": not torch.is_grad_enabled(),
+    }
+    found = [name for name, is_left in is_there.items() if is_left]
     if any(getattr(store, "num_alive", 0) for store in stores):
         gc.collect()
         found += [f"{n} tensors alive in a store" for store in stores if (n := getattr(store, "num_alive", 0))]

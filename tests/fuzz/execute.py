@@ -1,24 +1,70 @@
-"""Runs a programme plain and under its policies, and says how the two compare."""
+"""Runs a programme plain and under its policies, and says how the two compare: here, or in a process of its own."""
 
 from __future__ import annotations
 
+import faulthandler
+import json
+import os
 import re
+import signal
 import traceback
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fuzz.bench import differing, run, run_captured
-from fuzz.documented import family_of
 from fuzz.programme import NAMES, Programme
 from fuzz.shapes import SHAPES
 from graphckpt import GraphckptError, GraphError
+from graphckpt.errors import MutatedError, RecomputeError
 
 FAILURES = ("differs", "refused", "crashed", "died")
+
+
+class Refusal(NamedTuple):
+    """A documented one: the plain step runs, and the package raises an error that says why it does not.
+
+    No entry can excuse a difference between the two steps.
+    """
+
+    error: type[GraphckptError]
+    family: str
+    message: str
+    """Regular expression of the error."""
+    part: str
+    """Regular expression of the programme."""
+    words: str
+    """Those of docs/limits.md."""
+
+
+_LATER = "edits an argument from a later call on"
+_MODIFIED = "its argument `[^`]+` was modified in place"
+_NO_COPY = "modified its argument `[^`]+` in place, and the recomputation has no copy of it"
+_AFTER, _AFTER_WORDS = "an argument is edited after the block", "modified in place after the block"
+_HOOKS = "hooks that copy saved tensors hide an edit"
+_SAVED = "a tensor that one of its ops saves was modified in place"
+DOCUMENTED = (
+    Refusal(RecomputeError, _LATER, _NO_COPY, "", "has no copy of it"),
+    Refusal(RecomputeError, _LATER, _MODIFIED, "EditsItsInputLater", "only from a later call on"),
+    Refusal(RecomputeError, _AFTER, _MODIFIED, r"EditsChildsOutput\('after'\)", _AFTER_WORDS),
+    Refusal(MutatedError, _HOOKS, _SAVED, "saved_as_copies", "save_on_cpu"),
+)
+
+
+def family_of(error: GraphckptError, programme: Programme) -> str | None:
+    """Returns the family of a documented refusal, or ``None`` for any other error."""
+    parts = f"{programme.root.expression()} {[step.shape for step in programme.steps]}"
+    families = (
+        refusal.family
+        for refusal in DOCUMENTED
+        if type(error) is refusal.error and re.search(refusal.part, parts) and re.search(refusal.message, str(error))
+    )
+    return next(families, None)
 
 
 @dataclass(frozen=True)
@@ -43,7 +89,6 @@ class Outcome:
 
 
 def execute(programme: Programme) -> Outcome:
-    """Runs a programme both ways."""
     steps = [(SHAPES[step.shape], step.options()) for step in programme.steps]
     make_model = partial(_model_of, programme)
 
@@ -57,7 +102,7 @@ def execute(programme: Programme) -> Outcome:
             ours = run(make_model, _rules(programme), steps)
         except GraphckptError as error:
             family = family_of(error, programme)
-            return Outcome("refused" if family is None else "documented", _text(error), family or _place_of(error))
+            return Outcome("documented" if family else "refused", _text(error), family or _place_of(error))
         except Exception as error:
             return Outcome("crashed", _text(error), _place_of(error))
         names = differing(ours, plain)
@@ -95,21 +140,39 @@ def execute_captured(programme: Programme) -> Outcome:
     return Outcome("same")
 
 
-def evaluate(expression: str) -> Any:
-    """Returns the value of an expression of a programme."""
-    return eval(expression, NAMES)
+def execute_apart(
+    programme: Programme, *, seconds: float = 60.0, execute: Callable[[Programme], Outcome] = execute
+) -> Outcome:
+    """Runs a programme in a child that is forked from this process: a crash, or a hang, is an outcome of it."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes that have threads
+        child = os.fork()
+    if not child:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        try:
+            with os.fdopen(writer, "w") as pipe:
+                json.dump(asdict(execute(programme)), pipe)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return Outcome("died", signal.Signals(os.WTERMSIG(status)).name)
+    return Outcome(**json.loads(told)) if told else Outcome("died", f"no end within {seconds:g} seconds")
 
 
 def _model_of(programme: Programme) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = evaluate(programme.model_expression())
-    return model.train()
+    return eval(programme.root.expression(), NAMES).train()
 
 
 def _rules(programme: Programme) -> dict[str, dict[str, Any]]:
     known: dict[str, Any] = {}  # blocks whose fields read the same share a store, as those of a user's variable do
     rules = programme.rules().items()
-    return {name: {f: known.setdefault(e, evaluate(e)) for f, e in fields} for name, fields in rules}
+    return {name: {f: known.setdefault(e, eval(e, NAMES)) for f, e in fields} for name, fields in rules}
 
 
 def _text(error: BaseException) -> str:

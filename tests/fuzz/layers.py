@@ -1,7 +1,7 @@
 """The layers of random programmes, each hard for recomputation in its own way: tensors of shape [B, D] in and out.
 
-Every class and function of this file is copied into the scripts that the fuzzer prints, so it uses no name that is not
-imported here or defined in this folder.
+The scripts that the fuzzer prints have copies of what is defined here: it uses no name from elsewhere but those that
+`script.py` imports.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from helpers.modules import as_module
 from torch import Tensor, nn
 
-# Legend: B batch, D width
-D = 16
+D = 16  # width
 
 
 class Linear(nn.Linear):
@@ -27,33 +26,27 @@ class Linear(nn.Linear):
             getattr(self, name).requires_grad_(False)
 
 
-class Mlp(nn.Module):
-    def __init__(self, p: float = 0.2) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D)
-        self.drop = nn.Dropout(p)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(self.act(self.up(x))))
+@as_module(
+    lambda p=0.2: {"up": nn.Linear(D, 2 * D), "act": nn.GELU(), "down": nn.Linear(2 * D, D), "drop": nn.Dropout(p)}
+)
+def Mlp(self, x: Tensor) -> Tensor:
+    return x + self.drop(self.down(self.act(self.up(x))))
 
 
-class Norm(nn.Module):
+NORMS = {
+    "batch": lambda: nn.BatchNorm1d(D),
+    "batch, average": lambda: nn.BatchNorm1d(D, momentum=None),
+    "instance": lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+    "group": lambda: nn.GroupNorm(2, D),
+    "layer": lambda: nn.LayerNorm(D),
+    "rms": lambda: nn.RMSNorm(D),
+}
+
+
+@as_module(lambda kind="batch": {"kind": kind, "norm": NORMS[kind]()})
+def Norm(self, x: Tensor) -> Tensor:
     """A normalization over [B, D]; those with running statistics move them without a version bump."""
-
-    def __init__(self, kind: str = "batch") -> None:
-        super().__init__()
-        self.kind = kind
-        self.norm = {
-            "batch": lambda: nn.BatchNorm1d(D),
-            "batch, average": lambda: nn.BatchNorm1d(D, momentum=None),
-            "instance": lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
-            "group": lambda: nn.GroupNorm(2, D),
-            "layer": lambda: nn.LayerNorm(D),
-            "rms": lambda: nn.RMSNorm(D),
-        }[kind]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.view(-1, 2, D // 2)).view(-1, D) if self.kind == "instance" else self.norm(x)
+    return self.norm(x.view(-1, 2, D // 2)).view(-1, D) if self.kind == "instance" else self.norm(x)
 
 
 class FrozenStatistics(nn.Module):
@@ -72,13 +65,9 @@ class FrozenStatistics(nn.Module):
         return self.norm(x)
 
 
-class Activation(nn.Module):
-    def __init__(self, name: str = "GELU", *, inplace: bool = False) -> None:
-        super().__init__()
-        self.act = getattr(nn, name)(inplace=True) if inplace else getattr(nn, name)()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(x)
+@as_module(lambda name, **options: {"act": getattr(nn, name)(**options)})
+def Activation(self, x: Tensor) -> Tensor:
+    return self.act(x)
 
 
 @as_module(lambda name="Dropout", *, inplace=False: {"drop": getattr(nn, name)(0.3, inplace=inplace)})
@@ -165,20 +154,18 @@ def Bilinear(self, x: Tensor) -> Tensor:
     return self.bilinear(x, x.tanh())
 
 
-class Parametrized(nn.Module):
+PARAMETRIZATIONS = {
+    "spectral": nn.utils.parametrizations.spectral_norm,
+    "spectral, by hook": nn.utils.spectral_norm,
+    "weight": nn.utils.parametrizations.weight_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+}
+
+
+@as_module(lambda kind="spectral": {"linear": PARAMETRIZATIONS[kind](nn.Linear(D, D))})
+def Parametrized(self, x: Tensor) -> Tensor:
     """A weight that is computed anew in every forward; spectral norm also moves two buffers."""
-
-    def __init__(self, kind: str = "spectral") -> None:
-        super().__init__()
-        self.linear = {
-            "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)),
-            "spectral, by hook": lambda: nn.utils.spectral_norm(nn.Linear(D, D)),
-            "weight": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, D)),
-            "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(D, D)),
-        }[kind]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+    return torch.tanh(self.linear(x))
 
 
 @as_module(lambda: {"conv": nn.Conv1d(1, 2, 3, padding=1), "pool": nn.MaxPool1d(2)})
@@ -193,22 +180,20 @@ def Lookup(self, x: Tensor) -> Tensor:
     return x + self.table(index)
 
 
+INPUT_EDITS = {
+    "mul": lambda x: x.mul_(0.5),
+    "add": lambda x: x.add_(1),
+    "relu": F.relu_,
+    "rows": lambda x: x.__setitem__(0, 0.5),
+    "view": lambda x: x.view(-1)[1:3].mul_(2),
+    "detached": lambda x: x.detach().clamp_(-1, 1),
+    "noise": lambda x: x.add_(torch.randn_like(x)),
+}
+
+
 @as_module(lambda how="mul": {"linear": nn.Linear(D, D), "how": how})
 def EditsItsInput(self, x: Tensor) -> Tensor:
-    if self.how == "mul":
-        x.mul_(0.5)
-    elif self.how == "add":
-        x += 1
-    elif self.how == "relu":
-        F.relu_(x)
-    elif self.how == "rows":
-        x[0] = 0.5
-    elif self.how == "view":
-        x.view(-1)[1:3].mul_(2)
-    elif self.how == "detached":
-        x.detach().clamp_(-1, 1)
-    elif self.how == "noise":
-        x.add_(torch.randn_like(x))
+    INPUT_EDITS[self.how](x)
     return self.linear(x).sin()
 
 
@@ -219,33 +204,32 @@ def EditsItsInputLater(self, x: Tensor) -> Tensor:
     return self.linear(x.mul_(0.5) if self.count > 1 else x).sin()
 
 
+OUTPUT_EDITS = {
+    "add": lambda h, x: h.add_(x),
+    "relu": lambda h, x: F.relu_(h),
+    "twice": lambda h, x: h.mul_(2).add_(1),
+    "part": lambda h, x: h.chunk(2, 1)[0].mul_(2),
+}
+
+
 @as_module(lambda how="add": {"first": nn.Linear(D, D), "drop": nn.Dropout(0.3), "last": nn.Linear(D, D), "how": how})
 def EditsChildsOutput(self, x: Tensor) -> Tensor:
     h = self.drop(self.first(x))
-    if self.how == "add":
-        h += x
-    elif self.how == "relu":
-        F.relu_(h)
-    elif self.how == "twice":
-        h.mul_(2)
-        h.add_(1)
-    elif self.how == "part":
-        h.chunk(2, 1)[0].mul_(2)
-    elif self.how == "after":
+    if self.how == "after":
         y = self.last(h) + h.sum()
         h.detach().add_(0)
         return y
+    OUTPUT_EDITS[self.how](h, x)
     return self.last(h)
 
 
-class TakesViews(nn.Module):
+@as_module()
+def TakesViews(self, flat: Tensor, rows: Any, *, part: Any = None) -> Tensor:
     """Reads arguments that share memory."""
-
-    def forward(self, flat: Tensor, rows: Any, *, part: Any = None) -> Tensor:
-        row = rows[0] if isinstance(rows, list) else rows
-        first = part["part"] if isinstance(part, dict) else part
-        y = flat.view(-1, D).sin() + row.view(-1, D).cos()
-        return y if first is None else y * first.sum()
+    row = rows[0] if isinstance(rows, list) else rows
+    first = part["part"] if isinstance(part, dict) else part
+    y = flat.view(-1, D).sin() + row.view(-1, D).cos()
+    return y if first is None else y * first.sum()
 
 
 @as_module(lambda how="positional": {"linear": nn.Linear(D, D), "inner": TakesViews(), "how": how})
@@ -259,9 +243,7 @@ def SharesMemory(self, x: Tensor) -> Tensor:
         return self.inner(flat, rows, part=flat[2:6])
     if self.how == "nested":
         return self.inner(flat, [rows], part={"part": flat[2:6], "n": 1})
-    if self.how == "detached":
-        return self.inner(flat, flat.detach())
-    return self.inner(flat, rows)
+    return self.inner(flat, flat.detach() if self.how == "detached" else rows)
 
 
 @as_module(lambda: {"inner": TakesBuffer(), "average": nn.Buffer(torch.zeros(D))})
@@ -270,10 +252,10 @@ def EditsBuffer(self, x: Tensor) -> Tensor:
     return self.inner(x, self.average)
 
 
-class TakesBuffer(nn.Module):
-    def forward(self, x: Tensor, average: Tensor) -> Tensor:
-        average.lerp_(x.detach().float().mean(0), 0.1)
-        return torch.sigmoid(x + average)
+@as_module()
+def TakesBuffer(self, x: Tensor, average: Tensor) -> Tensor:
+    average.lerp_(x.detach().float().mean(0), 0.1)
+    return torch.sigmoid(x + average)
 
 
 class Pair(NamedTuple):
@@ -423,16 +405,15 @@ def OwnFunction(self, x: Tensor) -> Tensor:
     return AddInPlaceFunction.apply(h) if self.inplace else SquashFunction.apply(h, 0.7)
 
 
-class Indexing(nn.Module):
+@as_module()
+def Indexing(self, x: Tensor) -> Tensor:
     """Sorting, indexing, masking, and a branch that depends on values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        values, order = x.sort(dim=1)
-        y = torch.zeros_like(x).scatter(1, order, values * 2)
-        y = torch.where(x > 0, y, x.exp())
-        y[:, 0] = x[:, 1]
-        y = y.masked_fill(x.abs() > 2, 0.0)
-        return y * 2 if x.detach().float().sum() > 0 else y + x.topk(2, dim=1).values.sum(1, keepdim=True)
+    values, order = x.sort(dim=1)
+    y = torch.zeros_like(x).scatter(1, order, values * 2)
+    y = torch.where(x > 0, y, x.exp())
+    y[:, 0] = x[:, 1]
+    y = y.masked_fill(x.abs() > 2, 0.0)
+    return y * 2 if x.detach().float().sum() > 0 else y + x.topk(2, dim=1).values.sum(1, keepdim=True)
 
 
 @as_module(lambda *, edits=False: {"inner": ReturnsViews(), "edits": edits})

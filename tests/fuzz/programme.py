@@ -24,7 +24,6 @@ NAMES: dict[str, Any] = {
 LAYERS: dict[str, tuple[str, ...]] = {
     "Linear": ("", "'weight'", "'bias'", "'weight bias'"),
     "Norm": ("'batch'", "'batch, average'", "'instance'", "'group'", "'layer'", "'rms'"),
-    "FrozenStatistics": ("",),
     "Activation": (
         "'GELU'", "'Tanh'", "'RReLU'", "'RReLU', inplace=True", "'ReLU', inplace=True", "'SiLU', inplace=True",
         "'ELU', inplace=True", "'LeakyReLU', inplace=True", "'Hardtanh', inplace=True",
@@ -34,30 +33,21 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "Late": ("'norm'", "'buffer'", "'list'", "'number'"),
     "Recurrent": ("'GRU'", "'LSTM'", "'RNN'", "'GRU', keeps_state=True", "'LSTM', keeps_state=True"),
     "Attention": ("", "weights=True", "same=False"),
-    "ScaledDotProduct": ("",),
-    "Bilinear": ("",),
     "Parametrized": ("'spectral'", "'spectral, by hook'", "'weight'", "'orthogonal'"),
-    "Convolution": ("",),
-    "Lookup": ("",),
     "EditsItsInput": ("'mul'", "'add'", "'relu'", "'rows'", "'view'", "'detached'", "'noise'"),
-    "EditsItsInputLater": ("",),
     "EditsChildsOutput": ("'add'", "'relu'", "'twice'", "'part'", "'after'"),
     "SharesMemory": ("'positional'", "'list'", "'keyword'", "'nested'", "'detached'"),
-    "EditsBuffer": ("",),
-    "UsesContainers": ("",),
-    "Counts": ("",),
     "Codebook": ("", "later=True"),
-    "MovesLater": ("",),
-    "LowRank": ("",),
-    "Tied": ("",),
-    "Noise": ("",),
     "OwnFunction": ("", "inplace=True"),
-    "Indexing": ("",),
     "ManyOutputs": ("", "edits=True"),
-    "HooksInside": ("",),
-    "Detaches": ("",),
-    "ChangesType": ("",),
-}  # fmt: skip
+} | dict.fromkeys(
+    (
+        "FrozenStatistics", "ScaledDotProduct", "Bilinear", "Convolution", "Lookup", "EditsItsInputLater",
+        "EditsBuffer", "UsesContainers", "Counts", "MovesLater", "LowRank", "Tied", "Noise", "Indexing", "HooksInside",
+        "Detaches", "ChangesType",
+    ),
+    ("",),
+)  # fmt: skip
 """The arguments that each kind of layer is made with."""
 if DEVICE.type == "cuda":
     del LAYERS["Recurrent"]  # whose fused cells have no kernels on the simulated device
@@ -65,18 +55,11 @@ if DEVICE.type == "cuda":
 CONTAINERS: dict[str, tuple[str, ...]] = {
     "Chain": ("", "", ""),
     "Residual": ("", "how='edits'", "how='edits copy'"),
-    "Listed": ("",),
-    "Twice": ("",),
-    "Gate": ("",),
-    "WithoutGradients": ("",),
     "Autocasted": ("", "enabled=False"),
-    "Catches": ("",),
-    "Retries": ("",),
-    "Caches": ("",),
-    "Hooked": ("",),
     "DropIn": ("", "how='closure'", "how='sequence'"),
-    "TiesWeights": ("",),
-}
+} | dict.fromkeys(
+    ("Listed", "Twice", "Gate", "WithoutGradients", "Catches", "Retries", "Caches", "Hooked", "TiesWeights"), ("",)
+)
 
 RULES = [
     "True", "True", "True", "False", "False", "False", "'joined'", "'joined'", "'selective'",
@@ -108,7 +91,6 @@ class Node:
     policies: tuple[tuple[str, Fields], ...] = ()
 
     def expression(self) -> str:
-        """Returns the call that makes the module."""
         arguments = ", ".join([*(child.expression() for child in self.children), *filter(None, [self.arguments])])
         return f"{self.kind}({arguments})"
 
@@ -143,21 +125,15 @@ class Programme:
     root: Node
     steps: tuple[Step, ...]
 
-    def model_expression(self) -> str:
-        """Returns the call that makes the model."""
-        return self.root.expression()
-
     def rules(self) -> dict[str, Fields]:
-        """Returns the fields of the policies by the names of their modules."""
         return self.root.rules("")
 
     def size(self) -> int:
         """Returns the number of parts that could be left out."""
-        return len(list(nodes(self.root))) + len(self.steps) + sum(len(f) for f in self.rules().values())
+        return len(nodes(self.root)) + len(self.steps) + sum(map(len, self.rules().values()))
 
 
 def nodes(root: Node) -> list[Node]:
-    """Returns a node and all below it."""
     return [root, *(below for child in root.children for below in nodes(child))]
 
 
@@ -170,7 +146,6 @@ def parts_of(kind: str, arguments: str) -> tuple[str, ...]:
 
 
 def generate(seed: int) -> Programme:
-    """Returns the programme of a seed."""
     generator = _Generator(random.Random(seed))
     programme = generator.programme()
     while DEVICE.type == "cuda" and is_left_out(programme):
@@ -183,7 +158,7 @@ def is_left_out(programme: Programme) -> bool:
 
     Hooks that copy get the noise of `rrelu` before it is drawn.
     """
-    return "RReLU" in programme.model_expression() and any(step.shape == "saved_as_copies" for step in programme.steps)
+    return "RReLU" in programme.root.expression() and any(step.shape == "saved_as_copies" for step in programme.steps)
 
 
 class _Generator:
@@ -222,8 +197,7 @@ class _Generator:
     def _policies(
         self, parts: tuple[str, ...], *, is_chain: bool = False, chains: tuple[str, ...] = ()
     ) -> tuple[tuple[str, Fields], ...]:
-        rates = [(name, self._rate if not name else self._rate / 2) for name in ("", *parts)]
-        chosen = [name for name, rate in rates if self._rng.random() < rate]
+        chosen = [name for name in ("", *parts) if self._rng.random() < (self._rate / 2 if name else self._rate)]
         found = [(name, self._fields(is_chain=is_chain if not name else name in chains)) for name in chosen]
         return tuple((name, fields) for name, fields in found if fields)
 

@@ -35,8 +35,7 @@ if "simulated" in sys.argv:  # before PyTorch is imported, which looks for CUDA 
 
 import torch
 
-from fuzz.apart import execute_apart
-from fuzz.execute import Outcome, execute, execute_captured
+from fuzz.execute import Outcome, execute, execute_apart, execute_captured
 from fuzz.programme import CONTAINERS, LAYERS, RULES, SHAPES, Programme, generate, is_left_out, nodes
 from fuzz.script import script_of
 from fuzz.shrink import shrink
@@ -46,7 +45,6 @@ _SECONDS = 60  # for one programme, which takes some milliseconds
 
 
 def main() -> int:
-    """Returns 1 if a programme has failed."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     for name in arguments.without:
@@ -91,9 +89,8 @@ class _Run:
 
     def run(self) -> int:
         arguments = self._arguments
-        first, end = int(time.time()) % 10**7 * 1000, 2**62
-        if arguments.seeds:
-            first, end = map(int, arguments.seeds.split(":"))
+        seeds = map(int, arguments.seeds.split(":")) if arguments.seeds else (int(time.time()) % 10**7 * 1000, 2**62)
+        first, end = seeds
         begin = time.monotonic()
         print(f"from seed {first} on, {arguments.workers} workers", flush=True)
         threads = [threading.Thread(target=self._drive, args=(first + i, end)) for i in range(arguments.workers)]
@@ -132,8 +129,8 @@ class _Run:
             if worker.returncode and not is_running:
                 raise RuntimeError(error)
             if is_running:
-                script = error + self._shrunk_apart(seed)
-                self._note({"seed": seed, "kind": "died", "key": "died", "script": script})
+                one = subprocess.run(self._command("--seed", str(seed)), capture_output=True, text=True, check=False)
+                self._note({"seed": seed, "kind": "died", "key": "died", "script": error + one.stdout})
             elif not worker.returncode:
                 return
             seed += arguments.workers
@@ -142,9 +139,6 @@ class _Run:
         arguments = self._arguments
         settings = ["--device", arguments.device, *["--captured"] * arguments.captured, "--without", *arguments.without]
         return [sys.executable, __file__, *settings, *words]
-
-    def _shrunk_apart(self, seed: int) -> str:
-        return subprocess.run(self._command("--seed", str(seed)), capture_output=True, text=True, check=False).stdout
 
     def _note(self, told: dict[str, Any]) -> None:
         with self._lock:
@@ -178,7 +172,8 @@ def _work(seed: int, end: int, stride: int, *, minutes: float | None, execute: R
         told = {"seed": seed, "kind": outcome.kind, "family": outcome.where if outcome.kind == "documented" else ""}
         if outcome.failed:
             faulthandler.dump_traceback_later(20 * _SECONDS, exit=True)
-            small, outcome = _shrunk(programme, outcome, run)
+            small = shrink(programme, lambda other, like=outcome: run(other).is_like(like), most=300)
+            outcome = run(small)
             told |= {"key": _key(small, outcome), "script": script_of(small, outcome, f"seed {seed}")}
         print(json.dumps(told), flush=True)
         seed += stride
@@ -194,11 +189,6 @@ def _run_scheduled(seed: int, execute: Run, programme: Programme) -> Outcome:
     if "simulated" in sys.argv:
         use_schedule(("lazy", "eager", f"random:{seed}", f"random:{seed + 1}")[seed % 4])
     return execute(programme)
-
-
-def _shrunk(programme: Programme, outcome: Outcome, run: Run) -> tuple[Programme, Outcome]:
-    small = shrink(programme, lambda other: run(other).is_like(outcome), most=300)
-    return small, run(small)
 
 
 def _key(programme: Programme, outcome: Outcome) -> str:
@@ -217,9 +207,8 @@ def _run_one(seed: int, run: Run) -> int:
     print(f"seed {seed}: {json.dumps(asdict(outcome))}")
     if not outcome.failed:
         return 0
-    died = outcome.kind == "died"
     apart = partial(execute_apart, seconds=5, execute=run)
-    small = shrink(programme, lambda p: apart(p).is_like(outcome), most=150 if died else 500)
+    small = shrink(programme, lambda p: apart(p).is_like(outcome), most=150 if outcome.kind == "died" else 500)
     print(f"\n{script_of(small, apart(small), f'seed {seed}')}")
     return 1
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from typing import TYPE_CHECKING
 
 from helpers import modules
 
 from fuzz import bench, choices, containers, layers, shapes
-
-if TYPE_CHECKING:
-    from fuzz.execute import Outcome
-    from fuzz.programme import Programme
+from fuzz.execute import Outcome
+from fuzz.programme import Programme
 
 _IMPORTS = """\
 from __future__ import annotations
@@ -40,8 +37,6 @@ from graphckpt.engine.frame import running
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
-D = 16
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """
 
 _END = """\
@@ -64,7 +59,7 @@ def script_of(programme: Programme, outcome: Outcome, title: str) -> str:
     model = f"""\
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return {programme.model_expression()}.train()
+    return {programme.root.expression()}.train()
 
 
 RULES = {{
@@ -77,15 +72,16 @@ STEPS = [{steps}]
 
 
 def _sources_for(text: str) -> list[str]:
-    """Returns the sources of all that ``text`` names, in the order in which they are defined."""
+    """Returns the sources of all that ``text`` names, and of what these name, in the order of their definitions."""
     known: dict[str, str] = {}
     for module in (modules, layers, containers, choices, bench, shapes):
         source = inspect.getsource(module)
         lines = source.splitlines()
         for item in ast.parse(source).body:
-            if isinstance(item, (ast.FunctionDef, ast.ClassDef)):
-                first = min([item.lineno, *(decorator.lineno for decorator in item.decorator_list)])
-                known[item.name] = "\n".join(lines[first - 1 : item.end_lineno]) + "\n"
+            if isinstance(item, (ast.FunctionDef, ast.ClassDef, ast.Assign)):
+                first = min([item.lineno, *(decorator.lineno for decorator in getattr(item, "decorator_list", ()))])
+                name = item.targets[0].id if isinstance(item, ast.Assign) else item.name
+                known[name] = "\n".join(lines[first - 1 : item.end_lineno]) + "\n"
     wanted: set[str] = set()
     todo = [text]
     while todo:

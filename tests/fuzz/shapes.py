@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -74,22 +75,17 @@ def no_grad_between(bench: Bench) -> None:
     loss.backward()
 
 
+def eval_between(bench: Bench, mode: Any = torch.no_grad) -> None:
+    loss = loss_of(bench.call(bench.input()))
+    bench.model.eval()
+    with mode():
+        bench.call(bench.input(3).detach() if mode is torch.inference_mode else bench.input(3))
+    bench.model.train()
+    loss.backward()
+
+
 def inference_between(bench: Bench) -> None:
-    loss = loss_of(bench.call(bench.input()))
-    bench.model.eval()
-    with torch.inference_mode():
-        bench.call(bench.input(3).detach())
-    bench.model.train()
-    loss.backward()
-
-
-def eval_between(bench: Bench) -> None:
-    loss = loss_of(bench.call(bench.input()))
-    bench.model.eval()
-    with torch.no_grad():
-        bench.call(bench.input(3))
-    bench.model.train()
-    loss.backward()
+    eval_between(bench, torch.inference_mode)
 
 
 def eval_step(bench: Bench) -> None:
@@ -130,8 +126,7 @@ def inputs_only(bench: Bench) -> None:
 
 def part_of_output(bench: Bench) -> None:
     y = bench.call(bench.input())
-    unused = y.exp()
-    del unused
+    y.exp()  # is not used
     y[:, 0].sum().backward()
 
 
@@ -140,12 +135,12 @@ def dropped_forward(bench: Bench) -> None:
     loss_of(bench.call(bench.input())).backward()
 
 
+def fail(*_: Any) -> None:
+    raise Failure
+
+
 def fails_in_forward(bench: Bench) -> None:
     modules = list(bench.model.modules())
-
-    def fail(*_: Any) -> None:
-        raise Failure
-
     hook = modules[bench.draw(len(modules))].register_forward_pre_hook(fail)
     try:
         loss_of(bench.call(bench.input())).backward()
@@ -157,9 +152,6 @@ def fails_in_forward(bench: Bench) -> None:
 
 def fails_in_backward(bench: Bench) -> None:
     modules = list(bench.model.modules())
-
-    def fail(_: Any) -> None:
-        raise Failure
 
     def on_output(_module: Any, _args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
@@ -238,12 +230,5 @@ def saved_as_copies(bench: Bench) -> None:
 
 
 SHAPES = {
-    shape.__name__: shape
-    for shape in (
-        plain, other_batch, two_losses, two_losses_of_two_calls, retained, accumulated, penalty, curvature,
-        no_grad_between, inference_between, eval_between, eval_step, several_forwards, reversed_backwards,
-        chained_calls, subset, inputs_only, part_of_output, dropped_forward, fails_in_forward, fails_in_backward,
-        removed_between, copied_model, loaded_state, other_parameters, freezes, in_a_thread, edited_input,
-        saved_as_copies,
-    )
-}  # fmt: skip
+    name: shape for name, shape in list(vars().items()) if inspect.isfunction(shape) and shape not in (loss_of, fail)
+}

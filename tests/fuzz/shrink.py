@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from fuzz.programme import Node, Programme, Step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from fuzz.programme import Fields, Node, Programme, Step
 
 
 def shrink(programme: Programme, fails: Callable[[Programme], bool], most: int = 2000) -> Programme:
-    """Returns a programme for which ``fails`` is true, and of whose smaller ones none that was tried is.
-
-    Args:
-        programme: A programme that fails.
-        fails: Whether a smaller programme fails in the same way.
-        most: How many programmes to try.
-    """
+    """Returns a programme for which ``fails`` is true, and of whose smaller ones none of the first ``most`` is."""
     tried = {programme}
     while True:
         for smaller in _smaller(programme):
@@ -63,8 +54,7 @@ def _smaller_nodes(node: Node, *, is_root: bool = False) -> Iterator[Node]:
         for smaller in _smaller_nodes(child):
             yield replace(node, children=(*children[:i], smaller, *children[i + 1 :]))
     if children and not is_root and (node.kind, node.arguments) != ("Chain", ""):
-        inner = {"inner": ""}
-        kept = tuple((inner.get(name, name), fields) for name, fields in policies if name in ("", "inner"))
+        kept = tuple(("", fields) for name, fields in policies if name in ("", "inner"))
         if len(dict(kept)) == len(kept):
             yield replace(node, kind="Chain", arguments="", policies=kept)
     if not children and (node.kind, node.arguments) != ("Linear", ""):
@@ -73,7 +63,7 @@ def _smaller_nodes(node: Node, *, is_root: bool = False) -> Iterator[Node]:
             yield replace(node, arguments="")
 
 
-def _simpler_fields(fields: tuple[tuple[str, str], ...]) -> Iterator[tuple[tuple[str, str], ...]]:
+def _simpler_fields(fields: Fields) -> Iterator[Fields]:
     for i, (name, value) in enumerate(fields):
         if len(fields) > 1:
             yield fields[:i] + fields[i + 1 :]

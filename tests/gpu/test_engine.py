@@ -9,18 +9,15 @@ from torch import nn
 
 import graphckpt
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("deterministic"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 def test_rng_state_of_every_device_in_use_is_restored() -> None:
     """A block whose tensors come as keywords and in containers, which PyTorch's own checkpoint does not look into."""
 
-    class Drops(nn.Module):
-        def forward(self, *, states: dict[str, torch.Tensor]) -> torch.Tensor:
-            return nn.functional.dropout(states["h"].sin(), 0.5) * torch.rand((), device="cuda")
+    @as_module()
+    def Drops(self, *, states: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.dropout(states["h"].sin(), 0.5) * torch.rand((), device="cuda")
 
     x = torch.randn(64, 64, device="cuda", requires_grad=True)
     grads = []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
@@ -23,7 +24,6 @@ from graphckpt.stores import Host, Partition, Placement, TensorGroup
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_process]
 
 DEVICE = torch.device("cuda", 0)
-FULL: dict[str, Any] = {"activation_checkpointing": True, "partition": True}
 RULES: dict[str, Any] = {"keep": None, "full": True, "selective": Selective("matmul")}
 STORES: dict[str, dict[str, Any]] = {
     "device": {},
@@ -34,18 +34,14 @@ STORES: dict[str, dict[str, Any]] = {
 }
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(width, 2 * width), nn.Dropout(0.1), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.drop(torch.tanh(self.up(x))))
+@as_module(lambda: {"up": nn.Linear(33, 66), "drop": nn.Dropout(0.1), "down": nn.Linear(66, 33)})
+def Layer(self, x: Tensor) -> Tensor:
+    return x + self.down(self.drop(torch.tanh(self.up(x))))
 
 
 def chain() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer(33) for _ in range(4))).to(DEVICE)
+    return nn.Sequential(*(Layer() for _ in range(4))).to(DEVICE)
 
 
 def input_of(length: int) -> Tensor:
@@ -109,15 +105,13 @@ def two_ranks(rank: int) -> None:
 def ranks_that_differ(rank: int) -> None:
     """Equal at first, then other data on each rank: the device's assertion ends its work, and no gradient is used."""
     model = chain()
-    with graphckpt.apply(model, {"[0-3]": {**FULL, "partition": Partition(timeout_seconds=20)}}):
+    with graphckpt.apply(
+        model, {"[0-3]": {"activation_checkpointing": True, "partition": Partition(timeout_seconds=20)}}
+    ):
         train(model)
-        with pytest.raises(RuntimeError, match="device-side assert"):
-            step_and_wait(model, input_of(65) + rank)
-
-
-def step_and_wait(model: nn.Module, x: Tensor) -> None:
-    model(x).square().mean().backward()
-    torch.cuda.synchronize()
+        with pytest.raises(RuntimeError, match="device-side assert"):  # noqa: PT012 - which of the two waits is the device's
+            model(input_of(65) + rank).square().mean().backward()
+            torch.cuda.synchronize()
 
 
 def launch(check: Callable[[int], None], folder: Path, schedule: str | None) -> None:

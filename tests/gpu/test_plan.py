@@ -1,39 +1,49 @@
-"""Plans on a CUDA device: within their budget by the allocator's own count, with compiled layers as with others."""
+"""Plans on a CUDA device: their peaks are the allocator's own, and within the budget, with compiled layers as well."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.modules import as_module
+from helpers.train_graphs import SquareGraph
 from torch import nn
 from torch.nn import functional as F
 
 import graphckpt
 from graphckpt.planning import Plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.real_gpu("it compiles layers for the device, or runs its models for minutes"),
-]
+pytestmark = pytest.mark.gpu
+compiles = pytest.mark.real_gpu("it compiles layers for the device, or runs its models for minutes")
 
 D = 512  # width
 OFF = 0.05  # of the peak: what kernels take within an op
 
 
-@as_module(lambda: {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D), "drop": nn.Dropout(0.1)})
+@as_module(lambda d, p: {"up": nn.Linear(d, 4 * d), "down": nn.Linear(4 * d, d), "drop": nn.Dropout(p)})
 def Layer(self, x: torch.Tensor) -> torch.Tensor:
     return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """Returns the most bytes that the allocator has given in a second step."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
 
 
 class Case:
     """Eight layers and a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, p: float = 0.1) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(Layer() for _ in range(8))).cuda()
+        self.model = nn.Sequential(*(Layer(D, p) for _ in range(8))).cuda()
         self.x = torch.randn(8192, D, device="cuda")
 
     def step(self) -> None:
@@ -42,43 +52,32 @@ class Case:
             loss = self.model(self.x).float().square().mean()
         loss.backward()
 
-    def peak(self) -> int:
-        self.step()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self.step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated()
 
-    def plan(self, share: float, **wanted: Any) -> Plan:
-        return graphckpt.plan(self.model, self.step, memory_budget=share, blocks="[0-7]", **wanted)
-
-
+@compiles
 @pytest.mark.parametrize("share", [0.85, 0.6])
 @pytest.mark.parametrize("wanted", [{}, {"offload": True}, {"compile": True}], ids=["near", "host", "compiled"])
 @pytest.mark.filterwarnings("ignore")  # of the compiler and its libraries
 def test_a_plan_keeps_its_budget(wanted: dict[str, Any], share: float) -> None:
     case = Case()
-    plain = case.peak()
-    found = case.plan(share, **wanted)
+    plain = peak_of(case.step)
+    found = graphckpt.plan(case.model, case.step, memory_budget=share, blocks="[0-7]", **wanted)
     with found.apply():
-        peak = case.peak()
+        peak = peak_of(case.step)
     assert peak <= found.budget_bytes
     assert peak < plain
     assert abs(peak - found.predicted_peak_bytes) <= OFF * found.predicted_peak_bytes
     assert any(row.option != "keep" for row in found.rows)
 
 
+@compiles
 @pytest.mark.filterwarnings("ignore")
 def test_layers_that_save_less_when_compiled_draw_the_same_masks() -> None:
     """Other masks would be far off; what runs again may be fused, and so rounded, in another way."""
     gradients, peaks = [], []
     for share in (1.0, 0.5, 0.0):
-        case = Case()
-        for layer in case.model:
-            layer.drop.p = 0.5
+        case = Case(p=0.5)
         with graphckpt.apply(case.model, {"[0-7]": {"compile": {"activation_memory_budget": share}}}):
-            peaks.append(case.peak())
+            peaks.append(peak_of(case.step))
             torch.manual_seed(5)
             case.step()
         gradients.append([parameter.grad for parameter in case.model.parameters()])
@@ -89,3 +88,40 @@ def test_layers_that_save_less_when_compiled_draw_the_same_masks() -> None:
             assert one is not None
             assert other is not None
             assert torch.linalg.vector_norm(one - other) <= 0.05 * torch.linalg.vector_norm(other)
+
+
+# --- a step whose weights and optimizer count
+
+Planned = tuple[Plan, Callable[[], object]]
+
+
+def planned_alone(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Planned:
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = graphckpt.plan(model, step, memory_budget=0.8, blocks="[0-5]")
+    plan.apply()
+    return plan, step
+
+
+def planned_graph(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Planned:
+    step = SquareGraph(model, optimizer=optimizer)
+    step.config.capture = "eager"
+    plan = step.plan(x, memory_budget=0.8, blocks="model.[0-5]")
+    plan.apply()
+    return plan, lambda: step(x)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("planned", [planned_alone, planned_graph])
+def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned):
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    model = nn.Sequential(*(Layer(128, 0.0) for _ in range(6))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan, step = planned(model, optimizer, torch.randn(512, 128, device="cuda"))
+    peak = peak_of(step)
+    assert abs(plan.predicted_peak_bytes - peak) <= 0.01 * (peak - before)
+    assert peak <= plan.budget_bytes

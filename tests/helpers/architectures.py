@@ -19,17 +19,29 @@ from torch import Tensor, nn
 B, T, D, V, H = 2, 12, 32, 64, 32
 
 
-@dataclass(frozen=True, kw_only=True)
+def _ids(length: int = T, seed: int = 1) -> Tensor:
+    return torch.randint(3, V, (B, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+def _text() -> dict[str, Tensor]:
+    return {"input_ids": _ids(), "labels": _ids()}
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One architecture at its smallest, built the same at every call."""
 
     name: str
     model: str
     """Name of the model class in ``transformers``."""
-    config: dict[str, Any]
     layers: str
     """Pattern of the repeated layers' paths; ``*`` is one component."""
-    inputs: Callable[[], dict[str, Tensor]]
+    config: dict[str, Any]
+    inputs: Callable[[], dict[str, Tensor]] = _text
     """Builds the keyword arguments, labels included."""
     loss: Callable[[Any], Tensor] = lambda output: output.loss
     has_dropout: bool = True
@@ -46,18 +58,6 @@ class Architecture:
         """Returns the modules that :attr:`layers` names, by path."""
         pattern = re.compile(re.escape(self.layers).replace(r"\*", r"[^.]+"))
         return {path: module for path, module in model.named_modules() if pattern.fullmatch(path)}
-
-
-def _ids(length: int = T, seed: int = 1) -> Tensor:
-    return torch.randint(3, V, (B, length), generator=torch.Generator().manual_seed(seed))
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
-
-
-def _text() -> dict[str, Tensor]:
-    return {"input_ids": _ids(), "labels": _ids()}
 
 
 def _padded_text() -> dict[str, Tensor]:
@@ -87,51 +87,48 @@ def _image_and_text() -> dict[str, Tensor]:
 
 
 _TOKENS = {"vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_POSITIONS = {"max_position_embeddings": 32}
 _SIZES = {"hidden_size": D, "num_hidden_layers": 3, "num_attention_heads": 4}
 _WIDE = _SIZES | {"intermediate_size": 2 * D}
-_GPT = _TOKENS | {"n_embd": D, "n_layer": 3, "n_head": 4, "n_positions": 32}
+_FEW = {"n_layer": 3, "n_head": 4}
+_GPT = _TOKENS | _FEW | {"n_embd": D, "n_positions": 32}
 _DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_P_DROPS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 _HEADS = {"num_key_value_heads": 2, "head_dim": D // 4}
-_LLAMA = _TOKENS | _WIDE | _HEADS | {"max_position_embeddings": 32, "attention_dropout": 0.1}
-_BERT = _WIDE | {"vocab_size": V, "pad_token_id": 0, "max_position_embeddings": 32}
-_ENDS = {"decoder_start_token_id": 1, "forced_eos_token_id": 2, "max_position_embeddings": 32}
-_BART = _TOKENS | _ENDS | {"d_model": D, "attention_dropout": 0.1, "activation_dropout": 0.1}
-for _side in ("encoder", "decoder"):
-    _BART |= {f"{_side}_layers": 2, f"{_side}_attention_heads": 4, f"{_side}_ffn_dim": 2 * D}
-_T5 = {"vocab_size": V, "d_model": D, "d_kv": D // 4, "d_ff": 2 * D, "num_layers": 2, "num_heads": 4}
-_DROPS_PROB = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-_VIT = _WIDE | _DROPS_PROB | {"image_size": H, "patch_size": 8}
-_CONVOLUTIONS = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 4), "num_feat_extract_layers": 2}
-_SPEECH = (
-    _WIDE
-    | _CONVOLUTIONS
-    | {
-        "vocab_size": V,
-        "num_conv_pos_embeddings": 8,
-        "num_conv_pos_embedding_groups": 4,
-        "mask_time_prob": 0.0,  # drawn by numpy, so a torch seed would not repeat it
-        "layerdrop": 0.0,
-        "pad_token_id": 0,
-    }
-)
-
-
-def _of(name: str, model: str, layers: str, config: dict[str, Any], **more: Any) -> Architecture:
-    return Architecture(name=name, model=model, layers=layers, config=config, **{"inputs": _text} | more)
-
-
-_NEO = {"attention_types": [[["global", "local"], 1]], "window_size": 4, "resid_dropout": 0.1, "embed_dropout": 0.1}
+_LLAMA = _TOKENS | _WIDE | _HEADS | _POSITIONS | {"attention_dropout": 0.1}
+_OPT = {"word_embed_proj_dim": D, "ffn_dim": 2 * D, "attention_dropout": 0.1}
+_NEO = {"hidden_size": D, "num_layers": 2, "num_heads": 4, "window_size": 4, "resid_dropout": 0.1, "embed_dropout": 0.1}
+_NEO |= {"attention_types": [[["global", "local"], 1]], "attention_dropout": 0.1}
+_MPT = {"d_model": D, "n_layers": 3, "n_heads": 4, "max_seq_len": 32}
+_CTRL = _FEW | {"vocab_size": V, "n_embd": D, "dff": 2 * D, "n_positions": 32}
+_XLNET = _FEW | {"d_model": D, "d_inner": 2 * D, "dropout": 0.1}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": D, "shared_expert_intermediate_size": D}
 _MAMBA = _TOKENS | {"hidden_size": D, "state_size": 4, "num_hidden_layers": 3}
 _MAMBA_2 = _MAMBA | {"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}
 _RWKV = {"hidden_size": D, "attention_hidden_size": D, "intermediate_size": 2 * D, "num_hidden_layers": 3}
 _GRIFFIN = {"lru_width": D, "attention_window_size": 4, "block_types": ["recurrent", "attention"]}
+_BERT = _WIDE | _POSITIONS | {"vocab_size": V, "pad_token_id": 0}
+_DROPS_PROB = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+_ALBERT = _BERT | _DROPS_PROB | {"embedding_size": 16}
 _DISTILLED = {"vocab_size": V, "pad_token_id": 0, "dim": D, "hidden_dim": 2 * D, "n_layers": 3, "n_heads": 4}
 _DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
 _MODERN = {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2, "local_attention": 4}
+_MODERN |= {"attention_dropout": 0.1, "mlp_dropout": 0.1}
+_T5 = {"vocab_size": V, "d_model": D, "d_kv": D // 4, "d_ff": 2 * D, "num_layers": 2, "num_heads": 4}
+_ENDS = {"decoder_start_token_id": 1, "forced_eos_token_id": 2, "max_position_embeddings": 32}
+_BART = _TOKENS | _ENDS | {"d_model": D, "attention_dropout": 0.1, "activation_dropout": 0.1}
+for _side in ("encoder", "decoder"):
+    _BART |= {f"{_side}_layers": 2, f"{_side}_attention_heads": 4, f"{_side}_ffn_dim": 2 * D}
+_VIT = _WIDE | _DROPS_PROB | {"image_size": H, "patch_size": 8}
 _SWIN = {"image_size": H, "patch_size": 4, "window_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
+_SWIN |= _DROPS_PROB | {"drop_path_rate": 0.5}
 _STAGES = {"hidden_sizes": [16, 32], "depths": [2, 2]}
 _CONVNEXT = _STAGES | {"num_stages": 2, "drop_path_rate": 0.5, "layer_scale_init_value": 1.0}
+_RESNET = _STAGES | {"embedding_size": 16, "layer_type": "basic"}
+_SPEECH = _WIDE | {"vocab_size": V, "pad_token_id": 0, "num_feat_extract_layers": 2}
+_SPEECH |= {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 4)}
+_SPEECH |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0}
+_SPEECH |= {"mask_time_prob": 0.0}  # drawn by numpy, so a torch seed would not repeat it
 _MEL = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32}
 _CLIP = {
     "text_config": _LLAMA,
@@ -141,132 +138,72 @@ _CLIP = {
 
 ARCHITECTURES = (
     # ---- decoders
-    _of("gpt2", "GPT2LMHeadModel", "transformer.h.*", _GPT),
-    _of("llama", "LlamaForCausalLM", "model.layers.*", _LLAMA, inputs=_padded_text),
-    _of("mistral", "MistralForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
-    _of("qwen2", "Qwen2ForCausalLM", "model.layers.*", _LLAMA),
-    _of("qwen3", "Qwen3ForCausalLM", "model.layers.*", _LLAMA),
-    _of("gemma", "GemmaForCausalLM", "model.layers.*", _LLAMA),
-    _of("gemma2", "Gemma2ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
-    _of("gemma3", "Gemma3ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
-    _of("phi", "PhiForCausalLM", "model.layers.*", _LLAMA | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
-    _of("phi3", "Phi3ForCausalLM", "model.layers.*", _LLAMA | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
-    _of("olmo", "OlmoForCausalLM", "model.layers.*", _LLAMA),
-    _of("olmo2", "Olmo2ForCausalLM", "model.layers.*", _LLAMA),
-    _of("stablelm", "StableLmForCausalLM", "model.layers.*", _LLAMA | {"hidden_dropout": 0.1}),
-    _of("cohere", "CohereForCausalLM", "model.layers.*", _LLAMA),
-    _of("granite", "GraniteForCausalLM", "model.layers.*", _LLAMA),
-    _of("starcoder2", "Starcoder2ForCausalLM", "model.layers.*", _LLAMA | {"residual_dropout": 0.1}),
-    _of("falcon", "FalconForCausalLM", "transformer.h.*", _TOKENS | _SIZES | _DROPS),
-    _of(
-        "bloom", "BloomForCausalLM", "transformer.h.*", _TOKENS | _DROPS | {"hidden_size": D, "n_layer": 3, "n_head": 4}
-    ),
-    _of(
-        "opt",
-        "OPTForCausalLM",
-        "model.decoder.layers.*",
-        _TOKENS
-        | _SIZES
-        | {"word_embed_proj_dim": D, "ffn_dim": 2 * D, "max_position_embeddings": 32, "attention_dropout": 0.1},
-    ),
-    _of(
-        "gpt_neo",
-        "GPTNeoForCausalLM",
-        "transformer.h.*",
-        _TOKENS
-        | _NEO
-        | {"hidden_size": D, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 32, "attention_dropout": 0.1},
-    ),
-    _of("gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.layers.*", _TOKENS | _WIDE | _DROPS),
-    _of(
-        "gptj",
-        "GPTJForCausalLM",
-        "transformer.h.*",
-        _GPT | {"rotary_dim": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-    ),
-    _of(
-        "mpt",
-        "MptForCausalLM",
-        "transformer.blocks.*",
-        _TOKENS | {"d_model": D, "n_layers": 3, "n_heads": 4, "max_seq_len": 32},
-        has_dropout=False,  # Transformers 5.23 takes whole numbers only as its rate
-    ),
-    _of(
-        "ctrl",
-        "CTRLLMHeadModel",
-        "transformer.h.*",
-        {"vocab_size": V, "n_embd": D, "dff": 2 * D, "n_layer": 3, "n_head": 4, "n_positions": 32},
-    ),
-    _of("gpt_bigcode", "GPTBigCodeForCausalLM", "transformer.h.*", _GPT),
-    _of(
-        "xlnet",
-        "XLNetLMHeadModel",
-        "transformer.layer.*",
-        _TOKENS | {"d_model": D, "n_layer": 3, "n_head": 4, "d_inner": 2 * D, "dropout": 0.1},
-    ),
+    Architecture("gpt2", "GPT2LMHeadModel", "transformer.h.*", _GPT),
+    Architecture("llama", "LlamaForCausalLM", "model.layers.*", _LLAMA, _padded_text),
+    Architecture("mistral", "MistralForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
+    Architecture("qwen2", "Qwen2ForCausalLM", "model.layers.*", _LLAMA),
+    Architecture("qwen3", "Qwen3ForCausalLM", "model.layers.*", _LLAMA),
+    Architecture("gemma", "GemmaForCausalLM", "model.layers.*", _LLAMA),
+    Architecture("gemma2", "Gemma2ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
+    Architecture("gemma3", "Gemma3ForCausalLM", "model.layers.*", _LLAMA | {"sliding_window": 4}),
+    Architecture("phi", "PhiForCausalLM", "model.layers.*", _LLAMA | _P_DROPS),
+    Architecture("phi3", "Phi3ForCausalLM", "model.layers.*", _LLAMA | _P_DROPS),
+    Architecture("olmo", "OlmoForCausalLM", "model.layers.*", _LLAMA),
+    Architecture("olmo2", "Olmo2ForCausalLM", "model.layers.*", _LLAMA),
+    Architecture("stablelm", "StableLmForCausalLM", "model.layers.*", _LLAMA | {"hidden_dropout": 0.1}),
+    Architecture("cohere", "CohereForCausalLM", "model.layers.*", _LLAMA),
+    Architecture("granite", "GraniteForCausalLM", "model.layers.*", _LLAMA),
+    Architecture("starcoder2", "Starcoder2ForCausalLM", "model.layers.*", _LLAMA | {"residual_dropout": 0.1}),
+    Architecture("falcon", "FalconForCausalLM", "transformer.h.*", _TOKENS | _SIZES | _DROPS),
+    Architecture("bloom", "BloomForCausalLM", "transformer.h.*", _TOKENS | _DROPS | _FEW | {"hidden_size": D}),
+    Architecture("opt", "OPTForCausalLM", "model.decoder.layers.*", _TOKENS | _SIZES | _POSITIONS | _OPT),
+    Architecture("gpt_neo", "GPTNeoForCausalLM", "transformer.h.*", _TOKENS | _POSITIONS | _NEO),
+    Architecture("gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.layers.*", _TOKENS | _WIDE | _DROPS),
+    Architecture("gptj", "GPTJForCausalLM", "transformer.h.*", _GPT | _P_DROPS | {"rotary_dim": 4, "attn_pdrop": 0.1}),
+    # its dropout has no rate: Transformers 5.23 takes whole numbers only
+    Architecture("mpt", "MptForCausalLM", "transformer.blocks.*", _TOKENS | _MPT, has_dropout=False),
+    Architecture("ctrl", "CTRLLMHeadModel", "transformer.h.*", _CTRL),
+    Architecture("gpt_bigcode", "GPTBigCodeForCausalLM", "transformer.h.*", _GPT),
+    Architecture("xlnet", "XLNetLMHeadModel", "transformer.layer.*", _TOKENS | _XLNET),
     # ---- mixtures of experts
-    _of("mixtral", "MixtralForCausalLM", "model.layers.*", _LLAMA | {"num_local_experts": 4}),
-    _of("qwen2_moe", "Qwen2MoeForCausalLM", "model.layers.*", _LLAMA | _MOE | {"output_router_logits": True}),
-    _of("gpt_oss", "GptOssForCausalLM", "model.layers.*", _LLAMA | {"num_local_experts": 4, "sliding_window": 4}),
+    Architecture("mixtral", "MixtralForCausalLM", "model.layers.*", _LLAMA | {"num_local_experts": 4}),
+    Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "model.layers.*", _LLAMA | _MOE | {"output_router_logits": True}),
+    Architecture(
+        "gpt_oss", "GptOssForCausalLM", "model.layers.*", _LLAMA | {"num_local_experts": 4, "sliding_window": 4}
+    ),
     # ---- state spaces and recurrences
-    _of("mamba", "MambaForCausalLM", "backbone.layers.*", _MAMBA, has_dropout=False),
-    _of("mamba2", "Mamba2ForCausalLM", "backbone.layers.*", _MAMBA_2, has_dropout=False),
-    _of("rwkv", "RwkvForCausalLM", "rwkv.blocks.*", _TOKENS | _RWKV, has_dropout=False),
-    _of("recurrent_gemma", "RecurrentGemmaForCausalLM", "model.layers.*", _LLAMA | _GRIFFIN),
+    Architecture("mamba", "MambaForCausalLM", "backbone.layers.*", _MAMBA, has_dropout=False),
+    Architecture("mamba2", "Mamba2ForCausalLM", "backbone.layers.*", _MAMBA_2, has_dropout=False),
+    Architecture("rwkv", "RwkvForCausalLM", "rwkv.blocks.*", _TOKENS | _RWKV, has_dropout=False),
+    Architecture("recurrent_gemma", "RecurrentGemmaForCausalLM", "model.layers.*", _LLAMA | _GRIFFIN),
     # ---- encoders
-    _of("bert", "BertForMaskedLM", "bert.encoder.layer.*", _BERT, inputs=_padded_text),
-    _of("roberta", "RobertaForMaskedLM", "roberta.encoder.layer.*", _BERT | {"max_position_embeddings": 40}),
-    _of(
-        "albert",
-        "AlbertForMaskedLM",
-        "albert.encoder.albert_layer_groups.*",
-        _BERT | _DROPS_PROB | {"embedding_size": 16},
-    ),
-    _of("electra", "ElectraForMaskedLM", "electra.encoder.layer.*", _BERT | {"embedding_size": 16}),
-    _of(
-        "distilbert",
-        "DistilBertForMaskedLM",
-        "distilbert.transformer.layer.*",
-        _DISTILLED | {"max_position_embeddings": 32},
-    ),
-    _of("deberta_v2", "DebertaV2ForMaskedLM", "deberta.encoder.layer.*", _BERT | _DEBERTA),
-    _of(
-        "modernbert",
-        "ModernBertForMaskedLM",
-        "model.layers.*",
-        _BERT | _MODERN | {"attention_dropout": 0.1, "mlp_dropout": 0.1},
-    ),
-    _of("fnet", "FNetForMaskedLM", "fnet.encoder.layer.*", _BERT),
+    Architecture("bert", "BertForMaskedLM", "bert.encoder.layer.*", _BERT, _padded_text),
+    Architecture("roberta", "RobertaForMaskedLM", "roberta.encoder.layer.*", _BERT | {"max_position_embeddings": 40}),
+    Architecture("albert", "AlbertForMaskedLM", "albert.encoder.albert_layer_groups.*", _ALBERT),
+    Architecture("electra", "ElectraForMaskedLM", "electra.encoder.layer.*", _BERT | {"embedding_size": 16}),
+    Architecture("distilbert", "DistilBertForMaskedLM", "distilbert.transformer.layer.*", _DISTILLED | _POSITIONS),
+    Architecture("deberta_v2", "DebertaV2ForMaskedLM", "deberta.encoder.layer.*", _BERT | _DEBERTA),
+    Architecture("modernbert", "ModernBertForMaskedLM", "model.layers.*", _BERT | _MODERN),
+    Architecture("fnet", "FNetForMaskedLM", "fnet.encoder.layer.*", _BERT),
     # ---- encoder and decoder
-    _of("t5", "T5ForConditionalGeneration", "*.block.*", _T5 | {"decoder_start_token_id": 0}, inputs=_sequence_pair),
-    _of("bart", "BartForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
-    _of("mbart", "MBartForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
-    _of("pegasus", "PegasusForConditionalGeneration", "model.*.layers.*", _BART, inputs=_sequence_pair),
+    Architecture("t5", "T5ForConditionalGeneration", "*.block.*", _T5 | {"decoder_start_token_id": 0}, _sequence_pair),
+    Architecture("bart", "BartForConditionalGeneration", "model.*.layers.*", _BART, _sequence_pair),
+    Architecture("mbart", "MBartForConditionalGeneration", "model.*.layers.*", _BART, _sequence_pair),
+    Architecture("pegasus", "PegasusForConditionalGeneration", "model.*.layers.*", _BART, _sequence_pair),
     # ---- vision
-    _of("vit", "ViTForImageClassification", "vit.layers.*", _VIT, inputs=_image),
-    _of("deit", "DeiTForImageClassification", "deit.layers.*", _VIT, inputs=_image),
-    _of("beit", "BeitForImageClassification", "beit.layers.*", _VIT | {"drop_path_rate": 0.5}, inputs=_image),
-    _of("dinov2", "Dinov2ForImageClassification", "dinov2.encoder.layer.*", _VIT, inputs=_image),
-    _of(
-        "swin",
-        "SwinForImageClassification",
-        "swin.encoder.layers.*.blocks.*",
-        _SWIN | _DROPS_PROB | {"drop_path_rate": 0.5},
-        inputs=_image,
-    ),
-    _of("convnext", "ConvNextForImageClassification", "convnext.encoder.stages.*.layers.*", _CONVNEXT, inputs=_image),
-    _of(
-        "resnet",
-        "ResNetForImageClassification",
-        "resnet.encoder.stages.*.layers.*",
-        _STAGES | {"embedding_size": 16, "layer_type": "basic"},
-        inputs=_image,
-        has_dropout=False,
+    Architecture("vit", "ViTForImageClassification", "vit.layers.*", _VIT, _image),
+    Architecture("deit", "DeiTForImageClassification", "deit.layers.*", _VIT, _image),
+    Architecture("beit", "BeitForImageClassification", "beit.layers.*", _VIT | {"drop_path_rate": 0.5}, _image),
+    Architecture("dinov2", "Dinov2ForImageClassification", "dinov2.encoder.layer.*", _VIT, _image),
+    Architecture("swin", "SwinForImageClassification", "swin.encoder.layers.*.blocks.*", _SWIN, _image),
+    Architecture("convnext", "ConvNextForImageClassification", "convnext.encoder.stages.*.layers.*", _CONVNEXT, _image),
+    Architecture(
+        "resnet", "ResNetForImageClassification", "resnet.encoder.stages.*.layers.*", _RESNET, _image, has_dropout=False
     ),
     # ---- audio
-    _of("wav2vec2", "Wav2Vec2ForCTC", "wav2vec2.encoder.layers.*", _SPEECH, inputs=_speech),
-    _of("hubert", "HubertForCTC", "hubert.encoder.layers.*", _SPEECH, inputs=_speech),
-    _of("whisper", "WhisperForConditionalGeneration", "model.*.layers.*", _BART | _MEL, inputs=_spectrogram),
+    Architecture("wav2vec2", "Wav2Vec2ForCTC", "wav2vec2.encoder.layers.*", _SPEECH, _speech),
+    Architecture("hubert", "HubertForCTC", "hubert.encoder.layers.*", _SPEECH, _speech),
+    Architecture("whisper", "WhisperForConditionalGeneration", "model.*.layers.*", _BART | _MEL, _spectrogram),
     # ---- image and text
-    _of("clip", "CLIPModel", "*.encoder.layers.*", _CLIP, inputs=_image_and_text),
+    Architecture("clip", "CLIPModel", "*.encoder.layers.*", _CLIP, _image_and_text),
 )

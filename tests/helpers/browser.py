@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-HOOKS = Path(__file__).parents[2] / "docs/_build_hooks"
 _FAULTS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 _OFFLINE = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
 
 
-def load_check_site() -> ModuleType:
-    """Returns the module that checks the site; it is a script, in no package."""
-    spec = importlib.util.spec_from_file_location("check_site", HOOKS / "check_site.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def load_script(name: str) -> ModuleType:
+    """Loads a script of the docs, which is in no package."""
+    loader = SourceFileLoader(name, str(Path(__file__).parents[2] / f"docs/_build_hooks/{name}.py"))
+    module = ModuleType(name)
+    loader.exec_module(module)
     return module
 
 
-CHECK_SITE = load_check_site()
+CHECK_SITE = load_script("check_site")
 needs_chromium = pytest.mark.skipif(CHECK_SITE.chromium() is None, reason="needs Chromium")
 
 
 class Page:
-    """A page in a browser."""
-
     def __init__(self, browser: Any, path: Path) -> None:
         self._browser = browser
         for domain in ("Runtime", "Log", "Network"):
@@ -66,23 +61,20 @@ class Page:
         self.wait(0.3)
 
     def click(self, x: float, y: float) -> None:
-        """Presses and releases the left button."""
         for kind in ("mousePressed", "mouseReleased"):
             self._browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
         self.wait(0.3)
 
     def drag(self, begin: tuple[float, float], end: tuple[float, float]) -> None:
-        """Moves the pointer from one place to another with the left button pressed."""
+        """Moves the pointer with the left button pressed."""
         for kind, (x, y) in (("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end)):
             self._browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
         self.wait(0.5)
 
     def wait(self, seconds: float) -> None:
-        """Lets the page run for a while."""
         self.evaluate(f"new Promise(resolve => setTimeout(resolve, {1000 * seconds}))")
 
     def set_dark(self) -> None:
-        """Switches to dark colours."""
         dark = [{"name": "prefers-color-scheme", "value": "dark"}]
         self._browser.call("Emulation.setEmulatedMedia", features=dark)
         self.wait(0.5)

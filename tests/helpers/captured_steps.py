@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from fuzz.bench import same
 from torch import Tensor, nn
 
 from graphckpt import Graph
@@ -96,17 +97,6 @@ def run(
         results += [graph(x), float(optimizer.param_groups[0]["lr"])]
     results += [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
     return [*results, torch.get_rng_state(), rng_state(DEVICE)], graph
-
-
-def same(one: list[Any], other: list[Any]) -> bool:
-    assert len(one) == len(other)
-    return all(equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def equal(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor):
-        return bool(a == b)
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def both(num_replays: int | None = 7, plain: list[Any] | None = None, **settings: Any) -> Any:

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-HOLDERS = (torch.autograd, torch.autograd.graph)
-"""The modules through which Tensor.backward, autograd.grad and autograd.backward reach the engine."""
 NAME = "_engine_run_backward"
 
 
@@ -35,11 +33,10 @@ def in_fresh_context(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Replaces the function before a test module can import it."""
-    for holder in HOLDERS:
+    """Replaces what Tensor.backward, autograd.grad and autograd.backward call, before a test module can import it."""
+    for holder in (torch.autograd, torch.autograd.graph):
         setattr(holder, NAME, in_fresh_context(getattr(holder, NAME)))
 
 
 def pytest_report_header() -> str:
-    """Says in the report that this run is one of these."""
     return "every backward runs in a fresh context"

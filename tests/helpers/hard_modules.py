@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from fuzz.bench import differing  # noqa: F401 - of what two runs return
 from fuzz.layers import (
     Attention,
     Codebook,
@@ -62,17 +63,6 @@ def chain(kind: str, length: int = 3) -> nn.Sequential:
         return nn.Sequential(nn.Linear(D, D), *[ZOO[kind]() for _ in range(length)], nn.Linear(D, 4)).train()
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """Returns all that a step may change: gradients, buffers, plain attributes."""
-    seen: dict[str, Any] = {f"grad {name}": p.grad for name, p in model.named_parameters()}
-    seen |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
-    for name, module in model.named_modules():
-        for key in ("count", "last", "seen"):
-            if key in module.__dict__:
-                seen[f"{key} {name}"] = module.__dict__[key]
-    return seen
-
-
 def run_steps(
     model: nn.Module, *, steps: int = 3, autocast: bool = False, needs_grad: bool = True, device: str = "cpu"
 ) -> dict[str, Any]:
@@ -86,7 +76,15 @@ def run_steps(
         loss.backward()
         seen[f"loss {number}"] = loss.detach()
         seen[f"input grad {number}"] = x.grad
-    return seen | state_of(model) | {"RNG state": rng_state(device)}
+    seen |= {f"grad {name}": p.grad for name, p in model.named_parameters()}
+    seen |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+    seen |= {
+        f"{key} {name}": value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key in ("count", "last", "seen")
+    }
+    return seen | {"RNG state": rng_state(device)}
 
 
 def rng_state(device: str) -> Tensor:
@@ -99,15 +97,3 @@ def plain_steps(
 ) -> dict[str, Any]:
     """What the steps of a chain without policies return: once a process, as it is the same for all policies."""
     return run_steps(chain(kind, length).to(device), autocast=autocast, needs_grad=needs_grad, device=device)
-
-
-def differing(ours: dict[str, Any], plain: dict[str, Any]) -> list[str]:
-    """Names what is not the same in every bit."""
-    assert ours.keys() == plain.keys()
-    return [name for name in plain if not _same(ours[name], plain[name])]
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return bool(a == b)

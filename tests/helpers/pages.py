@@ -11,11 +11,10 @@ import io
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-PEERS = ("FairScale", "DeepSpeed", "OSLO", "OneFlow", "libai", "Megatron", "outline")
+_PEERS = ("FairScale", "DeepSpeed", "OSLO", "OneFlow", "libai", "Megatron", "outline")
 _BLOCK = re.compile(
     r"^(?P<indent> *)```python(?P<options>[^\n]*)\n(?P<code>.*?)^ *```\n"
     r"(?:\s*(?:</div>\s*)?^ *```text\n(?P<output>.*?)^ *```\n)?|^<!-- run\n(?P<hidden>.*?)^-->\n",
@@ -25,8 +24,7 @@ _TIME = re.compile(r"\b\d+(\.\d+)? (ns|us|ms|s)\b|\b\d+ %$|[+-]\d+(\.\d+)? %")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A block of a page, with what the page says it prints."""
 
     code: str
@@ -38,12 +36,11 @@ class Step:
 def steps(text: str) -> Iterator[Step]:
     """Yields the blocks to run, in order."""
     for match in _BLOCK.finditer(text):
-        if match["hidden"] is None and any(peer in match["options"] for peer in PEERS):
+        if match["hidden"] is None and any(peer in match["options"] for peer in _PEERS):
             continue
         indent = match["indent"] or ""
-        code = "".join(
-            line.removeprefix(indent) for line in (match["hidden"] or match["code"]).splitlines(keepends=True)
-        )
+        lines = (match["hidden"] or match["code"]).splitlines(keepends=True)
+        code = "".join(line.removeprefix(indent) for line in lines)
         yield Step(code, text[: match.start()].count("\n") + 2, match["output"], match.span("output"))
 
 

@@ -17,12 +17,8 @@ import torch.distributed as dist
 from graphckpt.ledger.explanation import Explanation
 from helpers.subprocess_runner import preload
 
-NUM_RANKS = 2
 
-
-def run_on_ranks(
-    work: Callable[..., None], folder: Path, *args: Any, joins: bool = True, num_ranks: int = NUM_RANKS
-) -> None:
+def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: bool = True, num_ranks: int = 2) -> None:
     """Calls ``work(rank, folder, *args)`` on each of several ranks; what one raises is raised here.
 
     They have a process group by then, or with ``joins=False`` what torchrun gives to make one.
@@ -36,7 +32,9 @@ def run_on_ranks(
     for kind in ("is done", "fault of"):  # of an earlier launch in this folder
         for path in folder.glob(f"*{kind}*"):
             path.unlink()
-    start(_rank, (port, num_ranks, work, str(folder), args, joins), num_ranks)
+    preload()
+    words = (port, num_ranks, work, str(folder), args, joins)
+    torch.multiprocessing.start_processes(_rank, words, nprocs=num_ranks, start_method="forkserver")
     faults = [path.read_text() for path in sorted(folder.glob("fault of *"))]
     assert not faults, "\n".join(faults)
     assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(num_ranks)]
@@ -47,19 +45,9 @@ def launch(check: Callable[..., None], num_ranks: int, folder: Path, *args: Any)
     run_on_ranks(_check, folder, check, *args, num_ranks=num_ranks)
 
 
-def _check(rank: int, folder: Path, check: Callable[..., None], *args: Any) -> None:
-    del folder
+def _check(rank: int, _: Path, check: Callable[..., None], *args: Any) -> None:
     warnings.simplefilter("error")
     check(rank, *args)
-
-
-def start(rank: Callable[..., None], args: tuple[Any, ...], num_ranks: int) -> None:
-    """Calls ``rank(number, *args)`` in new processes and waits for them.
-
-    They are forked from one that has imported what all of them need, which takes each of them seconds otherwise.
-    """
-    preload()
-    torch.multiprocessing.start_processes(rank, args, nprocs=num_ranks, start_method="forkserver")
 
 
 def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folder: str, args: Any, joins: bool) -> None:
@@ -76,9 +64,10 @@ def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folde
         os._exit(0)
     say_done(rank, folder)
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if all(_has_ended(Path(folder), other) for other in range(num_ranks)):
-            break
+    while time.monotonic() < deadline and not all(
+        Path(folder, f"{other} is done").exists() or Path(folder, f"fault of {other}").exists()
+        for other in range(num_ranks)
+    ):
         time.sleep(0.05)
     os._exit(0)
 
@@ -86,7 +75,3 @@ def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folde
 def say_done(rank: int, folder: str) -> None:
     """This rank needs the others no more."""
     Path(folder, f"{rank} is done").touch()
-
-
-def _has_ended(folder: Path, rank: int) -> bool:
-    return (folder / f"{rank} is done").exists() or (folder / f"fault of {rank}").exists()

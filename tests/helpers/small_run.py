@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz.bench import same as equal  # noqa: F401 - of two states, for tests
 from safetensors.torch import load_file
 
 from graphckpt.cli import main
@@ -83,33 +85,19 @@ def rows_of(folder):
     return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
 
-def same_weights(one, other):
+def same_weights(one, other, is_equal=torch.equal):
     first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(is_equal(first[name], second[name]) for name in first)
 
 
 def near(one, other):
     """Whether the final weights of two runs agree up to rounding."""
-    first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
-    return first.keys() == second.keys() and all(
-        torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-4) for name in first
-    )
+    return same_weights(one, other, functools.partial(torch.allclose, rtol=1e-3, atol=1e-4))
 
 
 def near_rows(one, other):
     pairs = list(zip(rows_of(one), rows_of(other), strict=True))
     return all(a.keys() == b.keys() and all(b[k] == pytest.approx(a[k], rel=1e-4) for k in a) for a, b in pairs)
-
-
-def equal(one, other):
-    """Whether two states are equal in every bit: tensors and plain values in containers."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
 
 
 class StopAfter(HookBase):

@@ -7,8 +7,8 @@ import os
 import runpy
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,10 +25,7 @@ PRELOADED = (
 _SECONDS = 300
 
 
-@dataclass(frozen=True)
-class Done:
-    """How a process ended, and what it wrote."""
-
+class Done(NamedTuple):
     code: int | None
     stdout: str
     stderr: str

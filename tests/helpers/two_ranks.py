@@ -45,12 +45,7 @@ def by_transformers(
     callback = transformers.GraphckptCallback(memory_budget=budget)
     for callbacks in ([], [callback]):
         two = arguments(folder, ddp_backend="gloo", per_device_train_batch_size=2, max_steps=4, **more)
-        trainer = Trainer(
-            model=gpt2(tie_word_embeddings=tied),
-            args=two,
-            train_dataset=RandomTokens(classify=False),
-            callbacks=callbacks,
-        )
+        trainer = Trainer(gpt2(tie_word_embeddings=tied), two, None, RandomTokens(classify=False), callbacks=callbacks)
         trainer.train()
         assert wrapped in type(trainer.model_wrapped).__name__
         weights = trainer.accelerator.unwrap_model(trainer.model_wrapped).state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from simulated_cuda.library import use_schedule
 
@@ -16,3 +17,8 @@ def schedule(request: pytest.FixtureRequest) -> str:
     """The schedule of the device, which runs a test under each."""
     use_schedule(request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def side() -> torch.cuda.Stream:
+    return torch.cuda.Stream()

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from helpers import captured_steps
+from helpers.modules import as_module
 from torch import Tensor, nn
 
-from graphckpt import Graph, Segments, Selective, Tiles
+from graphckpt import Segments, Selective, Tiles
 from graphckpt.stores import Host
 from simulated_cuda.library import use_schedule
 
@@ -16,14 +18,11 @@ D = 32
 NUM_STEPS = 6  # three of warm-up, then replays
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(D), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
+@as_module(
+    lambda: {"norm": nn.LayerNorm(D), "drop": nn.Dropout(0.1), "up": nn.Linear(D, 2 * D), "down": nn.Linear(2 * D, D)}
+)
+def Block(self, x: Tensor) -> Tensor:
+    return x + self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
 
 
 Rule = Callable[["Train"], None]
@@ -37,10 +36,6 @@ def on_blocks(**fields: Any) -> Rule:
     return apply
 
 
-def segments(graph: Train) -> None:
-    graph.model.config.activation_checkpointing = Segments("sqrt")
-
-
 def joined(graph: Train) -> None:
     on_blocks(activation_checkpointing="joined")(graph)
     graph.model[0].config.activation_checkpointing = True
@@ -51,7 +46,7 @@ RULES: dict[str, Rule] = {
     "full": on_blocks(activation_checkpointing=True),
     "selective": on_blocks(activation_checkpointing=Selective("matmul")),
     "joined": joined,
-    "segments": segments,
+    "segments": lambda graph: graph.model.config.update({"activation_checkpointing": Segments("sqrt")}),
     "tiles": on_blocks(activation_checkpointing=Tiles(1)),
 }
 STORES: dict[str, dict[str, Any]] = {
@@ -64,23 +59,16 @@ STORES: dict[str, dict[str, Any]] = {
 }
 
 
-class Train(Graph):
+class Train(captured_steps.Train):
     def __init__(self, rule: str, store: str, capture: str) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(Block() for _ in range(4))).cuda()
+        model = nn.Sequential(*(Block() for _ in range(4))).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        super().__init__(model, optimizer, capture=capture)
         RULES[rule](self)
         if STORES[store]:
-            target = [self.model] if rule == "segments" else list(self.model)
-            for block in target:
+            for block in [self.model] if rule == "segments" else self.model:
                 block.config.update({**STORES[store], "min_elements": 1})
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, fused=True))
-        self.config.capture = capture
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
 
 
 def bits_of_steps(
@@ -108,5 +96,5 @@ def bits_of_steps(
 
 
 def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether two runs have left the same bits; NaN is not a number."""
+    """Whether two runs have left the same bits: NaN, which memory that is not written has, equals nothing."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +24,6 @@ def stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-@pytest.fixture
-def side() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
-
-
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
     """Graphs in the tracebacks of expected errors hold their pools."""
@@ -39,6 +36,22 @@ def capture(stream: torch.cuda.Stream, step: Callable[[], object]) -> torch.cuda
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
     return graph
+
+
+def fails(match: str = "due to a previous error during capture", kind: type[Exception] = torch.AcceleratorError) -> Any:
+    return pytest.raises(kind, match=match)
+
+
+@contextmanager
+def failed_capture(stream: torch.cuda.Stream) -> Iterator[torch.cuda.CUDAGraph]:
+    """A capture in which something is not permitted, so that it cannot end."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        yield graph
+        with fails():
+            graph.capture_end()
 
 
 # --- what is recorded
@@ -130,8 +143,7 @@ def test_a_use_after_free_in_a_capture_shows(stream: torch.cuda.Stream, side: to
     assert out[1].tolist() == [0.0] * N, "what was written to the block since"
 
 
-def test_a_graph_that_is_gone_leaves_no_memory() -> None:
-    stream = torch.cuda.Stream()
+def test_a_graph_that_is_gone_leaves_no_memory(stream: torch.cuda.Stream) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     x = torch.ones(2**20, device="cuda")
@@ -151,7 +163,7 @@ def test_a_replay_does_not_use_memory_that_was_freed(stream: torch.cuda.Stream) 
     del x
     torch.cuda.empty_cache()
     graph.replay()
-    with pytest.raises(torch.AcceleratorError, match="an illegal memory access"):
+    with fails("an illegal memory access"):
         torch.cuda.synchronize()
 
 
@@ -220,19 +232,14 @@ FORBIDDEN: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_a_capture_does_not_permit(name: str, stream: torch.cuda.Stream) -> None:
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        with pytest.raises(torch.AcceleratorError, match="operation not permitted when stream is capturing"):
+    with failed_capture(stream) as graph:
+        with fails("operation not permitted when stream is capturing"):
             FORBIDDEN[name]()
-        with pytest.raises(torch.AcceleratorError, match="due to a previous error during capture"):
+        with fails():
             torch.ones(3, device="cuda")
-        with pytest.raises(torch.AcceleratorError, match="due to a previous error during capture"):
-            graph.capture_end()
     assert not torch.cuda.is_current_stream_capturing()
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+    with fails("without a preceding successful capture", RuntimeError):
         graph.pool()
 
 
@@ -240,13 +247,8 @@ def test_what_a_capture_does_not_permit(name: str, stream: torch.cuda.Stream) ->
 def test_pinning_in_a_capture(call: str, stream: torch.cuda.Stream) -> None:
     flat = torch.frombuffer(bytearray(4096), dtype=torch.uint8)
     arguments = (4096, 1) if call == "cudaHostRegister" else ()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
+    with failed_capture(stream):
         assert getattr(torch.cuda.cudart(), call)(flat.data_ptr(), *arguments) == 900
-        with pytest.raises(torch.AcceleratorError, match="due to a previous error during capture"):
-            graph.capture_end()
 
 
 def test_a_copy_of_pinned_memory_is_recorded(schedule: str, stream: torch.cuda.Stream) -> None:
@@ -266,27 +268,22 @@ def test_unjoined_work(stream: torch.cuda.Stream, side: torch.cuda.Stream) -> No
         with torch.cuda.stream(side):
             tensor.add_(1)
 
-    with pytest.raises(torch.AcceleratorError, match="capturing stream has unjoined work"):
+    with fails("capturing stream has unjoined work"):
         capture(stream, step)
     torch.cuda.set_stream(torch.cuda.default_stream())  # torch.cuda.graph leaves its own
 
 
 def test_an_event_of_outside(stream: torch.cuda.Stream) -> None:
     event = torch.cuda.default_stream().record_event()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        with pytest.raises(torch.AcceleratorError, match="dependency created on uncaptured work"):
-            stream.wait_event(event)
-        with pytest.raises(torch.AcceleratorError, match="due to a previous error"):
-            graph.capture_end()
+    with failed_capture(stream), fails("dependency created on uncaptured work"):
+        stream.wait_event(event)
 
 
 def test_an_event_of_a_capture_that_has_ended(stream: torch.cuda.Stream) -> None:
     event = torch.cuda.Event()
     graph = capture(stream, lambda: event.record(stream))
     for use in (event.query, event.synchronize, lambda: torch.cuda.current_stream().wait_event(event)):
-        with pytest.raises(torch.AcceleratorError, match="event last recorded in a capturing stream"):
+        with fails("event last recorded in a capturing stream"):
             use()
     graph.reset()
 
@@ -296,28 +293,23 @@ def test_an_event_of_another_capture(stream: torch.cuda.Stream, side: torch.cuda
     for graph, own in zip(graphs, (stream, side), strict=True):
         with torch.cuda.stream(own):
             graph.capture_begin()
-    with pytest.raises(torch.AcceleratorError, match="merge of separate capture sequences"):
+    with fails("merge of separate capture sequences"):
         side.wait_event(stream.record_event())
     for graph, own in zip(graphs, (stream, side), strict=True):
-        with torch.cuda.stream(own), pytest.raises(torch.AcceleratorError, match="due to a previous error"):
+        with torch.cuda.stream(own), fails():
             graph.capture_end()
 
 
 def test_the_default_stream(stream: torch.cuda.Stream) -> None:
-    with pytest.raises(RuntimeError, match="non-default stream"):
+    with fails("non-default stream", RuntimeError):
         torch.cuda.CUDAGraph().capture_begin()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        with pytest.raises(torch.AcceleratorError, match="legacy stream"):
-            torch.cuda.default_stream().wait_stream(stream)
-        with pytest.raises(torch.AcceleratorError, match="due to a previous error"):
-            graph.capture_end()
+    with failed_capture(stream), fails("legacy stream"):
+        torch.cuda.default_stream().wait_stream(stream)
 
 
 def test_a_pool_is_gone_with_its_last_graph(stream: torch.cuda.Stream) -> None:
     graph = capture(stream, lambda: torch.ones(N, device="cuda"))
     pool = graph.pool()
     graph.reset()
-    with pytest.raises(RuntimeError, match="use_count > 0"), torch.cuda.stream(stream):
+    with fails("use_count > 0", RuntimeError), torch.cuda.stream(stream):
         torch.cuda.CUDAGraph().capture_begin(pool=pool)

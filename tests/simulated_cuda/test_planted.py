@@ -1,21 +1,246 @@
-"""Faults planted in graphckpt are seen: a device that shows none of them would prove nothing."""
+"""Faults planted in graphckpt, each in a named place, are seen: a device that shows none of them would prove nothing.
+
+A place that is not there any more is an error: the fault must then be planted anew, not left out.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
 from graphckpt.errors import GraphckptError
+from graphckpt.graph.capture import CudaGraphBackend, _CapturedCudaGraph
+from graphckpt.stores import Host, TensorGroup
+from graphckpt.stores.disk import Transfer
+from graphckpt.stores.host import CopyEngine, HostStore
+from graphckpt.stores.slab import SlabStore
 from simulated_cuda.library import call, load, use_schedule
-from simulated_cuda.planted import FAULTS, plain_bits
+from simulated_cuda.steps import D, Train, bits_of_steps, is_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 SCHEDULES = ["lazy", *(f"random:{seed}" for seed in range(4)), "eager"]
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+# --- what shows faults: each returns whether all is right, and raises where the device does
+
+
+def steps_with(store: str, *, is_captured: bool = False) -> Callable[[], bool]:
+    return lambda: is_same(bits_of_steps("keep", store, is_captured=is_captured), plain_bits())
+
+
+@cache
+def plain_bits() -> list[torch.Tensor]:
+    """Of the plain step, where nothing is offloaded and no fault shows."""
+    return bits_of_steps()
+
+
+class WithHead(Train):
+    """Has a block that takes no part in the loss."""
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.model[:-1]:
+            x = block(x)
+        self.model[-1](x)
+        loss = x.square().mean()
+        loss.backward()
+        return loss
+
+
+def with_a_head_outside_of_the_loss() -> bool:
+    def losses(store: str, capture: str) -> list[torch.Tensor]:
+        graph = WithHead("keep", "device", capture)
+        if store != "device":
+            graph.model[-1].config.update({"offload": True, "min_elements": 1})
+        generator = torch.Generator().manual_seed(1)
+        torch.manual_seed(5)
+        rows = (8, 8, 8, 8, 8, 4)  # the last step is eager, after replays
+        return [graph(torch.randn(n, D, generator=generator).cuda()).cpu() for n in rows]
+
+    return is_same(losses("offload", "cuda_graph"), losses("device", "eager"))
+
+
+def prefetched_in_vain() -> bool:
+    """Frees what is on its way back; its memory goes to the next tensor."""
+    store = Host(in_flight_bytes=0).byte_store_for(torch.device("cuda", 0), print)
+    assert store is not None
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for seed in range(10):
+        store.begin_step()
+        group = TensorGroup("block", list, print)
+        group.number = 0
+        handle = store.put(torch.full((4096,), seed, dtype=torch.uint8, device="cuda"), group)
+        store.close_group(group)
+        store.prefetch([handle], group)
+        store.free(handle)
+        other = torch.full((4096,), 100, dtype=torch.uint8, device="cuda")
+        torch.cuda.current_stream().synchronize()
+        torch.cuda.synchronize()
+        wrong += (other != 100).sum()
+    store.close()
+    return not wrong.item()
+
+
+def one_of_two_graphs_is_released() -> bool:
+    """What it leaves behind goes to the next tensors, to which a replay of the other must not write."""
+    backend = CudaGraphBackend(torch.device("cuda", 0))
+
+    def product() -> torch.Tensor:
+        x = torch.ones(8, 8, device="cuda")
+        return x @ x
+
+    with backend.warmup():
+        product()
+    first, second = backend.capture(product), backend.capture(product)
+    first.release()
+    with backend.warmup():  # on the stream of the captures
+        others = [torch.zeros(128, device="cuda") for _ in range(8)]
+    second.replay()
+    return not any(bool(other.any()) for other in others)
+
+
+# --- faults
+
+
+class NeverRecorded(torch.cuda.Event):
+    """Waits for it are no waits."""
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+
+class RecordedOnce(torch.cuda.Event):
+    """Stays where it was recorded first."""
+
+    is_recorded = False
+
+    def record(self, stream: Any = None) -> None:
+        if not self.is_recorded:
+            self.is_recorded = True
+            super().record(stream)
+
+
+def _replacing(owner: type, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """Makes a fault of a function that takes the place of a method; the method comes first among its arguments."""
+    original = getattr(owner, name)
+    return lambda function: lambda patch: patch.setattr(owner, name, lambda *args: function(original, *args))
+
+
+def _with_fork(event: type[torch.cuda.Event]) -> Plant:
+    @_replacing(CopyEngine, "_issue")
+    def issue(original: Any, self: Any, *arguments: Any) -> Any:
+        assert isinstance(self._fork, torch.cuda.Event)
+        if not isinstance(self._fork, event):
+            self._fork = event()
+        return original(self, *arguments)
+
+    return issue
+
+
+@_replacing(CopyEngine, "wait")
+def _wait_that_does_not(original: Any, self: Any, event: Any) -> bool:
+    recorded, event.event = event.event, None
+    if recorded is not None:
+        self._idle.append(recorded)
+    return True
+
+
+@_replacing(CopyEngine, "wait_in_order")
+def _source_released_early(original: Any, self: Any, events: Any) -> None:
+    self._idle += [event.event for event in events if event.event is not None]
+
+
+@_replacing(HostStore, "_drop_reload")
+def _reload_used_early(original: Any, self: Any, handle: Any) -> bool:
+    self._reloading.pop(handle, None)
+    handle.reload_buffer = handle.reload_event = None
+    return True
+
+
+@_replacing(HostStore, "free")
+def _free_without_a_wait(original: Any, self: Any, handle: Any) -> None:
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(CopyEngine, "wait", lambda *arguments: True)
+        original(self, handle)
+
+
+@_replacing(CopyEngine, "wait")
+def _captured_event_in_eager(original: Any, self: Any, event: Any) -> Any:
+    event.is_captured = self.is_capturing()
+    return original(self, event)
+
+
+def _no_joins_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((HostStore, "_wait_all"), (CudaGraphBackend, "_join_copies")):
+        _replacing(owner, name)(lambda *arguments: None)(patch)
+
+
+def _slab_range_freed_early(patch: pytest.MonkeyPatch) -> None:
+    @_replacing(SlabStore, "put")
+    def put(original: Any, self: Any, data: torch.Tensor, group: Any) -> Any:
+        handle = original(self, data, group)
+        begin, end, _ = self._in_use[max(self._in_use)]
+        self._ranges.free(begin, end)  # for the next tensor
+        return handle
+
+    put(patch)
+    _replacing(SlabStore, "_free_dropped")(lambda original, self: self._free.clear())(patch)
+
+
+_disk_without_a_mark = _replacing(Transfer, "mark")(lambda *_: NeverRecorded())
+
+
+@_replacing(Transfer, "_copy")
+def _disk_chunk_used_early(
+    original: Any, self: Any, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event
+) -> None:
+    with torch.cuda.stream(self._stream):
+        self._stream.wait_event(ready)
+        target.copy_(source, non_blocking=True)
+
+
+@_replacing(CudaGraphBackend, "warmup")
+@contextlib.contextmanager
+def _replay_without_the_warm_up(original: Any, self: Any) -> Any:
+    """Also of the first replay: the warm-up runs on the stream of the capture."""
+    with torch.cuda.stream(self._stream):
+        yield
+
+
+@_replacing(_CapturedCudaGraph, "replay")
+def _replay_that_is_not_joined(original: Any, self: Any) -> None:
+    with torch.cuda.stream(self._stream):
+        self._graph.replay()
+
+
+def _workspaces_not_cleared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("graphckpt.graph.capture.clear_cublas_workspaces", lambda: None)
+
+
+FAULTS: dict[str, tuple[Plant, Callable[[], bool]]] = {
+    "a copy does not wait for the step": (_with_fork(NeverRecorded), steps_with("offload")),
+    "a fork event is recorded once": (_with_fork(RecordedOnce), steps_with("offload")),
+    "a wait for a copy is left out": (_wait_that_does_not, steps_with("offload")),
+    "a source is released early": (_source_released_early, steps_with("offload, nothing in flight")),
+    "a reload is used early": (_reload_used_early, steps_with("offload, nothing in flight")),
+    "memory is freed without a wait": (_free_without_a_wait, prefetched_in_vain),
+    "copies are not joined at the end of backward": (_no_joins_at_the_end, with_a_head_outside_of_the_loss),
+    "a captured event is waited for in an eager step": (_captured_event_in_eager, with_a_head_outside_of_the_loss),
+    "a range of the slab is freed early": (_slab_range_freed_early, steps_with("slab")),
+    "a write to disk does not wait for the step": (_disk_without_a_mark, steps_with("disk")),
+    "a chunk is used before the copy": (_disk_chunk_used_early, steps_with("disk")),
+    "a warm-up does not wait": (_replay_without_the_warm_up, steps_with("device", is_captured=True)),
+    "captures share cuBLAS's workspace": (_workspaces_not_cleared, one_of_two_graphs_is_released),
+    "a replay is not joined": (_replay_that_is_not_joined, steps_with("device", is_captured=True)),
+}
+"""How each is planted, and what then goes wrong under some schedule."""
 
 
 def is_right(check: Callable[[], bool]) -> bool:

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 import torch
+from helpers.captured_steps import Train
 from torch import Tensor, nn
 
-from graphckpt import Graph
 from simulated_cuda.library import use_schedule
 from simulated_cuda.steps import RULES, STORES, bits_of_steps, is_same
 
@@ -46,28 +46,14 @@ def test_bits_of_captured_steps(rule: str, store: str) -> None:
     torch.cuda.synchronize()
 
 
-class Loss(Graph):
-    """One linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = nn.Linear(8, 8).cuda()
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1, fused=True))
-        self.config.capture = "cuda_graph"
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
-
-
 def test_outputs_of_warm_up_calls_may_be_dropped_before_they_are_read() -> None:
     """They were allocated on the stream of the capture, and are read on another one."""
 
     def losses(schedule: str) -> list[float]:
         use_schedule(schedule)
-        step, x = Loss(), torch.ones(4, 8).cuda()
+        torch.manual_seed(0)
+        model, x = nn.Linear(8, 8).cuda(), torch.ones(4, 8).cuda()
+        step = Train(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
         copies = [step(x).detach().clone() for _ in range(5)]  # each output is freed before its copy has run
         return torch.stack(copies).tolist()
 

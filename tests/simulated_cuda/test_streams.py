@@ -13,31 +13,24 @@ from simulated_cuda.library import use_schedule
 pytestmark = pytest.mark.gpu
 
 N = 64
-LATE = "lazy"  # the schedule under which what is not waited for has not run
 
 
 @pytest.fixture(autouse=True)
 def late() -> None:
-    use_schedule(LATE)
+    """What is not waited for has not run; `.tolist()` waits for the tensor's own stream alone."""
+    use_schedule("lazy")
 
 
-@pytest.fixture
-def side() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
-
-
-def host(tensor: torch.Tensor) -> list[float]:
-    """Reads on the tensor's own stream: no other is waited for."""
-    return tensor.tolist()
-
-
-def test_it_is_a_cuda_device_to_pytorch() -> None:
+def test_it_is_a_cuda_device_to_pytorch_and_nothing_warns() -> None:
     assert torch.cuda.is_available()
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     tensor = torch.ones(3, device="cuda")
     assert tensor.is_cuda
     assert str(tensor) == "tensor([1., 1., 1.], device='cuda:0')"
     assert torch.cuda.get_device_name() == "Simulated CUDA device"
+    with warnings.catch_warnings(action="error"):
+        model = torch.nn.Linear(4, 4).cuda()
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
 
 
 # --- order
@@ -48,23 +41,20 @@ def test_a_wait_for_an_event_makes_the_value_visible(schedule: str, side: torch.
         source = torch.full((N,), 3.0, device="cuda")
         event = side.record_event()
     torch.cuda.current_stream().wait_event(event)
-    assert host(source * 2) == [6.0] * N
+    assert (source * 2).tolist() == [6.0] * N
 
 
-def test_without_the_wait_it_is_nan(side: torch.cuda.Stream) -> None:
+def test_without_the_wait_it_is_nan_or_has_old_values(side: torch.cuda.Stream) -> None:
     with torch.cuda.stream(side):
         source = torch.full((N,), 3.0, device="cuda")
-    assert all(value != value for value in host(source * 2))
-
-
-def test_without_the_wait_old_values_are_read(side: torch.cuda.Stream) -> None:
+    assert all(value != value for value in (source * 2).tolist())
     tensor = torch.zeros(N, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         tensor.fill_(1.0)
-    assert host(tensor) == [0.0] * N
+    assert tensor.tolist() == [0.0] * N
     torch.cuda.current_stream().wait_stream(side)
-    assert host(tensor) == [1.0] * N
+    assert tensor.tolist() == [1.0] * N
 
 
 def test_some_random_schedule_shows_a_missing_wait(side: torch.cuda.Stream) -> None:
@@ -73,7 +63,7 @@ def test_some_random_schedule_shows_a_missing_wait(side: torch.cuda.Stream) -> N
         use_schedule(f"random:{seed}")
         with torch.cuda.stream(side):
             source = torch.full((N,), 3.0, device="cuda")
-        right += host(source * 2) == [6.0] * N
+        right += (source * 2).tolist() == [6.0] * N
     assert 0 < right < 20
 
 
@@ -90,7 +80,7 @@ def test_a_schedule_gives_one_order(side: torch.cuda.Stream) -> None:
     assert one_run() == one_run()
 
 
-def test_an_event_is_a_position_and_not_a_stream(side: torch.cuda.Stream) -> None:
+def test_an_event_is_a_position_and_a_wait_is_for_what_was_recorded_then(side: torch.cuda.Stream) -> None:
     tensor = torch.zeros(N, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -98,19 +88,8 @@ def test_an_event_is_a_position_and_not_a_stream(side: torch.cuda.Stream) -> Non
         event = side.record_event()
         tensor.fill_(2.0)
     torch.cuda.current_stream().wait_event(event)
-    assert host(tensor) == [1.0] * N
-
-
-def test_a_wait_is_for_what_was_recorded_then(side: torch.cuda.Stream) -> None:
-    tensor = torch.zeros(N, device="cuda")
-    side.wait_stream(torch.cuda.current_stream())
-    event = torch.cuda.Event()
-    event.record(side)
-    torch.cuda.current_stream().wait_event(event)
-    with torch.cuda.stream(side):
-        tensor.fill_(2.0)
     event.record(side)  # too late for the wait
-    assert host(tensor) == [0.0] * N
+    assert tensor.tolist() == [1.0] * N
 
 
 def test_queries_do_not_wait_and_end(side: torch.cuda.Stream) -> None:
@@ -150,14 +129,16 @@ def test_an_error_of_a_kernel_comes_with_the_next_synchronization() -> None:
 # --- memory
 
 
-def test_a_freed_block_is_reused_at_once_by_its_stream(schedule: str) -> None:
+def test_a_freed_block_is_reused_at_once_by_its_stream_alone(schedule: str, side: torch.cuda.Stream) -> None:
     first = torch.ones(N, device="cuda")
     doubled = first * 2
     address = first.data_ptr()
     del first
+    with torch.cuda.stream(side):
+        assert torch.ones(N, device="cuda").data_ptr() != address
     second = torch.full((N,), 5.0, device="cuda")
     assert second.data_ptr() == address
-    assert host(doubled) == [2.0] * N
+    assert doubled.tolist() == [2.0] * N
 
 
 def test_a_freed_block_is_poisoned_in_the_order_of_its_stream(side: torch.cuda.Stream) -> None:
@@ -168,7 +149,7 @@ def test_a_freed_block_is_poisoned_in_the_order_of_its_stream(side: torch.cuda.S
     del tensor
     torch.cuda.current_stream().synchronize()
     with torch.cuda.stream(side):
-        assert all(value != value for value in host(copied))
+        assert all(value != value for value in copied.tolist())
 
 
 def test_record_stream_keeps_a_block_from_reuse(schedule: str, side: torch.cuda.Stream) -> None:
@@ -181,18 +162,9 @@ def test_record_stream_keeps_a_block_from_reuse(schedule: str, side: torch.cuda.
     del tensor
     other = torch.zeros(N, device="cuda")
     torch.cuda.current_stream().synchronize()
-    assert schedule != LATE or other.data_ptr() != address
+    assert schedule != "lazy" or other.data_ptr() != address
     with torch.cuda.stream(side):
-        assert host(copied) == [2.0] * N
-
-
-def test_other_streams_have_blocks_of_their_own(side: torch.cuda.Stream) -> None:
-    tensor = torch.ones(N, device="cuda")
-    address = tensor.data_ptr()
-    del tensor
-    with torch.cuda.stream(side):
-        other = torch.ones(N, device="cuda")
-    assert other.data_ptr() != address
+        assert copied.tolist() == [2.0] * N
 
 
 def test_memory_is_counted_as_pytorch_does() -> None:
@@ -228,28 +200,23 @@ def test_out_of_memory() -> None:
 # --- copies
 
 
-def test_pinned_memory_is_read_when_the_copy_runs() -> None:
-    source = torch.ones(N).pin_memory()
-    assert source.is_pinned()
-    assert not torch.ones(N).is_pinned()
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_pageable_memory_is_read_at_once_and_pinned_memory_when_the_copy_runs(is_pinned: bool) -> None:
+    source = torch.ones(N).pin_memory() if is_pinned else torch.ones(N)
+    assert source.is_pinned() is is_pinned
     target = source.to("cuda", non_blocking=True)
-    source.fill_(7.0)  # too early
-    assert host(target) == [7.0] * N
+    source.fill_(7.0)  # too early for pinned memory
+    assert target.tolist() == [7.0 if is_pinned else 1.0] * N
 
 
-def test_pageable_memory_is_read_at_once() -> None:
-    source = torch.ones(N)
-    target = source.to("cuda", non_blocking=True)
-    source.fill_(7.0)
-    assert host(target) == [1.0] * N
-
-
-def test_pinned_memory_is_written_when_the_copy_runs() -> None:
+def test_pinned_memory_is_written_when_the_copy_runs_or_at_once_if_it_blocks() -> None:
     target = torch.zeros(N).pin_memory()
     target.copy_(torch.ones(N, device="cuda"), non_blocking=True)
     assert target.tolist() == [0.0] * N
     torch.cuda.synchronize()
     assert target.tolist() == [1.0] * N
+    target.copy_(torch.full((N,), 2.0, device="cuda"))
+    assert target.tolist() == [2.0] * N
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
@@ -257,12 +224,6 @@ def test_a_copy_to_pageable_memory_synchronizes(non_blocking: bool) -> None:
     source = torch.ones(N, device="cuda") * 3
     assert torch.zeros(N).copy_(source, non_blocking=non_blocking).tolist() == [3.0] * N
     assert source.to("cpu", non_blocking=True).is_pinned(), "so that this one does not"
-
-
-def test_a_blocking_copy_of_pinned_memory_synchronizes() -> None:
-    target = torch.zeros(N).pin_memory()
-    target.copy_(torch.ones(N, device="cuda"))
-    assert target.tolist() == [1.0] * N
 
 
 def test_registered_memory_is_pinned_until_it_is_not() -> None:
@@ -286,23 +247,19 @@ def test_pinned_memory_of_pytorch_is_not_reused_under_a_copy() -> None:
     target = source.to("cuda", non_blocking=True)
     del source
     assert torch.zeros(N).pin_memory().data_ptr() != address
-    assert host(target) == [1.0] * N
+    assert target.tolist() == [1.0] * N
 
 
 # --- ops
 
 
-def test_tensors_of_two_devices_do_not_mix() -> None:
+def test_of_the_host_only_scalars_are_read_and_that_at_the_launch() -> None:
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.ones(3, device="cuda") + torch.ones(3)
-    assert host(torch.ones(3, device="cuda") + torch.tensor(2.0)) == [3.0] * 3
-
-
-def test_a_scalar_of_the_host_is_read_at_the_launch() -> None:
     factor = torch.tensor(2.0)
     out = torch.ones(N, device="cuda") * factor
     factor.fill_(9.0)
-    assert host(out) == [2.0] * N
+    assert out.tolist() == [2.0] * N
 
 
 def test_views_share_memory_and_run_at_once() -> None:
@@ -310,15 +267,15 @@ def test_views_share_memory_and_run_at_once() -> None:
     view = tensor.t()[1:, ::2]
     assert view.data_ptr() == tensor.data_ptr() + 4
     view.zero_()
-    assert host(tensor) == [[0.0, 0.0, 0.0, 0.0], [4.0, 5.0, 6.0, 7.0], [8.0, 0.0, 0.0, 0.0]]
+    assert tensor.tolist() == [[0.0, 0.0, 0.0, 0.0], [4.0, 5.0, 6.0, 7.0], [8.0, 0.0, 0.0, 0.0]]
 
 
 def test_the_shape_of_a_result_may_depend_on_data() -> None:
     tensor = torch.tensor([1.0, -1.0, 2.0], device="cuda")
-    assert host(tensor[tensor > 0]) == [1.0, 2.0]
-    assert host(tensor.nonzero()) == [[0], [1], [2]]
+    assert tensor[tensor > 0].tolist() == [1.0, 2.0]
+    assert tensor.nonzero().tolist() == [[0], [1], [2]]
     tensor[tensor < 0] = 5.0
-    assert host(tensor) == [1.0, 5.0, 2.0]
+    assert tensor.tolist() == [1.0, 5.0, 2.0]
 
 
 def test_random_numbers_come_from_seed_and_offset(schedule: str) -> None:
@@ -331,7 +288,7 @@ def test_random_numbers_come_from_seed_and_offset(schedule: str) -> None:
     on_cpu = torch.get_rng_state()
     assert torch.equal(torch.rand(8, device="cuda"), first)
     dropped = torch.nn.functional.dropout(torch.ones(100, device="cuda"), 0.5)
-    assert set(host(dropped)) == {0.0, 2.0}
+    assert set(dropped.tolist()) == {0.0, 2.0}
     assert torch.equal(torch.get_rng_state(), on_cpu)
     own = torch.Generator("cuda").manual_seed(3)
     assert torch.equal(torch.rand(8, device="cuda", generator=own), first)
@@ -350,13 +307,6 @@ def test_bits_do_not_depend_on_the_threads_of_the_host() -> None:
     finally:
         torch.set_num_threads(num_threads)
     assert all(map(torch.equal, *results))
-
-
-def test_nothing_warns() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = torch.nn.Linear(4, 4).cuda()
-        model(torch.ones(2, 4, device="cuda")).sum().backward()
 
 
 @pytest.mark.parametrize("seed", range(12))
