@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from dataclasses import replace as changed
@@ -20,8 +19,6 @@ from graphckpt.planning.rows import PlanData, PlanRow, budget_text, parts_of, su
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import yaml
     from torch import nn
 
@@ -40,9 +37,7 @@ class AppliedPolicies(Protocol):
     def __enter__(self) -> Any:
         """Keeps the policies until the end of the ``with`` block."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
-    ) -> Any:
+    def __exit__(self, *error: object) -> None:
         """Removes the policies."""
 
 
@@ -177,11 +172,6 @@ class Plan(PlanData):
         except (KeyError, TypeError) as error:
             fix = "name a file that Plan.save wrote"
             raise ConfigError(f"{path}: expected a plan, got a wrong {error} · fix: {fix}") from None
-
-    def below(self, name: str) -> Plan:
-        """Deprecated: the former name of :meth:`relative_to`."""
-        warnings.warn("Plan.below is deprecated · fix: plan.relative_to(name)", DeprecationWarning, stacklevel=2)
-        return self.relative_to(name)
 
     def relative_to(self, name: str) -> Plan:
         """Returns the plan with the paths of blocks relative to the child ``name``."""
