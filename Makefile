@@ -52,9 +52,10 @@ simulated-gpu: $(INSTALLED)
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
-# Branch coverage of the tests of `make test`, into benchmarks/results/coverage.md.
+# Branch coverage of the tests of `make test`, with those on the simulated device, into benchmarks/results/coverage.md.
 coverage: $(INSTALLED)
-	$(PYTEST) --cov --cov-report=json:build/coverage.json --cov-report=
+	$(PYTEST) --cov --cov-report=
+	$(SIMULATED) $(FAST_SIMULATED) --cov --cov-append --cov-report=json:build/coverage.json --cov-report=
 	$(BIN)/python benchmarks/coverage.py build/coverage.json
 
 # Faults in copies of the package, one by one, each with the tests that must find it (tests/planted_faults.toml): a run of
@@ -63,11 +64,11 @@ PLANTED ?=
 planted: $(INSTALLED)
 	$(BIN)/python tests/planted_faults.py $(PLANTED)
 
-# Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that. The
-# tests of the library, without those of several processes; the trainer has no backward but that of a Graph.
+# Every backward in a fresh context, as CUDA's thread for it has one: what a CPU can show of that. The tests of one
+# process of the packages that have code in a backward: context variables are in engine, blocks and graph alone.
 fresh-context: $(INSTALLED)
 	PYTHONPATH=tests $(PYTEST) -p helpers.fresh_context -m "not slow and not multi_process" $(FRESH)
-FRESH ?= $(addprefix tests/,blocks fuzz graph integrations ledger planning rules stores) --ignore tests/integrations/test_trl.py
+FRESH ?= $(addprefix tests/,blocks fuzz graph ledger rules stores $(addprefix planning/test_,trace.py steps.py live_plan.py))
 
 # The lowest releases that pyproject.toml allows, in an environment of their own. torch is the one exception: PyPI has
 # 2.11.0 for CUDA only, which takes gigabytes; where PyTorch's own index can be reached, LOWEST_TORCH=2.11.0 tests it.

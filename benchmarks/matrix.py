@@ -306,7 +306,7 @@ def _kept(run: nn.Module, loss_of: Callable[[nn.Module], Tensor], handle: Any = 
     gc.collect()
     files, may_write = _files_of(handle), Event()
     for file in files:
-        file._pools["write"].submit(may_write.wait)
+        file._threads["write"].submit(may_write.wait)
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
             loss = loss_of(run)
@@ -326,7 +326,7 @@ def _files_of(handle: Any) -> list[Any]:
     """Returns the open files of the stores of a policy's blocks."""
     stores = [wrapper.context.store for wrapper in handle._wrappers] if handle is not None else []
     places = [place for store in stores for place in getattr(store, "_open_stores", list)()]
-    return list({id(place): place._io for place in places if getattr(place, "_io", None) is not None}.values())
+    return list({id(place): place._file for place in places if getattr(place, "_file", None) is not None}.values())
 
 
 def _compare(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> tuple[str, float]:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import graphckpt
-from graphckpt.stores import Disk
+from graphckpt.stores import Disk, TensorGroup
 
 # Legend: B batch, T tokens
 
@@ -175,18 +175,17 @@ def main() -> None:
 
 def disk_speed(folder: str) -> tuple[float, float]:
     """Returns GB/s of writing and reading 512 MiB as the disk store does."""
-    from graphckpt.stores.disk import CHUNK, Transfer, UnlinkedFile  # noqa: PLC0415 - only here
+    from graphckpt.stores.disk import DiskStore  # noqa: PLC0415 - only here
 
-    file = UnlinkedFile(folder)
-    lane = Transfer(torch.device("cpu"), file, print)
+    store, group = DiskStore(torch.device("cpu"), folder, 2**30), TensorGroup("disk", list, print)
     data = torch.ones(512 * 2**20, dtype=torch.uint8)
     begin = perf_counter()
-    lane.save(data, 0, None, lambda: False)
+    handle = store.put(data, group)
+    handle.write.result()
     middle = perf_counter()
-    lane.load(data.numel(), 0, None, None, lambda: False)
+    store.get(handle, group)
     end = perf_counter()
-    file.close()
-    assert data.numel() % CHUNK == 0
+    store.close()
     return data.numel() / (middle - begin) / 1e9, data.numel() / (end - middle) / 1e9
 
 

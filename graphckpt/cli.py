@@ -14,26 +14,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
 from rich.console import Console
 
-from graphckpt.errors import ConfigError, GraphckptError
+from graphckpt.errors import ConfigError, GraphckptError, did_you_mean
 from graphckpt.extras import LazyPackage
 from graphckpt.progress import Progress
 
 if TYPE_CHECKING:
     import yaml
 
+    _Commands = argparse._SubParsersAction[Any]
     from graphckpt.config.run import FakeConfigSteps
     from graphckpt.planning.fit_result import Fit
     from graphckpt.planning.planner import Planners
 else:
     yaml = LazyPackage("yaml", "plan")
-
-_Commands = argparse._SubParsersAction
 
 _FAULT = 2  # exit code for user errors, as in argparse
 _INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT, as in shells
@@ -114,10 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed, rest = parser.parse_known_args(arguments)
     if not hasattr(parsed, "overrides") and rest:
         parser.error(f"unexpected argument {rest[0]!r} · see 'graphckpt {parsed.command} --help'")
-    parsed.overrides = getattr(parsed, "overrides", [])
-    parsed.overrides += [word for word in rest if not word.startswith("-")]  # flags may be placed between overrides
-    if unknown := [word for word in rest if word.startswith("-")]:
-        parser.error(f"unknown option {', '.join(unknown)} · see 'graphckpt {parsed.command} --help'")
+    parsed.overrides = [*getattr(parsed, "overrides", []), *rest]  # flags may be placed between overrides
     try:
         code: int = parsed.run(parsed)
     except GraphckptError as error:
@@ -141,12 +137,23 @@ def _parser() -> argparse.ArgumentParser:
         description="Choose, block by block, what a PyTorch training step saves, recomputes or offloads.",
     )
     parser.add_argument("--version", action="version", version=f"graphckpt {_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    add_train(commands)
-    add_plan(commands)
-    add_fit(commands)
-    add_profile_device(commands)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=_CommandParser)
+    for add in (add_train, add_plan, add_fit, add_profile_device):
+        add(commands)
     return parser
+
+
+@final
+class _CommandParser(argparse.ArgumentParser):
+    """Refuses an unknown option first: a misspelt one that is required would be reported as missing."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options = ["--help", *re.findall(r"(?<!\w)-+[a-z][\w-]*", self.format_usage())]
+        for word in takewhile(lambda word: word != "--", args):
+            option = word.partition("=")[0]
+            if re.fullmatch(r"-+[A-Za-z][\w-]*", option) and option not in options:
+                self.error(f"unknown option {option}{did_you_mean(option, options)} · see '{self.prog} --help'")
+        return super().parse_known_args(args, namespace)
 
 
 def _version() -> str:
@@ -157,16 +164,16 @@ def _version() -> str:
 
 
 def _add_command(
-    commands: _Commands[argparse.ArgumentParser], name: str, run: Callable[[argparse.Namespace], int], **texts: Any
+    commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], **texts: Any
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         name, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
     parser.set_defaults(run=run)
     return parser
 
 
-def add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
+def add_train(commands: _Commands) -> None:
     parser = _add_command(
         commands,
         "train",
@@ -204,7 +211,7 @@ def add_train(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
 
 
-def add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
+def add_plan(commands: _Commands) -> None:
     parser = _add_step_command(
         commands,
         "plan",
@@ -215,12 +222,12 @@ def add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
         epilog=_PLAN_EXAMPLES,
     )
-    parser.add_argument("--save", default=None, metavar="FILE", help="write the plan as YAML")
-    parser.add_argument("--plot", default=None, metavar="FILE", help="draw the step's memory: .png, .svg or .html")
-    parser.add_argument("--sweep", default=None, metavar="FILE", help="draw peak against step time for all budgets")
+    parser.add_argument("--save", metavar="FILE", help="write the plan as YAML")
+    parser.add_argument("--plot", metavar="FILE", help="draw the step's memory: .png, .svg or .html")
+    parser.add_argument("--sweep", metavar="FILE", help="draw peak against step time for all budgets")
 
 
-def add_fit(commands: _Commands[argparse.ArgumentParser]) -> None:
+def add_fit(commands: _Commands) -> None:
     parser = _add_step_command(
         commands,
         "fit",
@@ -233,38 +240,29 @@ def add_fit(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--batch-sizes",
-        default=None,
         metavar="SIZES",
         help="micro-batch sizes: 1,2,4,8, or 1:64 to search from 1 to 64; by default the largest that fits is searched",
     )
     parser.add_argument(
         "--global-batch-size",
         type=int,
-        default=None,
         metavar="N",
         help="samples of one update: find the fastest micro-batch x accumulation; by default that of the config",
     )
     parser.add_argument(
         "--sequence-lengths",
-        default=None,
         metavar="LENGTHS",
         help="fit for each of these lengths, such as 512,1024, in place of data.seq_length",
     )
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON, and no table")
     parser.add_argument(
-        "--plot", default=None, metavar="FILE", help="draw throughput, peak and policies over the batch: .png or .svg"
+        "--plot", metavar="FILE", help="draw throughput, peak and policies over the batch: .png or .svg"
     )
 
 
 def _add_step_command(
-    commands: _Commands[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    budget_help: str,
-    **texts: Any,
+    commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], *, budget_help: str, **texts: Any
 ) -> argparse.ArgumentParser:
-    """Adds a command that simulates the step of a config: with its device, its budget, and the planner's options."""
     parser = _add_command(commands, name, run, **texts)
     parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the step: .py or .yaml")
     parser.add_argument(
@@ -283,7 +281,7 @@ def _add_step_command(
             example = "loss_head=tiles:8:sum" if "Mapping" in kind else "full, or '{rule: selective, save: matmul}'"
             text = f"{meaning.partition(': ')[0]}: {example}; several may be given"
             flag = {"action": "append", "metavar": "NAME=RULE" if "Mapping" in kind else "RULE", "help": text}
-        parser.add_argument(f"--{option.replace('_', '-')}", dest=option, default=None, **flag)
+        parser.add_argument(f"--{option.replace('_', '-')}", dest=option, **flag)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     return parser
 
@@ -304,7 +302,7 @@ def _planner_options() -> Iterator[tuple[str, str, str]]:
             yield node.target.id, ast.unparse(node.annotation), sentence[:1].lower() + sentence[1:]
 
 
-def add_profile_device(commands: _Commands[argparse.ArgumentParser]) -> None:
+def add_profile_device(commands: _Commands) -> None:
     parser = _add_command(
         commands,
         "profile-device",
@@ -314,10 +312,10 @@ def add_profile_device(commands: _Commands[argparse.ArgumentParser]) -> None:
         epilog=_PROFILE_EXAMPLES,
     )
     parser.add_argument("file", metavar="FILE", help="where to write the profile: a .yaml")
-    parser.add_argument("--device", default=None, metavar="NAME", help="such as cuda:0; the accelerator by default")
-    parser.add_argument("--name", default=None, help="the name of the profile")
+    parser.add_argument("--device", metavar="NAME", help="such as cuda:0; the accelerator by default")
+    parser.add_argument("--name", help="the name of the profile")
     parser.add_argument("--seconds", type=float, default=0.5, help="the least time for which each rate is measured")
-    parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
+    parser.add_argument("--folder", help="a folder on the disk to measure")
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -336,13 +334,9 @@ def _train(parsed: argparse.Namespace) -> int:
         resume=parsed.resume,
         eval_only=parsed.eval_only,
     )
-    is_stopped = False
-    if parsed.eval_only:
-        trainer.evaluate()
-    else:
-        is_stopped = trainer.train().is_stopped
+    result = trainer.evaluate() if parsed.eval_only else trainer.train()
     trainer.ranks.close()
-    return _INTERRUPTED if is_stopped else 0
+    return _INTERRUPTED if getattr(result, "is_stopped", False) else 0
 
 
 def _plan(parsed: argparse.Namespace) -> int:
@@ -358,7 +352,13 @@ def _plan(parsed: argparse.Namespace) -> int:
         def on_measured(planners: Planners) -> None:
             progress.begin(f"choosing the policies of {len(planners.plain.measured.names)} blocks")
             if parsed.sweep:
-                _sweep(planners, parsed.sweep)
+                from graphckpt.planning.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
+                from graphckpt.planning.rows import print_sweep  # noqa: PLC0415
+
+                front, uniform = planners.front(), planners.plain.uniform()
+                print_sweep(front, uniform)
+                draw_sweep(front, uniform, parsed.sweep)
+                print(f"drawn: {parsed.sweep}")
 
         progress.begin("loading the config and its model")
         with _steps(parsed) as steps:
@@ -378,18 +378,12 @@ def _plan(parsed: argparse.Namespace) -> int:
 def _steps(parsed: argparse.Namespace, sizes: Sequence[str] = ()) -> AbstractContextManager[FakeConfigSteps]:
     from graphckpt.config.run import fake_steps_from  # noqa: PLC0415 - as above
 
-    options = _plan_options_of(parsed)
-    return fake_steps_from(parsed.config_file, [*parsed.overrides, *sizes], device=parsed.device, options=options)
-
-
-def _sweep(planner: Planners, path: str) -> None:
-    from graphckpt.planning.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
-    from graphckpt.planning.rows import print_sweep  # noqa: PLC0415
-
-    front, uniform = planner.front(), planner.plain.uniform()
-    print_sweep(front, uniform)
-    draw_sweep(front, uniform, path)
-    print(f"drawn: {path}")
+    values = {option: value for option, _, _ in _planner_options() if (value := getattr(parsed, option)) is not None}
+    if "candidates" in values:
+        values["candidates"] = [yaml.safe_load(rule) for rule in values["candidates"]]
+    if "head" in values:
+        values["head"] = _heads(values["head"])
+    return fake_steps_from(parsed.config_file, [*parsed.overrides, *sizes], device=parsed.device, options=values)
 
 
 def _fit(parsed: argparse.Namespace) -> int:
@@ -451,21 +445,12 @@ def batch_sizes_of(text: str) -> range | list[int]:
     return range(low, high + 1)
 
 
-def _numbers(text: str, flag: str, count: int | None = None) -> list[int]:
+def _numbers(text: str, flag: str, count: int = 0) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts) or count not in (None, len(parts)):
+    if not all(part.strip().isdigit() for part in parts) or count not in (0, len(parts)):
         fix = "8,16,32, or 1:64" if flag == "--batch-sizes" else "512,1024"
         raise ConfigError(f"{flag}: expected whole numbers, got {text!r} · fix: {flag} {fix}")
     return [int(part) for part in parts]
-
-
-def _plan_options_of(parsed: argparse.Namespace) -> dict[str, Any]:
-    values = {option: getattr(parsed, option) for option, _, _ in _planner_options()}
-    if values["candidates"] is not None:
-        values["candidates"] = [yaml.safe_load(rule) for rule in values["candidates"]]
-    if values["head"] is not None:
-        values["head"] = _heads(values["head"])
-    return {option: value for option, value in values.items() if value is not None}
 
 
 def _heads(rules: Iterable[str]) -> dict[str, list[str]]:

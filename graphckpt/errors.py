@@ -67,12 +67,11 @@ def without_repeats(faults: Iterable[str]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for fault in faults:
         alike.setdefault(_NUMBER.sub("#", fault), []).append(fault)
-    return [_with_number(same[0], len(same) - 1) for same in alike.values()]
-
-
-def _with_number(fault: str, num_more: int) -> str:
-    what, dot, fix = fault.partition(" · fix: ")
-    return f"{what} (and {num_more} more like it){dot}{fix}" if num_more else fault
+    for same in alike.values():
+        what, dot, fix = same[0].partition(" · fix: ")
+        if len(same) > 1:
+            same[0] = f"{what} (and {len(same) - 1} more like it){dot}{fix}"
+    return [same[0] for same in alike.values()]
 
 
 def warn_once(block: str, text: str) -> None:

@@ -67,7 +67,6 @@ class TrainingState:
             self._optimizers[optimizer] = states, groups
 
     def optimizer_copies(self) -> Iterable[tuple[torch.Tensor, str, torch.Tensor]]:
-        """Yields parameter, key and copy of each tensor in the state of an optimizer."""
         for states, _ in self._optimizers.values():
             for parameter, state in states.items():
                 for key, value in state.items():
@@ -116,7 +115,9 @@ class ModuleTree:
         self._children = [(m._modules, m._modules.copy()) for m in self.modules]
         self.dictionaries = [own for m in self.modules for own in (m.__dict__, m._parameters, m._buffers, m._modules)]
         self._own_keys = [_own_keys(m.__dict__) for m in self.modules]
-        self.renormalized: list[Any] = [m for m in self.modules if _renormalizes(m)]
+        # Of embeddings with `max_norm` a forward modifies the weight in place.
+        embeddings = (m for m in self.modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+        self.renormalized: list[Any] = [m for m in embeddings if m.max_norm is not None]
 
     def is_of(self, roots: Iterable[nn.Module]) -> bool:
         """Whether these are the roots, and no module below was added, removed or replaced since."""
@@ -146,11 +147,6 @@ class ModuleTree:
 
 def _own_keys(fields: dict[str, Any]) -> tuple[int, list[str]]:
     return len(fields), [key for key in fields if key not in _OF_TORCH]
-
-
-def _renormalizes(module: nn.Module) -> bool:
-    """Whether a forward modifies the weight of ``module`` in place, as embeddings with ``max_norm`` do."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def _copy(values: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ class CallShape(NamedTuple):
     spec: Any = None
 
     def assemble(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Returns ``(args, kwargs)`` with fresh containers around ``leaves``."""
         if self.spec is not None:
             leaves = pytree.tree_unflatten(leaves, self.spec)
         if not self.keywords:
@@ -40,7 +39,6 @@ class CallShape(NamedTuple):
         return self.names(function)[position]
 
     def names(self, function: Callable[..., Any]) -> list[str]:
-        """Names every leaf, in order."""
         if self.spec is None:
             paths = [(top, "") for top in range(self.num_args + len(self.keywords))]
         else:
@@ -83,7 +81,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def build_value(spec: Any, leaves: Sequence[Any]) -> Any:
-    """Puts the leaves of :func:`flatten_value` together again."""
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 

@@ -69,3 +69,12 @@ def freeze_older_objects() -> None:
     """Spares the collector what was there before a test module: walking that takes longer than most tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def timed_once() -> Iterator[None]:
+    """A step that is planned on the CPU is timed once: tests compare bytes, and no test compares seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr("graphckpt.planning.steps._TIMED_RUNS", 1)
+        yield

@@ -32,16 +32,6 @@ def summary(benchmark: Callable[[str], Any]) -> Any:
     return benchmark("gpu_summary")
 
 
-def gpu(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py"), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-
-
 def rows_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -53,7 +43,9 @@ def jobs_of(jobs: Any, script: Path, text: str, header: dict[str, Any]) -> Any:
 
 @pytest.mark.slow
 def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
-    done = gpu("--dry-run", "--minutes", "27", "--out", str(tmp_path))
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry-run", "--minutes", "27", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     steps = [row for path in sorted(tmp_path.glob("gpu_part_*.jsonl")) for row in rows_in(path)]
@@ -81,21 +73,19 @@ def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
     assert (tmp_path / "device.yaml").stat().st_size > 0
 
 
-def test_all_parts_in_one_command_are_refused_and_the_commands_named() -> None:
-    done = gpu("--dry-run")
-    assert done.returncode == 2
-    commands = [line.strip() for line in done.stderr.splitlines() if "make gpu" in line]
+def test_all_parts_in_one_command_are_refused_and_the_commands_named(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run"])
+    with pytest.raises(SystemExit, match="2"):
+        benchmark("gpu").main()
+    commands = [line.strip() for line in capsys.readouterr().err.splitlines() if "make gpu" in line]
     assert commands == [f"make gpu GPU='--part {part} --out gpu'" for part in (1, 2, 3)]
 
 
-def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path) -> None:
-    (tmp_path / "networkx.py").write_text("raise ImportError('not here')")
-    out = tmp_path / "out"
-    done = gpu("--dry-run", "--part", "1", "--out", str(out), PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("cannot import networkx (ImportError: not here)")
-    assert not out.exists()
+def test_what_is_missing_is_named_before_anything_runs(benchmark, monkeypatch):
+    command = benchmark("gpu")
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    with pytest.raises(SystemExit, match=r"^cannot import networkx \(ModuleNotFoundError: import of networkx halted"):
+        importlib.reload(command)
 
 
 def test_a_job_that_fails_or_hangs_is_a_row(tmp_path, monkeypatch, benchmark):

@@ -131,7 +131,8 @@ class StepRecorder:
             name for name in recorder.weightless if not (recorder.bytes_before(name) or recorder.bytes_after(name))
         }
         omitted = elsewhere | (empty - {*self._policies.selected})
-        live, levels = recorder.live, _plain_levels(wrappers, recorder)
+        live, unpredictable = recorder.live, _unpredictable(wrappers, recorder)
+        levels = () if live is None or unpredictable else tuple(live.levels_if_kept(lambda block: True))
         return Explanation(
             title=self.title,
             rows=tuple(row for row in self._rows(wrappers, recorder) if row.block not in omitted),
@@ -141,6 +142,7 @@ class StepRecorder:
             bytes_disk=recorder.totals["disk"].largest,
             peak_bytes=live.peak_bytes if live else None,
             plain_peak_bytes=max(levels) if levels else None,
+            unpredictable=unpredictable if live else "",
             static_bytes=live.static_bytes if live else 0,
             has_optimizer_states=recorder.has_optimizer_states,
             timeline=tuple(live.timeline) if live else (),
@@ -188,12 +190,18 @@ class StepRecorder:
 
     def _warnings(self, wrappers: Sequence[BlockForward], recorder: Recorder, plain_peak: int | None) -> Iterator[str]:
         flagged = [w for w in wrappers if not isinstance(w.rule, Keep) or w.placement is not None]
+        idle = self._policies.idle
+        faults: dict[str, list[str]] = {}  # with the blocks that have it, which are one warning
         for wrapper in flagged:
-            if not recorder.runs[wrapper.name] and wrapper.is_in_graph:
-                yield f"{wrapper.name or self.title}: {_IN_GRAPH}"
-            elif not recorder.runs[wrapper.name] and wrapper.name not in self._policies.idle:
-                yield f"{wrapper.name or self.title}: it never ran with gradients, so its policy had no effect"
-        yield from self._useless_flags(flagged)
+            name = wrapper.name
+            if not recorder.runs[name] and (wrapper.is_in_graph or name not in idle):
+                fault = _IN_GRAPH if wrapper.is_in_graph else "never ran with gradients, so the policy had no effect"
+                faults.setdefault(fault, []).append(name or self.title)
+        for name, note in (*idle.items(), *((w.name, note) for w in flagged for note in w.context.notes)):
+            if "has no effect" in note:
+                faults.setdefault(note, []).append(name or self.title)
+        for fault, names in faults.items():
+            yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {fault}"
         ran = [w for w in flagged if recorder.reruns[w.name]]
         tops = {id(root) for _, root in self._roots}
         is_as_high = recorder.live is None or plain_peak is None or plain_peak <= 1.02 * recorder.live.peak_bytes
@@ -205,17 +213,6 @@ class StepRecorder:
                 )
         if not any(isinstance(w.rule, Joined) for w in wrappers) and tops.isdisjoint(id(w.module) for w in ran):
             yield from _last_blocks(wrappers, recorder, ran)
-
-    def _useless_flags(self, wrappers: Sequence[BlockForward]) -> Iterator[str]:
-        """Yields why fields have no effect, once for all blocks with the same reason."""
-        blocks: dict[str, list[str]] = {}
-        notes = [(w.name, note) for w in wrappers for note in w.context.notes]
-        for name, note in (*self._policies.idle.items(), *notes):
-            if "has no effect" in note:
-                blocks.setdefault(note, []).append(name or self.title)
-        for note, names in blocks.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield f"{names[0]}{more}: {note}"
 
     def _state(self) -> list[torch.Tensor]:
         return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
@@ -335,7 +332,7 @@ def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequ
     that moment, and often lowers the peak.
     """
     live = recorder.live
-    if live is None or len(ran) < 2 or not _can_predict(wrappers):
+    if live is None or len(ran) < 2 or _unpredictable(wrappers, recorder):
         return
     order = {name: number for number, name in enumerate(recorder.order)}
     names: list[str] = []
@@ -360,21 +357,15 @@ def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequ
         )
 
 
-def _plain_levels(wrappers: Sequence[BlockForward], recorder: Recorder) -> tuple[int, ...]:
-    if recorder.live is None or recorder.own_checkpointing or not _can_predict(wrappers):
-        return ()
-    return tuple(recorder.live.levels_if_kept(lambda block: True))
-
-
-def _can_predict(wrappers: Sequence[BlockForward]) -> bool:
-    """Whether the log of storages tells what the step would keep under other policies.
-
-    It does not if stores move tensors, if a loss is computed in slices, or if compiled code hides what it allocates.
-    """
-    return all(
-        not isinstance(w.rule, Tiles) and w.compile_options is None and (w.placement is None or w.placement.is_plain)
-        for w in wrappers
-    )
+def _unpredictable(wrappers: Sequence[BlockForward], recorder: Recorder) -> str:
+    """Says why the log of storages does not tell what the step would keep under other policies; empty if it does."""
+    if recorder.own_checkpointing:
+        return "the model's own gradient checkpointing recomputes layers"
+    if any(w.placement is not None and not w.placement.is_plain for w in wrappers):
+        return "stores move saved tensors"
+    if any(w.compile_options is not None for w in wrappers):
+        return "compiled blocks hide what they allocate"
+    return "tiles run a block in slices" if any(isinstance(w.rule, Tiles) for w in wrappers) else ""
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.frame import Contexts, Frame, running
+from graphckpt.engine.objects import attribute_of
 from graphckpt.errors import ConfigError, shown
 from graphckpt.rules.basic import Full
 from graphckpt.rules.in_graph import checkpoint_in_graph
@@ -53,6 +55,7 @@ def checkpoint(
     Args:
         function: Any callable. Without it, a decorator with the other settings is returned, as from torch 2.14 on.
             ``@checkpoint`` alone is one too, for functions that need arguments: ``checkpoint(function)`` calls others.
+            For one of ``*args`` alone that is an error: write ``@checkpoint()``.
         *args: Its arguments.
         use_reentrant: Ignored: there is one implementation, which supports ``torch.autograd.grad``.
         context_fn: Returns two contexts, for the original forward and for the recomputation.
@@ -66,7 +69,7 @@ def checkpoint(
         **kwargs: Its keyword arguments.
 
     Raises:
-        ConfigError: A setting is not supported, or arguments are passed without a function.
+        ConfigError: A setting is not supported, arguments are passed without a function, or none to ``f(*args)``.
         RecomputeError: In backward, if the recomputation differs from the first.
     """
     if function is None and (args or kwargs):
@@ -113,8 +116,17 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
     if torch.compiler.is_compiling() or not isinstance(function, FunctionType):
         return False
     code = function.__code__  # not the signature, which is that of `__wrapped__`
-    has_required = code.co_argcount > len(function.__defaults__ or ())
-    return has_required or code.co_kwonlyargcount > len(function.__kwdefaults__ or ())
+    needs_some = code.co_argcount > len(function.__defaults__ or ())
+    needs_some |= code.co_kwonlyargcount > len(function.__kwdefaults__ or ())
+    if not needs_some and not code.co_argcount and code.co_flags & inspect.CO_VARARGS:
+        if hasattr(function, "__wrapped__"):  # it passes on what it gets
+            return _needs_arguments(function.__wrapped__)
+        name = function.__name__
+        raise ConfigError(
+            f"checkpoint: expected arguments for {name}(*{code.co_varnames[code.co_kwonlyargcount]}), got none · "
+            f"fix: @checkpoint() to decorate it, checkpoint(lambda: {name}()) to call it"
+        )
+    return needs_some
 
 
 def _checkpointed(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
@@ -226,7 +238,7 @@ _SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], 
 
 def _context(function: Any, *arguments: Any) -> BlockContext:
     modules = _modules_of(function, arguments)
-    name = getattr(function, "__qualname__", None)
+    name = attribute_of(function, "__qualname__")
     if not isinstance(name, str):  # an object that can be called
         name = type(modules[0] if modules else function).__name__
     if not modules:
@@ -275,7 +287,7 @@ def _items(value: Any) -> Iterable[Any] | None:
     if isinstance(value, _CONTAINERS):
         items = chain(value, value.values()) if isinstance(value, dict) else value
         return items if len(value) <= _MAX_ITEMS else ()
-    return [getattr(value, field.name, None) for field in fields(value)] if is_dataclass(value) else None
+    return [attribute_of(value, field.name) for field in fields(value)] if is_dataclass(value) else None
 
 
 def _reached(value: Any) -> Iterable[Any]:
@@ -285,7 +297,7 @@ def _reached(value: Any) -> Iterable[Any]:
         return value.__func__, value.__self__
     if not isinstance(value, FunctionType):  # a built-in function, an op, an object
         call = type(value).__call__ if callable(value) else None
-        return getattr(value, "__self__", None), call, *_attributes(value).values()
+        return attribute_of(value, "__self__"), call, *_attributes(value).values()
     names, in_module = _names_in(value.__code__), value.__globals__
     cells = (cell.cell_contents for cell in value.__closure__ or () if _is_full(cell))
     defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
@@ -312,7 +324,7 @@ def _used(value: Any, names: Iterable[str]) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    return {} if isinstance(value, (type, ModuleType)) else getattr(value, "__dict__", {})
+    return {} if isinstance(value, (type, ModuleType)) else attribute_of(value, "__dict__") or {}
 
 
 def _is_full(cell: Any) -> bool:

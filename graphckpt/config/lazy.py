@@ -118,7 +118,7 @@ def read_calls(node: Any, where: str, faults: list[str]) -> Any:
             target = locate(values.pop(TARGET))
         except ConfigError as error:
             faults.append(f"{where}: {error}")
-            target = missing_target
+            target = lambda **_: None  # noqa: E731 - takes any arguments, in a config that is refused
         return DeferredCall(target, {str(key): value for key, value in values.items()}, where)
     if isinstance(node, list | tuple):
         items = [read_calls(value, f"{where}[{index}]", faults) for index, value in enumerate(node)]
@@ -129,7 +129,6 @@ def read_calls(node: Any, where: str, faults: list[str]) -> Any:
 
 
 def _plain_fault(value: object) -> str:
-    """Returns what is wrong with a value that no key takes."""
     if isinstance(value, str) and "\0" in value:
         return f"expected text without null characters, got {value!r}"
     if isinstance(value, float) and math.isnan(value):
@@ -149,10 +148,6 @@ def _make(node: Any) -> Any:
         items = [_make(value) for value in node]
         return items if isinstance(node, list) else tuple(items)
     return node
-
-
-def missing_target(**arguments: object) -> None:
-    """Stands for a target that cannot be found, in a config that is refused."""
 
 
 def locate(target: object) -> Callable[..., Any]:

@@ -42,24 +42,16 @@ if TYPE_CHECKING:
 
 _SECTION = "train.activation_checkpoint"
 _SIZES = ("train.train_micro_batch_size", "train.num_accumulation_steps")
-_POLICIES = ("fit", "enabled", "rule", "blocks", "memory_budget", "head", "offload")
-"""Keys of the section that a fit sets."""
+_POLICIES = ("fit", "enabled", "rule", "blocks", "memory_budget", "head", "offload")  # keys of it that a fit sets
 
 
 @contextmanager
 def fake_steps_from(
     config_file: str | Path, overrides: Iterable[str] = (), *, device: str, options: Mapping[str, Any] | None = None
 ) -> Iterator[FakeConfigSteps]:
-    """Yields the steps that a config describes, of any batch size, simulated on a device.
+    """Yields the steps that a config describes, of any batch size, simulated on the device of a profile.
 
-    Args:
-        config_file: a path, or the name of a packaged config.
-        overrides: words such as ``"train.train_micro_batch_size=64"``.
-        device: the name of a device profile, or a file that holds one; the device need not be present.
-        options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
-
-    Raises:
-        ConfigError: with every fault of the config, or the device is unknown.
+    ``options`` are fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
     """
     source = ConfigSource(config_file, overrides)
     target = load_profile(device)
@@ -102,24 +94,12 @@ class FakeConfigSteps:
         progress: Callable[[int, int], None] | None = None,
         on_measured: Callable[[Planners], None] = lambda _: None,
     ) -> Plan:
-        """Plans the step of the config's batch size; ``on_measured`` gets the planners before they choose.
-
-        Raises:
-            PlanError: no plan fits.
-        """
+        """Plans the step of the config's batch size; ``on_measured`` gets the planners before they choose."""
         sizes, options = self.run.train.sizes, replace(self.options, progress=progress)
         step = self.step(sizes.micro_batch, sizes.accumulation).step
         with step.restoring():
-            return plan_step(
-                step,
-                self.model,
-                self.blocks,
-                memory_budget,
-                options,
-                PlanGroup(),
-                notes=self.notes,
-                on_measured=on_measured,
-            )
+            arguments = self.model, self.blocks, memory_budget, options, PlanGroup()
+            return plan_step(step, *arguments, notes=self.notes, on_measured=on_measured)
 
     def fit(
         self,
@@ -128,11 +108,7 @@ class FakeConfigSteps:
         global_batch: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Fit:
-        """Finds the batch sizes that fit, as :func:`graphckpt.fit`; ``global_batch`` is by default the config's.
-
-        Raises:
-            PlanError: not even the smallest batch fits.
-        """
+        """Finds the batch sizes that fit, as :func:`graphckpt.fit`; ``global_batch`` is by default the config's."""
         train = self.run.train
         if global_batch is None and train.global_batch_size is not None:
             global_batch = train.global_batch_size // train.dist.data_parallel_size
@@ -187,10 +163,10 @@ def fit_run(run: RunConfig, config: DictConfig, *, resume: bool = False) -> list
         values = {key: OmegaConf.select(before, key) for key in (*_SIZES, *(f"{_SECTION}.{key}" for key in _POLICIES))}
         line = f"fit: micro-batch {values[_SIZES[0]]} x {values[_SIZES[1]]}, as at the start of the run"
     else:
-        result = _fit_real_steps(run)
-        assert run.train.global_batch_size is not None
-        assert run.train.activation_checkpoint.fit is not None
-        best = result.at_global_batch(run.train.global_batch_size, run.train.activation_checkpoint.fit)
+        result, total, goal = _fit_real_steps(run), run.train.global_batch_size, run.train.activation_checkpoint.fit
+        assert total is not None
+        assert goal is not None
+        best = result.at_global_batch(total, goal)
         assert best.plan is not None
         blocks = {name: dict(fields) for name, fields in best.plan.blocks.items()}
         policies = {**dict.fromkeys(_POLICIES), "enabled": True, "blocks": blocks}

@@ -329,7 +329,6 @@ def _dotted(prefix: str, path: tuple[Any, ...]) -> str:
 
 
 def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
-    """Returns the optimizer that a config describes, for ``model``; ``device`` is the device type."""
     assert isinstance(run.optim, DeferredCall)
     described = run.optim.arguments.get("params")
     params = model.parameters() if described is None else described(model=model)

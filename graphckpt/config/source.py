@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, final, get_type_hints
@@ -51,8 +52,6 @@ _TRIAL_BATCH = 2  # the least that still shows a mix-up of samples and forwards
 
 @final
 class ConfigSource:
-    """The config of a command."""
-
     def __init__(self, config_file: str | Path, overrides: Iterable[str] = (), *, fast_dev_run: bool = False) -> None:
         self.path = existing(Path(config_file))
         self.overrides = list(overrides)
@@ -80,8 +79,11 @@ class ConfigSource:
     def set_import_from(self) -> None:
         """Sets ``import_from``, for a copy of the config in another folder, if it names user modules."""
         names = {target.partition(".")[0] for target in _targets(plain_values(self.config))}
-        for folder in self._module_folders()[0]:
-            if any(_is_module_in(folder, name) for name in names):
+        for folder, name in product(self._module_folders()[0], names):
+            module = sys.modules.get(name)
+            file = getattr(module, "__file__", None)
+            places = [Path(file).parent] if file else map(Path, getattr(module, "__path__", []))
+            if any(place.resolve() in {folder, folder / name} for place in places):
                 self.config[_IMPORT_FROM] = str(folder)
 
     def _module_folders(self) -> tuple[list[Path], list[str]]:
@@ -154,13 +156,6 @@ def _targets(node: Any) -> Iterator[str]:
         yield str(node[TARGET])
     for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         yield from _targets(value)
-
-
-def _is_module_in(folder: Path, name: str) -> bool:
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    places = [Path(file).parent] if file else [Path(place) for place in getattr(module, "__path__", [])]
-    return any(place.resolve() in {folder, folder / name} for place in places)
 
 
 def _defaults(section: Any) -> dict[str, Any]:

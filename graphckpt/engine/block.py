@@ -73,7 +73,6 @@ class BlockContext:
 
     @property
     def title(self) -> str:
-        """The name in messages: that of the root is empty."""
         return self.name or "(model)"
 
     def part(self, key: object, children: Iterable[object]) -> BlockContext:

@@ -28,6 +28,7 @@ from graphckpt.engine.objects import (
     ABSENT,
     CONTAINERS,
     Objects,
+    attribute_of,
     changed_keys,
     copy_objects,
     differs,
@@ -64,8 +65,6 @@ class _Scope(NamedTuple):
 
 
 class CallState(NamedTuple):
-    """The state of a block's modules before a call."""
-
     # Of tuples rather than lists: Python's garbage collector need not visit those that hold numbers only.
     modes: Modes
     tensors: tuple[Any, ...]
@@ -87,8 +86,6 @@ class CallState(NamedTuple):
 
 @final
 class ModuleState:
-    """The state of a set of modules, and what their calls may change."""
-
     __slots__ = (
         "_children", "_modules", "_num_parameters", "_owners", "_policy_changes", "_scopes", "_slots", "_users",
         "_watched", "host_rng_modes",
@@ -209,10 +206,11 @@ class ModuleState:
         for ref, key, entries in state.reached:
             value = state.attributes[ref].get(key)
             is_container = isinstance(value, CONTAINERS)
-            own: Any = value if is_container else getattr(value, "__dict__", None)
+            own: Any = value if is_container else attribute_of(value, "__dict__")
             # The items of a container are copied in every call. An object may only have set something up.
             is_deep = any(
-                owner is not own or not (is_container or _only_sets_up(own, then))
+                owner is not own
+                or not (is_container or all(sets_up(old, new) for _, old, new in changed_keys(own, then)))
                 for owner, then in entries
                 if differs(owner, then)
             )
@@ -267,7 +265,6 @@ class ModuleState:
         self._scopes.pop(state.modes, None)
 
     def put_in_place(self, state: CallState, undo: Objects) -> None:
-        """Puts ``state`` in place, with clones of its copies, and adds to ``undo`` what it replaced."""
         opened: set[int] = set()
 
         def edit(owner: dict[str, Any]) -> dict[str, Any]:
@@ -320,7 +317,6 @@ class ModuleState:
                 owner[key] = stand_in(tensor)
 
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
-        """Returns the name of a parameter or buffer that was modified since, except those with the ids ``unread``."""
         versions = _versions(state.tensors)
         if versions == state.versions:
             return None
@@ -350,10 +346,6 @@ def _changes(now: dict[str, Any], then: dict[str, Any]) -> list[tuple[str, Any, 
     return [change for change in changed_keys(now, then) if change[0] not in _OWN]
 
 
-def _only_sets_up(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
-    return all(sets_up(old, new) for _, old, new in changed_keys(now, then))
-
-
 def _copies(tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int]) -> dict[int, torch.Tensor]:
     clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
     copies = {}
@@ -361,16 +353,13 @@ def _copies(tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int]) 
         if (tensor := tensors[index]) is not None:
             clone = clones.get(id(tensor))
             if clone is None:
-                clone = clones[id(tensor)] = _clone(tensor)
+                clone = clones[id(tensor)] = tensor.detach().clone()
+                if type(tensor) is torch.Tensor and tensor.__dict__:
+                    clone.__dict__.update(tensor.__dict__)  # as `nn.Buffer` has: tensors with attributes are not moved
+                if tensor.requires_grad:
+                    clone.requires_grad_()
             copies[index] = clone
     return copies
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    clone = tensor.detach().clone()
-    if type(tensor) is torch.Tensor and tensor.__dict__:
-        clone.__dict__.update(tensor.__dict__)  # as those of `nn.Buffer`: tensors with attributes are not moved
-    return clone.requires_grad_() if tensor.requires_grad else clone
 
 
 def _without_history(value: Any) -> Any:
@@ -379,16 +368,13 @@ def _without_history(value: Any) -> Any:
 
 
 def has_changed(state: CallState, index: int) -> bool:
-    """Whether a tensor that was copied differs from its copy."""
-    tensor = state.tensors[index]
-    return _versions([tensor]) != (state.versions[index],) or not _same_bits(tensor, state.copies[index])
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal in shape, dtype and values; those without values count as equal."""
-    if a.is_meta or is_fake(a):
+    """Whether a tensor that was copied differs from its copy; of those without values the versions are compared."""
+    now, then = state.tensors[index], state.copies[index]
+    if _versions([now]) != (state.versions[index],):
         return True
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    if now.is_meta or is_fake(now):
+        return False
+    return now.shape != then.shape or now.dtype != then.dtype or not torch.equal(now, then)
 
 
 def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:

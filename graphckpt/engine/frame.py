@@ -212,7 +212,6 @@ class Frame(Call):
         return any(tensor.untyped_storage() is saved() for tensor in tensors_in(output) if has_storage(tensor))
 
     def _end(self, returned: BlockOutput | None) -> None:
-        """Learns from the original forward, and drops what the recomputation does not need."""
         block, state, learning = self.block, self._state, self._learning
         with modes_paused:
             call_state = self._call_state = state.finish(self._call_state, learning=learning)
@@ -221,7 +220,11 @@ class Frame(Call):
             mutated = state.mutated(call_state, self._unread_parameters() if self.excluded else ())
             if mutated is not None:
                 state.forget(call_state)  # the next call copies it, if it is a buffer
-                message = mismatch.mutates_module(block.title, mutated)
+                message = (
+                    f"{block.title}: forward modified {mutated} in place, and no copy of it from before the forward "
+                    "exists, which the recomputation needs · fix: modify it outside of the block, modify a large "
+                    "buffer from the first call on, or set activation_checkpointing = False on this block"
+                )
                 self._arguments.drop(message)
                 raise RecomputeError(message)
             self._arguments.after_forward(self, state, call_state, returned, learning=learning)
@@ -255,7 +258,6 @@ class Frame(Call):
         return get_rng_state(self.devices, host=self._random[2] is not None)
 
     def _unread_parameters(self) -> frozenset[int]:
-        """Returns the ids of the parameters of excluded children whose calls the recomputation does not repeat."""
         return frozenset().union(*(call.parameter_ids() for call in self.excluded if not call.is_repeated))
 
     @property
@@ -265,7 +267,6 @@ class Frame(Call):
 
     @never_compiled
     def unpack(self, holder: Holder) -> torch.Tensor:
-        """Hook for a saved tensor that autograd needs; recomputes the block if necessary."""
         if self.original is not None or running.get() is not None:
             self._refuse_backward_inside()
         if holder.value is None:
@@ -339,11 +340,8 @@ class Frame(Call):
         undo: Objects = []
         with modes_paused:
             unread = self._modified_and_unread()
-            random_now, ambient_now, grad_enabled = (
-                self.rng_state(),
-                take_ambient(self.devices),
-                torch.is_grad_enabled(),
-            )
+            random_now, ambient_now = self.rng_state(), take_ambient(self.devices)
+            grad_enabled = torch.is_grad_enabled()
             before = self.before
             leaves = self._arguments.take(self, () if before is None else before.outputs or ())
             run.versions = self._arguments.versions(leaves)
@@ -594,14 +592,14 @@ def run_excluded_without_gradients(
 
 def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs a block that is in no recomputed block: what it saves goes to its store."""
-    hooks = active_saved_tensor_hooks() if block.is_placed or block.recorder is not None else None
-    if hooks is not None and hooks_around(block, hooks) is not None:
-        if block.is_placed:
-            block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
-        return function(*args, **kwargs)
     if not block.is_placed and block.recorder is None:
         return function(*args, **kwargs)
-    return _run_kept(None, block, function, args, kwargs)
+    hooks = active_saved_tensor_hooks()
+    if hooks is None or hooks_around(block, hooks) is None:
+        return _run_kept(None, block, function, args, kwargs)
+    if block.is_placed:
+        block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
+    return function(*args, **kwargs)
 
 
 def _runs_around() -> list[Execution]:

@@ -116,25 +116,6 @@ def mutates_argument(block: str, name: str) -> str:
     )
 
 
-def shares_memory(block: str, names: Sequence[str]) -> str:
-    return (
-        f"{block}: forward modified {' or '.join(f'`{name}`' for name in names)} in place, which share memory; the "
-        "recomputation cannot restore both · fix: pass a clone"
-    )
-
-
-def mutates_module(block: str, name: str) -> str:
-    return (
-        f"{block}: forward modified {name} in place, and no copy of it from before the forward exists, which the "
-        "recomputation needs · fix: modify it outside of the block, modify a large buffer from the first call on, or "
-        "set activation_checkpointing = False on this block"
-    )
-
-
-def iterator_argument(block: str, name: str) -> str:
-    return f"{block}: argument `{name}` is an iterator, which the recomputation would find exhausted · fix: pass a list"
-
-
 def excluded_differ(block: str, expected: str | None, got: str) -> RecomputeError:
     was = f"a call of {expected}" if expected else "no further call of an excluded child"
     return RecomputeError(f"{block}: expected {was}, got one of {got} in the recomputation · {_FIX}")

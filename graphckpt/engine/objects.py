@@ -101,7 +101,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     todo = list(_mutable(values))
     while todo and len(objects) < _MAX_OBJECTS:
         value = todo.pop()
-        owner = value if isinstance(value, _OWNERS) else getattr(value, "__dict__", None)
+        owner = value if isinstance(value, _OWNERS) else attribute_of(value, "__dict__")
         if owner is None or id(owner) in ids or isinstance(value, (nn.Module, type)) or callable(value):
             continue
         ids.add(id(owner))
@@ -111,25 +111,31 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     return objects
 
 
+def attribute_of(value: Any, name: str) -> Any:
+    """Returns an attribute, or ``None``; a user's ``__getattr__`` is not asked: it may raise anything."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
+
+
 def _mutable(values: Iterable[Any]) -> Iterator[Any]:
     return (value for value in values if not isinstance(value, torch.Tensor) and type(value) not in ATOMS)
 
 
 def drop_unchanged_tensors(objects: Objects) -> Objects:
-    """Returns ``objects`` without the tensors that have not changed, so that these can be freed."""
-    return [(owner, _without_tensors(owner, then)) for owner, then in objects if _may_have_changed(owner, then)]
-
-
-def _may_have_changed(owner: Any, then: Any) -> bool:
-    if isinstance(owner, (dict, torch.Generator)):
-        return True
-    return differs(owner, then) or not any(isinstance(item, torch.Tensor) for item in then)
-
-
-def _without_tensors(owner: Any, then: Any) -> Any:
-    if not isinstance(owner, dict):
-        return then
-    return {k: _PRESENT if isinstance(v, torch.Tensor) and owner.get(k) is v else v for k, v in then.items()}
+    needed: Objects = []
+    for owner, then in objects:
+        if isinstance(owner, dict):
+            own = {k: _PRESENT if isinstance(v, torch.Tensor) and owner.get(k) is v else v for k, v in then.items()}
+            needed.append((owner, own))
+        elif (
+            isinstance(owner, torch.Generator)
+            or differs(owner, then)
+            or not any(isinstance(item, torch.Tensor) for item in then)
+        ):
+            needed.append((owner, then))
+    return needed
 
 
 def may_reach(value: Any) -> bool:
@@ -142,16 +148,12 @@ def sets_up(before: Any, after: Any) -> bool:
 
     Transformers installs hooks on the first call and notes that in a flag.
     """
-    is_first = any(before is nothing for nothing in (None, False, ABSENT))
     is_number = isinstance(after, (int, float)) and not isinstance(after, bool)
-    return is_first and not is_number and not _reaches_tensors(after)  # a number is a counter
-
-
-def _reaches_tensors(value: Any) -> bool:
-    """Whether a value is, or holds, tensors, as the state of a recurrent layer does."""
-    leaves = pytree.tree_leaves(value)
-    leaves += [inner for leaf in leaves for inner in pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))]
-    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if is_number or not any(before is nothing for nothing in (None, False, ABSENT)):
+        return False  # a number is a counter
+    leaves = pytree.tree_leaves(after)
+    leaves += pytree.tree_leaves([dict(attribute_of(leaf, "__dict__") or {}) for leaf in leaves])
+    return not any(isinstance(leaf, torch.Tensor) for leaf in leaves)  # such as the state of a recurrent layer
 
 
 def changed_keys(now: dict[Any, Any], then: dict[Any, Any]) -> list[tuple[Any, Any, Any]]:
@@ -180,7 +182,6 @@ def set_or_remove(owner: dict[str, Any], key: str, value: Any) -> None:
 
 
 def mutated_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the arguments that an op says it modifies in place."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return

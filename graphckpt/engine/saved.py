@@ -21,7 +21,7 @@ from graphckpt._compat import version_sharing_detach
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
-from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, swap
+from graphckpt.engine.objects import Objects, attribute_of, copy_objects, drop_unchanged_tensors, swap
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import DeviceStore
 from graphckpt.thread_state import RNGState
@@ -166,7 +166,6 @@ def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
 
 
 def versions_of(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
-    """Returns the tensors among ``leaves`` with their present versions; inference tensors have none."""
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
@@ -287,8 +286,6 @@ class _JoinedInput(NamedTuple):
 
 
 class _OriginalArgument(NamedTuple):
-    """A tensor argument while the original forward runs."""
-
     position: int
     tensor: torch.Tensor
     version: int | None  # inference tensors have none
@@ -300,8 +297,6 @@ class _OriginalArgument(NamedTuple):
 
 @final
 class Arguments:
-    """What one call of ``function`` keeps of its arguments."""
-
     __slots__ = ("_error", "_function", "_mutated", "_objects", "_originals", "_same", "_shape", "before", "leaves")
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> None:
@@ -333,8 +328,11 @@ class Arguments:
                 else:
                     self._same[position] = first
             elif type(leaf) not in ATOMS:
-                if hasattr(leaf, "__next__"):
-                    raise RecomputeError(mismatch.iterator_argument(call.block.title, self.name(position)))
+                if hasattr(type(leaf), "__next__"):
+                    raise RecomputeError(
+                        f"{call.block.title}: argument `{self.name(position)}` is an iterator, which the recomputation "
+                        "would find exhausted · fix: pass a list"
+                    )
                 self._objects = self._objects or copy_objects(leaves)
         self._originals, self._mutated = originals, call.block.mutated
         if not learning or call.outer_hooks is not None:
@@ -357,12 +355,24 @@ class Arguments:
         originals, self._originals = self._originals, ()
         if self._objects:
             self._objects = drop_unchanged_tensors(self._objects)
+            if call.block.recorder is not None:
+                objects = [
+                    leaf
+                    for leaf in self.leaves
+                    if attribute_of(leaf, "__dict__") and not isinstance(leaf, torch.Tensor)
+                ]
+                call.block.recorder.objects_kept(call.block.name, objects, copy_objects(objects))
         moved = frozenset([each.position for each in originals if each.is_mutated()])
         if learning:
             call.block.mutated = self._mutated = moved | call.block.mutated
         names = self._shared_memory(state, call_state, originals) if moved or learning else None
-        message = None if names is None else mismatch.shares_memory(call.block.title, names)
-        if message is None and not moved <= self._mutated:
+        message = None
+        if names is not None:
+            message = (
+                f"{call.block.title}: forward modified {' or '.join(f'`{name}`' for name in names)} in place, which "
+                "share memory; the recomputation cannot restore both · fix: pass a clone"
+            )
+        elif not moved <= self._mutated:
             message = mismatch.mutates_argument(call.block.title, self.name(min(moved - self._mutated)))
         if message is not None:
             self.drop(message)
@@ -391,11 +401,10 @@ class Arguments:
         """
         if self._error is not None:
             raise RecomputeError(self._error)
-        leaves: list[Any] = []
-        for position, entry in enumerate(self.leaves):
-            leaf = entry
+        leaves = self.leaves.copy()
+        for position, entry in enumerate(leaves):
             if isinstance(entry, _JoinedInput):
-                leaf = entry.of(self.before.block.title if self.before else "", outputs_before)
+                leaves[position] = entry.of(self.before.block.title if self.before else "", outputs_before)
             elif isinstance(entry, SavedTensor):
                 leaf = entry.take()
                 if leaf is None:
@@ -404,7 +413,7 @@ class Arguments:
                 if position in self._mutated:
                     with torch.enable_grad():  # no leaf, if it requires grad
                         leaf = leaf.clone()
-            leaves.append(leaf)
+                leaves[position] = leaf
         for position, first in self._same.items():
             leaves[position] = leaves[first]
         return leaves

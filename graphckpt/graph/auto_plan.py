@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from graphckpt._compat import pytree
 from graphckpt.blocks.proxy import BlockTree
@@ -173,14 +172,8 @@ class AutoPlan:
             name = self._step.name
             fix = f"{name}.plan(...).apply(), since Graph.plan no longer sets the policies itself"
             warnings.warn(f"{name}: the step runs without the plan that was made for it · fix: {fix}", stacklevel=3)
-        if self._step.config.memory_budget is not None and self._step.config.training:
-            self._ensure(call)
-
-    def _ensure(self, call: StepCall) -> None:
-        """Several processes plan together at the first call: later ones may bring new shapes to some of them alone."""
         config = self._step.config
-        key = self._key(call)
-        if key == self._active_key:
+        if config.memory_budget is None or not config.training or (key := self._key(call)) == self._active_key:
             return
         if key not in self._plans:
             self._plans[key] = self._plan(call, config.memory_budget, config.plan_options)
@@ -192,7 +185,7 @@ class AutoPlan:
         leaves, _ = flatten_call(call.args, call.kwargs)
         shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
         if planning_group(config.plan_options.group).size > 1:
-            shapes = ()
+            shapes = ()  # processes plan together at the first call: later ones may bring new shapes to some alone
         return shapes, str(config.memory_budget), str(config.plan_options)
 
     def _apply(self, plan: Plan) -> _GraphPolicies:
@@ -210,7 +203,9 @@ class AutoPlan:
                     config.update(dict(_UNSET))
             if row.fields.get("activation_checkpointing") is not False or len(row.fields) > 1:
                 self._tree.config(model.get_submodule(row.block), row.block).update({**_UNSET, **row.fields})
-        return _GraphPolicies(lambda: self._restore(before))
+        policies = _GraphPolicies()
+        policies.callback(self._restore, before)
+        return policies
 
     def _restore(self, before: Mapping[str, Mapping[str, Any]]) -> None:
         model = _Roots(self._step.roots)
@@ -222,22 +217,12 @@ class AutoPlan:
 
 
 @final
-class _GraphPolicies:
+class _GraphPolicies(ExitStack):
     """The policies that a plan has set on a Graph."""
-
-    def __init__(self, restore: Callable[[], None]) -> None:
-        self._restore = restore
 
     def remove(self) -> None:
         """Sets the flags of the blocks to what they were before; a second call does nothing."""
-        restore, self._restore = self._restore, lambda: None
-        restore()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
+        self.close()
 
 
 def _lower_plan(
@@ -299,7 +284,13 @@ def fake_training(
                 for owner in owners:
                     owner.update({key: fakes.of(v) for key, v in owner.items() if isinstance(v, torch.Tensor)})
             args, kwargs = pytree.tree_map_only(torch.Tensor, fakes.of, (call.args, call.kwargs))
-            optimizers = [_fake_optimizer(optimizer, fakes) for optimizer in update.optimizers]
+            to_fake = partial(pytree.tree_map_only, torch.Tensor, fakes.of)
+            optimizers = [copy.copy(optimizer) for optimizer in update.optimizers]
+            for fake in optimizers:
+                fake._optimizer_step_pre_hooks, fake._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+                fake.param_groups = [to_fake(dict(group)) for group in fake.param_groups]
+                states = {fakes.of(p): to_fake(dict(state)) for p, state in fake.state.items()}
+                fake.state = defaultdict(dict, states)
         update.take_over((optimizers, [None] * len(optimizers), None, 0))
         step.sort_parameters()
 
@@ -330,16 +321,6 @@ class _Fakes:
         fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
         self._fakes[id(tensor)] = tensor, fake
         return fake
-
-
-def _fake_optimizer(optimizer: Optimizer, fakes: _Fakes) -> Optimizer:
-    fake = copy.copy(optimizer)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(fake, name, OrderedDict())
-    to_fake = partial(pytree.tree_map_only, torch.Tensor, fakes.of)
-    fake.param_groups = [to_fake(dict(group)) for group in optimizer.param_groups]
-    fake.state = defaultdict(dict, {fakes.of(p): to_fake(dict(state)) for p, state in optimizer.state.items()})
-    return fake
 
 
 def _profile_of(device: torch.device) -> DeviceProfile:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, final
 
 import torch
@@ -253,8 +252,13 @@ class StaticInputs:
     def __init__(self, leaves: Sequence[Any], shape: CallShape) -> None:
         buffers: dict[int, torch.Tensor] = {}
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in buffers:
-                buffers[id(leaf)] = _buffer(leaf)
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in buffers:
+                continue
+            if 0 in leaf.stride() and leaf.numel() > 1:  # expanded: its elements share memory
+                buffers[id(leaf)] = leaf.detach().contiguous().clone()
+            else:
+                layout = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                buffers[id(leaf)] = layout.copy_(leaf)
         static = [buffers[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._buffers = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in static]
         self.args, self.kwargs = shape.assemble(static)
@@ -264,13 +268,6 @@ class StaticInputs:
         for buffer, leaf in zip(self._buffers, leaves, strict=True):
             if buffer is not None:
                 buffer.copy_(leaf, non_blocking=True)
-
-
-def _buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a buffer with the layout of ``tensor``; contiguous if it is expanded, as its elements share memory."""
-    if 0 in tensor.stride() and tensor.numel() > 1:
-        return tensor.detach().contiguous().clone()
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 # Words in the device's messages, and what they mean for the step. The first match counts.
@@ -351,22 +348,13 @@ def _places(error: BaseException, roots: Sequence[tuple[str, nn.Module]]) -> Ite
     names = {id(module): path for path, module in modules_of(roots)}
     block, line = None, None
     for frame, number in traceback.walk_tb(error.__traceback__):
-        owner = _owner(frame)
-        if owner is not None and id(owner) in names:
-            block = names[id(owner)]
+        block = names.get(id(frame.f_locals.get("self")), block)
         path = Path(frame.f_code.co_filename)
         if frame.f_code.co_name in ("__torch_dispatch__", "__torch_function__"):
             break  # a mode's
         if not (path.is_relative_to(_OURS) or path.is_relative_to(_TORCH)):
             line = f"{path.name}:{number} in {frame.f_code.co_name}"
-    yield from (each for each in (block, line) if each is not None)
-    if block is None and line is None:
-        yield "in backward or the optimizer"
-
-
-def _owner(frame: FrameType) -> nn.Module | None:
-    owner = frame.f_locals.get("self")
-    return owner if isinstance(owner, nn.Module) else None
+    yield from filter(None, (block, line)) if block or line else ["in backward or the optimizer"]
 
 
 def check_not_drawn(host_random: RNGState) -> None:

@@ -41,15 +41,20 @@ _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 def _uncapturable_groups(optimizer: torch.optim.Optimizer) -> list[str | None]:
     """Returns for each group whose step reads values on the host the setting that prevents it, if there is one."""
-    settings = [(group, _capturable_setting(group)) for group in optimizer.param_groups]
-    return [setting for group, setting in settings if setting is None or not group[setting]]
+    settings: list[str | None] = []
+    for group in optimizer.param_groups:
+        # Of Adam and its like, whose fused step alone still reads the step count on the host, it is "capturable".
+        is_capturable = "capturable" in group and any(parameter.is_cuda for parameter in group["params"])
+        setting = "capturable" if is_capturable else "fused" if "fused" in group else None
+        if setting is None or not group[setting]:
+            settings.append(setting)
+    return settings
 
 
-def _capturable_setting(group: dict[str, Any]) -> str | None:
-    on_cuda = any(parameter.is_cuda for parameter in group["params"])
-    if on_cuda and "capturable" in group:
-        return "capturable"  # of Adam and its like, whose fused step alone still reads the step count on the host
-    return "fused" if "fused" in group else None
+def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    skips = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return not _uncapturable_groups(optimizer) and not hooks and (skips or not scaled)
 
 
 def _value(value: Any) -> Hashable:
@@ -157,12 +162,6 @@ class CapturedUpdate:
     def states(self) -> list[Any]:
         """Returns the objects that hold the optimizers' states: loading a state replaces them."""
         return [optimizer.state for optimizer in self.inside]
-
-
-def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    skips = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return not _uncapturable_groups(optimizer) and not hooks and (skips or not scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,12 +328,6 @@ class CapturedStep:
         self._entries.clear()
         self._kinds.clear()
 
-    def _body(self, forward_backward: Callable[..., Any], inputs: StaticInputs) -> tuple[Any, Any]:
-        output = forward_backward(inputs.args, inputs.kwargs)
-        result = self._update.work()
-        leaves, spec = flatten_value(output)  # detached: the autograd graph would live as long as the capture
-        return build_value(spec, [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]), result
-
     def _fingerprint(self) -> tuple[Hashable, Hashable, Any]:
         """Returns what the device work depends on besides its inputs.
 
@@ -381,9 +374,15 @@ class CapturedStep:
         return None
 
     def _capture(self, forward_backward: Callable[..., Any], inputs: StaticInputs, constants: Any) -> _CachedCapture:
+        def step() -> tuple[Any, Any]:
+            output = forward_backward(inputs.args, inputs.kwargs)
+            result = self._update.work()
+            leaves, spec = flatten_value(output)  # detached: the autograd graph would live as long as the capture
+            return build_value(spec, [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]), result
+
         attributes = ModuleAttributes(self._roots, self.backend.device)
         try:
-            capture = self.backend.capture(lambda: self._body(forward_backward, inputs))
+            capture = self.backend.capture(step)
         except BaseException:
             attributes.restore()
             raise

@@ -17,11 +17,10 @@ _WITHOUT_EFFECT = (
     "enable_multi_tensor_update", "enable_straighten_algorithm", "set_outputs_buffer_size",
 )  # fmt: skip
 _METHOD_FOR = {
-    "amp": "enable_amp(dtype=torch.bfloat16)",
-    "autocast": "enable_amp(dtype=torch.bfloat16)",
-    "gradient_accumulation_steps": "set_gradient_accumulation_steps(4)",
-    "accumulation_steps": "set_gradient_accumulation_steps(4)",
-    "micro_batches": "set_gradient_accumulation_steps(4)",
+    **dict.fromkeys(("amp", "autocast"), "enable_amp(dtype=torch.bfloat16)"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulation_steps", "micro_batches"), "set_gradient_accumulation_steps(4)"
+    ),
 }
 """What others call these settings, and the method that sets them."""
 _IMPOSSIBLE = {
@@ -110,9 +109,15 @@ class GraphConfig:
 
     def __getattr__(self, name: str) -> Any:
         if name in _WITHOUT_EFFECT:
-            return _accept
+            return lambda *args, **kwargs: None
         if name in _IMPOSSIBLE:
-            return _refuse(name)
+
+            def refuse(mode: object = True, *args: object, **kwargs: object) -> None:
+                if mode is not False:
+                    fix = _IMPOSSIBLE[name]
+                    raise ConfigError(f"Graph.config.{name}: a Graph does not do this · fix: {fix}")
+
+            return refuse
         raise AttributeError(f"Graph.config has no attribute {name!r}{did_you_mean(name, dir(type(self)))}")
 
     def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
@@ -168,15 +173,3 @@ class GraphConfig:
 
 
 _FIELDS = tuple(name for name in GraphConfig.__annotations__ if name != "_changed")
-
-
-def _accept(*args: object, **kwargs: object) -> None:
-    """Takes what a knob without effect is given."""
-
-
-def _refuse(name: str) -> Any:
-    def refuse(mode: object = True, *args: object, **kwargs: object) -> None:
-        if mode is not False:
-            raise ConfigError(f"Graph.config.{name}: a Graph does not do this · fix: {_IMPOSSIBLE[name]}")
-
-    return refuse

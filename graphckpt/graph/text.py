@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, final
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.errors import GraphError
+from graphckpt.graph.capture import modules_of
 from graphckpt.graph.config import GraphConfig
 from graphckpt.tree import flatten_call, flatten_value
 
@@ -30,7 +32,12 @@ class InputCheck:
         leaves, shape = flatten_call(args, kwargs)
         self.names = shape.names(build)
         """The paths of the arguments, as the user would write them."""
-        self.described = [_describe_input(leaf) for leaf in leaves]
+        self.described = [
+            f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} on {x.device}"
+            if isinstance(x, torch.Tensor)
+            else repr(x)
+            for x in leaves
+        ]
 
     def difference(self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
         """Returns what is not as in the first call, naming the argument by its path, or ``None``."""
@@ -41,13 +48,6 @@ class InputCheck:
             if was != described:
                 return f"input `{name}` was {was} and is {described}"
         return None
-
-
-def _describe_input(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        return f"{dtype}{list(leaf.shape)} on {leaf.device}"
-    return repr(leaf)
 
 
 def graph_text(
@@ -71,28 +71,21 @@ def graph_text(
 
 
 def _children_lines(children: Iterable[tuple[str, nn.Module]], tree: BlockTree) -> list[str]:
-    entries = [
-        (key, [_kind(child) + _policy(child, tree), *_children_lines(child.named_children(), tree)])
-        for key, child in children
-    ]
+    def head(module: nn.Module) -> str:
+        kind, settings = type(module).__name__, module.extra_repr()
+        config = tree.configs.get(module)
+        policy = f" · {config.describe()}" if config is not None and config.fields() else ""
+        return (f"{kind}({settings})" if settings and "\n" not in settings else kind) + policy
+
+    entries = [(key, [head(child), *_children_lines(child.named_children(), tree)]) for key, child in children]
     result = []
-    for (_, (head, *nested)), alike in groupby(
+    for (_, (first, *nested)), alike in groupby(
         entries, lambda entry: ("" if entry[0].isdigit() else entry[0], entry[1])
     ):
         keys = [key for key, _ in alike]
         name = f"{keys[0]}: " if len(keys) == 1 else f"{keys[0]}-{keys[-1]}: {len(keys)} x "
-        result += [f"  {name}{head}", *(f"  {line}" for line in nested)]
+        result += [f"  {name}{first}", *(f"  {line}" for line in nested)]
     return result
-
-
-def _kind(module: nn.Module) -> str:
-    settings = module.extra_repr()
-    return f"{type(module).__name__}({settings})" if settings and "\n" not in settings else type(module).__name__
-
-
-def _policy(module: nn.Module, tree: BlockTree) -> str:
-    config = tree.configs.get(module)
-    return f" · {config.describe()}" if config is not None and config.fields() else ""
 
 
 def _describe(value: Any) -> str:
@@ -130,8 +123,8 @@ class DebugLog:
         ops: AbstractContextManager[Any] = _OpLog(self) if self.level >= 2 else nullcontext()
         try:
             if self.level >= 1:
-                for key, root in roots.items():
-                    hooks += self._log_blocks(key, root)
+                for path, module in modules_of(roots.items()):
+                    hooks.append(module.register_forward_hook(partial(self._block, path)))
             with ops:
                 yield
         except BaseException as error:
@@ -153,17 +146,10 @@ class DebugLog:
             for line in lines[-self._stack_depth :]:
                 self._say(f"      {Path(line.filename).name}:{line.lineno} {line.line}")
 
-    def _log_blocks(self, key: str, root: nn.Module) -> list[Any]:
-        def hook(module: nn.Module, args: Any, output: Any, path: str) -> None:
-            del module
-            for tag, values in (("INPUT", args), ("OUTPUT", output)):
-                for number, leaf in enumerate(flatten_value(values)[0]):
-                    self._say(f"  ({tag}:_{path}_{tag.lower()}.{number}:{_describe(leaf)})")
-
-        return [
-            module.register_forward_hook(lambda m, a, o, p=f"{key}.{path}" if path else key: hook(m, a, o, p))
-            for path, module in root.named_modules()
-        ]
+    def _block(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+        for tag, values in (("INPUT", args), ("OUTPUT", output)):
+            for number, leaf in enumerate(flatten_value(values)[0]):
+                self._say(f"  ({tag}:_{path}_{tag.lower()}.{number}:{_describe(leaf)})")
 
     def _say(self, line: str) -> None:
         sys.stdout.write(line + "\n")

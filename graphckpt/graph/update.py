@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -42,24 +41,18 @@ class Update:
 
     def add(self, optimizer: Any, scheduler: Any) -> None:
         where = f"{self._graph_name}.add_optimizer"
-        if optimizer is None:
-            raise GraphError(f"{where}: optimizer cannot be None · fix: pass a torch.optim.Optimizer")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise GraphError(
-                f"{where}: expected a torch.optim.Optimizer, got {type(optimizer).__name__} · fix: pass one"
-            )
-        for fault in (_closure_fault(optimizer), _scheduler_fault(scheduler, optimizer), self._groups_fault(optimizer)):
-            if fault is not None:
-                raise GraphError(f"{where}: {fault}")
+            kind = "None" if optimizer is None else type(optimizer).__name__
+            raise GraphError(f"{where}: expected a torch.optim.Optimizer, got {kind} · fix: pass one")
+        fault = _fault(optimizer, scheduler)
+        managed = {id(p) for p in self.parameters()}
+        if fault is None and any(id(p) in managed for p in _parameters_of(optimizer)):
+            fault = "a parameter is in two optimizers · fix: give each parameter to one of them"
+        if fault := fault or _clipping_fault(optimizer):
+            raise GraphError(f"{where}: {fault}")
         self.optimizers.append(optimizer)
         self.schedulers.append(scheduler)
         self._num_keys += sum(map(len, optimizer.param_groups))
-
-    def _groups_fault(self, optimizer: torch.optim.Optimizer) -> str | None:
-        managed = {id(p) for p in self.parameters()}
-        if any(id(p) in managed for p in _parameters_of(optimizer)):
-            return "a parameter is in two optimizers · fix: give each parameter to one of them"
-        return _clipping_fault(optimizer)
 
     # The loops below read the groups anew on every step: users add groups, edit them and load states. They are plain
     # loops, since a generator costs half a microsecond a step.
@@ -95,21 +88,25 @@ class Update:
             if has_gradient(optimizer):
                 break
         else:
+            what = "no backward in build reached a parameter of its optimizers"
+            fix = "call loss.backward() in build, and no zero_grad() after it"
             if not self.is_of_graph:
                 what = "the parameters of its optimizers are not those of its modules"
-                raise GraphError(f"{self._graph_name}: {what} · fix: create the optimizer from the Graph's model")
-            raise GraphError(
-                f"{self._graph_name}: no backward in build reached a parameter of its optimizers · "
-                "fix: call loss.backward() in build, and no zero_grad() after it"
-            )
+                fix = "create the optimizer from the Graph's model"
+            raise GraphError(f"{self._graph_name}: {what} · fix: {fix}")
         if self.step(optimizers):
             self.schedule()
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Clips, steps and zeroes; ``False`` after an overflow: the step was skipped, and the schedule waits too."""
         self.has_begun = True
-        if self.scaler is not None and self.scaler.is_enabled():
-            if self._step_scaled(self.scaler, optimizers):
+        scaler = self.scaler
+        if scaler is not None and scaler.is_enabled():
+            step_scaled(scaler, optimizers)
+            scale = scaler.get_scale()
+            scaler.update()
+            if scaler.get_scale() < scale:
+                self.abandon()
                 return False
         else:
             for optimizer in optimizers:
@@ -130,15 +127,6 @@ class Update:
         for parameter in self.parameters() if num_micro_batches > 1 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / num_micro_batches)
-
-    def _step_scaled(self, scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        step_scaled(scaler, optimizers)
-        scale = scaler.get_scale()
-        scaler.update()
-        overflowed = scaler.get_scale() < scale
-        if overflowed:
-            self.abandon()
-        return overflowed
 
     def parameters(self) -> Iterator[torch.Tensor]:
         for optimizer in self.optimizers:
@@ -239,12 +227,23 @@ def clip(optimizer: torch.optim.Optimizer, total_norm: TotalNorm | None = None) 
             clip_grad_norm(group["params"], group[_CLIP], group.get(_CLIP_TYPE, 2.0), total_norm)
 
 
-def _closure_fault(optimizer: torch.optim.Optimizer) -> str | None:
+def _fault(optimizer: torch.optim.Optimizer, scheduler: Any) -> str | None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is None or closure.default is not closure.empty:
+    if closure is not None and closure.default is closure.empty:
+        what = f"{type(optimizer).__name__} runs the forward itself, several times a step"
+        return f"{what} · fix: use it without a Graph, with graphckpt.apply"
+    if scheduler is None:
         return None
-    name = type(optimizer).__name__
-    return f"{name} runs the forward itself, several times a step · fix: use it without a Graph, with graphckpt.apply"
+    if not isinstance(scheduler, LRScheduler):
+        return f"expected an LRScheduler as lr_sch, got {type(scheduler).__name__} · fix: pass one, or None"
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return (
+            "ReduceLROnPlateau needs a metric, which a Graph does not have · "
+            "fix: leave it out and call its step(metric) after the graph"
+        )
+    if scheduler.optimizer is not optimizer:
+        return "lr_sch belongs to another optimizer · fix: pass the scheduler of this one"
+    return None
 
 
 def _clipping_fault(optimizer: torch.optim.Optimizer) -> str | None:
@@ -255,8 +254,9 @@ def _clipping_fault(optimizer: torch.optim.Optimizer) -> str | None:
         if _CLIP_TYPE in group and _CLIP not in group:
             return f"a param group has {_CLIP_TYPE} without {_CLIP} · fix: add it"
         for key in (_CLIP, _CLIP_TYPE):
-            if key in group and not _is_norm(group[key]):
-                return f"{key} of a param group is {group[key]!r} · fix: use a number, or leave the key out"
+            value = group.get(key, 0)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
+                return f"{key} of a param group is {value!r} · fix: use a number, or leave the key out"
     return None
 
 
@@ -270,26 +270,6 @@ def _meant_for_clipping(key: str) -> str | None:
         return None
     matches = get_close_matches(key.lower().strip("_"), [_CLIP, _CLIP_TYPE], n=1)
     return matches[0] if matches else _CLIP if "clip" in key.lower() else None
-
-
-def _is_norm(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and not math.isnan(value) and value >= 0
-
-
-def _scheduler_fault(scheduler: Any, optimizer: torch.optim.Optimizer) -> str | None:
-    if scheduler is None:
-        return None
-    if not isinstance(scheduler, LRScheduler):
-        return f"expected an LRScheduler as lr_sch, got {type(scheduler).__name__} · fix: pass one, or None"
-    if isinstance(scheduler, ReduceLROnPlateau):
-        return (
-            "ReduceLROnPlateau needs a metric, which a Graph does not have · "
-            "fix: leave it out and call its step(metric) after the graph"
-        )
-    if scheduler.optimizer is not optimizer:
-        return "lr_sch belongs to another optimizer · fix: pass the scheduler of this one"
-    return None
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -325,7 +305,7 @@ def clip_grad_norm(
     total = _norm(grads, norm_type) if total_norm is None else total_norm(parameters, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # PyTorch's own
     for grad in grads:
-        local = _local(grad)
+        local: Any = grad.to_local() if _is_cut(grad) else grad  # type: ignore[attr-defined]
         local.mul_(scale.to(local.device))
 
 
@@ -333,30 +313,17 @@ def _norm(grads: list[Any], norm_type: float) -> torch.Tensor:
     layouts: dict[Any, list[Any]] = {}
     for grad in grads:
         layout = (grad.device_mesh, grad.placements) if _is_cut(grad) else None
-        is_empty_shard = layout is not None and not grad.to_local().numel()
-        layouts.setdefault(layout, []).append(_with_zero(grad) if is_empty_shard else grad)
+        if layout is not None and not (local := grad.to_local()).numel():
+            # A zero as its empty shard, which would have no infinity norm on this rank alone: the other ranks would
+            # wait for it. The shape is that of the gradient, so all ranks reduce the norm in the same way.
+            zero, shape, stride = local.new_zeros([1] * grad.ndim), grad.size(), grad.stride()
+            grad = type(grad).from_local(zero, *layout, run_check=False, shape=shape, stride=stride)  # noqa: PLW2901
+        layouts.setdefault(layout, []).append(grad)
     norms: list[Any] = [get_total_norm(alike, norm_type) for alike in layouts.values()]
     norms = [norm.full_tensor() if _is_cut(norm) else norm for norm in norms]  # over the processes that hold shards
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
     return total
 
 
-def _with_zero(grad: Any) -> torch.Tensor:
-    """Returns ``grad`` with a zero as its empty shard, which would have no infinity norm on this rank alone.
-
-    The other ranks would wait for it. The shape is that of ``grad``, so all ranks reduce the norm in the same way.
-    """
-    zero = grad.to_local().new_zeros([1] * grad.ndim)
-    shape, stride = grad.size(), grad.stride()
-    full: torch.Tensor = type(grad).from_local(
-        zero, grad.device_mesh, grad.placements, run_check=False, shape=shape, stride=stride
-    )
-    return full
-
-
 def _is_cut(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if _is_cut(tensor) else tensor  # type: ignore[no-any-return]

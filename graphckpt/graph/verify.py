@@ -6,10 +6,10 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
 
 from graphckpt.errors import GraphError
 from graphckpt.graph.capture import modules_of
@@ -19,8 +19,6 @@ from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step
-
-_ATOMS = (int, float, bool, str, type(None))
 
 
 @final
@@ -52,7 +50,9 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
     captures = graph_step.captured
 
     def run() -> dict[str, Any]:
-        return {**_outputs(call()), **_State(graph_step).values()}
+        outputs = {f"output {number}": leaf for number, leaf in enumerate(flatten_value(call())[0])}
+        copies = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in outputs.items()}
+        return {**copies, **_State(graph_step).values()}
 
     start = _State(graph_step)
     try:
@@ -71,7 +71,9 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
                 before.put_back()
                 with graph_step.without_policies():
                     repeated = run()
-                what = _two_plain_steps(_difference(repeated, plain)) or f"{difference} · {_FIX}"
+                what = f"{difference} · {_FIX}"
+                if (among_plain := _difference(repeated, plain)) is not None:
+                    what = f"two plain steps differ already: {among_plain} · {_FIX_OF_PLAIN}"
                 raise GraphError(f"{graph_step.name}.verify: step {number}: {what}")
             tensors = [value for value in plain.values() if isinstance(value, torch.Tensor)]
             num_tensors += len(tensors)
@@ -103,7 +105,12 @@ class _State:
         self._step = graph_step
         self._update = update
         self._num_steps = update.num_steps
-        named = dict(_tensors(roots))
+        named = {
+            f"{path}.{key}": tensor
+            for path, module in modules_of(roots.items())
+            for key, tensor in {**module._parameters, **module._buffers}.items()
+            if tensor is not None
+        }
         tree = ModuleTree(roots.values())
         attributes = [value for value in tree.attributes() if isinstance(value, torch.Tensor)]
         self._state = TrainingState([*named.values(), *attributes], update.optimizers, tree=tree)
@@ -117,7 +124,7 @@ class _State:
             f"{name}.{key}": value
             for name, module in modules_of(roots.items())
             for key, value in module.__dict__.items()
-            if key not in _OF_TORCH and isinstance(value, _ATOMS)
+            if key not in _OF_TORCH and isinstance(value, (int, float, str, NoneType))
         }
         self._schedules = [copy.deepcopy(s.state_dict()) if s is not None else None for s in update.schedulers]
         self._scaler = copy.deepcopy(update.scaler.state_dict()) if update.scaler is not None else None
@@ -144,29 +151,11 @@ class _State:
 _OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"} | {"forward"}
 
 
-def _tensors(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in modules_of(roots.items()):
-        for own in (module._parameters, module._buffers):
-            for key, tensor in own.items():
-                if tensor is not None:
-                    yield f"{path}.{key}", tensor
-
-
-def _outputs(output: Any) -> dict[str, Any]:
-    return {
-        f"output {number}": leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-        for number, leaf in enumerate(flatten_value(output)[0])
-    }
-
-
 _FIX = "fix: look at the policies on this block, or for an op in it whose result varies from run to run"
-
-
-def _two_plain_steps(difference: str | None) -> str | None:
-    if difference is None:
-        return None
-    fix = "torch.use_deterministic_algorithms(True), since the result of a kernel varies from run to run, as that of"
-    return f"two plain steps differ already: {difference} · fix: {fix} cuDNN's attention may"
+_FIX_OF_PLAIN = (
+    "fix: torch.use_deterministic_algorithms(True), since the result of a kernel varies from run to run, as that of "
+    "cuDNN's attention may"
+)
 
 
 def _difference(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> str | None:

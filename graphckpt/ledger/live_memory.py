@@ -14,7 +14,7 @@ from typing import Any, Self, final
 
 import torch
 
-from graphckpt._compat import call_with_autocast, storage_of
+from graphckpt._compat import call_with_autocast, current_backward, storage_of
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.ledger.record import Event, TensorLife
 
@@ -84,7 +84,7 @@ class LiveBytes(DispatchMode):
         self._changes: list[tuple[int, str, str]] | None = [] if record_timeline else None
         self._alive: dict[int, _Alive] = {}
         self._depth = 0
-        self._free: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._subtract
+        self._free: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._subtract  # one object, for all of them
 
     @property
     def timeline(self) -> list[Event]:
@@ -156,7 +156,8 @@ class LiveBytes(DispatchMode):
             if alive.num_bytes != num_bytes:
                 self._resize(alive, num_bytes)
             return storage
-        if not self._is_counted(storage.device.type):
+        kind = storage.device.type
+        if not (self._counts_fake if kind == "meta" else self._device is None or kind == self._device):
             return storage
         alive = _Alive(storage, self._free)
         alive.key = id(storage)
@@ -164,11 +165,6 @@ class LiveBytes(DispatchMode):
         self._alive[alive.key] = alive
         self._change(num_bytes, alive.key)
         return storage
-
-    def _is_counted(self, kind: str) -> bool:
-        if kind == "meta":
-            return self._counts_fake
-        return self._device is None or kind == self._device
 
     def _subtract(self, alive: weakref.ref[torch.UntypedStorage]) -> None:
         """Subtracts a freed storage. Runs where the last reference is dropped, in any thread."""
@@ -276,6 +272,7 @@ class StorageLog(LiveBytes):
         self.recomputed: str | None = None
         """The outermost block that is being recomputed."""
         self._life_of: dict[int, StorageLife] = {}
+        self._kept_by: dict[int, tuple[set[str], dict[int, StorageLife]]] = {}  # by id of an argument object
         self._is_old = False
 
     @property
@@ -296,6 +293,19 @@ class StorageLog(LiveBytes):
             hold = Hold(block, begin=self._now, saved_by=saved_by)
             (life.for_recomputation if is_kept else life.saved).append(hold)
             when_gone(owner, tensor, _end_hold, hold, weakref.ref(self))
+
+    def keep_objects(self, values: Iterable[object], tensors: Iterable[torch.Tensor], block: str) -> None:
+        """Logs that ``block`` keeps objects for its recomputation, such as a KV cache, and so the tensors in them."""
+        storages = (storage for tensor in tensors for storage in storages_of(tensor))
+        lives = {id(life): life for life in map(self._life_of.get, map(id, storages)) if life is not None}
+        for value in values if lives else ():
+            if not hasattr(type(value), "__weakref__"):
+                continue
+            if id(value) not in self._kept_by:
+                self._kept_by[id(value)] = set(), {}
+                weakref.finalize(value, _object_is_gone, id(value), weakref.ref(self)).atexit = False
+            self._kept_by[id(value)][0].add(block)
+            self._kept_by[id(value)][1].update(lives)
 
     @property
     def static_bytes(self) -> int:
@@ -391,6 +401,18 @@ def _end_hold(hold: Hold, log: weakref.ref[StorageLog]) -> None:
         hold.end = living._now
 
 
+def _object_is_gone(key: int, log: weakref.ref[StorageLog]) -> None:
+    if (living := log()) is None:
+        return
+    blocks, lives = living._kept_by.pop(key)
+    if current_backward() == -1:  # the caller held it as well
+        return
+    phases = [phase for *_, phase in living._changes or ()]
+    for life in lives.values():  # without the blocks that kept it, it would be gone when backward begins
+        life.last_use = max(life.last_use, phases.index("backward") - 1 if "backward" in phases else 0)
+        life.for_recomputation += map(Hold, sorted(blocks))
+
+
 def when_gone(
     owner: object, tensor: torch.Tensor, function: Callable[..., object], *arguments: Any
 ) -> weakref.finalize[Any, Any]:
@@ -436,5 +458,5 @@ def _end(life: StorageLife, is_kept: Callable[[str], bool], num_changes: int) ->
     if dropped and end <= max(ends(dropped)):  # only for the recomputation was it alive that long
         others = [hold for hold in life.for_recomputation if not is_changed(hold)]
         real = [hold for hold in life.saved if hold.block is None]
-        end = max([life.last_use + 1, *ends(others), *ends(real)])
+        end = min(end, max([life.last_use + 1, *ends(others), *ends(real)]))
     return max([end, *ends(hold for hold in life.saved if is_changed(hold))])

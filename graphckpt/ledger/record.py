@@ -122,6 +122,8 @@ class StepRecord:
 
     Stores, ``Tiles``, compiled blocks and a model's own gradient checkpointing stand in the way.
     """
+    unpredictable: str = ""
+    """Why the peak of the step without policies cannot be predicted."""
     static_bytes: int = 0
     """Bytes of weights, buffers and optimizer states, which no policy changes."""
     has_optimizer_states: bool = True
@@ -153,13 +155,15 @@ class StepRecord:
         return f"{phase} of {block}" if block else self._place_between_blocks(at)
 
     def _place_between_blocks(self, at: int) -> str:
-        """Returns where an event outside of the blocks is, in the words of a plan."""
-        before = next((event for event in reversed(self.timeline[:at]) if event.block), None)
+        """Returns where an event outside of the blocks is, in the words of a plan, whose blocks are the layers."""
+        earlier = [event for event in reversed(self.timeline[:at]) if event.block]
         after = next((event for event in self.timeline[at:] if event.block), None)
-        if before is None:
+        if not earlier:
             return f"{self.timeline[at].phase}, outside any block" if after is None else "before the first block"
+        before = earlier[0]
         if before.phase == "forward" and (after is None or after.phase != "forward"):
-            return f"the head and the loss, after {before.block}"
+            layers = (event for event in earlier if any(map(str.isdecimal, event.block.split("."))))
+            return f"the head and the loss, after {next(layers, before).block}"
         return f"after the {'forward' if before.phase == 'forward' else 'backward'} of {before.block}"
 
     @property

@@ -84,11 +84,6 @@ def table_of(columns: Sequence[Column], rows: Iterable[Sequence[str]], total: Se
     return table
 
 
-def is_too_wide(table: Table) -> bool:
-    cells = ([column.header, column.footer, *column.cells] for column in table.columns)
-    return sum(max(len(str(cell)) for cell in column) + 2 for column in cells) - 2 > WIDTH
-
-
 def bullet(text: str, mark: str = "-") -> Table:
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(Text(mark, style="yellow"), Text(text))
@@ -194,7 +189,9 @@ def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
     groups = tuple(group_rows([replace(row, note="") for row in rows]))
     used = [column for column in _columns(rows) if column is not _NOTE]
     together = _table(used, groups, explanation)
-    if not is_too_wide(together) or not any(column.is_time for column in used):
+    cells = ([column.header, column.footer, *column.cells] for column in together.columns)
+    width = sum(max(len(str(cell)) for cell in column) + 2 for column in cells) - 2
+    if width <= WIDTH or not any(column.is_time for column in used):
         yield together
     else:
         yield _table([column for column in used if not column.is_time], groups, explanation)
@@ -208,7 +205,8 @@ def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
     for name, text in legend:
         yield bullet(f"{name} {text}", "*")
     for names, note in _notes(rows):
-        yield bullet(f"{names}: {note}", "*")
+        if not any(warning.endswith(f": {note}") for warning in explanation.warnings):  # else it is said below
+            yield bullet(f"{names}: {note}", "*")
     for warning in explanation.warnings:
         yield bullet(warning)
 
@@ -254,13 +252,10 @@ def _notes(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 
 
 def _columns(rows: Sequence[Row]) -> list[_RowColumn]:
-    def has_content(column: _RowColumn) -> bool:
-        if column is _RUNS:
-            return any(row.runs > 1 for row in rows)
-        is_optional = column.is_time or column in (_OFFLOADED, _NOTE)
-        return not is_optional or any(column.cell(row) not in ("", "-") for row in rows)
-
-    return [column for column in _COLUMNS if has_content(column)]
+    columns = [column for column in _COLUMNS if column is not _RUNS or any(row.runs > 1 for row in rows)]
+    optional = [column for column in columns if column.is_time or column in (_OFFLOADED, _NOTE)]
+    empty = [column for column in optional if all(column.cell(row) in ("", "-") for row in rows)]
+    return [column for column in columns if column not in empty]
 
 
 def _total(explanation: StepRecord) -> Row:
@@ -289,6 +284,8 @@ def _summary(explanation: StepRecord) -> Iterator[str]:
     if peak_bytes is not None:
         if plain_bytes is None or plain_bytes == peak_bytes:
             yield f"peak memory: {format_bytes(peak_bytes)}"
+            if explanation.unpredictable:
+                yield f"no peak is predicted for the step without policies: {explanation.unpredictable}"
         else:
             yield _change("peak memory", plain_bytes, peak_bytes, " (predicted)")
     if explanation.timeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -44,11 +44,6 @@ NOT_COMPILED = LayerCompilation()
 
 
 def parse_compile(value: Any, rules: object = None) -> LayerCompilation:
-    """Returns how layers are compiled.
-
-    Raises:
-        ConfigError: ``value`` is not a bool or a mapping of arguments.
-    """
     options = compile_options(value)
     if options is None:
         return NOT_COMPILED
@@ -58,11 +53,7 @@ def parse_compile(value: Any, rules: object = None) -> LayerCompilation:
 
 
 def compile_options(value: Any) -> dict[str, Any] | None:
-    """Returns the arguments of ``torch.compile`` for a value of ``compile``; ``None`` if it does not compile.
-
-    Raises:
-        ConfigError: ``value`` is not a bool or a mapping of arguments.
-    """
+    """Returns the arguments of ``torch.compile`` for a value of ``compile``; ``None`` if it does not compile."""
     config = BlockConfig("plan")
     config.update({"compile": value})
     return config.compile_options
@@ -100,7 +91,7 @@ MOST = 4
 class Option:
     name: str
     """The name in tables: ``"full"``, ``"selective(matmul)"``, ``"full + host"``."""
-    fields: Mapping[str, Any]
+    fields: dict[str, Any]
     """The fields of the block, as :func:`graphckpt.apply` takes them."""
     rule: Rule
     is_far: bool = False
@@ -195,8 +186,9 @@ def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_KeptOps]:
     for _ in range(_MOST_CUTS):
         if not todo:
             break
-        one, other = pair = max(todo, key=_room)
+        pair = max(todo, key=lambda pair: (pair[0].num_bytes - pair[1].num_bytes) * (pair[1].ticks - pair[0].ticks))
         todo.remove(pair)
+        one, other = pair
         if one.num_bytes <= other.num_bytes:
             continue
         price = (other.ticks - one.ticks) / (one.num_bytes - other.num_bytes)
@@ -235,11 +227,6 @@ def _cheapest_at(log: OpGraph, ticks: Sequence[int], price: float) -> _KeptOps:
     results = frozenset(node[1] for node in side if node[0] == "wanted") - recomputations
     num_bytes = sum(log.calls[number].num_bytes for number in results)
     return _KeptOps(num_bytes, sum(ticks[number] for number in recomputations), results)
-
-
-def _room(pair: tuple[_KeptOps, _KeptOps]) -> int:
-    one, other = pair
-    return (one.num_bytes - other.num_bytes) * (other.ticks - one.ticks)
 
 
 def _bulge(before: _KeptOps, choice: _KeptOps, after: _KeptOps) -> float:
@@ -289,34 +276,32 @@ def options(
         code: How blocks are compiled. Ops of compiled blocks are not visible, and the levels between keeping all and
             nothing are the compiler's.
         partition: The ranks over which saved tensors may be partitioned; ``None``: they are not.
-
-    Raises:
-        ConfigError: A target or a rule is unknown.
     """
     if only is not None:
-        on_device = KEEP, *(_option(value) for value in only if not isinstance(_rule(value), Joined))
+        rules = [(value, _rule(value)) for value in only]
+        others = (
+            Option(rule.describe(), {_FLAG: value}, rule) for value, rule in rules if not isinstance(rule, Joined)
+        )
+        on_device = KEEP, *others
+    elif code.field is None:
+        on_device = NEAR
     else:
-        on_device = NEAR if code.field is None else (*NEAR[:-MOST], *map(_compiled, code.shares))
-    offloading: list[Option] = []
+        compiled = (replace(KEEP, name=f"keep{share_of(o)}", fields={**KEEP.fields, "compile": o}) for o in code.shares)
+        on_device = *NEAR[:-MOST], *compiled
+    result = list(on_device)
     if (target := parse_offload(offload)) is not None:
-        place = "cpu" if offload is True else offload
-        offloading = [
-            replace(o, name=f"{o.name} + {target.tier}", fields={**o.fields, "offload": place}, is_far=True)
-            for o in on_device
+        place = {"offload": "cpu" if offload is True else offload}
+        result += [
+            replace(o, name=f"{o.name} + {target.tier}", fields=o.fields | place, is_far=True) for o in on_device
         ]
-    partitioning = [
-        replace(o, name=f"{o.name} + part", fields={**o.fields, "partition": partition}, is_part=True)
-        for o in (on_device if partition is not None else ())
-    ]
-    return (*on_device, *offloading, *partitioning)
+    if partition is not None:
+        ranks = {"partition": partition}
+        result += [replace(o, name=f"{o.name} + part", fields=o.fields | ranks, is_part=True) for o in on_device]
+    return tuple(result)
 
 
 def parse_partition_request(partition: Any, num_planning: int) -> tuple[Any, list[str]]:
-    """Returns the ranks over which saved tensors may be partitioned, if there are any, and notes for the plan.
-
-    Raises:
-        ConfigError: The value is not a partition, or the ranks do not plan together.
-    """
+    """Returns the ranks over which saved tensors may be partitioned, if there are any, and notes for the plan."""
     if parse_partition(partition) is None:
         return None, []
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -335,9 +320,9 @@ def with_levels(
     """Replaces levels of ``selective`` by those found for the blocks; returns the options, and those of each class."""
     if not any(isinstance(option.rule, SelectiveLevel) for option in options):
         return list(options), {kind: list(options) for kind in kinds}
-    runs: dict[int, list[OpTimes]] = {kind: [] for kind in kinds}
+    runs: dict[int, list[OpTimes]] = {}
     for kind, calls in zip(kinds, look(), strict=True):
-        runs[kind] += calls
+        runs.setdefault(kind, []).extend(calls)
     levels = dict(zip(runs, broadcast([selective_levels(calls) or _BY_HAND for calls in runs.values()]), strict=True))
     count = max(map(len, levels.values())) - 1
     some = [o for o in options if not isinstance(o.rule, SelectiveLevel) or o.rule.number < count]
@@ -373,10 +358,6 @@ def _own(option: Option, levels: Sequence[tuple[Sequence[str], float | None]]) -
     )
 
 
-def _compiled(options: dict[str, Any]) -> Option:
-    return Option(f"{KEEP.name}{share_of(options)}", {**KEEP.fields, "compile": options}, Keep())
-
-
 def can_join(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
     is_asked = only is None or any(isinstance(_rule(value), Joined) for value in only)
     return is_asked and all(Joined().check(block) is None for block in blocks)
@@ -392,8 +373,3 @@ def _rule(value: Any) -> Rule:
             f"candidates: expected a rule other than keep, got {value!r} · fix: leave it out; keep is always considered"
         )
     return rule
-
-
-def _option(value: Any) -> Option:
-    rule = _rule(value)
-    return Option(rule.describe(), {_FLAG: value}, rule)

@@ -24,7 +24,6 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning.profile import DeviceProfile
 
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
-_HERE = ("cpu", "meta")
 
 
 @final
@@ -59,8 +58,10 @@ class FakeDevice:
             if self.machine.kind == "cuda":
                 stack.enter_context(_autocast_here())
                 stack.enter_context(_foreach_optimizers())
-            stack.enter_context(swapped(torch.utils, {"swap_tensors": self._swap}))
-            stack.enter_context(swapped(torch.nn.init, {TRUNCATED_NORMAL: _normal}))
+            stack.enter_context(swapped(torch.utils, {"swap_tensors": self._swap}))  # `module.to(...)` calls it
+            # It draws once, as a fake tensor has no values to compare with the bounds.
+            normal = torch.no_grad()(lambda tensor, *_, **__: tensor.normal_())
+            stack.enter_context(swapped(torch.nn.init, {TRUNCATED_NORMAL: normal}))
             stack.enter_context(self._tensors)
             stack.enter_context(self._functions)
             stack.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
@@ -71,7 +72,6 @@ class FakeDevice:
         self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]
 
     def _swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """``module.to(...)`` calls this."""
         forget_fake(self._tensors, one, other)
         swap_tensors(one, other)
 
@@ -94,12 +94,11 @@ class _FunctionOverrides(TorchFunctionMode):
             }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
-            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        instead = self._instead.get(func)
-        if instead is not None:
-            return instead(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
+            return func(*args, **kwargs)
+        if func in self._instead:
+            return self._instead[func](*args, **kwargs)
         if func is F.multi_head_attention_forward:
             by_name = {"scaled_dot_product_attention": self._attention, "dropout": dropout} if self._is_cuda else {}
             with swapped(F, by_name):  # PyTorch disables the mode while it runs
@@ -134,9 +133,7 @@ class _FunctionOverrides(TorchFunctionMode):
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(low)
         call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        kernels = (
-            kernel for kernel in self._kernels if kernel == "math" or call.is_supported(kernel, self._capability)
-        )
+        kernels = (name for name in self._kernels if name == "math" or call.is_supported(name, self._capability))
         run: Callable[[], torch.Tensor] = getattr(call, next(kernels, "math"))
         return run()
 
@@ -154,14 +151,8 @@ def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 def _is_elsewhere(value: Any) -> bool:
     if isinstance(value, torch.device):
-        return value.type not in _HERE
+        return value.type not in ("cpu", "meta")
     return isinstance(value, str) and value.split(":")[0] == "cuda"
-
-
-def _normal(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Draws once, as a fake tensor has no values to compare with the bounds of ``trunc_normal_``."""
-    with torch.no_grad():
-        return tensor.normal_()
 
 
 @contextmanager

@@ -77,9 +77,8 @@ def fit_steps(
         if global_batch is not None and can_accumulate:
             sized.check_accumulating(fit, global_batch)
             fit = sized.fit(shown, global_batch)
-    has_larger = isinstance(sizes, list) or (sizes is not None and largest == sizes[-1])
-    has_larger = has_larger or not sized.can_run(largest + 1)
-    return replace(fit, is_searched=not has_larger)
+    is_bounded = isinstance(sizes, list) or (sizes is not None and largest == sizes[-1])
+    return replace(fit, is_searched=not is_bounded and largest + 1 not in sized.errors)
 
 
 def _checked_sizes(sizes: Iterable[int] | None, global_batch: int | None) -> range | list[int] | None:
@@ -152,7 +151,7 @@ class _SizedRows:
         self._options = options
         self._progress = progress
         self._rows: dict[int, BatchFit] = {}
-        self._errors: dict[int, ValueError] = {}
+        self.errors: dict[int, ValueError] = {}
         """Those of sizes at which the step cannot run, as with BatchNorm and one sample."""
         self._device_name = ""
         self._available = self._headroom = 0
@@ -170,8 +169,8 @@ class _SizedRows:
         rows = tuple(row for row in map(self.row, sizes) if row is not None)
         self.check_any_ran()
         notes = dict.fromkeys(note for row in rows if row.plan is not None for note in row.plan.notes)
-        if self._errors:
-            left_out = ", ".join(map(str, sorted(self._errors)))
+        if self.errors:
+            left_out = ", ".join(map(str, sorted(self.errors)))
             notes[f"left out: {left_out}, since the step cannot run at {self._first_error()}"] = None
         return Fit(
             rows=rows,
@@ -185,52 +184,46 @@ class _SizedRows:
         )
 
     def needed_bytes(self, size: int) -> int:
-        row = self.row(size)
-        if row is None:
-            return self._bytes_without_row(size, self.needed_bytes)
-        return row.floor_bytes - self.limit if row.fits else max(1, row.floor_bytes - self.limit)
+        return self._bytes_above_limit(size, lambda row: (row.floor_bytes, row.fits))
 
     def plain_bytes(self, size: int) -> int:
-        row = self.row(size)
-        if row is None:
-            return self._bytes_without_row(size, self.plain_bytes)
-        above = row.plain_peak_bytes - self.limit
-        return above if row.is_measured else max(1, above)
+        return self._bytes_above_limit(size, lambda row: (row.plain_peak_bytes, row.is_measured))
+
+    def _bytes_above_limit(self, size: int, bytes_of: Callable[[BatchFit], tuple[int, bool]]) -> int:
+        """Returns the bytes of a size beyond the limit, as :func:`largest` takes them: 0 or less if it fits.
+
+        The step may run only at some sizes, such as even ones: the nearest smaller size at which it runs counts. If
+        none is near, the search goes on towards sizes at which it has run: to smaller ones if there are any.
+        """
+        for candidate in range(size, max(0, size - _MAX_STEP), -1):
+            if (row := self.row(candidate)) is not None:
+                num_bytes, may_fit = bytes_of(row)
+                return num_bytes - self.limit if may_fit else max(1, num_bytes - self.limit)
+        if len(self.errors) >= _MAX_FAILED:
+            self.check_any_ran()
+        return 1 if any(other < size for other in self._rows) else 0
 
     def row(self, size: int) -> BatchFit | None:
         """Returns the row of a size; ``None`` if the step cannot run at it."""
-        if size not in self._rows and size not in self._errors:
+        if size not in self._rows and size not in self.errors:
             try:
                 self._rows[size] = self._new_row(size)
             except GraphckptError:
                 raise
             except ValueError as error:
-                self._errors[size] = error
+                self.errors[size] = error
         return self._rows.get(size)
-
-    def can_run(self, size: int) -> bool:
-        return size not in self._errors
 
     def check_any_ran(self) -> None:
         """Raises the first error of the step, if it ran at no size."""
         if not self._rows:
-            cause = next(iter(self._errors.values()))
+            cause = next(iter(self.errors.values()))
             fix = "fix: batch_sizes at which it runs"
             raise PlanError(f"fit: the step cannot run at {self._first_error()} · {fix}") from cause
 
     def _first_error(self) -> str:
-        size, error = next(iter(self._errors.items()))
+        size, error = next(iter(self.errors.items()))
         return f"batch size {size}: {first_line(error)}"
-
-    def _bytes_without_row(self, size: int, bytes_of: Callable[[int], int]) -> int:
-        """Returns those of a slightly smaller size, as a step may need an even batch; else a sum that leads on."""
-        smaller = range(size - 1, max(0, size - _MAX_STEP), -1)
-        nearest = next((each for each in smaller if self.row(each) is not None), None)
-        if nearest is not None:
-            return bytes_of(nearest)
-        if len(self._errors) >= _MAX_FAILED:
-            self.check_any_ran()
-        return int(any(one < size for one in self._rows))
 
     def check_accumulating(self, fit: Fit, global_batch: int) -> None:
         """Runs a step of two micro-batches, since any more take as much memory."""
@@ -238,9 +231,9 @@ class _SizedRows:
             row = fit.at_global_batch(global_batch)
         except PlanError:
             return
-        size = row.batch_size
         if row.accumulation == 1 or row.plan is None or _offloads(row.plan):
             return
+        size = row.batch_size
         self._progress(f"{self._verb} two steps of batch size {size} for one update")
         sized = self._make_sized(size, 2)
         with row.plan.apply(sized.model):
@@ -272,7 +265,12 @@ class _SizedRows:
         step, model = sized.step, sized.model
         with step.restoring(), _gradients_missing_in_forward(model, sized.blocks[0][1]) as missing:
             planners = measure_all(step, model, sized.blocks, self._options, PlanGroup(), self._notes)
-            self._set_limit(step, planners.plain.measured.model.static_bytes)
+            if not self.limit:
+                self._device_name, self._static_bytes = step.device_name, planners.plain.measured.model.static_bytes
+                memory = step.memory(self._static_bytes)
+                self._available = memory.available
+                self._headroom = memory.headroom if self._budget == "max" else 0
+                self.limit = budgets.budget_bytes(self._budget, memory)
             self._gradient_bytes = missing[-1] if missing else 0
 
             def plan_of(planner: Planner) -> Plan:
@@ -308,8 +306,7 @@ class _SizedRows:
         if peak > self.limit:
             return replace(row, floor_bytes=max(row.floor_bytes, self.limit + 1))
         factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
-        row = replace(row, plan=plan, time_factor=factor)
-        return replace(row, checked_peak_bytes=peak, checked_seconds=seconds)
+        return replace(row, plan=plan, time_factor=factor, checked_peak_bytes=peak, checked_seconds=seconds)
 
     def _run_as(self, base: BatchFit, size: int) -> BatchFit:
         """Runs the step of a size at which it does not fit with everything kept, under the plans of a smaller size.
@@ -318,12 +315,12 @@ class _SizedRows:
         """
         assert base.plan is not None
         assert base.plan.front is not None
-        lowest, *others = base.plan.front()
+        plans = base.plan.front()  # lowest peak first
         row = BatchFit(
             batch_size=size,
             plan=None,
             plain_peak_bytes=base.plain_peak_bytes,
-            floor_bytes=self._scaled(lowest.predicted_peak_bytes, base, size),
+            floor_bytes=self._scaled(plans[0].predicted_peak_bytes, base, size),
             is_measured=False,
             optimizer_seconds=base.optimizer_seconds,
         )
@@ -334,14 +331,13 @@ class _SizedRows:
 
         @cache
         def run(number: int) -> Plan:
-            plan = [lowest, *others][number]
             try:
-                with plan.apply(sized.model):
+                with plans[number].apply(sized.model):
                     peak, seconds = sized.step.run()
             except torch.OutOfMemoryError:
                 peak, seconds = max(self._available, self.limit) + 1, float("inf")
             return replace(
-                plan,
+                plans[number],
                 predicted_peak_bytes=peak,
                 predicted_step_seconds=seconds,
                 budget_bytes=self.limit,
@@ -351,10 +347,9 @@ class _SizedRows:
             )
 
         def fastest(limit: int) -> Plan | None:
-            fitting = [
-                n for n, plan in enumerate(others, 1) if self._scaled(plan.predicted_peak_bytes, base, size) <= limit
-            ]
-            return next((run(n) for n in [*reversed(fitting), 0] if run(n).predicted_peak_bytes <= limit), None)
+            peaks = [self._scaled(plan.predicted_peak_bytes, base, size) for plan in plans]
+            candidates = [n for n, peak in enumerate(peaks) if peak <= limit or n == 0]
+            return next((run(n) for n in reversed(candidates) if run(n).predicted_peak_bytes <= limit), None)
 
         with sized.step.restoring():
             plan = fastest(self.limit)
@@ -363,18 +358,14 @@ class _SizedRows:
             return replace(row, floor_bytes=run(0).predicted_peak_bytes)
         if more is not None:
             more = replace(more, predicted_peak_bytes=more.predicted_peak_bytes + self._gradient_bytes)
-        peak, seconds = plan.predicted_peak_bytes, plan.predicted_step_seconds
-        row = replace(row, plan=plan, accumulating_plan=more, floor_bytes=min(row.floor_bytes, peak))
-        return replace(row, checked_peak_bytes=peak, checked_seconds=seconds)
-
-    def _set_limit(self, step: RealStep | FakeStep, static: int) -> None:
-        if self.limit:
-            return
-        self._device_name, self._static_bytes = step.device_name, static
-        memory = step.memory(static)
-        self._available = memory.available
-        self._headroom = memory.headroom if self._budget == "max" else 0
-        self.limit = budgets.budget_bytes(self._budget, memory)
+        return replace(
+            row,
+            plan=plan,
+            accumulating_plan=more,
+            floor_bytes=min(row.floor_bytes, plan.predicted_peak_bytes),
+            checked_peak_bytes=plan.predicted_peak_bytes,
+            checked_seconds=plan.predicted_step_seconds,
+        )
 
 
 def _offloads(plan: Plan) -> bool:

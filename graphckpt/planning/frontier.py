@@ -83,9 +83,6 @@ def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = 
         chain: The step.
         plan: An option for each block.
         in_flight: Additional bytes of the forwards in their order, of the head, and of the backwards in theirs.
-
-    Raises:
-        ConfigError: The chain does not allow an option.
     """
     level, state = chain.base, chain.start
     forward, backward = [], []
@@ -145,9 +142,6 @@ class Frontier:
 
     If there are more than ``most_labels``, they are divided into that many bands along the curve, and the fastest of
     each band is kept with its own need: no plan needs more than predicted, and a larger budget is never slower.
-
-    Raises:
-        ConfigError: No plan of the chain is allowed.
     """
 
     def __init__(self, chain: Chain, most_labels: int = MOST_LABELS) -> None:

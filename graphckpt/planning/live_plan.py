@@ -16,7 +16,7 @@ backward, such as one that the loop skips, cannot be planned: the next one is re
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
@@ -83,10 +83,15 @@ class LivePlan:
         self.plan: Plan | None = None
         self.handle: Handle | None = None
         refuse_sharded(self._blocks)
-        self._hooks.enter_context(on_optimizer_step(self._remember))
-        for name, module in self._modules_around():
-            hook = module.register_forward_pre_hook(partial(self._before_call, name), with_kwargs=True, prepend=True)
-            self._hooks.callback(hook.remove)
+        self._hooks.enter_context(
+            on_optimizer_step(lambda optimizer: self._optimizers.update({id(optimizer): optimizer}))
+        )
+        parts = self._blocks[0][0].split(".")
+        for name in (".".join(parts[:number]) for number in range(len(parts))):
+            module = model.get_submodule(name)
+            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                watch = partial(self._before_call, name)
+                self._hooks.callback(module.register_forward_pre_hook(watch, with_kwargs=True, prepend=True).remove)
         self._recompute_all()
 
     @property
@@ -104,15 +109,15 @@ class LivePlan:
             self._record()
 
     def end_step(self, *, is_update: bool = True) -> bool:
-        """Ends a step; returns whether there is a new plan.
-
-        Raises:
-            PlanError: No plan fits, or another process has failed.
-        """
+        """Ends a step; returns whether there is a new plan."""
         if self._input_sizes is None or not is_update:
             return False
         self._input_sizes = None
-        is_recorded = self._end_recording()
+        self._recording.close()
+        step, self._current = self._current, None
+        is_recorded = step is not None and step.has_backward  # otherwise it cannot be planned
+        if is_recorded:
+            self._recorded = step
         self._num_updates += 1
         if self._num_updates == 1:
             self._seconds = perf_counter() - self._begin
@@ -143,17 +148,6 @@ class LivePlan:
         self._policies.close()
         self._hooks.close()
         self._input_sizes = None
-
-    def _remember(self, optimizer: Optimizer) -> None:
-        self._optimizers[id(optimizer)] = optimizer
-
-    def _modules_around(self) -> Iterator[tuple[str, nn.Module]]:
-        parts = self._blocks[0][0].split(".")
-        for number in range(len(parts)):
-            name = ".".join(parts[:number])
-            module = self._model.get_submodule(name)
-            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                yield name, module
 
     def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Notices a batch that is larger than the one planned for, before any block runs."""
@@ -186,15 +180,6 @@ class LivePlan:
         self._current = RecordedStep(self._model, Blocks(self._blocks), self._optimizers.values(), self._seconds)
         self._current.input_sizes = self._input_sizes
         self._recording.enter_context(self._current.recording(self._store))
-
-    def _end_recording(self) -> bool:
-        """Returns whether a step was recorded that can be planned."""
-        self._recording.close()
-        step, self._current = self._current, None
-        if step is None or not step.has_backward:
-            return False
-        self._recorded = step
-        return True
 
     def _plan_first(self, *, is_recorded: bool) -> bool:
         if self._num_updates == 1:

@@ -1,22 +1,37 @@
-"""Predicts the peak of any plan, to the byte, from the traces of each block under each option."""
+"""Predicts the peak of any plan, to the byte, from the traces of each block under each option.
+
+One idea: a storage that a block shares with other code is alive as long as it has a *holder*::
+
+    holder                    from         to              depends on
+    code outside of blocks    BORN         GONE            nothing: it is the same under every plan
+    a block that saves it     HELD         RELEASED        the option of the block
+
+So the events of a step are those between the blocks, and for each block those under its option::
+
+    program of a block         its events, in which storages have roles such as "first argument": fits all equal blocks
+    MemoryModel.steps          the events of one interval of the step, in which storages have numbers
+    EventSeq.outcome           their effect on the level of live bytes, given the holders before; cached
+    LiveState.advance          the level after an interval, and its peak; MemoryModel.levels advances through the step
+
+:class:`JoinedRuns` replaces the events of blocks that are recomputed as one.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import fsum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from graphckpt.planning.program import (
     BlockProgram,
     EventKind,
-    EventProgram,
     Interval,
     Phase,
     PrivateRun,
     Role,
-    SharedEvent,
     StepLog,
     TraceLog,
 )
@@ -25,9 +40,12 @@ from graphckpt.rules.basic import Full
 if TYPE_CHECKING:
     from graphckpt.planning.candidates import Option
 
-_OTHER = 1  # of a storage's holders: any code outside of blocks, counted once
-_BLOCK = 2  # of a storage's holders: each block counts
-_UNBORN = -(1 << 40)  # of a storage's holders: blocks hold an object that will reach it
+# Note [Holders of a storage]
+# The holders of a storage are one int, so that they compare and hash fast. It is negative while blocks hold an object
+# that will reach the storage, such as a cache of keys, before it is allocated.
+_OTHER = 1  # code outside of blocks
+_BLOCK = 2  # is added for each block
+_UNBORN = -(1 << 40)
 
 
 class Change(NamedTuple):
@@ -37,11 +55,12 @@ class Change(NamedTuple):
 
 
 class EventOutcome(NamedTuple):
-    """The outcome of an interval: peak and change above the level at the start, and the holders at the end."""
-
     peak: int
+    """Above the level at the start."""
     change: int
+    """Of the level."""
     holders: tuple[int, ...]
+    """At the end, by storage; see Note [Holders of a storage]."""
 
 
 OutcomeCache: TypeAlias = "dict[tuple[PrivateRun | Change, ...], dict[tuple[int, ...], EventOutcome]]"
@@ -50,15 +69,16 @@ OutcomeCache: TypeAlias = "dict[tuple[PrivateRun | Change, ...], dict[tuple[int,
 
 @final
 class EventSeq:
-    """The events of an interval, in order, compared by identity."""
+    """The events of an interval, in order, compared by identity. Sequences that do the same share their outcomes."""
 
     __slots__ = ("_outcomes", "_steps", "storages")
 
     def __init__(self, steps: Iterable[PrivateRun | Change], outcomes: OutcomeCache | None = None) -> None:
         self._steps = tuple(steps)
         self.storages = tuple(dict.fromkeys(step.storage for step in self._steps if isinstance(step, Change)))
-        """The shared storages of the events."""
-        self._outcomes = ({} if outcomes is None else outcomes).setdefault(self._renumbered(), {})
+        numbers = {storage: number for number, storage in enumerate(self.storages)}
+        key = tuple([s if isinstance(s, PrivateRun) else s._replace(storage=numbers[s.storage]) for s in self._steps])
+        self._outcomes = ({} if outcomes is None else outcomes).setdefault(key, {})
 
     def __iter__(self) -> Iterator[PrivateRun | Change]:
         return iter(self._steps)
@@ -68,12 +88,6 @@ class EventSeq:
         if outcome is None:
             outcome = self._outcomes[holders] = self._simulate(dict(zip(self.storages, holders, strict=True)))
         return outcome
-
-    def _renumbered(self) -> tuple[PrivateRun | Change, ...]:
-        numbers = {storage: number for number, storage in enumerate(self.storages)}
-        return tuple(
-            [s if isinstance(s, PrivateRun) else Change(s.kind, numbers[s.storage], s.num_bytes) for s in self._steps]
-        )
 
     def _simulate(self, holders: dict[int, int]) -> EventOutcome:
         level = peak = 0
@@ -134,9 +148,7 @@ class LiveState:
         holders.update(zip(steps.storages, after, strict=True))
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class IntervalLevel:
+class IntervalLevel(NamedTuple):
     """Live bytes in one interval of the step under a plan."""
 
     interval: Interval
@@ -164,55 +176,64 @@ class MemoryModel:
         is_recomputed: Callable[[int, int], bool],
     ) -> None:
         self.base = base
-        self._is_recomputed = is_recomputed
-        self._reached = [base.reached_by(call) for call in range(len(base.calls))]
-        self.block_of_call = [call.block for call in base.calls]
         self.intervals = base.intervals
+        self.block_of_call = [call.block for call in base.calls]
         self.ends = ends
+        self._ends_in: dict[Interval, list[tuple[int, int]]] = {}
+        for storage, (where, number) in ends.items():
+            self._ends_in.setdefault(where, []).append((number, storage))
         self._program_of = program_of
-        self._storages = [{role: storage for storage, role in base.roles(c).items()} for c in range(len(base.calls))]
-        self._late: dict[Interval, list[int]] = {}
+        self._is_recomputed = is_recomputed
+        calls = range(len(base.calls))
+        self._reached = [base.reached_by(call) for call in calls]
+        self._storages = [{role: storage for storage, role in base.roles(call).items()} for call in calls]
         self._numbers: dict[tuple[Hashable, ...], int] = {}
         self._outcome_cache: OutcomeCache = {}
-        self._outside = {i: self.steps_of(self._outside_steps(i, ends)) for i in self.intervals if not i.is_of_block}
-        for storage, (where, _) in ends.items():
-            if where.is_of_block:  # for options without that event: at the end of that interval
-                self._late.setdefault(where, []).append(storage)
         self._holds: dict[tuple[int, int], frozenset[int]] = {}
         self._steps: dict[tuple[Interval, int], EventSeq] = {}
 
     def steps(self, interval: Interval, option: int) -> EventSeq:
-        if not interval.is_of_block:
-            return self._outside[interval]
-        key = interval, option
+        """Returns the events of an interval, with an option on its block, if it is the forward or backward of one."""
+        key = interval, option if interval.is_of_block else 0
         if key not in self._steps:
-            program = self._program_of(interval.call, option)
-            steps = program.forward if interval.phase is Phase.FORWARD else program.backward
-            changes = [
-                s
-                if isinstance(s, PrivateRun)
-                else Change(s.kind, self.storage(interval.call, s.role, option), s.num_bytes)
-                for s in steps
-            ]
-            if self._reached[interval.call] and self._is_recomputed(interval.call, option):
-                changes = self._with_reached(interval, changes, steps)
-            released = {step.storage for step in changes if isinstance(step, Change) and step.kind is EventKind.GONE}
-            late = [storage for storage in self._late.get(interval, ()) if storage not in released]
-            changes += [Change(EventKind.GONE, storage, self.base.sizes[storage]) for storage in late]
-            self._steps[key] = self.steps_of(changes)
+            events = self._block_events(*key) if interval.is_of_block else self._outside_events(interval)
+            self._steps[key] = self.steps_of(events)
         return self._steps[key]
 
-    def _with_reached(
-        self, interval: Interval, changes: list[PrivateRun | Change], steps: EventProgram
-    ) -> list[PrivateRun | Change]:
-        """Adds that a call holds what the objects among its arguments reach, as long as it holds its arguments."""
-        is_forward = interval.phase is Phase.FORWARD
-        kind = EventKind.HELD if is_forward else EventKind.RELEASED
-        at = len(steps)
-        while not is_forward and at and not _releases_argument(steps[at - 1]):
-            at -= 1
-        added = [Change(kind, storage, self.base.sizes[storage]) for storage in self._reached[interval.call]]
-        return [*changes[: at or len(steps)], *added, *changes[at or len(steps) :]]
+    def _block_events(self, interval: Interval, option: int) -> list[PrivateRun | Change]:
+        call, sizes, is_forward = interval.call, self.base.sizes, interval.phase is Phase.FORWARD
+        program = self._program_of(call, option)
+        events: list[PrivateRun | Change] = []
+        after_arguments = 0
+        for step in program.forward if is_forward else program.backward:
+            if isinstance(step, PrivateRun):
+                events.append(step)
+                continue
+            events.append(Change(step.kind, self.storage(call, step.role, option), step.num_bytes))
+            if not is_forward and step.kind is EventKind.RELEASED and step.role.kind == "argument":
+                after_arguments = len(events)
+        if self._is_recomputed(call, option):  # with its arguments it holds what the objects among them reach
+            kind = EventKind.HELD if is_forward else EventKind.RELEASED
+            at = after_arguments or len(events)
+            events[at:at] = [Change(kind, storage, sizes[storage]) for storage in self._reached[call]]
+        # What code outside of blocks frees here is freed at the end, if the trace of this option does not show where.
+        shown = {e.storage for e in events if isinstance(e, Change) and e.kind is EventKind.GONE}
+        late = [storage for _, storage in self._ends_in.get(interval, ()) if storage not in shown]
+        return events + [Change(EventKind.GONE, storage, sizes[storage]) for storage in late]
+
+    def _outside_events(self, interval: Interval) -> Iterator[PrivateRun | Change]:
+        base = self.base
+        ending = sorted(self._ends_in.get(interval, ()))
+        for number, entry in base.outside(interval):
+            while ending and ending[0][0] <= number:
+                storage = ending.pop(0)[1]
+                yield Change(EventKind.GONE, storage, base.sizes[storage])
+            is_born = entry.kind is EventKind.BORN
+            if entry.storage not in base.shared:
+                yield PrivateRun(entry.num_bytes, entry.num_bytes) if is_born else PrivateRun(0, -entry.num_bytes)
+            elif is_born:  # `ends` say where it is freed
+                yield Change(EventKind.BORN, entry.storage, entry.num_bytes)
+        yield from (Change(EventKind.GONE, storage, base.sizes[storage]) for _, storage in ending)
 
     def steps_of(self, steps: Iterable[PrivateRun | Change]) -> EventSeq:
         """Returns events as a sequence whose outcomes are cached."""
@@ -239,12 +260,8 @@ class MemoryModel:
     @property
     def static_bytes(self) -> int:
         """Live bytes when the first block begins: weights, optimizer state, inputs, gradients of earlier steps."""
-        state = LiveState(unborn=self.base.reached)
-        for interval in self.intervals:
-            if interval.is_of_block:
-                break
-            state.advance(self.steps(interval, 0))
-        return state.level
+        plain = [0] * (1 + max(self.block_of_call))
+        return next(level.start for level in self.levels(plain) if level.interval.is_of_block)
 
     def levels(
         self, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]] | None = None
@@ -263,26 +280,6 @@ class MemoryModel:
         self, plan: Sequence[int], joined: Mapping[Interval, Sequence[EventSeq]] | None = None
     ) -> IntervalLevel:
         return max(self.levels(plan, joined), key=lambda level: level.peak)
-
-    def _outside_steps(
-        self, interval: Interval, ends: Mapping[int, tuple[Interval, int]]
-    ) -> Iterator[PrivateRun | Change]:
-        base = self.base
-        due = sorted((number, storage) for storage, (where, number) in ends.items() if where == interval)
-        for number, entry in base.outside(interval):
-            while due and due[0][0] <= number:
-                yield Change(EventKind.GONE, due[0][1], base.sizes[due.pop(0)[1]])
-            if entry.storage in base.shared:
-                if entry.kind is EventKind.BORN:
-                    yield Change(EventKind.BORN, entry.storage, entry.num_bytes)
-            else:  # private storages of a block are freed elsewhere
-                is_born = entry.kind is EventKind.BORN
-                yield PrivateRun(entry.num_bytes if is_born else 0, entry.num_bytes if is_born else -entry.num_bytes)
-        yield from (Change(EventKind.GONE, storage, base.sizes[storage]) for _, storage in due)
-
-
-def _releases_argument(step: PrivateRun | SharedEvent) -> bool:
-    return isinstance(step, SharedEvent) and step.kind is EventKind.RELEASED and step.role.kind == "argument"
 
 
 @final
@@ -356,16 +353,12 @@ def with_gathers(
     for interval in model.intervals:
         if interval.phase is not Phase.BACKWARD or interval.call in model.base.dropped:
             continue
-        option = plan[model.block_of_call[interval.call]]
-        num_bytes = ahead.get((interval.call, option), 0)
-        if not num_bytes:
-            continue
-        if before is not None:
-            own = events.get(before) or [model.steps(before, plan[model.block_of_call[before.call]])]
-            events[before] = [model.steps_of([PrivateRun(num_bytes, num_bytes)]), *own]
-            own = events.get(interval) or [model.steps(interval, option)]
-            events[interval] = [model.steps_of([PrivateRun(0, -num_bytes)]), *own]
-        before = interval
+        if num_bytes := ahead.get((interval.call, plan[model.block_of_call[interval.call]]), 0):
+            if before is not None:
+                for where, change in ((before, num_bytes), (interval, -num_bytes)):
+                    own = events.get(where) or [model.steps(where, plan[model.block_of_call[where.call]])]
+                    events[where] = [model.steps_of([PrivateRun(max(0, change), change)]), *own]
+            before = interval
     return events
 
 
@@ -379,16 +372,26 @@ LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Possible lengths of runs. For n blocks, runs of about sqrt(n) take the least memory: these suffice for 250."""
 
 
+# Note [Joined runs]
+# Only the first block of a run saves its input; each later one frees its input, which is the result of the one before::
+#
+#     backward of a run of 0, 1, 2     of 2:  recompute 0, recompute 1, then 2 as under `full`
+#                                      of 1:  as under `keep`, with the results that were recomputed
+#                                      of 0:  as under `keep`, with the results that were recomputed
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _JoinedCall:
-    """The events of a call in a run: as its first block, which saves its input, or as a later one."""
+    """The events of a call in a run. See Note [Joined runs]."""
 
     holds: frozenset[int]
     """The shared storages that it holds until its backward."""
     forward: EventSeq
+    recomputation: EventSeq
+    """Keeps what its backward needs, and the input of the next block."""
     backward: EventSeq
-    """After all results have been recomputed."""
+    """After its recomputation."""
 
 
 @final
@@ -404,17 +407,16 @@ class JoinedRuns:
         for call, block in enumerate(model.block_of_call):
             self._calls.setdefault(block, []).append(call)
         every = range(len(model.block_of_call) if self.full else 0)
-        self._inputs = {call: storage for call in every for storage in self._input_of(call)}
+        self._inputs = {call: storage for call in every if (storage := self._input_of(call)) is not None}
+        """By each call that can be joined to the one before it."""
         self._allocated = {call: frozenset(model.base.allocated(call)) - {self._inputs.get(call + 1)} for call in every}
-        self._first = {call: self._as_first(call) for call in every}
-        self._behind = {call: self._as_behind(call) for call in self._inputs}
-        self._recomputed = {call: self._model.steps_of(self._recomputation(call)) for call in every}
-        self._recomputed_behind = {call: self._recomputation_behind(call) for call in self._inputs}
-        self._last = {call: self._backward_of_last(call) for call in self._inputs}
-        self._follows = [
-            all(call in self._inputs for call in self._calls.get(block, [-1])) for block in range(len(measured.names))
-        ]
-        self.extra_seconds = [self._extra_seconds(measured, block) for block in range(len(measured.names))]
+        self._first = {call: self._joined_call(call, None) for call in every}
+        self._behind = {call: self._joined_call(call, storage) for call, storage in self._inputs.items()}
+        self._last = {call: self._backward_of_last(call, storage) for call, storage in self._inputs.items()}
+        blocks = range(len(measured.names))
+        self._can_follow = [all(call in self._inputs for call in self._calls.get(block, [-1])) for block in blocks]
+        seconds = zip(measured.forward_seconds, measured.backward_seconds, strict=True)
+        self.extra_seconds = [max(0.0, fwd[_KEEP] + bwd[_KEEP] - bwd[self.full]) for fwd, bwd in seconds]
         """By block: the extra seconds if others are joined to it, since all of it is recomputed then; the
         recomputation of ``full`` stops at the last tensor that backward needs."""
 
@@ -422,10 +424,8 @@ class JoinedRuns:
         return fsum(self.extra_seconds[block] for first, end in runs for block in range(first, end - 1))
 
     def lengths(self, block: int) -> Sequence[int]:
-        longest = 1
-        while longest < LENGTHS[-1] and block + longest < len(self._follows) and self._follows[block + longest]:
-            longest += 1
-        return LENGTHS[: bisect_right(LENGTHS, longest)]
+        followers = takewhile(bool, self._can_follow[block + 1 : block + LENGTHS[-1]])
+        return LENGTHS[: bisect_right(LENGTHS, 1 + sum(followers))]
 
     def steps_of(self, runs: Runs) -> dict[Interval, Sequence[EventSeq]]:
         """Returns the events of the blocks of some runs, by interval, in all passes of a step."""
@@ -437,17 +437,16 @@ class JoinedRuns:
         }
 
     def steps(self, calls: range) -> Iterator[tuple[Interval, Sequence[EventSeq]]]:
-        first, last = calls[0], calls[-1]
-        each = [(call, self._first[call] if call == first else self._behind[call]) for call in calls]
-        for call, does in each:
-            yield Interval(Phase.FORWARD, call), (does.forward,)
-        if first in self._model.base.dropped:  # nothing is recomputed
-            yield from ((Interval(Phase.BACKWARD, call), (does.backward,)) for call, does in each)
+        run = [(call, self._first[call] if call == calls[0] else self._behind[call]) for call in calls]
+        for call, joined in run:
+            yield Interval(Phase.FORWARD, call), (joined.forward,)
+        if calls[0] in self._model.base.dropped:  # nothing is recomputed
+            yield from ((Interval(Phase.BACKWARD, call), (joined.backward,)) for call, joined in run)
             return
-        recomputed = [self._recomputed[first], *(self._recomputed_behind[call] for call in calls[1:-1])]
-        yield Interval(Phase.BACKWARD, last), (*recomputed, self._last[last])
-        for call, does in reversed(each[:-1]):
-            yield Interval(Phase.BACKWARD, call), (does.backward,)
+        *others, (last, _) = run
+        recomputations = [joined.recomputation for _, joined in others]
+        yield Interval(Phase.BACKWARD, last), (*recomputations, self._last[last])
+        yield from ((Interval(Phase.BACKWARD, call), (joined.backward,)) for call, joined in reversed(others))
 
     def inputs(self, calls: range) -> frozenset[int]:
         return frozenset(self._inputs[call] for call in calls[1:])
@@ -456,32 +455,25 @@ class JoinedRuns:
         """Returns the shared storages that the calls of a run hold until their backward."""
         return self._first[calls[0]].holds.union(*(self._behind[call].holds for call in calls[1:]))
 
-    def _extra_seconds(self, measured: MeasuredStep, block: int) -> float:
-        forward, backward = measured.forward_seconds[block][_KEEP], measured.backward_seconds[block]
-        return max(0.0, forward + backward[_KEEP] - backward[self.full])
+    def _joined_call(self, call: int, passed_on: int | None) -> _JoinedCall:
+        """Returns the events of the first call of a run, or of one whose input is ``passed_on``."""
+        model = self._model
+        holds = model.holds(call, self.full) - {passed_on}
+        free = [] if passed_on is None else [self._change(EventKind.GONE, passed_on)]
+        is_saved = passed_on in model.holds(call, _KEEP)  # by an op
+        return _JoinedCall(
+            holds,
+            forward=model.steps_of([*self._under_full(Phase.FORWARD, call, passed_on), *free]),
+            recomputation=model.steps_of([*self._recomputation(call), *(() if is_saved else free)]),
+            backward=model.steps_of([*self._backward(call, holds, passed_on), *free]),
+        )
 
-    def _as_first(self, call: int) -> _JoinedCall:
-        holds = self._model.holds(call, self.full)
-        forward = self._model.steps(Interval(Phase.FORWARD, call), self.full)
-        return _JoinedCall(holds, forward, self._model.steps_of(self._backward(call, holds)))
-
-    def _as_behind(self, call: int) -> _JoinedCall:
-        """The input is not held, and is freed after its use."""
-        passed_on = self._inputs[call]
-        holds = self._model.holds(call, self.full) - {passed_on}
-        forward = self._under_full(Phase.FORWARD, call, passed_on)
-        free = self._change(EventKind.GONE, passed_on)
-        backward = [*self._backward(call, holds, passed_on), free]
-        return _JoinedCall(holds, self._model.steps_of([*forward, free]), self._model.steps_of(backward))
-
-    def _backward(
-        self, call: int, holds: frozenset[int], passed_on: int | None = None
-    ) -> Iterator[PrivateRun | Change]:
+    def _backward(self, call: int, holds: frozenset[int], passed_on: int | None) -> Iterator[PrivateRun | Change]:
         if call in self._model.base.dropped:
             yield from self._under_full(Phase.BACKWARD, call, passed_on)
             return
         for step in self._model.steps(Interval(Phase.BACKWARD, call), _KEEP):
-            yield self._recomputed_one(call, step) if isinstance(step, Change) and step.kind in _HOLDS else step
+            yield self._recomputed(call, step) if isinstance(step, Change) and step.kind in _HOLDS else step
         yield from (self._change(EventKind.RELEASED, storage) for storage in sorted(holds))
         yield from (PrivateRun(0, -2 * private.change) for private in self._private(call))
 
@@ -493,33 +485,22 @@ class JoinedRuns:
 
     def _recomputation(self, call: int) -> list[PrivateRun | Change]:
         """It is recomputed as under ``keep``; of what leaves the block, only the input of the next one stays."""
-        forward = [
-            self._recomputed_one(call, step) if isinstance(step, Change) else step
-            for step in self._model.steps(Interval(Phase.FORWARD, call), _KEEP)
-        ]
+        steps = self._model.steps(Interval(Phase.FORWARD, call), _KEEP)
+        forward = [self._recomputed(call, step) if isinstance(step, Change) else step for step in steps]
         born = [step for step in forward if isinstance(step, Change) and step.kind is EventKind.BORN]
         frees = [step._replace(kind=EventKind.GONE) for step in born if step.storage != self._inputs.get(call + 1)]
         return [*self._private(call), *forward, *frees]
 
-    def _recomputation_behind(self, call: int) -> EventSeq:
-        """The input is freed at the end, unless an op saves it."""
-        passed_on = self._inputs[call]
-        is_saved = passed_on in self._model.holds(call, _KEEP)
-        frees = [] if is_saved else [self._change(EventKind.GONE, passed_on)]
-        return self._model.steps_of([*self._recomputation(call), *frees])
-
-    def _recomputed_one(self, call: int, step: Change) -> Change:
+    def _recomputed(self, call: int, step: Change) -> Change:
         """Returns the event for what the recomputation allocates in place of a storage of the original forward."""
         if step.storage not in self._allocated[call]:
             return step
         return step._replace(storage=self._model.number_of(call, step.storage))
 
-    def _backward_of_last(self, call: int) -> EventSeq:
+    def _backward_of_last(self, call: int, passed_on: int) -> EventSeq:
         steps = self._model.steps(Interval(Phase.BACKWARD, call), self.full)
-        passed_on = self._inputs[call]
-        return self._model.steps_of(
-            [self._change(EventKind.HELD, passed_on), *steps, self._change(EventKind.GONE, passed_on)]
-        )
+        hold, free = (self._change(kind, passed_on) for kind in (EventKind.HELD, EventKind.GONE))
+        return self._model.steps_of([hold, *steps, free])
 
     def _private(self, call: int) -> list[PrivateRun]:
         """Returns what a call saves beside its inputs, such as copies of buffers; restoring them takes as much."""
@@ -530,20 +511,19 @@ class JoinedRuns:
     def _change(self, kind: EventKind, storage: int) -> Change:
         return Change(kind, storage, self._model.base.sizes.get(storage, 0))
 
-    def _input_of(self, call: int) -> list[int]:
+    def _input_of(self, call: int) -> int | None:
         """Returns the argument that the call of the block before it has created, if nothing else uses or holds it."""
         base = self._model.base
         if call == 0 or any(Interval(Phase.BACKWARD, c) not in base.intervals for c in (call - 1, call)):
-            return []
+            return None
         before, here = base.calls[call - 1], base.calls[call]
         if before.block != here.block - 1 or (call in base.dropped) != (call - 1 in base.dropped):
-            return []
-        inputs = [
-            storage for storage in here.arguments if storage in before.outputs and storage not in before.arguments
-        ]
-        if len(set(inputs)) != 1 or inputs[0] not in here.returned_before:
-            return []
-        users = [c for c in range(len(base.calls)) if inputs[0] in base.roles(c)]
-        end = self._model.ends.get(inputs[0])
+            return None
+        inputs = {s for s in here.arguments if s in before.outputs and s not in before.arguments}
+        if len(inputs) != 1 or not inputs.issubset(here.returned_before):
+            return None
+        (storage,) = inputs
+        users = [c for c in range(len(base.calls)) if storage in base.roles(c)]
+        end = self._model.ends.get(storage)
         is_freed = end is not None and end[0] in (Interval(Phase.FORWARD, call), Interval(Phase.AFTER_FORWARD, call))
-        return inputs[:1] if is_freed and users == [call - 1, call] else []
+        return storage if is_freed and users == [call - 1, call] else None

@@ -160,9 +160,6 @@ class DeviceMemory:
 def check_budget(budget: Budget, *, for_fit: bool = False) -> Budget:
     """Returns a budget that can be used; text such as ``"0.6"`` becomes a float.
 
-    Raises:
-        ConfigError: It is neither a size nor a share nor a known word, or with ``for_fit``, depends on the batch size.
-
     >>> check_budget("12GiB"), check_budget("50%"), check_budget("0.6")
     ('12GiB', '50%', 0.6)
     >>> check_budget(60)
@@ -199,11 +196,7 @@ def check_budget(budget: Budget, *, for_fit: bool = False) -> Budget:
 
 
 def check_fit_budget(budget: Budget) -> int | str:
-    """Returns a budget independent of the batch size.
-
-    Raises:
-        ConfigError: It is another one, or it cannot be used.
-    """
+    """Returns a budget independent of the batch size."""
     budget = check_budget(budget, for_fit=True)
     assert not isinstance(budget, float)
     return budget

@@ -37,7 +37,7 @@ class AppliedPolicies(Protocol):
     def __enter__(self) -> Any:
         """Keeps the policies until the end of the ``with`` block."""
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> Any:
         """Removes the policies."""
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from graphckpt.errors import ConfigError, GraphckptError, PlanError
 from graphckpt.planning.memory_model import MeasuredStep
-from graphckpt.planning.program import TraceLog
 from graphckpt.stores.partition import RendezvousTimeout, exchange
 
 _SECONDS_TO_REPORT = 10.0  # that a failed process waits for the others to read its error
@@ -67,11 +66,7 @@ class PlanGroup:
             time.sleep(_SECONDS_TO_READ)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Returns the values that the processes pass, by rank, which are JSON.
-
-        Raises:
-            GroupError: another process has failed, has exited or did not join.
-        """
+        """Returns the values that the processes pass, by rank, which are JSON."""
         if self.size == 1:
             return [value]
         fix = "fix: plan on all processes of the group at once, or select another `group`"
@@ -93,12 +88,7 @@ class PlanGroup:
         return [answer["value"] for answer in answers]
 
     def from_leader(self, value: Any) -> Any:
-        """Returns the value that the leader passes."""
         return self.all_gather(value)[self.leader]
-
-    def trace_of_leader(self, own: TraceLog) -> TraceLog:
-        message = self.from_leader(own.to_message() if self.rank == self.leader else None)
-        return TraceLog.from_message(message)
 
     def max(self, value: float) -> Any:
         return max(self.all_gather(value))
@@ -125,11 +115,7 @@ class PlanGroup:
             self.notes.append(f"peaks differ between processes; planned for {highest}")
 
     def check_equal(self, **settings: Any) -> None:
-        """Checks that all processes are about to plan the same.
-
-        Raises:
-            PlanError: a setting differs between processes.
-        """
+        """Checks that all processes are about to plan the same."""
         rows = self.all_gather(settings)
         for member, row in zip(self._members, rows, strict=True):
             for name, value in row.items():
@@ -151,9 +137,6 @@ def planning_group(group: Any = None) -> PlanGroup:
     Args:
         group: a ``ProcessGroup``; ``None`` is all processes, where ``torch.distributed`` is initialised; ``False`` is
             this process alone.
-
-    Raises:
-        ConfigError: it is not a group, or this process is not in it.
 
     >>> planning_group().size
     1

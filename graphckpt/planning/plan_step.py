@@ -21,7 +21,6 @@ from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.memory_model import MeasuredStep
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
@@ -91,7 +90,6 @@ def plan(
 
 
 def _make_model(model: Any, step_fn: Any, device: Device) -> MakeModel:
-    """Returns the function that builds the model, or one that returns it."""
     if step_fn is None and callable(model) and not isinstance(model, nn.Module):
         make: MakeModel = model
         return make
@@ -190,16 +188,11 @@ def plan_recorded(
 
 
 def _check_parameters(model: nn.Module, budget: Budget) -> None:
-    """Refuses a size that no plan can meet, before minutes of measuring.
-
-    Raises:
-        PlanError: The parameters alone take more.
-    """
+    """Refuses a size that no plan can meet, before minutes of measuring."""
     size = budgets.size_of(budget)
     plain = [p for p in model.parameters() if not hasattr(p.data, "__tensor_flatten__")]
     on_device = (parameter for parameter in plain if parameter.device == plain[0].device)
-    storages = {id(storage): storage for parameter in on_device for storage in storages_of(parameter)}  # once if shared
-    num_bytes = sum(storage.nbytes() for storage in storages.values())
+    num_bytes = sum({id(s): s.nbytes() for parameter in on_device for s in storages_of(parameter)}.values())
     if size is not None and num_bytes > size:
         what = f"no plan fits · the parameters alone take {format_bytes(num_bytes)}"
         raise PlanError(f"memory_budget {format_bytes(size)}: {what} · fix: a larger budget")
@@ -210,12 +203,7 @@ def _progress_of(options: PlanOptions, group: PlanGroup) -> Progress:
 
 
 def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:
-    """Returns the blocks to plan, none inside of another.
-
-    Raises:
-        ConfigError: A selector matches nothing, no layers were found, or a module has a policy, is compiled as a whole,
-            or has its own gradient checkpointing enabled.
-    """
+    """Returns the blocks to plan, none inside of another."""
     if selectors is None:
         names = layers(model)
         if not names:
@@ -245,9 +233,7 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     return blocks
 
 
-def _limit_of(
-    budget: Budget, planner: Planner, step: RealStep | FakeStep | RecordedStep, group: PlanGroup
-) -> tuple[int | None, int]:
+def _limit_of(budget: Budget, planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> tuple[int | None, int]:
     """Returns the bytes that a step of any process may take, ``None`` for the lowest possible peak, and the headroom.
 
     With a share of the plain step it is the leader's limit, otherwise the smallest of all processes.
@@ -266,7 +252,7 @@ def _limit_of(
 
 
 def measure_all(
-    step: RealStep | FakeStep | RecordedStep,
+    step: RealStep | FakeStep,
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     options: PlanOptions,
@@ -274,13 +260,7 @@ def measure_all(
     notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Planners:
-    """Measures every candidate on every block, once for each way in which the head may run.
-
-    Raises:
-        ConfigError: an option cannot be used.
-        MissingPackageError: the extra ``plan`` is not installed.
-        PlanError: the step cannot be measured, or another process has failed.
-    """
+    """Measures every candidate on every block, once for each way in which the head may run."""
     require("plan", "numpy", "networkx")  # before minutes of measuring
 
     def on_run(done: int, total: int) -> None:
@@ -301,27 +281,26 @@ def measure_all(
         options=[option.name for option in candidates],
         head=[[row.block, row.option] for rows in heads for row in rows],
     )
-    rates = None
+    rates: CopyRates | None = None
     if (target := parse_offload(options.offload)) is not None:
-        rates = _slowest(group.all_gather(step.copy_rates(target)))
+        of_ranks = group.all_gather(step.copy_rates(target))
+        rates = None if None in of_ranks else CopyRates(*map(min, zip(*of_ranks, strict=True)))
         if rates is None:
             candidates = tuple(option for option in candidates if not option.is_far)
             notes.append(step.no_copies)
-
-    def measure_once() -> MeasuredStep:
-        try:
-            return measure(step, Blocks(blocks), candidates, on_run, group)
-        except PathError as error:
-            if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
-                raise
-            notes.append(_ALL_BLOCKS)
-            return measure(step, Blocks(blocks), candidates, on_run)
 
     planners: list[Planner] = []
     for rows in heads:
         head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
         with head, compiled_forwards(modules, code.options):
-            measured = group.times(measure_once())
+            try:
+                measured = measure(step, Blocks(blocks), candidates, on_run, group)
+            except PathError as error:
+                if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
+                    raise
+                notes.append(_ALL_BLOCKS)
+                measured = measure(step, Blocks(blocks), candidates, on_run)
+            measured = group.times(measured)
         # Without the first layer of a run, the others join the run before it, and exceed the peak.
         joins = can_join(modules, options.candidates) and _ALL_BLOCKS not in notes
         planners.append(
@@ -343,11 +322,6 @@ _ALL_BLOCKS = (
     "the step calls different blocks each time, as LayerDrop does; it is planned for a step that calls all of them, so "
     "the peak is an upper bound"
 )
-
-
-def _slowest(rates: Sequence[Sequence[float] | None]) -> CopyRates | None:
-    rows = [each for each in rates if each is not None]
-    return CopyRates(*map(min, zip(*rows, strict=True))) if len(rows) == len(rates) else None
 
 
 def head_rows(

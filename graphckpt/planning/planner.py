@@ -56,11 +56,7 @@ class Planner:
         return self.search.floor()
 
     def plan(self, budget: int, correction: int = 0) -> Plan:
-        """Returns the fastest plan whose peak is at most ``budget`` bytes.
-
-        Raises:
-            PlanError: There is none.
-        """
+        """Returns the fastest plan whose peak is at most ``budget`` bytes; raises PlanError if there is none."""
         choice = self.search.fastest(budget - correction)
         if choice is None:
             raise self.infeasible(budget, self.floor.peak + correction)
@@ -79,7 +75,6 @@ class Planner:
         return [corrected(self.to_plan(choice, choice.peak + correction), correction) for choice in choices]
 
     def uniform(self) -> dict[str, Plan]:
-        """Returns the plan with one option for all blocks, for each option by its name."""
         options = zip(self.measured.options, self.search.uniform(), strict=True)
         return {option.name: self.to_plan(choice, choice.peak) for option, choice in options}
 
@@ -135,7 +130,11 @@ class Planner:
         if where.startswith("the head") and not self.in_callback:
             fixes.append("compute the loss in slices (set `head` to its block and `Tiles`)")
         container = self._sequential()
-        without_inputs = max(static, self.floor.peak - self._input_bytes()) + lowest - self.floor.peak
+        # What the blocks hold at the lowest peak, segments of segments hold in part.
+        model, options = self.measured.model, self.floor.plan
+        storages = {s for call, block in enumerate(model.block_of_call) for s in model.holds(call, options[block])}
+        input_bytes = sum(model.base.sizes.get(storage, 0) for storage in storages)
+        without_inputs = max(static, self.floor.peak - input_bytes) + lowest - self.floor.peak
         if container is not None and without_inputs <= budget and not self.in_callback:
             fixes.append(f"segments='log' on {container} (less memory, more time)")
         content = f"weights, optimizer state, inputs{', workspaces' if self.is_simulated else ''} and what runs before"
@@ -146,14 +145,8 @@ class Planner:
             f"fix: {', '.join([*fixes, 'a smaller batch, or a larger budget'])}"
         )
 
-    def _input_bytes(self) -> int:
-        """Returns what the blocks hold at the lowest peak, which segments of segments hold in part."""
-        model, options = self.measured.model, self.floor.plan
-        storages = {s for call, block in enumerate(model.block_of_call) for s in model.holds(call, options[block])}
-        return sum(model.base.sizes.get(storage, 0) for storage in storages)
-
     def _sequential(self) -> str | None:
-        """Returns how to refer to the ``nn.Sequential`` whose children are planned, if there is one."""
+        """Returns how to refer to the ``nn.Sequential`` whose children are planned."""
         parent, *others = {name.rpartition(".")[0] for name in self.measured.names}
         if self.model is None or others or not isinstance(self.model.get_submodule(parent), nn.Sequential):
             return None
@@ -185,19 +178,10 @@ class Planners:
         return min(planner.floor.peak for planner in self._planners)
 
     def plan(self, budget: int) -> Plan:
-        """Returns the fastest plan whose peak is at most ``budget`` bytes.
-
-        Raises:
-            PlanError: There is none.
-        """
         return self.best_of(lambda planner: planner.plan(budget))
 
     def best_of(self, plan_with: Callable[[Planner], Plan], *, is_least: bool = False) -> Plan:
-        """Returns the fastest plan of all planners; with ``is_least`` the one with the lowest peak.
-
-        Raises:
-            PlanError: no planner has a plan; the error is that of the planner with the lowest floor.
-        """
+        """Returns the fastest plan of all planners; with ``is_least`` the one with the lowest peak."""
         plans: list[Plan] = []
         faults: list[tuple[int, PlanError]] = []
         for planner in self._planners:
@@ -229,9 +213,6 @@ def plan_and_check(planner: Planner, step: RealStep, limit: int, group: PlanGrou
 
     The step of each process runs under the plan. If the highest peak exceeds the limit or is over 1 % off, the next
     plan counts in the difference, a few times, and at last the plan with the lowest predicted peak runs.
-
-    Raises:
-        PlanError: The peak of each of them exceeds the limit.
     """
     runs: dict[tuple[str, ...], Plan] = {}
     fitting: list[Plan] = []

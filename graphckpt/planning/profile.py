@@ -45,19 +45,7 @@ _MAKES_NOTHING = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh,
     _aten._local_scalar_dense, _aten.resize_, _aten.set_,
 }  # fmt: skip
-_PICKS = {
-    _aten.embedding,
-    _aten.index,
-    _aten.index_select,
-    _aten.gather,
-}  # read only the rows that they return
-
-
-def efficiency_kind(func: Any) -> str:
-    packet = func.overloadpacket
-    if packet in _ATTENTION:
-        return "attention"
-    return "convolution" if packet in _CONVOLUTION else "matmul"
+_PICKS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}  # read only the rows that they return
 
 
 def rate_name(func: Any, args: tuple[Any, ...]) -> str:
@@ -97,39 +85,22 @@ def _flash_backward(args: tuple[Any, ...]) -> int:
     """`mha_bwd` of PyTorch's flash_api.cpp: gradient of the query and row sums in float32; of grouped heads, all."""
     _, query, key, *_ = args
     batch, heads, length, width = query.shape
-    length_rounded = _up(length, 128)
     width_rounded = _up(width, 32) if width <= 192 else 256
-    accumulated = 4 * batch * heads * length_rounded * (width_rounded + 1)
-    expanded = 0
-    if key.shape[1] != heads:
-        expanded = 2 * batch * heads * key.shape[2] * width * query.element_size()
+    accumulated = 4 * batch * heads * _up(length, 128) * (width_rounded + 1)
+    expanded = 2 * batch * heads * key.shape[2] * width * query.element_size() if key.shape[1] != heads else 0
     return int(accumulated + expanded)
-
-
-def _efficient_backward(args: tuple[Any, ...]) -> int:
-    """`_efficient_attention_backward` of PyTorch's attention_backward.cu: row sums in float32."""
-    batch, heads, length, _ = args[1].shape
-    return 4 * int(batch * heads * length)
-
-
-def _cudnn_backward(args: tuple[Any, ...]) -> int:
-    """Gradient of the query and row sums in float32, as flash attention has: an assumption, cuDNN documents nothing."""
-    _, query, *_ = args
-    batch, heads, length, width = query.shape
-    return 4 * int(batch * heads * length * (width + 1))
-
-
-def _embedding_backward(args: tuple[Any, ...]) -> int:
-    """`embedding_dense_backward_cuda`: above 3072 indices it sorts them, through buffers of twice the size."""
-    count = args[1].numel()
-    return 4 * 8 * int(count) if count > 3072 else 0
 
 
 _CUDA_EXTRA: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
-    _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward: _cudnn_backward,
-    _aten.embedding_dense_backward: _embedding_backward,
+    # `_efficient_attention_backward` of PyTorch's attention_backward.cu: row sums in float32.
+    _aten._scaled_dot_product_efficient_attention_backward: lambda args: 4 * prod(args[1].shape[:-1]),
+    # cuDNN documents nothing; assumed to be as in flash attention: gradient of the query and row sums in float32.
+    _aten._scaled_dot_product_cudnn_attention_backward: (
+        lambda args: 4 * prod(args[1].shape[:-1]) * (args[1].shape[-1] + 1)
+    ),
+    # `embedding_dense_backward_cuda`: above 3072 indices it sorts them, through buffers of twice the size.
+    _aten.embedding_dense_backward: lambda args: 4 * 8 * args[1].numel() if args[1].numel() > 3072 else 0,
 }
 
 
@@ -245,8 +216,10 @@ class DeviceProfile:
         seconds = num_bytes / (self.memory_bandwidth * self.efficiency.get("bandwidth", 1.0))
         flops = flops_of(func, args, kwargs, result)
         if flops:
+            packet = func.overloadpacket
+            kind = "attention" if packet in _ATTENTION else "convolution" if packet in _CONVOLUTION else "matmul"
             peak = self.flops.get(rate_name(func, args)) or self.flops["float32"]
-            seconds = max(seconds, flops / (peak * self.efficiency.get(efficiency_kind(func), 1.0)))
+            seconds = max(seconds, flops / (peak * self.efficiency.get(kind, 1.0)))
         return seconds + self.launch_seconds
 
     def op_extra_bytes(self, func: Any, args: tuple[Any, ...]) -> int:
@@ -310,12 +283,11 @@ def _parsed(values: Any, path: Path) -> DeviceProfile:
     faults += [f"{key}: is missing" for key in needed if key not in values]
     if faults:
         raise ConfigError(bullets(f"device profile {path}", faults))
-    values = dict(values)
-    if isinstance(values.get("attention"), (list, str)):
-        attention = values["attention"]
-        values["attention"] = (attention,) if isinstance(attention, str) else tuple(attention)
-    if isinstance(values.get("capability"), list):
-        values["capability"] = tuple(values["capability"])
+    if isinstance(values.get("attention"), str):
+        values["attention"] = [values["attention"]]
+    for name in ("attention", "capability"):
+        if isinstance(values.get(name), list):
+            values[name] = tuple(values[name])
     return DeviceProfile(**values)
 
 

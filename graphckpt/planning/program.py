@@ -35,6 +35,9 @@ class Phase(Enum):
     OPTIMIZER = "optimizer"
 
 
+_OF_BLOCKS = Phase.FORWARD, Phase.BACKWARD
+
+
 class Interval(NamedTuple):
     """A part of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none.
 
@@ -47,7 +50,7 @@ class Interval(NamedTuple):
     @property
     def is_of_block(self) -> bool:
         """Whether the policy of a block determines what happens in it."""
-        return self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        return self.phase in _OF_BLOCKS
 
 
 class StorageEvent(NamedTuple):
@@ -201,14 +204,13 @@ class StepLog:
         self._entries: dict[Interval, list[StorageEvent]] = {}
         self._where_born: dict[int, Interval] = {}
         self._where_gone: dict[int, Interval] = {}
-        for stretch in self._stretches:
-            self._entries.setdefault(stretch.interval, []).extend(stretch.entries)
-            for entry in stretch.entries:
-                if entry.kind is EventKind.BORN:
-                    self._where_born[entry.storage] = stretch.interval
-                    self.sizes[entry.storage] = entry.num_bytes
-                elif entry.kind is EventKind.GONE:
-                    self._where_gone[entry.storage] = stretch.interval
+        for interval, entry in self._events():
+            self._entries.setdefault(interval, []).append(entry)
+            if entry.kind is EventKind.BORN:
+                self._where_born[entry.storage] = interval
+                self.sizes[entry.storage] = entry.num_bytes
+            elif entry.kind is EventKind.GONE:
+                self._where_gone[entry.storage] = interval
         self.objects = trace.objects
         self.reached = frozenset(storage for each in self.objects for storage in each.reached)
         """The storages that live as long as an object among the arguments of blocks."""
@@ -219,6 +221,9 @@ class StepLog:
         """The storages that have a role for any call."""
         self.ends: dict[int, StorageEnd] = {}
         """Where non-block code releases a shared storage, if the trace shows it; a block may still hold it."""
+
+    def _events(self) -> Iterator[tuple[Interval, StorageEvent]]:
+        return ((span.interval, entry) for span in self._stretches for entry in span.entries)
 
     @property
     def has_backward(self) -> bool:
@@ -246,10 +251,16 @@ class StepLog:
         self._roles = [self._roles_of(call, leaving[call]) for call in range(len(self.calls))]
         self.shared = self.reached.union(*self._roles, (each.storage for each in self.objects))
         for call, roles in enumerate(self._roles):  # allocated by one block and freed by another
-            ending = [e.storage for e in self._of(call) if e.kind is EventKind.GONE and e.storage in self.shared]
-            passing = [storage for storage in ending if storage not in roles and storage not in self.reached]
+            own = (e for phase in _OF_BLOCKS for e in self.entries(Interval(phase, call)) if e.kind is EventKind.GONE)
+            ending = [e.storage for e in own if e.storage in self.shared and e.storage not in self.reached]
+            passing = [storage for storage in ending if storage not in roles]
             roles.update({storage: Role("passing", number) for number, storage in enumerate(passing)})
-        self.ends = dict(self._ends())
+        self.ends = {
+            entry.storage: StorageEnd(interval, number)
+            for interval in self.intervals
+            for number, entry in self.outside(interval)
+            if entry.kind is EventKind.GONE and entry.storage in self.shared and entry.storage not in self._masked
+        }
 
     def entries(self, interval: Interval) -> Sequence[StorageEvent]:
         return self._entries.get(interval, ())
@@ -259,13 +270,9 @@ class StepLog:
 
     def of_backward(self) -> frozenset[int]:
         """Returns the shared storages that were allocated in backward, or later."""
-        forward = (Phase.BEFORE, Phase.FORWARD)
-        return frozenset(
-            storage
-            for roles in self._roles
-            for storage, role in roles.items()
-            if role.kind in ("gradient", "left") and self._where_born[storage].phase not in forward
-        )
+        roles = (item for each in self._roles for item in each.items())
+        storages = (storage for storage, role in roles if role.kind in ("gradient", "left"))
+        return frozenset(s for s in storages if self._where_born[s].phase not in (Phase.BEFORE, Phase.FORWARD))
 
     def is_gone(self, storage: int) -> bool:
         return storage in self._where_gone
@@ -282,15 +289,11 @@ class StepLog:
         """Returns the program of a call. Storages that are freed because a block releases them are left out."""
         roles = self._roles[call]
         forward, backward = (
-            tuple(_fold(_steps((e for e in self.entries(Interval(phase, call)) if not self._is_masked(e)), roles)))
-            for phase in (Phase.FORWARD, Phase.BACKWARD)
+            tuple(_fold((e for e in self.entries(Interval(phase, call)) if not self._is_masked(e)), roles))
+            for phase in _OF_BLOCKS
         )
         left = sorted((role, self.sizes[storage]) for storage, role in roles.items() if role.kind == "left")
         return BlockProgram(forward, backward, tuple(num_bytes for _, num_bytes in left))
-
-    def _of(self, call: int) -> Iterator[StorageEvent]:
-        yield from self.entries(Interval(Phase.FORWARD, call))
-        yield from self.entries(Interval(Phase.BACKWARD, call))
 
     def _is_masked(self, entry: StorageEvent) -> bool:
         if entry.kind is EventKind.GONE:
@@ -310,48 +313,32 @@ class StepLog:
             begun |= {call} if phase is Phase.BACKWARD else set()
             for entry in span.entries:
                 if entry.kind is EventKind.RELEASED:
-                    is_own = entry.call in begun or (phase is Phase.FORWARD and entry.call == call)
+                    is_own = entry.call in begun or span.interval == (Phase.FORWARD, entry.call)
                     (others if is_own else early).add((entry.call, entry.storage))
         return early - others
 
     def _released_by_blocks(self) -> Iterator[int]:
         """Yields the storages that are freed at the moment in which a block releases them."""
         released: dict[int, int] = {}
-        for stretch in self._stretches:
-            for entry in stretch.entries:
-                if entry.kind is EventKind.RELEASED and (entry.call, entry.storage) not in self._loose:
-                    released[entry.storage] = entry.op
-                elif entry.kind is EventKind.GONE and released.get(entry.storage) == entry.op:
-                    yield entry.storage
-
-    def _ends(self) -> Iterator[tuple[int, StorageEnd]]:
-        for interval in self.intervals:
-            number = 0
-            for entry in self.entries(interval):
-                if entry.storage in self.shared:
-                    if entry.kind is EventKind.GONE and entry.storage not in self._masked:
-                        yield entry.storage, StorageEnd(interval, number)
-                elif entry.kind not in _BALANCE:
-                    number += 1
+        for _, entry in self._events():
+            if entry.kind is EventKind.RELEASED and (entry.call, entry.storage) not in self._loose:
+                released[entry.storage] = entry.op
+            elif entry.kind is EventKind.GONE and released.get(entry.storage) == entry.op:
+                yield entry.storage
 
     def _roles_of(self, call: int, leaving: Collection[int]) -> dict[int, Role]:
-        border = self.calls[call]
+        border, allocated = self.calls[call], self.allocated(call)
+        born_here = (s for s in self.reached_by(call) if self._where_born.get(s) == (Phase.FORWARD, call))
         roles: dict[int, Role] = {}
-        for number, storage in enumerate(border.arguments):
-            roles.setdefault(storage, Role("argument", number))
-        for number, storage in enumerate(border.outputs):
-            roles.setdefault(storage, Role("output", number))
-        for number, storage in border.gradients.items():
-            roles.setdefault(storage, Role("gradient", number))
-        allocated = self.allocated(call)
-        reached = [
-            storage for storage in self.reached_by(call) if self._where_born.get(storage) == (Phase.FORWARD, call)
-        ]
-        for number, storage in enumerate(reached):
-            roles.setdefault(storage, Role("reached", number))
-        for number in sorted(leaving):
-            if number < len(allocated):
-                roles.setdefault(allocated[number], Role("made", number))
+        for kind, storages in (
+            ("argument", enumerate(border.arguments)),
+            ("output", enumerate(border.outputs)),
+            ("gradient", border.gradients.items()),
+            ("reached", enumerate(born_here)),
+            ("made", ((number, allocated[number]) for number in sorted(leaving) if number < len(allocated))),
+        ):
+            for number, storage in storages:
+                roles.setdefault(storage, Role(kind, number))
         own, number = Interval(Phase.BACKWARD, call), 0
         for entry in self.entries(own):
             storage = entry.storage
@@ -410,14 +397,8 @@ def with_holds(program: BlockProgram, roles: Collection[Role]) -> BlockProgram:
     No store reports these: the block itself has kept them alive.
     """
     holds = program.holds
-    late = {
-        step.role: step.num_bytes
-        for step in program.backward
-        if isinstance(step, SharedEvent)
-        and step.kind is EventKind.GONE
-        and step.role in roles
-        and step.role not in holds
-    }
+    ends = (step for step in program.backward if isinstance(step, SharedEvent) and step.kind is EventKind.GONE)
+    late = {end.role: end.num_bytes for end in ends if end.role in roles and end.role not in holds}
     if not late:
         return program
     forward: list[PrivateRun | SharedEvent] = [
@@ -439,26 +420,19 @@ def with_holds(program: BlockProgram, roles: Collection[Role]) -> BlockProgram:
 _BALANCE = {EventKind.HELD: 1, EventKind.RELEASED: -1}
 
 
-def _steps(entries: Iterable[StorageEvent], roles: Mapping[int, Role]) -> Iterator[PrivateRun | SharedEvent]:
+def _fold(entries: Iterable[StorageEvent], roles: Mapping[int, Role]) -> Iterator[PrivateRun | SharedEvent]:
+    peak = change = 0
     for entry in entries:
         role = roles.get(entry.storage)
         if role is not None:
+            if peak or change:
+                yield PrivateRun(peak, change)
+                peak = change = 0
             yield SharedEvent(entry.kind, role, entry.num_bytes)
         elif entry.kind is EventKind.BORN:
-            yield PrivateRun(entry.num_bytes, entry.num_bytes)
+            change += entry.num_bytes
+            peak = max(peak, change)
         elif entry.kind is EventKind.GONE:
-            yield PrivateRun(0, -entry.num_bytes)
-
-
-def _fold(steps: Iterable[PrivateRun | SharedEvent]) -> Iterator[PrivateRun | SharedEvent]:
-    peak = change = 0
-    for step in steps:
-        if isinstance(step, PrivateRun):
-            peak, change = max(peak, change + step.peak), change + step.change
-            continue
-        if peak or change:
-            yield PrivateRun(peak, change)
-            peak = change = 0
-        yield step
+            change -= entry.num_bytes
     if peak or change:
         yield PrivateRun(peak, change)

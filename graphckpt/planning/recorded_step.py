@@ -26,16 +26,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt._compat import unseen_by_modes
-from graphckpt.engine.objects import copy_objects
 from graphckpt.errors import ConfigError, PlanError
-from graphckpt.planning.candidates import NEAR, OpTimes, Option
+from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.memory_model import StepSample
-from graphckpt.planning.options import DeviceMemory
 from graphckpt.planning.program import Phase, StepLog
 from graphckpt.planning.steps import RealStep
-from graphckpt.planning.trace import Blocks, TracedStore
+from graphckpt.planning.trace import Blocks, TracedStore, items_in
 from graphckpt.rules.basic import Full
-from graphckpt.stores.base import Offload
 from graphckpt.thread_state import Ambient, enter_ambient, rng_devices, take_ambient
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import ATOMS, build_value, flatten_value, tensors_in
@@ -180,12 +177,7 @@ class _CallRecorder:
             return tensors[id(leaf)]
         if type(leaf) in ATOMS or isinstance(leaf, (nn.Module, type)) or callable(leaf):
             return leaf
-        reached = [
-            item
-            for _, content in copy_objects([leaf])
-            if not isinstance(content, torch.Tensor)
-            for item in (content.values() if isinstance(content, dict) else content)
-        ]
+        reached = list(items_in(leaf))
         memo: dict[int, Any] = {id(item): item for item in reached if isinstance(item, (nn.Module, type))}
         memo |= {id(item): self._entry(item, tensors) for item in reached if isinstance(item, torch.Tensor)}
         try:
@@ -210,8 +202,8 @@ class _CallRecorder:
 
 
 @final
-class RecordedStep:
-    """One step of a training loop, which the loop itself has run within :meth:`recording`.
+class RecordedStep(RealStep):
+    """One step of a training loop, which the loop itself has run within :meth:`recording`. Its calls are repeated.
 
     Args:
         model: The model.
@@ -220,22 +212,17 @@ class RecordedStep:
         seconds: Seconds of a step that was not recorded.
     """
 
-    no_copies = RealStep.no_copies
-    is_simulated = False
-
     def __init__(self, model: nn.Module, blocks: Blocks, optimizers: Iterable[Optimizer], seconds: float) -> None:
+        super().__init__(model, self._repeat_calls)
         self._blocks = blocks
-        self._optimizers = list(optimizers)
-        self._seconds = seconds
+        self._step_seconds = seconds
         self._devices = rng_devices([*model.parameters()][:1])
-        self._real = RealStep(model, self._repeat_calls)
-        for optimizer in self._optimizers:
-            self._real.remember(optimizer)
-        self._trace = self._real.new_trace()
+        for optimizer in optimizers:
+            self.remember(optimizer)
+        self._trace = self.new_trace()
         self._calls: Sequence[_RecordedCall] = ()
         self._numbers: Sequence[int] = range(len(blocks.modules))
         """The blocks that are repeated."""
-        self.device = self._real.device
         self.has_new_states = False
         """Whether the step has created states of optimizers, so that a later step takes more memory."""
         self.input_sizes: dict[str, int] = {}
@@ -260,7 +247,7 @@ class RecordedStep:
         self.has_new_states = self._num_states() != num_states
 
     def _num_states(self) -> int:
-        return sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
+        return sum(len(state) for optimizer in self._optimizers.values() for state in optimizer.state.values())
 
     @property
     def num_blocks(self) -> int:
@@ -277,30 +264,13 @@ class RecordedStep:
         """The peak of live bytes of the step as it ran, with every block recomputed."""
         return self._trace.peak_bytes
 
-    @property
-    def device_name(self) -> str:
-        return self._real.device_name
-
-    def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
-        return self._real.memory(static, sharers)
-
-    def copy_rates(self, target: Offload) -> tuple[float, float] | None:
-        return self._real.copy_rates(target)
-
     def base(self, options: Sequence[Option]) -> tuple[StepSample, int]:
         """Returns the step as it ran, and the number of the option that its blocks had; -1 if it is not among them."""
-        return StepSample(self._trace.log, self._trace.peak_bytes, {}, self._seconds), self.option_of(options)
+        return StepSample(self._trace.log, self._trace.peak_bytes, {}, self._step_seconds), self.option_of(options)
 
     @staticmethod
     def option_of(options: Sequence[Option]) -> int:
-        fitting = [n for n, o in enumerate(options) if o.rule == Full() and not (o.is_far or o.is_part)]
-        return fitting[0] if fitting else -1
-
-    def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
-        return self._real.sample(blocks, options)
-
-    def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
-        return self._real.ops(blocks)
+        return next((n for n, o in enumerate(options) if o.rule == Full() and not (o.is_far or o.is_part)), -1)
 
     @contextmanager
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
@@ -345,15 +315,12 @@ class RecordedStep:
                 if parameter.requires_grad:
                     is_added_to = number in after_others or name in call.had_gradient
                     parameter.grad = torch.zeros_like(parameter) if is_added_to else None
-            self._repeat(call, module, sorted(border.gradients))
-
-    def _repeat(self, call: _RecordedCall, module: nn.Module, wanted: Sequence[int]) -> None:
-        anchor = torch.zeros((), device=self.device, requires_grad=True)
-        with ExitStack() as stack, torch.enable_grad():
-            enter_ambient(stack, call.ambient, take_ambient(self._devices))
-            loss = call.run(module, anchor, wanted)
-        if loss is not None:
-            loss.backward()
+            anchor = torch.zeros((), device=self.device, requires_grad=True)
+            with ExitStack() as stack, torch.enable_grad():
+                enter_ambient(stack, call.ambient, take_ambient(self._devices))
+                loss = call.run(module, anchor, sorted(border.gradients))
+            if loss is not None:
+                loss.backward()
 
     def _calls_after_others(self) -> Iterator[int]:
         """Yields the calls between whose forward and backward another call of their block has its backward.

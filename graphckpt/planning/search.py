@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import permutations
+from itertools import permutations, product
 from typing import NamedTuple, final
 
 from graphckpt.errors import ConfigError
@@ -25,9 +25,6 @@ class CopyTiming:
     Note [The window counts blocks that offload]: a host store frees a block's tensors when the next block that offloads
     ends its forward, and prefetches the previous block *that offloads* in backward. Blocks between them, which offload
     nothing, trigger neither, and the bytes stay on the device while they run.
-
-    Raises:
-        ConfigError: A rate is not above 0.
     """
 
     forward_seconds: Sequence[Sequence[float]]
@@ -280,7 +277,7 @@ class PolicySearch:
         self.rates = rates
         self._host_budget = host_budget
         offloading = [number for number, option in enumerate(measured.options) if option.is_far]
-        self._offloading = frozenset((block, number) for block in range(len(measured.names)) for number in offloading)
+        self._offloading = frozenset(product(range(len(measured.names)), offloading))
         """Blocks and options that offload, to ban where nothing should be offloaded."""
         self._repeated = [block for block, count in Counter(StepChain(measured).blocks).items() if count > 1]
 
@@ -332,8 +329,7 @@ class PolicySearch:
         return front
 
     def uniform(self) -> list[PolicyChoice]:
-        options = range(len(self.measured.options))
-        return [self.evaluate((option,) * len(self.measured.names)) for option in options]
+        return [self.evaluate([option] * len(self.measured.names)) for option in range(len(self.measured.options))]
 
     def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
         plan = tuple(plan)
@@ -344,13 +340,8 @@ class PolicySearch:
         return PolicyChoice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
 
     def extra_seconds(self, choice: PolicyChoice) -> list[float]:
-        measured = self.measured
-        extra = [
-            forward[option] + backward[option] - forward[0] - backward[0]
-            for option, forward, backward in zip(
-                choice.plan, measured.forward_seconds, measured.backward_seconds, strict=True
-            )
-        ]
+        seconds = zip(self.measured.forward_seconds, self.measured.backward_seconds, choice.plan, strict=True)
+        extra = [fwd[option] + bwd[option] - fwd[0] - bwd[0] for fwd, bwd, option in seconds]
         for first, end in choice.runs:
             assert self.joined_runs is not None
             for block in range(first, end - 1):

@@ -73,7 +73,12 @@ class StepChain:
         self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
         self._effects: dict[tuple[int, int, Held], tuple[int, int, int]] = {}
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
-        self._last_use = self._last_uses(len(measured.options))
+        self._last_use = {
+            storage: block
+            for block, call in enumerate(self._calls)
+            for option in range(len(measured.options))
+            for storage in model.holds(call, option)
+        }
         self._release_of = self._releases()
         self._released: dict[_Release, list[int]] = {}
         for storage, release in sorted(self._release_of.items()):  # by birth: those that live come first
@@ -142,19 +147,19 @@ class StepChain:
     def _span(self, calls: range, option: int) -> _Span:
         if len(calls) == 1:
             own, inputs = self._model.holds(calls[0], option), frozenset[int]()
-            intervals = [
-                interval
-                for phase in (Phase.FORWARD, Phase.BACKWARD)
-                if (interval := Interval(phase, calls[0])) in self._order
+            intervals = (Interval(phase, calls[0]) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            steps: list[tuple[Interval, Sequence[EventSeq]]] = [
+                (interval, (self._model.steps(interval, option),)) for interval in intervals if interval in self._order
             ]
-            steps: list[tuple[Interval, Sequence[EventSeq]]] = [(i, (self._model.steps(i, option),)) for i in intervals]
         else:
             assert self._joined_runs is not None
             own, inputs = self._joined_runs.holds(calls), self._joined_runs.inputs(calls)  # freed, and recomputed
             steps = list(self._joined_runs.steps(calls))
         with_next = [self._with_next(interval, parts) for interval, parts in steps]
         storages = frozenset(storage for parts in with_next for part in parts for storage in part.storages)
-        return _Span(with_next, own, inputs, storages | own, self._next_start(Interval(Phase.FORWARD, calls[-1])))
+        last = self._order[self._until_next(Interval(Phase.FORWARD, calls[-1]))[-1]]
+        after = self._model.intervals[min(last + 1, len(self._model.intervals) - 1)]
+        return _Span(with_next, own, inputs, storages | own, after)
 
     def _effect(self, calls: range, span: _Span, holds: Held) -> tuple[int, int, int]:
         first, after = Interval(Phase.FORWARD, calls[0]), span.after
@@ -201,9 +206,8 @@ class StepChain:
                 yield block, block + self._length(block, choice), choice
 
     def head_peak(self, state: Hashable) -> int:
-        """Returns 0: the interval between the last forward and the first backward counts for the last block."""
         del state
-        return 0
+        return 0  # the interval between the last forward and the first backward counts for the last block
 
     def _until_next(self, interval: Interval) -> Sequence[Interval]:
         """Returns an interval of a block and those after it, up to the next one of a block."""
@@ -211,11 +215,6 @@ class StepChain:
         later = range(start + 1, len(intervals))
         ends = (n for n in later if intervals[n].is_of_block or intervals[n].phase in (Phase.OPTIMIZER, Phase.BEFORE))
         return intervals[start : next(ends, len(intervals))]
-
-    def _next_start(self, interval: Interval) -> Interval:
-        *_, last = self._until_next(interval)
-        number = self._order[last] + 1
-        return self._model.intervals[number] if number < len(self._model.intervals) else last
 
     def _unseen(self, holds: Iterable[int], at: Interval) -> int:
         """Returns the bytes that are held by blocks only at the start of an interval."""
@@ -230,16 +229,13 @@ class StepChain:
         """
         others = self._others[after]
         used = {s for s in holds if self._last_use.get(s, -1) > block}
-        releases = Counter(self._release_of.get(s, s) for s in (holds & others) - used)
-        unused = (s for release, count in releases.items() for s in self._first_unused(release, count, block, others))
-        return frozenset(used.union(unused))
-
-    def _first_unused(self, release: _Release, count: int, block: int, others: Held) -> Iterator[int]:
-        """Yields ``count`` storages of a release which code outside of blocks holds and no later block uses."""
-        if release is None:
-            return iter(())
-        alike = self._released.get(release, (release,))
-        return islice((s for s in alike if s in others and self._last_use.get(s, -1) <= block), count)
+        counts = Counter(self._release_of.get(s, s) for s in (holds & others) - used)
+        for release, count in counts.items():
+            if release is not None:
+                alike = self._released.get(release, (release,))
+                unused = (s for s in alike if s in others and self._last_use.get(s, -1) <= block)
+                used.update(islice(unused, count))
+        return frozenset(used)
 
     def _releases(self) -> dict[int, _Release]:
         """Returns where code outside of blocks releases each storage: the interval, the place there, and the bytes.
@@ -258,14 +254,6 @@ class StepChain:
                 else:
                     allocations += isinstance(step, Change) or step.peak > 0
         return releases
-
-    def _last_uses(self, num_options: int) -> dict[int, int]:
-        uses: dict[int, int] = {}
-        for block, call in enumerate(self._calls):
-            for option in range(num_options):
-                for storage in self._model.holds(call, option):
-                    uses[storage] = block
-        return uses
 
     def _simulate_constants(self) -> tuple[dict[Interval, int], dict[Interval, Held], dict[Interval, Held]]:
         """Returns, for the start of each interval, the bytes alive under any plan, and the shared storages in them.

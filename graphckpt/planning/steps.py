@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import torch
@@ -18,7 +19,17 @@ from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.program import Interval
-from graphckpt.planning.trace import Blocks, HeldKey, PathError, RecordingStore, Trace, TracedStore, now, record_ops
+from graphckpt.planning.trace import (
+    Blocks,
+    HeldKey,
+    PathError,
+    RecordingStore,
+    StepClock,
+    Trace,
+    TracedStore,
+    now,
+    record_ops,
+)
 from graphckpt.planning.write_profile import copy_rates
 from graphckpt.stores.base import Offload, Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
@@ -32,7 +43,6 @@ _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropp
 _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one
 
 
-@final
 class RealStep:
     is_simulated = False
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
@@ -41,8 +51,7 @@ class RealStep:
         self._model = model
         self._step_fn = step_fn
         self._min_elements = min_elements
-        tensors = list(self._model_tensors())
-        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        self.device = next((t.device for t in self._model_tensors()), torch.device("cpu"))
         self._optimizers: dict[int, Optimizer] = {}
         self._parts: dict[str, PartitionStore] = {}
         """By option; each stores which tensors the ranks have compared, for all blocks that save equal ones."""
@@ -67,9 +76,6 @@ class RealStep:
         """Runs the step with one option on each block: once to warm up, once traced, and a few times to time it.
 
         Each timed run is paired with one without policies, so that other load affects both alike.
-
-        Raises:
-            PathError: these runs call the blocks in different orders.
         """
         store = TracedStore(_far_blocks(blocks, options), self._min_elements)
         parts = self._parts_of(options)
@@ -119,7 +125,8 @@ class RealStep:
             if len(set(orders[-1])) == len(blocks.names):
                 self._random = random
                 orders.append(self._timed(blocks).order)
-                return orders[-1] == orders[-2] and all(_is_part(order, orders[-1]) for order in orders)
+                rests = [(iter(orders[-1]), order) for order in orders]  # each of them a subsequence of the last one?
+                return orders[-1] == orders[-2] and all(block in rest for rest, order in rests for block in order)
         return False
 
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
@@ -169,12 +176,10 @@ class RealStep:
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        before = self._allocated_bytes()
+        allocated = partial(torch.cuda.memory_allocated, self.device) if self.device.type == "cuda" else int
+        before = allocated()
         yield
-        self._copy_bytes += self._allocated_bytes() - before
-
-    def _allocated_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        self._copy_bytes += allocated() - before
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
@@ -200,20 +205,20 @@ class RealStep:
         self._optimizers[id(optimizer)] = optimizer
 
     def new_trace(self) -> Trace:
-        trace = Trace(self.device.type, rounded=_rounded_on_cuda if self.device.type == "cuda" else None)
+        rounding = 512 if self.device.type == "cuda" else 1  # bytes; CUDA's caching allocator
+        trace = Trace(self.device.type, rounded=lambda num_bytes: -(-num_bytes // rounding) * rounding)
         trace.track(_state_tensors(self._model, self._optimizers.values()))
         return trace
 
-    def _timed(self, blocks: Blocks) -> Trace:
-        clock = Trace(clock=self.device)
+    def _timed(self, blocks: Blocks) -> StepClock:
+        clock = StepClock(self.device)
         with blocks.marked(clock):
             self._step()
         clock.stop()
         return clock
 
-    def _model_tensors(self) -> Iterable[torch.Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+    def _model_tensors(self) -> list[torch.Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
 
 
 def _state_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor | None]:
@@ -226,13 +231,8 @@ def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
     return [name for name, option in zip(blocks.names, options, strict=True) if option.is_far]
 
 
-def _fastest(clocks: Sequence[Trace]) -> dict[Interval, float]:
+def _fastest(clocks: Sequence[StepClock]) -> dict[Interval, float]:
     return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
-
-
-def _is_part(order: Sequence[int], longest: Sequence[int]) -> bool:
-    rest = iter(longest)
-    return all(block in rest for block in order)
 
 
 @contextmanager
@@ -242,10 +242,6 @@ def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _rounded_on_cuda(num_bytes: int) -> int:
-    return -(-num_bytes // 512) * 512  # of CUDA's caching allocator
 
 
 _MOST_RUNS = 3  # of a step that keeps something new each time
@@ -293,13 +289,9 @@ class PartitionStore(RecordingStore):
             self._stores[group.block].close_group(group)
         self.has_compared |= len(_pieces(group, is_cut=False)) < num_whole
         parts = _pieces(group, is_cut=True)
-        sizes = [
-            piece.store.gathered_bytes(piece.handle.num_bytes)
-            for piece in parts
-            if isinstance(piece.store, ShardedStore)
-        ]
+        sizes = [p.store.gathered_bytes(p.handle.num_bytes) for p in parts if isinstance(p.store, ShardedStore)]
         if len(sizes) > 1:
-            sizes.append(sum(piece.store.stored_bytes(piece.handle.num_bytes) for piece in parts))  # as one buffer
+            sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # as one buffer
         if sizes and self.trace is not None:
             self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
 
@@ -378,7 +370,14 @@ class FakeStep:
         """Peak in bytes and seconds of the step with everything kept, once it was sampled so."""
         with device:
             self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
-            self._make_optimizer_state()
+            for each in self._optimizers:
+                if each.state:
+                    continue
+                for parameter in (one for group in each.param_groups for one in group["params"]):
+                    if parameter.requires_grad:
+                        parameter.grad = torch.empty_like(parameter)
+                each.step()
+                each.zero_grad()
 
     @property
     def device_name(self) -> str:
@@ -458,18 +457,8 @@ class FakeStep:
             "meta",
             is_fake=True,
             rounded=machine.rounded,
-            seconds=machine.op_seconds,
+            op_seconds=machine.op_seconds,
             extra_bytes=machine.op_extra_bytes,
         )
         trace.track([self._workspace, *_state_tensors(self._model, self._optimizers)])
         return trace
-
-    def _make_optimizer_state(self) -> None:
-        for optimizer in self._optimizers:
-            if optimizer.state:
-                continue
-            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-                if parameter.requires_grad:
-                    parameter.grad = torch.empty_like(parameter)
-            optimizer.step()
-            optimizer.zero_grad()

@@ -11,7 +11,7 @@ from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import KEEP, Option, with_levels
 from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, with_holds
+from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, TraceLog, with_holds
 from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.trace import Blocks, PathError
@@ -23,7 +23,7 @@ _MOST_TIMED = 16
 
 
 def measure(
-    step: RealStep | FakeStep | RecordedStep,
+    step: RealStep | FakeStep,
     blocks: Blocks,
     options: Sequence[Option],
     progress: Callable[[int, int], None] | None = None,
@@ -32,10 +32,6 @@ def measure(
     """Measures every option on every block. Equal blocks share the options, so that each option runs on one of them.
 
     All processes of ``group`` measure the step, and use the traces of one of them.
-
-    Raises:
-        PathError: the blocks are called in another order each time.
-        PlanError: no block runs with gradients.
     """
     assert options[0] is KEEP
     group = group or PlanGroup()
@@ -43,7 +39,10 @@ def measure(
 
     def shared(own: StepSample) -> StepSample:
         group.elect_leader(own.peak_bytes)
-        return own if group.size == 1 else replace(own, trace=group.trace_of_leader(own.trace))
+        if group.size == 1:
+            return own
+        message = group.from_leader(own.trace.to_message() if group.rank == group.leader else None)
+        return replace(own, trace=TraceLog.from_message(message))
 
     if isinstance(step, RecordedStep):
         run, option = step.base(options)
@@ -89,13 +88,8 @@ def measure(
 
 
 def _excerpt(classes: Sequence[int], limit: int) -> list[int]:
-    counts: dict[int, int] = {}
-    numbers = []
-    for number, kind in enumerate(classes):
-        counts[kind] = counts.get(kind, 0) + 1
-        if counts[kind] <= limit:
-            numbers.append(number)
-    return numbers
+    """Returns the first blocks of each class, at most ``limit``."""
+    return [number for number, kind in enumerate(classes) if classes[:number].count(kind) < limit]
 
 
 def _classes(base: StepLog, blocks: Blocks) -> list[int]:
@@ -109,12 +103,11 @@ def _classes(base: StepLog, blocks: Blocks) -> list[int]:
     for number, call in enumerate(base.calls):
         border = sorted((role, base.sizes.get(storage, 0)) for storage, role in base.roles(number).items())
         marks[call.block].append((base.program(number), tuple(border)))
-    result = []
-    for module, mark in zip(blocks.modules, marks, strict=True):
-        sizes = tuple((buffer.dtype, buffer.numel()) for buffer in module.buffers())
-        key = type(module), module.training, sizes, tuple(mark)
-        result.append(classes.setdefault(key, len(classes)))
-    return result
+    keys = [
+        (type(module), module.training, tuple((b.dtype, b.numel()) for b in module.buffers()), tuple(mark))
+        for module, mark in zip(blocks.modules, marks, strict=True)
+    ]
+    return [classes.setdefault(key, len(classes)) for key in keys]
 
 
 def _turns(classes: Sequence[int], num_options: int, *, is_shorter: bool) -> Iterator[list[int]]:
@@ -163,11 +156,7 @@ class TraceCollector:
         self._ahead: dict[tuple[int, int], list[int]] = {}
 
     def add(self, sample: StepSample, numbers: Sequence[int], turn: Sequence[int], *, is_whole: bool) -> None:
-        """Adds one run, in which block ``numbers[n]`` had option ``turn[n]``, or a part of one.
-
-        Raises:
-            PathError: The blocks were called in another order than before.
-        """
+        """Adds one run, in which block ``numbers[n]`` had option ``turn[n]``, or a part of one."""
         log = StepLog(sample.trace) if self._runs else self._base
         calls = _calls_by_block(log, numbers)
         orders = [[call.block for call in each.calls] for each in (log, self._base)]
@@ -297,9 +286,9 @@ class TraceCollector:
         for storage, end in self._ends_in_short_runs():
             ends_of.setdefault(storage, {end: None})
         ends: dict[int, StorageEnd] = {}
-        for storage in base.reached:
-            ends_of.pop(storage, None)
         for storage, candidates in ends_of.items():
+            if storage in base.reached:
+                continue
             in_order = sorted(candidates, key=lambda end: (order[end.interval], end.number))
             first, last = in_order[0], in_order[-1]
             own = {Interval(Phase.BACKWARD, c) for c in range(len(base.calls)) if storage in base.roles(c)}
@@ -321,12 +310,11 @@ class TraceCollector:
         """
         base = self._base
         order = {interval: number for number, interval in enumerate(base.intervals)}
-        for storage in base.reached:
-            of_objects = [base.ends.get(each.storage) for each in base.objects if storage in each.reached]
-            candidates = (
-                [base.ends[storage]] if storage in base.ends else [end for end in of_objects if end is not None]
-            )
-            if candidates and base.is_gone(storage):
+        for storage in filter(base.is_gone, base.reached):
+            objects = [each.storage for each in base.objects if storage in each.reached]
+            owners = [storage] if storage in base.ends else objects
+            candidates = [base.ends[owner] for owner in owners if owner in base.ends]
+            if candidates:
                 yield storage, max(candidates, key=lambda end: (order[end.interval], end.number))
 
     def _ends_in_short_runs(self) -> Iterator[tuple[int, StorageEnd]]:
@@ -347,13 +335,14 @@ class TraceCollector:
                     yield storage, StorageEnd(heads[call], number)
 
     def _in_base(self, log: StepLog) -> dict[int, int]:
-        names: dict[int, int] = {}
+        """Returns the numbers in the base run of the shared storages of a whole run."""
+        numbers: dict[int, int] = {}
         for call in range(len(log.calls)):
             in_base = {role: storage for storage, role in self._base.roles(call).items()}
             for storage, role in log.roles(call).items():
                 if role in in_base:
-                    names.setdefault(storage, in_base[role])
-        return names
+                    numbers.setdefault(storage, in_base[role])
+        return numbers
 
     def _programs(self, ends: dict[int, StorageEnd]) -> dict[tuple[int, int], list[BlockProgram]]:
         programs: dict[tuple[int, int], list[BlockProgram]] = {}
@@ -362,16 +351,16 @@ class TraceCollector:
                 key = self.classes[block], option
                 if key in programs and run.is_whole:
                     continue
-                blocks = [self._program(run, block, place, ends) for place in range(len(run.calls[block]))]
-                if programs.setdefault(key, blocks) != blocks:
+                of_calls = []
+                for call, call_in_run in zip(self._calls[block], run.calls[block], strict=True):
+                    own = Interval(Phase.BACKWARD, call)
+                    early = [
+                        role for s, role in self._base.roles(call).items() if s in ends and ends[s].interval != own
+                    ]
+                    of_calls.append(with_holds(run.log.program(call_in_run), early))
+                if programs.setdefault(key, of_calls) != of_calls:
                     self.notes.setdefault(_SHORTER)
         return programs
-
-    def _program(self, run: _LoggedRun, block: int, place: int, ends: dict[int, StorageEnd]) -> BlockProgram:
-        call = self._calls[block][place]
-        own = Interval(Phase.BACKWARD, call)
-        early = [role for s, role in self._base.roles(call).items() if s in ends and ends[s].interval != own]
-        return with_holds(run.log.program(run.calls[block][place]), early)
 
 
 def _smoothed(options: Sequence[Option], extra: Mapping[int, float], phase: Phase) -> dict[int, float]:

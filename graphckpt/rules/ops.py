@@ -90,7 +90,6 @@ class OpCall:
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether its results are new tensors, which stay as they are."""
         return not (self.is_view or self.mutates or self.must_run or self.is_mutated)
 
 
@@ -492,9 +491,8 @@ class OpMode(DispatchMode):
         raise NotImplementedError
 
     def _count(self, func: Op) -> Key:
-        number = self._numbers[
-            func
-        ]  # slow, as ops are hashed in Python: the keys of a schedule are used where there is one
+        # Slow, as ops are hashed in Python: the keys of a schedule are used where there is one.
+        number = self._numbers[func]
         self._numbers[func] = number + 1
         return func, number
 

@@ -85,8 +85,11 @@ class Selective(Rule):
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will recompute it, except for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
-        leaves, _ = flatten_call(args, kwargs)
-        signature = _signature(leaves) if isinstance(policy, NamedOps) else None
+        signature = None
+        if isinstance(policy, NamedOps):  # what calls that run the same ops have in common, as a rule
+            leaves, _ = flatten_call(args, kwargs)
+            tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            signature = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
         return Frame(block, function, SelectiveContexts(policy, signature)).run(args, kwargs)
 
     def graph_break(self, *, has_gradients: bool) -> str | None:
@@ -105,17 +108,9 @@ class Selective(Rule):
         """Names the preset, the ops or the policy function."""
         if self.label:
             return f"selective({self.label})"
-        if isinstance(self.save, str):
-            return f"selective({self.save})"
         if callable(self.save):
             return f"selective({getattr(self.save, '__name__', 'policy')})"
-        return f"selective({', '.join(str(op) for op in self.save)})"
-
-
-def _signature(leaves: Iterable[Any]) -> object:
-    """Returns what calls that run the same ops have in common, as a rule."""
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
+        return f"selective({self.save if isinstance(self.save, str) else ', '.join(map(str, self.save))})"
 
 
 def _policy(save: Any) -> Policy:
@@ -127,7 +122,13 @@ def _policy(save: Any) -> Policy:
         what = "expected a list of ops or a policy function"
         raise ConfigError(f"selective.save: {what}, got {save!r} · fix: use a list such as [torch.ops.aten.mm.default]")
     if callable(save) and not isinstance(save, str):
-        return lambda output, func, args, kwargs, _number: _saves(save, output, func, args, kwargs)
+
+        def saves(output: Any, func: Op, args: Any, kwargs: dict[str, Any], _: int) -> bool:
+            context = SelectiveCheckpointContext(is_recompute=False)
+            context.op_output = output  # an argument of its own only since torch 2.13
+            return _decision(save, context, func, *args, **kwargs) in _SAVES
+
+        return saves
     presets = ", ".join(repr(name) for name in PRESETS)
     raise ConfigError(
         f"selective.save: expected one of {presets}, a list of ops or a policy function, got {save!r}"
@@ -187,12 +188,6 @@ def _unknown(op: str, names: list[str]) -> str:
         return f"{base!r} has no such overload, got {op!r} · fix: use {', '.join(overloads[:8])}"
     hint = did_you_mean(base, names_of_ops) or did_you_mean(f"aten.{base}", names_of_ops)
     return f"expected an op or one of {', '.join(PRESETS)}, got {op!r}{hint} · fix: such as 'aten.mm.default'"
-
-
-def _saves(policy: Callable[..., Any], output: Any, func: Op, args: Any, kwargs: dict[str, Any]) -> bool:
-    context = SelectiveCheckpointContext(is_recompute=False)
-    context.op_output = output  # an argument of its own only since torch 2.13
-    return _decision(policy, context, func, *args, **kwargs) in _SAVES
 
 
 def _decision(policy: Any, context: Any, func: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:

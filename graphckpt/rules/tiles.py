@@ -5,7 +5,7 @@ It saves most in a loss head with a large vocabulary, where the logits are the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -82,14 +82,22 @@ class Tiles(Rule):
         note: Callable[[str], None] | None = None,
     ) -> Any:
         leaves, shape = flatten_call(args, kwargs)
-        size, tiled = self._tiled(name, leaves)
+        dims = range(-self.tile_dim, 1 << 30) if self.tile_dim < 0 else range(self.tile_dim + 1, 1 << 30)
+        able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
+        size = leaves[able[0]].shape[self.tile_dim] if able else 0
+        if not size:
+            raise ConfigError(
+                f"{name}: tiles: expected a tensor argument with a dimension {self.tile_dim} · fix: set tile_dim"
+            )
+        tiled = [i for i in able if leaves[i].shape[self.tile_dim] == size]
         num_tiles = min(self.num_tiles, size)
         if num_tiles < self.num_tiles and note is not None:
             note(f"tiles: {num_tiles} slices in place of {self.num_tiles}, the size of dimension {self.tile_dim}")
         if num_tiles == 1:
             return run(args, kwargs)
         cuts = {i: torch.tensor_split(leaves[i], num_tiles, self.tile_dim) for i in tiled}
-        outputs, sizes = [], []
+        outputs: Any = []
+        sizes: list[int] = []
         shared = copy_objects(leaves)
         for number in range(num_tiles):
             slices = [cuts[i][number] if i in cuts else leaf for i, leaf in enumerate(leaves)]
@@ -100,23 +108,10 @@ class Tiles(Rule):
                     f"{name}: tiles: its forward changes an argument that all slices share, such as a cache of keys · "
                     "fix: call the model with use_cache=False, or use activation_checkpointing = True"
                 )
-        return self._join(name, outputs, sizes)
+        outputs, specs = zip(*map(flatten_value, outputs), strict=True)
+        return build_value(specs[0], [self._join(name, each, sizes) for each in zip(*outputs, strict=True)])
 
-    def _tiled(self, name: str, leaves: Sequence[Any]) -> tuple[int, list[int]]:
-        dims = range(-self.tile_dim, 1 << 30) if self.tile_dim < 0 else range(self.tile_dim + 1, 1 << 30)
-        able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
-        if not able or not leaves[able[0]].shape[self.tile_dim]:
-            raise ConfigError(
-                f"{name}: tiles: expected a tensor argument with a dimension {self.tile_dim} · fix: set tile_dim"
-            )
-        size = leaves[able[0]].shape[self.tile_dim]
-        return size, [i for i in able if leaves[i].shape[self.tile_dim] == size]
-
-    def _join(self, name: str, outputs: list[Any], sizes: list[int]) -> Any:
-        leaves, specs = zip(*map(flatten_value, outputs), strict=True)
-        return build_value(specs[0], [self._join_leaves(name, each, sizes) for each in zip(*leaves, strict=True)])
-
-    def _join_leaves(self, name: str, leaves: tuple[Any, ...], sizes: list[int]) -> Any:
+    def _join(self, name: str, leaves: tuple[Any, ...], sizes: list[int]) -> Any:
         first = leaves[0]
         if not isinstance(first, torch.Tensor):
             if any(leaf is not first and leaf != first for leaf in leaves):

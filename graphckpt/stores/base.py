@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast, final
 
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.extras import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -225,14 +227,17 @@ class Traffic:
         """The bytes at each tier when all blocks together stored most there."""
         return {tier: total.share_of(self._key) for tier, total in self._totals.items()}
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time within it as waited for copies."""
+        started = perf_counter()
+        yield
+        self.wait_seconds += perf_counter() - started
+
     def count(self, tier: str, num_bytes: int, owner: object) -> None:
         """Counts bytes that are stored at ``tier`` while ``owner`` is alive."""
         self._totals[tier].add(self._key, num_bytes)
         weakref.finalize(owner, self._totals[tier].drop, self._key, num_bytes).atexit = False
-
-
-ENTRY_POINTS = "graphckpt.offload"
-"""The entry-point group that installed packages use to name their offload targets."""
 
 
 class Offload(ABC):
@@ -274,7 +279,7 @@ class Offload(ABC):
         raise ConfigError(f"{cls.name!r}: expected nothing after a colon, got {argument!r} · fix: use {cls.name!r}")
 
 
-Offload._registry = Registry("Offload", ENTRY_POINTS)
+Offload._registry = Registry("Offload", "graphckpt.offload")
 
 
 def offload_targets() -> dict[str, type[Offload]]:

@@ -2,6 +2,11 @@ r"""Offloads tensors to a file and reloads them, in threads that overlap with co
 
 ::
 
+    DiskStore       the byte store: opens a file at the first put, and replaces one that has failed
+      _OpenFile     a file in use: which bytes are where, what is written and read next, and how much at once
+        Transfer    copies between one tensor and the file, chunk by chunk: the work of a thread
+          UnlinkedFile
+
     put --> unwritten (held in memory, bounded) --> written --> requested --> read ahead (bounded) --> get
                  \______________ requested before it is written: no read is needed __________________/^
 
@@ -36,6 +41,7 @@ from graphckpt.stores.slab import FreeRanges, aligned
 from graphckpt.units import format_bytes, parse_bytes
 
 CHUNK = 8 * 2**20  # bytes; a direct write of this size saturates a disk, and a stop waits for one chunk only
+BLOCK = 4096  # bytes; alignment of addresses, offsets and lengths that direct I/O needs on every common disk
 
 
 @final
@@ -118,11 +124,12 @@ class DiskStore(ByteStore):
     label = "disk"
     tier: ClassVar[Tier] = "disk"
 
+    _file: _OpenFile | None = None
+
     def __init__(self, device: torch.device, folder: str, in_flight_bytes: int) -> None:
         self._device = device
         self._folder = folder
         self._in_flight_bytes = in_flight_bytes
-        self._io: _OpenFile | None = None
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         self._check()
@@ -132,38 +139,42 @@ class DiskStore(ByteStore):
                 "a replay runs no Python · fix: use offload='cpu', or run without capture"
             )
         try:
-            if self._io is None:
-                self._io = _OpenFile(self._device, self._folder, self._in_flight_bytes, group.note)
-            return self._io.put(data, group)
+            if self._file is None:
+                self._file = _OpenFile(self._device, self._folder, self._in_flight_bytes, group.note)
+            return self._file.put(data, group)
         except BaseException as error:
             self._give_up("write", data.numel(), group, error)
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
         self._check()
         assert isinstance(handle, _DiskHandle)
-        if self._io is None or handle.fate is not self._io.fate:
+        if handle.file is not self._file:
             raise StoreError(
-                handle.fate.failure
+                handle.file.failure
                 or f"{group.block}: offload: {format_bytes(handle.num_bytes)} in {self._folder} belong to process "
-                f"{handle.fate.pid}, and this process is a fork of it"
+                f"{handle.file.pid}, and this process is a fork of it"
                 " · fix: run forward and backward in the same process"
             )
         try:
-            flat = self._io.get(handle)
+            flat = self._file.get(handle)
         except BaseException as error:
             self._give_up("read", handle.num_bytes, group, error)
-        return flat if handle.stream is None else _on_current_stream(flat, handle.stream)
+        if handle.stream is None or handle.stream == (current := torch.cuda.current_stream(flat.device)):
+            return flat
+        copy = flat.clone()
+        current.synchronize()  # `flat` is freed to the stream it was allocated on, which does not wait for this one
+        return copy
 
     def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         """Queues reads. Bytes lost in an earlier failure are skipped: ``get`` raises for them."""
         self._check()
-        if self._io is None:
+        if self._file is None:
             return
-        mine = [handle for handle in handles if isinstance(handle, _DiskHandle) and handle.fate is self._io.fate]
+        own = [handle for handle in handles if isinstance(handle, _DiskHandle) and handle.file is self._file]
         try:
-            self._io.prefetch(mine)
+            self._file.prefetch(own)
         except BaseException as error:
-            self._give_up("read", sum(handle.num_bytes for handle in mine), group, error)
+            self._give_up("read", sum(handle.num_bytes for handle in own), group, error)
 
     def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         """Queues reads too, unless they would take device memory: they run after the others, within the bound."""
@@ -176,26 +187,37 @@ class DiskStore(ByteStore):
     def free(self, handle: ByteHandle) -> None:
         assert isinstance(handle, _DiskHandle)
         handle.release()
-        if self._io is not None and handle.fate is self._io.fate and handle.fate.pid == os.getpid():
-            self._io.free(handle)
+        if handle.file is self._file and self._file.pid == os.getpid():
+            self._file.free(handle)
 
     def begin_step(self) -> None:
-        if self._io is not None and self._io.ranges.end:  # an interrupt has lost a handle
+        if self._file is not None and self._file.ranges.end:  # an interrupt has lost a handle
             self.close()
 
     def stored_bytes(self, num_bytes: int) -> int:
         return in_blocks(num_bytes)
 
     def close(self) -> None:
-        io, self._io = self._io, None
-        if io is not None:
-            io.stop()
+        file, self._file = self._file, None
+        if file is not None:
+            file.failure = file.failure or (
+                f"offload: the file in {self._folder} was closed before its bytes were read"
+                " · fix: run backward before closing"
+            )
+            file.stop()
+
+    def __del__(self) -> None:
+        self.close()
 
     def _check(self) -> None:
-        if self._io is not None and self._io.fate.pid != os.getpid():
-            self._io = None
-        if self._io is not None and self._io.fate.failure is not None:
-            text = self._io.fate.failure
+        """Raises if the file has failed, and drops one that a fork has copied."""
+        if self._file is None:
+            return
+        if self._file.pid != os.getpid():
+            self._file.stop()
+            self._file = None
+        elif self._file.failure is not None:
+            text = self._file.failure
             self.close()
             raise StoreError(text)
 
@@ -203,28 +225,16 @@ class DiskStore(ByteStore):
         self.close()
         if isinstance(error, StoreError) or not isinstance(error, (OSError, RuntimeError, MemoryError)):
             raise error
-        raise StoreError(failure_message(group.block, doing, num_bytes, self._folder, error)) from error
-
-
-class _Fate:
-    """What becomes of a file. Handles hold it, not the file, which is closed as soon as it has failed."""
-
-    __slots__ = ("failure", "pid")
-
-    def __init__(self) -> None:
-        self.failure: str | None = None
-        """Why the bytes are lost."""
-        self.pid = os.getpid()
-        """The process that wrote them."""
+        raise StoreError(_failure_message(group.block, doing, num_bytes, self._folder, error)) from error
 
 
 @final
 class _DiskHandle(ByteHandle):
-    __slots__ = ("block", "data", "fate", "is_freed", "is_requested", "offset", "read", "stream", "traffic", "write")
+    __slots__ = ("block", "data", "file", "is_freed", "is_requested", "offset", "read", "stream", "traffic", "write")
 
-    def __init__(self, fate: _Fate, data: torch.Tensor, group: TensorGroup, offset: int) -> None:
+    def __init__(self, file: _OpenFile, data: torch.Tensor, group: TensorGroup, offset: int) -> None:
         super().__init__(data.numel())
-        self.fate = fate
+        self.file = file
         self.block, self.traffic = group.block, group.traffic
         self.offset = offset
         """First byte of the range in the file."""
@@ -241,13 +251,13 @@ class _DiskHandle(ByteHandle):
         """The stream that the memory of the last read was allocated on."""
 
     def is_over(self) -> bool:
-        return self.is_freed or self.fate.failure is not None
+        return self.is_freed or self.file.failure is not None
 
     def release(self) -> None:
         self.is_freed, self.data = True, None
 
     def is_lost(self) -> bool:
-        return self.fate.failure is not None or self.fate.pid != os.getpid()
+        return self.file.failure is not None or self.file.pid != os.getpid()
 
 
 # Note [A file is closed with its last reference]
@@ -260,13 +270,16 @@ class _OpenFile:
     """The ranges of a file in use, and the threads that write and read it.
 
     The methods are called by one thread at a time; the threads of the file only run jobs. A job that fails sets
-    ``fate.failure``, and those after it do nothing.
+    ``failure``, and those after it do nothing.
     """
 
     def __init__(self, device: torch.device, folder: str, in_flight_bytes: int, note: Callable[[str], None]) -> None:
-        self.fate = _Fate()
+        self.failure: str | None = None
+        """Why the bytes are lost."""
+        self.pid = os.getpid()
+        """The process that writes them."""
+        self.folder = folder
         self.ranges = FreeRanges()
-        self._folder = folder
         self._bound = in_flight_bytes  # of each of the two counts below
         self._unwritten: deque[_DiskHandle] = deque()  # oldest first; some may be written, freed or returned by now
         self._unwritten_bytes = 0  # of tensors whose memory waits for its write
@@ -279,14 +292,14 @@ class _OpenFile:
         except BaseException:
             file.close()
             raise
-        self._pools = {doing: ThreadPoolExecutor(1, "graphckpt disk") for doing in ("write", "read")}
+        self._threads = {doing: ThreadPoolExecutor(1, "graphckpt disk") for doing in ("write", "read")}
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> _DiskHandle:
         num_bytes = data.numel()
         ready = self._writer.mark()
         self._wait_for_room(num_bytes)
-        handle = _DiskHandle(self.fate, data, group, self.ranges.allocate(in_blocks(num_bytes)))
-        handle.write = self._submit("write", handle, self._writer.save, ready)
+        handle = _DiskHandle(self, data, group, self.ranges.allocate(in_blocks(num_bytes)))
+        handle.write = self._threads["write"].submit(_run, "write", handle, self._writer.save, ready)
         self._unwritten.append(handle)
         self._unwritten_bytes += num_bytes
         return handle
@@ -301,12 +314,9 @@ class _OpenFile:
     def get(self, handle: _DiskHandle) -> torch.Tensor:
         flat = handle.data
         if flat is None:
-            if handle.read is None:
-                self._start_read(handle)
-            assert handle.read is not None
-            flat = handle.read.result()
-            if flat is None or self.fate.failure is not None:
-                raise StoreError(self.fate.failure)
+            flat = (handle.read or self._start_read(handle)).result()
+            if flat is None or self.failure is not None:
+                raise StoreError(self.failure)
             self._end_read(handle)
             self._read_ahead()
         handle.is_requested = False
@@ -321,11 +331,7 @@ class _OpenFile:
 
     def stop(self) -> None:
         """Ends the threads, which drop the file. See Note [A file is closed with its last reference]."""
-        self.fate.failure = self.fate.failure or (
-            f"offload: the file in {self._folder} was closed before its bytes were read"
-            " · fix: run backward before closing"
-        )
-        del self._writer, self._reader, self._pools  # an error may hold this object
+        del self._writer, self._reader, self._threads  # handles, and the traceback of an error, may hold this object
 
     def _wait_for_room(self, num_bytes: int) -> None:
         while self._unwritten:
@@ -336,8 +342,24 @@ class _OpenFile:
                 oldest.write.result()
             self._unwritten.popleft()
             self._end_write(oldest)
-        if self.fate.failure is not None:
-            raise StoreError(self.fate.failure)
+        if self.failure is not None:
+            raise StoreError(self.failure)
+
+    def _read_ahead(self) -> None:
+        while self._ahead:
+            handle = self._ahead[0]
+            if not handle.is_freed and handle.is_requested and handle.read is None:
+                if self._loaded_bytes and self._loaded_bytes + handle.num_bytes > self._bound:
+                    return
+                self._start_read(handle)
+            self._ahead.popleft()
+
+    def _start_read(self, handle: _DiskHandle) -> Future[torch.Tensor | None]:
+        target, handle.stream = self._reader.target(handle.num_bytes)
+        ready = self._reader.mark()
+        handle.read = self._threads["read"].submit(_run, "read", handle, self._reader.load, ready, target)
+        self._loaded_bytes += handle.num_bytes
+        return handle.read
 
     def _end_write(self, handle: _DiskHandle) -> None:
         if handle.write is not None:
@@ -351,45 +373,20 @@ class _OpenFile:
             handle.read = None
             self._loaded_bytes -= handle.num_bytes
 
-    def _read_ahead(self) -> None:
-        while self._ahead:
-            handle = self._ahead[0]
-            if not handle.is_freed and handle.is_requested and handle.read is None:
-                if self._loaded_bytes and self._loaded_bytes + handle.num_bytes > self._bound:
-                    return
-                self._start_read(handle)
-            self._ahead.popleft()
 
-    def _start_read(self, handle: _DiskHandle) -> None:
-        target, handle.stream = self._reader.target(handle.num_bytes)
-        handle.read = self._submit("read", handle, self._reader.load, self._reader.mark(), target)
-        self._loaded_bytes += handle.num_bytes
-
-    def _submit(self, doing: str, handle: _DiskHandle, *job: Any) -> Future[Any]:
-        return self._pools[doing].submit(_run, doing, self._folder, handle, *job)
-
-
-def _run(doing: str, folder: str, handle: _DiskHandle, job: Callable[..., Any], *arguments: Any) -> Any:
+def _run(doing: str, handle: _DiskHandle, job: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a job in a thread of the file, unless its result is not needed any more."""
     started = perf_counter()
     try:
         return None if handle.is_over() else job(handle, *arguments)
     except BaseException as error:  # of any kind: it would be lost with the thread
-        text = failure_message(handle.block, doing, handle.num_bytes, folder, error)
-        handle.fate.failure = handle.fate.failure or text
+        file = handle.file
+        text = _failure_message(handle.block, doing, handle.num_bytes, file.folder, error)
+        file.failure = file.failure or text
     finally:
         if handle.traffic is not None:
             handle.traffic.copy_seconds += perf_counter() - started
     return None
-
-
-def _on_current_stream(flat: torch.Tensor, origin: torch.cuda.Stream) -> torch.Tensor:
-    """Returns ``flat``, or a copy if the current stream is not the one that it was allocated on."""
-    stream = torch.cuda.current_stream(flat.device)
-    if stream == origin:
-        return flat
-    copy = flat.clone()
-    stream.synchronize()  # the original is freed to the stream it was allocated on, which does not wait for this one
-    return copy
 
 
 # Note [Each step of a transfer is synchronous]
@@ -400,7 +397,7 @@ def _on_current_stream(flat: torch.Tensor, origin: torch.cuda.Stream) -> torch.T
 
 @final
 class Transfer:
-    """Copies between the tensors of one device and a file, in chunks that start at whole pages. Knows no queue.
+    """Copies between the tensors of one device and a file, in chunks that start at whole pages.
 
     Tensors in host memory are read in place. Those on a CUDA device go through a pinned chunk, on the stream for disks;
     the memory to load into is allocated on the stream of the calling thread, whose kernels will read it, so that the
@@ -414,7 +411,7 @@ class Transfer:
         if self._is_cuda:
             self._stream = streams_of(device).disk
             self._buffer = pinned_buffer(CHUNK + BLOCK, device, note)
-        self._pages = _from_page(self._buffer.flat, CHUNK) if self._is_cuda else _whole_pages(CHUNK)
+        self._pages = _whole_pages(CHUNK, self._buffer.flat if self._is_cuda else None)
         self._chunk = self._pages.numpy().data
 
     def mark(self) -> torch.cuda.Event | None:
@@ -473,23 +470,16 @@ class Transfer:
         done.synchronize()
 
 
-def _whole_pages(num_bytes: int) -> torch.Tensor:
-    return _from_page(torch.empty(num_bytes + BLOCK, dtype=torch.uint8, device="cpu"), num_bytes)
-
-
-def _from_page(room: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """Returns the part that begins at a page, as direct I/O requires."""
+def _whole_pages(num_bytes: int, room: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns memory, a part of ``room`` if given, that begins at a page, as direct I/O requires."""
+    if room is None:
+        room = torch.empty(num_bytes + BLOCK, dtype=torch.uint8, device="cpu")
     return room.narrow(0, -room.data_ptr() % BLOCK, num_bytes)
 
 
 def _chunks(num_bytes: int) -> Iterator[tuple[int, int]]:
     for begin in range(0, num_bytes, CHUNK):
         yield begin, min(CHUNK, num_bytes - begin)
-
-
-BLOCK = 4096  # bytes; alignment of addresses, offsets and lengths that direct I/O needs on every common disk
-_REFUSES_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def in_blocks(num_bytes: int) -> int:
@@ -513,33 +503,40 @@ class UnlinkedFile:
     """
 
     def __init__(self, folder: str) -> None:
-        self.is_direct = False
         self._number = -1
-        direct = getattr(os, "O_DIRECT", 0)  # not on every system
-        if direct:
-            self._try_direct(folder, direct)
+        flag = getattr(os, "O_DIRECT", 0)  # not on every system
+        self.is_direct = bool(flag)
+        if self.is_direct:
+            try:
+                self._number = _open_unlinked(folder, flag)
+                page = memoryview(mmap.mmap(-1, BLOCK))
+                self.write(page, 0)  # some file systems accept the flag and refuse the write
+                self.read(page, 0)
+            except OSError as error:
+                self.close()
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+                    raise
+                self.is_direct = False
         if not self.is_direct:
             self._number = _open_unlinked(folder, 0)
 
     def write(self, source: memoryview, offset: int) -> None:
         """Writes all of ``source``: whole blocks, at an address and an ``offset`` that are multiples of a block."""
-        self._complete(lambda rest, at: os.pwrite(self._number, rest, at), source, offset, "written")
+        self._complete(os.pwritev, source, offset, "written")
 
     def read(self, target: memoryview, offset: int) -> None:
-        self._complete(lambda rest, at: os.preadv(self._number, [rest], at), target, offset, "read")
+        self._complete(os.preadv, target, offset, "read")
 
-    @staticmethod
-    def _complete(call: Callable[[memoryview, int], int], data: memoryview, offset: int, verb: str) -> None:
+    def _complete(self, call: Callable[..., int], data: memoryview, offset: int, verb: str) -> None:
         done = 0
         while done < len(data):
-            num_bytes = call(data[done:], offset + done)
+            num_bytes = call(self._number, [data[done:]], offset + done)
             num_bytes -= num_bytes % BLOCK  # a partial block is transferred again
             if num_bytes <= 0:
                 raise OSError(errno.EIO, f"expected {len(data)} bytes to be {verb}, got {done}")
             done += num_bytes
 
     def flush(self, offset: int, num_bytes: int) -> None:
-        """Writes these bytes to the disk and drops them from the page cache."""
         if not self.is_direct:
             os.fdatasync(self._number)
             if hasattr(os, "posix_fadvise"):
@@ -552,20 +549,6 @@ class UnlinkedFile:
 
     def __del__(self) -> None:
         self.close()
-
-    def _try_direct(self, folder: str, direct: int) -> None:
-        try:
-            self._number = _open_unlinked(folder, direct)
-            page = memoryview(mmap.mmap(-1, BLOCK))
-            self.write(page, 0)  # some file systems accept the flag and refuse the write
-            self.read(page, 0)
-            self.is_direct = True
-        except OSError as error:
-            if error.errno not in _REFUSES_DIRECT:
-                raise
-        finally:
-            if not self.is_direct:
-                self.close()
 
 
 def _open_unlinked(folder: str, flags: int) -> int:
@@ -586,39 +569,15 @@ def _open_unlinked(folder: str, flags: int) -> int:
 
 
 def file_system_in_memory(folder: str) -> str | None:
+    """Returns the kind of file system of ``folder`` if its files are in host memory."""
     with suppress(OSError):
         device = Path(folder).stat().st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             mount, _, kind = line.partition(" - ")
-            if mount.split()[2] == number and kind.split()[0] in _IN_MEMORY:
+            if mount.split()[2] == number and kind.split()[0] in ("tmpfs", "ramfs"):
                 return kind.split()[0]
     return None
-
-
-def failure_message(block: str, doing: str, num_bytes: int, folder: str, error: BaseException) -> str:
-    """Returns the message for a failure to ``doing`` (``"write"`` or ``"read"``) something of ``num_bytes``."""
-    number = 0
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    if isinstance(error, OSError):
-        number = error.errno or 0
-        reason = f"{error.strerror or error}" + (f" ({errno.errorcode[number]})" if number in errno.errorcode else "")
-    return (
-        f"{block}: offload: failed to {doing} {format_bytes(num_bytes)} in {folder}: {reason}"
-        f" · fix: {_fix(number, folder, error)}"
-    )
-
-
-def _fix(number: int, folder: str, error: BaseException) -> str:
-    elsewhere = 'use offload="disk:/another/folder"'
-    if number in (errno.ENOENT, errno.ENOTDIR):
-        siblings = [str(path) for path in Path(folder).parent.iterdir()] if Path(folder).parent.is_dir() else []
-        return f"create the folder{did_you_mean(folder, siblings)}, or {elsewhere}"
-    if number in (errno.EMFILE, errno.ENFILE):
-        return "raise the limit of open files (ulimit -n)"
-    if number == errno.ENOMEM or isinstance(error, (MemoryError, RuntimeError)):
-        return "lower Disk(in_flight_bytes=...), or offload fewer blocks"
-    return f"{_FIXES.get(number, 'run the step again')}, or {elsewhere}"
 
 
 _FIXES = {
@@ -626,3 +585,20 @@ _FIXES = {
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "give this user write access"),
     errno.EIO: "check the system log for disk errors",
 }
+
+
+def _failure_message(block: str, doing: str, num_bytes: int, folder: str, error: BaseException) -> str:
+    number = 0
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, OSError):
+        number = error.errno or 0
+        reason = f"{error.strerror or error}" + (f" ({errno.errorcode[number]})" if number in errno.errorcode else "")
+    fix = f'{_FIXES.get(number, "run the step again")}, or use offload="disk:/another/folder"'
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        siblings = map(str, Path(folder).parent.glob("*/"))  # folders only
+        fix = f'create the folder{did_you_mean(folder, siblings)}, or use offload="disk:/another/folder"'
+    elif number in (errno.EMFILE, errno.ENFILE):
+        fix = "raise the limit of open files (ulimit -n)"
+    elif number == errno.ENOMEM or isinstance(error, (MemoryError, RuntimeError)):
+        fix = "lower Disk(in_flight_bytes=...), or offload fewer blocks"
+    return f"{block}: offload: failed to {doing} {format_bytes(num_bytes)} in {folder}: {reason} · fix: {fix}"

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, final
 
@@ -22,11 +21,6 @@ from graphckpt.units import format_bytes
 
 _log = logging.getLogger("graphckpt")
 _MAX_VIEWS = 10_000  # of the slab that are held as tensors
-
-_STAYS = (
-    "offload: tensors that exist only in the captured step, such as an attention mask, stay on the device (host memory "
-    "cannot be pinned during a capture)"
-)
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,10 @@ class HostStore(ByteStore):
             block = self._memory.put(data.numel(), group.block)
             handle = _HostHandle(data, block, group.number)
             if block is None:
-                group.note(_STAYS)
+                group.note(
+                    "offload: tensors that exist only in the captured step, such as an attention mask, stay on the "
+                    "device (host memory cannot be pinned during a capture)"
+                )
                 self._num_alive += 1
                 return handle
             try:
@@ -157,10 +154,17 @@ class HostStore(ByteStore):
                 borrowed = self._borrowed.pop(number)
                 self._release_sources([other for other in self._offloading if other in borrowed])
             flat = handle.data
-            if flat is None:
-                flat = self._finish_reload(handle, group)
-            elif handle.offload_event is not None:
-                self._borrowed.setdefault(handle.group_number, set()).add(handle)
+            if flat is not None:
+                if handle.offload_event is not None:
+                    self._borrowed.setdefault(handle.group_number, set()).add(handle)
+                return flat
+            flat = handle.reload_buffer
+            if flat is None or not self._drop_reload(handle):
+                # Not prefetched, or into memory of another stream, which may reuse it while this one reads.
+                self._start_reloads([handle], group)
+                flat = handle.reload_buffer
+                self._drop_reload(handle)
+            assert flat is not None
             return flat
 
     def free(self, handle: ByteHandle) -> None:
@@ -194,16 +198,6 @@ class HostStore(ByteStore):
         for handle, buffer, event in zip(handles, buffers, events, strict=True):
             handle.reload_buffer, handle.reload_event = buffer, event
             self._reloading[handle] = None
-
-    def _finish_reload(self, handle: _HostHandle, group: TensorGroup) -> torch.Tensor:
-        flat = handle.reload_buffer
-        if flat is None or not self._drop_reload(handle):
-            # Not prefetched, or into memory of another stream, which may reuse it while this one reads.
-            self._start_reloads([handle], group)
-            flat = handle.reload_buffer
-            self._drop_reload(handle)
-        assert flat is not None
-        return flat
 
     def _release_sources(self, handles: Sequence[_HostHandle]) -> None:
         """Waits for copies to the host, so that the compute stream may reuse the memory of their tensors."""
@@ -294,7 +288,6 @@ class PinnedPool:
 
     @property
     def slab_bytes(self) -> int:
-        """Size of the slab; 0 before the second step."""
         return 0 if self._slab is None else self._slab.flat.numel()
 
     @property
@@ -308,21 +301,27 @@ class PinnedPool:
             return None  # see Note [Tensors that exist only in a capture stay on the device]
         size = aligned(num_bytes)
         begin = self._ranges.allocate(size)
-        fits = self._slab is not None and begin + size <= self.slab_bytes
+        fits = begin + size <= self.slab_bytes
+        memory = None
         try:
-            buffer = None if fits else self._single_buffer(num_bytes, is_captured, block)
-        except BaseException:
-            self._ranges.free(begin, begin + size)
-            raise
-        memory = self._slab if fits else buffer
+            memory = self._slab if fits else self._single_buffer(num_bytes, is_captured, block)
+        finally:
+            if memory is None:
+                self._ranges.free(begin, begin + size)
         if memory is None:
-            self._ranges.free(begin, begin + size)
             return None
         self._counts[num_bytes] += 1
         self._wanted_bytes = max(self._wanted_bytes, begin + size)
         memory.is_captured |= is_captured
-        flat = self._view(memory, begin, num_bytes) if fits else memory.flat
-        return PinnedBlock(self._ranges, begin, flat, buffer)
+        if not fits:
+            return PinnedBlock(self._ranges, begin, memory.flat, memory)
+        flat = self._views.get((begin, num_bytes))
+        if flat is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            with unseen_by_modes():
+                flat = self._views[begin, num_bytes] = memory.flat[begin : begin + num_bytes]
+        return PinnedBlock(self._ranges, begin, flat, None)
 
     def free(self, used: PinnedBlock) -> None:
         used.ranges.free(used.begin, used.begin + aligned(used.flat.numel()))
@@ -336,15 +335,33 @@ class PinnedPool:
         self._ranges = FreeRanges()
         if self._engine.is_capturing():
             return  # see Note [Captured buffers are not released]
-        wanted = self._wanted_bytes
-        grows = wanted > self.slab_bytes and not 0 < self._refused <= wanted
+        wanted, old_bytes = self._wanted_bytes, self.slab_bytes
+        grows = wanted > old_bytes and not 0 < self._refused <= wanted
         if not grows and (not self._buffers or self._refused):
             return
         self._engine.synchronize()
         buffers, self._buffers, self._spare = self._buffers, [], {}
-        self._release_buffers(buffers)
-        if grows:
-            self._grow(wanted)
+        if grows and self._slab is not None:
+            buffers.append(self._slab)
+            self._slab, self._views = None, {}
+        self._captured += [buffer for buffer in buffers if buffer.is_captured]
+        while buffers:  # emptied: what is not captured is freed before the new slab is allocated
+            if not buffers[-1].is_captured:
+                buffers[-1].release()
+            del buffers[-1]
+        if not grows:
+            return
+        try:
+            self._slab = self._engine.buffer(wanted)
+        except (MemoryError, RuntimeError) as error:
+            self._refused = wanted  # single buffers may still fit; if not, `put` names the block
+            _log.warning("offload: cannot allocate a slab of %s of host memory: %s", format_bytes(wanted), error)
+            return
+        if old_bytes:
+            old, new = format_bytes(old_bytes), format_bytes(wanted)
+            _log.info("offload: the slab in host memory grows from %s to %s", old, new)
+        else:
+            _log.info("offload: a slab of %s in host memory", format_bytes(wanted))
 
     def release(self) -> None:
         for buffer in (*self._buffers, *self._captured, *([] if self._slab is None else [self._slab])):
@@ -353,39 +370,12 @@ class PinnedPool:
         self._ranges, self._wanted_bytes = FreeRanges(), 0
         self._counts, self._max_counts = Counter(), Counter()
 
-    def _grow(self, num_bytes: int) -> None:
-        old = self.slab_bytes
-        slab, self._slab, self._views = self._slab, None, {}
-        if slab is not None:
-            self._release_buffers([slab])
-        del slab  # the old slab is freed before the new one is allocated
-        try:
-            self._slab = self._engine.buffer(num_bytes)
-        except (MemoryError, RuntimeError) as error:
-            self._refused = num_bytes  # single buffers may still fit; if not, `put` names the block
-            _log.warning("offload: cannot allocate a slab of %s of host memory: %s", format_bytes(num_bytes), error)
-            return
-        if old:
-            _log.info(
-                "offload: the slab in host memory grows from %s to %s", format_bytes(old), format_bytes(num_bytes)
-            )
-        else:
-            _log.info("offload: a slab of %s in host memory", format_bytes(num_bytes))
-
-    def _release_buffers(self, buffers: list[HostBuffer]) -> None:
-        for buffer in buffers:
-            if buffer.is_captured:
-                self._captured.append(buffer)
-            else:
-                buffer.release()
-
     def _single_buffer(self, num_bytes: int, is_captured: bool, block: str) -> HostBuffer | None:
-        spare = self._spare.get(num_bytes)
-        if spare:
+        if spare := self._spare.get(num_bytes):
             return spare.pop()
-        if is_captured and self.num_bytes:
-            return None
         if is_captured:
+            if self.num_bytes:
+                return None
             raise StoreError(
                 f"{block}: offload: expected a step before the capture, as host memory cannot be pinned in one, got "
                 "none · fix: run two steps with the same shapes first"
@@ -402,33 +392,19 @@ class PinnedPool:
         self._buffers.append(buffer)
         return buffer
 
-    def _view(self, slab: HostBuffer, begin: int, num_bytes: int) -> torch.Tensor:
-        flat = self._views.get((begin, num_bytes))
-        if flat is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            with unseen_by_modes():
-                flat = self._views[begin, num_bytes] = slab.flat[begin : begin + num_bytes]
-        return flat
 
-
+@dataclass(eq=False, slots=True)
 class CopyEvent:
-    __slots__ = ("event", "is_captured", "stream", "traffic")
-
-    def __init__(
-        self, event: torch.cuda.Event, stream: torch.cuda.Stream, is_captured: bool, traffic: Traffic | None
-    ) -> None:
-        self.event: torch.cuda.Event | None = event
-        self.stream = stream
-        """The compute stream that the copy started from."""
-        self.is_captured = is_captured
-        self.traffic = traffic
+    event: torch.cuda.Event | None
+    """``None`` once it was waited for."""
+    stream: torch.cuda.Stream
+    """The compute stream that the copy started from."""
+    is_captured: bool
+    traffic: Traffic | None
 
 
 @final
 class _StreamTimer:
-    __slots__ = ("_begin", "_end", "_stream")
-
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._begin, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -552,35 +528,30 @@ class CopyEngine:
         self._last = current
         self._fork.record(current)
         stream.wait_event(self._fork)
-        timed = None if is_captured else traffic
+        if is_captured:
+            traffic = None
         events = []
         try:
-            with unseen_by_modes(), self._switch_to(stream, current):
+            # `torch.cuda.stream` takes 15 us, mostly to look up the current device.
+            is_current = torch.cuda.current_device() == self._device.index
+            with unseen_by_modes(), _StreamSwitch(stream, current) if is_current else torch.cuda.stream(stream):
                 for source, target in zip(sources, targets, strict=True):
-                    timer = _StreamTimer(stream) if timed is not None else None
+                    timer = None if traffic is None else _StreamTimer(stream)
                     target.copy_(source, non_blocking=True)
-                    if timer is not None and timed is not None:
+                    if timer is not None and traffic is not None:
                         timer.stop()
-                        self._copying.append((timer, timed))
+                        self._copying.append((timer, traffic))
                     event = self._idle.pop() if self._idle else torch.cuda.Event()
                     event.record(stream)
-                    events.append(CopyEvent(event, current, is_captured, timed))
+                    events.append(CopyEvent(event, current, is_captured, traffic))
         except BaseException:
             current.wait_stream(stream)  # the caller drops the memory of copies that have started
             raise
         return events
 
-    def _switch_to(self, stream: torch.cuda.Stream, current: torch.cuda.Stream) -> AbstractContextManager[object]:
-        """Makes ``stream`` the current one. ``torch.cuda.stream`` takes 15 us, mostly to look up the current device."""
-        if torch.cuda.current_device() == self._device.index:
-            return _StreamSwitch(stream, current)
-        return torch.cuda.stream(stream)
-
 
 @final
 class _StreamSwitch:
-    __slots__ = ("_back", "_stream")
-
     def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
         self._stream = stream
         self._back = back

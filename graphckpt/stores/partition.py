@@ -6,7 +6,7 @@ import json
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, final
@@ -79,7 +79,6 @@ class RankGroup:
         return PendingGather(self, slices, block)
 
     def exchange(self, message: bytes, block: str) -> list[bytes]:
-        """Returns the messages of all ranks, in order of rank."""
         seconds = self.limit.total_seconds()
         try:
             return exchange(self.process_group, self.members, message, topic="graphckpt", seconds=seconds)
@@ -139,7 +138,6 @@ class PendingGather:
             self._fail(error)
 
     def take(self, index: int) -> torch.Tensor:
-        """Returns one run, ready for the current stream, and drops its reference."""
         try:
             if self._work is not None:
                 self._work.wait()  # on CUDA the current stream waits, which may differ from call to call
@@ -167,7 +165,6 @@ _ALIGN = 16  # bytes; slices begin where vectorised kernels may load
 _CHUNK = 1 << 18  # words of 8 bytes per iteration, so that a checksum takes a few MiB besides the tensor
 _PROBED = 256  # words compared in each call: data-parallel ranks differ in nearly all of them
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed word: multiplying by it spreads bits
-_FIX = "fix: use True, a ProcessGroup, a DeviceMesh, Partition(...) or False"
 
 
 @final
@@ -192,10 +189,16 @@ class Partition:
     timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        if not _is_group_or_mesh(self.group):
-            raise ConfigError(f"expected a process group or a device mesh, got {self.group!r} · {_FIX}")
         if _is_mesh(self.group):
             _tensor_parallel_group(self.group)
+        elif self.group is not True and not (
+            dist.is_available()
+            and (isinstance(self.group, dist.ProcessGroup) or self.group == dist.GroupMember.NON_GROUP_MEMBER)
+        ):
+            raise ConfigError(
+                f"expected a process group or a device mesh, got {self.group!r} · "
+                "fix: use True, a ProcessGroup, a DeviceMesh, Partition(...) or False"
+            )
         if isinstance(self.timeout_seconds, bool) or not self.timeout_seconds > 0:
             raise ConfigError(
                 f"timeout_seconds: expected a positive number, got {self.timeout_seconds!r} · fix: use seconds"
@@ -218,7 +221,8 @@ def group_for(partition: Any, group: TensorGroup) -> RankGroup | None:
         return None
     named = settings.group
     if named is True:
-        named = _mesh_of(group.own())
+        meshes = (getattr(tensor, "device_mesh", None) for tensor in group.own())
+        named = next((mesh for mesh in meshes if mesh is not None), None)
     try:
         members = _tensor_parallel_group(named) if _is_mesh(named) else named or dist.group.WORLD
     except ConfigError as error:
@@ -232,25 +236,12 @@ def group_for(partition: Any, group: TensorGroup) -> RankGroup | None:
     return RankGroup(members, settings.timeout_seconds)
 
 
-def _is_group_or_mesh(value: Any) -> bool:
-    if value is True:
-        return True
-    if not dist.is_available():
-        return False
-    return isinstance(value, dist.ProcessGroup) or _is_mesh(value) or value == dist.GroupMember.NON_GROUP_MEMBER
-
-
 def _is_mesh(value: Any) -> bool:
     if not dist.is_available():
         return False
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - missing in a build without distributed
 
     return isinstance(value, DeviceMesh)
-
-
-def _mesh_of(tensors: Iterable[torch.Tensor]) -> Any:
-    meshes = (getattr(tensor, "device_mesh", None) for tensor in tensors)
-    return next((mesh for mesh in meshes if mesh is not None), None)
 
 
 def _tensor_parallel_group(mesh: Any) -> Any:
@@ -341,10 +332,14 @@ class ShardedStore(ByteStore):
     def close_group(self, group: TensorGroup) -> None:
         """Compares the group's new sizes between ranks, then splits what is equal."""
         call = self._calls.pop(group, None)
-        entries = [] if call is None else [entry for entry in call.handles if entry[1].data is not None]
+        entries = [
+            (key, handle, handle.data)
+            for key, handle in (() if call is None else call.handles)
+            if handle.data is not None
+        ]
         if entries:
-            equal = self._compare_ranks([handle.data for _, handle in entries if handle.data is not None], group)
-            for (key, handle), is_equal in zip(entries, equal, strict=True):
+            equal = self._compare_ranks([data for *_, data in entries], group)
+            for (key, handle, _), is_equal in zip(entries, equal, strict=True):
                 self._is_equal[key] = is_equal
                 self._store_slice(handle, group, is_equal=is_equal)
         if self._inner is not None:
@@ -358,8 +353,7 @@ class ShardedStore(ByteStore):
     def prefetch(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         missing = [handle for handle in _sharded(handles) if handle.data is None and handle.gather is None]
         self.hint(missing, group)
-        split = [handle for handle in missing if handle.is_split]
-        if split:
+        if split := [handle for handle in missing if handle.is_split]:
             self._start_gather(split, group)
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
@@ -396,8 +390,9 @@ class ShardedStore(ByteStore):
     def _store_slice(self, handle: _ShardedHandle, group: TensorGroup, *, is_equal: bool) -> None:
         data = handle.data
         assert data is not None
-        own = self._slice_of(data) if is_equal else data
+        own = data
         if is_equal:
+            own = self._slice_of(data)
             handle.is_split, handle.data, handle.probe = True, None, probe(data)
         elif group.traffic is not None:  # `TensorStore` has counted a slice
             more = self._bytes_here(handle.num_bytes) - self.stored_bytes(handle.num_bytes)
@@ -464,17 +459,15 @@ class ShardedStore(ByteStore):
                     )
         equal = [len(set(sums)) == 1 for sums in zip(*(sums for _, sums in answers), strict=True)]
         if not all(equal):
-            self._warn(group, equal.count(False), len(equal))
+            num_differ, num_all = equal.count(False), len(equal)
+            text = "its tensors" if num_differ == num_all else f"{num_differ} of its {num_all} tensors"
+            verb = "differs" if num_differ == 1 < num_all else "differ"
+            text = f"partition: {text} {verb} between ranks: already sharded, left whole"
+            group.note(text)
+            if group.block not in self._warned:
+                self._warned.add(group.block)
+                warnings.warn(f"{group.block}: {text}", stacklevel=2)
         return equal
-
-    def _warn(self, group: TensorGroup, num_differ: int, num_all: int) -> None:
-        text = "its tensors" if num_differ == num_all else f"{num_differ} of its {num_all} tensors"
-        verb = "differs" if num_differ == 1 < num_all else "differ"
-        text = f"{text} {verb} between ranks: already sharded, left whole"
-        group.note(f"partition: {text}")
-        if group.block not in self._warned:
-            self._warned.add(group.block)
-            warnings.warn(f"{group.block}: partition: {text}", stacklevel=2)
 
     def _slice_bytes(self, num_bytes: int) -> int:
         return -(-num_bytes // (self._ranks.size * _ALIGN)) * _ALIGN
@@ -523,7 +516,6 @@ def probe(data: torch.Tensor) -> torch.Tensor | int:
 
 
 def unsplit_bytes(handle: ByteHandle) -> torch.Tensor | None:
-    """Returns all bytes, flat, if they are not split, or not yet."""
     return handle.data if isinstance(handle, _ShardedHandle) else None
 
 

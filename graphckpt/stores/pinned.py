@@ -30,8 +30,8 @@ class Streams(NamedTuple):
 
 
 def streams_of(device: torch.device) -> Streams:
-    has_index = device.type != "cuda" or device.index is not None
-    return _streams_of(device if has_index else torch.device("cuda", torch.cuda.current_device()))
+    needs_index = device.type == "cuda" and device.index is None
+    return _streams_of(torch.device("cuda", torch.cuda.current_device()) if needs_index else device)
 
 
 @cache
@@ -67,8 +67,6 @@ class HostBuffer:
 
 
 def pinned_buffer(num_bytes: int, device: torch.device, note: Callable[[str], None]) -> HostBuffer:
-    """Returns a buffer of exactly ``num_bytes``."""
-
     def clear_error() -> None:  # of a failed call, which CUDA would report for the next kernel
         with suppress(RuntimeError):
             torch.empty(1, dtype=torch.uint8, device=device).fill_(0)
@@ -117,7 +115,7 @@ def pin(
         f"offload: registering host memory failed (CUDA error {code}{'' if code else ', and it is not pinned'}): "
         "PyTorch's pinned memory is used, which is larger"
     )
-    return flat, _no_op
+    return flat, lambda: None
 
 
 def postpone(release: Callable[[], None]) -> None:
@@ -127,7 +125,3 @@ def postpone(release: Callable[[], None]) -> None:
 
 def _unregister(cudart: Any, address: int, pages: mmap.mmap) -> None:
     cudart.cudaHostUnregister(address)
-
-
-def _no_op() -> None:
-    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
@@ -39,29 +39,25 @@ class Placement:
         """The store of all blocks with this placement; created on first use."""
         if self.is_plain:
             return DeviceStore()
-        return TensorStore(self._label(), self._byte_store_for, min_elements=self.min_elements)
+        target = None if self.offload is None else self.offload.name
+        parts = target, self.contiguous and "slab", self.partition is not None and "part"
+        label = " ".join(part for part in parts if part)
+        return TensorStore(label, self._byte_store_for, min_elements=self.min_elements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
-        copied: Placement = memo.setdefault(id(self), Placement(*self._settings()))
+        copied: Placement = memo.setdefault(id(self), replace(self))
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Placement, self._settings()  # a copy has its own, empty store
-
-    def _settings(self) -> tuple[Any, ...]:
-        return self.offload, self.partition, self.contiguous, self.min_elements
-
-    def _label(self) -> str:
-        target = "" if self.offload is None else self.offload.name
-        flags = "slab" if self.contiguous else "", "part" if self.partition is not None else ""
-        return " ".join(filter(None, (target, *flags)))
+        # A copy has its own, empty store.
+        return Placement, (self.offload, self.partition, self.contiguous, self.min_elements)
 
     def _byte_store_for(self, device: torch.device, is_shard: bool, group: TensorGroup) -> ByteStore | None:
         store = self.offload.byte_store_for(device, group.note) if self.offload is not None else None
-        if store is None and self.contiguous:
-            store = SlabStore(device)
-        elif store is not None and self.contiguous:
-            group.note("contiguous: offloaded tensors are contiguous already")
+        if self.contiguous:
+            if store is not None:
+                group.note("contiguous: offloaded tensors are contiguous already")
+            store = store or SlabStore(device)
         if self.partition is None:
             return store
         if is_shard:
@@ -82,14 +78,12 @@ def placement_of(fields: Mapping[str, Any]) -> Placement:
 
 
 def parse_contiguous(value: Any) -> bool:
-    """Parses a value of ``contiguous``."""
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"expected a bool or None, got {value!r} · fix: use True, False or None")
     return bool(value)
 
 
 def parse_min_elements(value: Any) -> int:
-    """Parses a value of ``min_elements``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"expected a non-negative int, got {value!r} · fix: use a number of elements")
     return value

@@ -123,18 +123,29 @@ class SlabStore(ByteStore):
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         self._free_dropped()
         if self._needs_slab:
-            self._allocate_slab(group)
-        size = aligned(data.numel())
+            _log.info("contiguous: a slab of %s on %s", format_bytes(self._wanted_bytes), self._device)
+            if self._slab is not None and self._is_captured:
+                self._captured.append(self._slab)
+            self._slab = None  # the old slab is freed before the new one is allocated
+            self._is_captured = False
+            with unseen_by_modes():  # its ranges are counted, not the slab
+                self._slab = self._allocate(self._wanted_bytes, group)
+            self._needs_slab = False  # last: until then an interrupt leaves the old slab, which may be too small
+        num_bytes = data.numel()
+        size = aligned(num_bytes)
         begin = self._ranges.allocate(size)
         self._wanted_bytes = max(self._wanted_bytes, begin + size)
-        copy = self._range(begin, begin + size, data.numel(), group)
+        if self._slab is None or begin + size > self.slab_bytes:
+            copy = self._allocate(num_bytes, group)
+        else:
+            if self._device.type == "cuda":
+                self._is_captured |= torch.cuda.is_current_stream_capturing()
+            with unseen_by_modes():
+                copy = from_dlpack(to_dlpack(self._slab[begin : begin + num_bytes]))
         number, self._num_puts = self._num_puts, self._num_puts + 1
-        free = self._free
-
-        def is_free(_: object) -> None:
-            free.append(number)
-
-        self._in_use[number] = begin, begin + size, weakref.ref(copy.untyped_storage(), is_free)
+        append = self._free.append  # holds no reference to the store
+        storage = weakref.ref(copy.untyped_storage(), lambda _: append(number))
+        self._in_use[number] = begin, begin + size, storage
         return _SlabHandle(copy.copy_(data))
 
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
@@ -148,7 +159,6 @@ class SlabStore(ByteStore):
         handle.data = None
 
     def begin_step(self) -> None:
-        """Decides on a larger slab, if the last step has exceeded it."""
         self._free_dropped()
         self._needs_slab = self._wanted_bytes > self.slab_bytes
         if self._needs_slab or not self._in_use:
@@ -164,24 +174,6 @@ class SlabStore(ByteStore):
             use = self._in_use.pop(self._free.popleft(), None)
             if use is not None:
                 self._ranges.free(use[0], use[1])
-
-    def _allocate_slab(self, group: TensorGroup) -> None:
-        _log.info("contiguous: a slab of %s on %s", format_bytes(self._wanted_bytes), self._device)
-        if self._slab is not None and self._is_captured:
-            self._captured.append(self._slab)
-        self._slab = None  # the old slab is freed before the new one is allocated
-        self._is_captured = False
-        with unseen_by_modes():  # its ranges are counted, not the slab
-            self._slab = self._allocate(self._wanted_bytes, group)
-        self._needs_slab = False  # last: until then an interrupt leaves the old slab, which may be too small
-
-    def _range(self, begin: int, end: int, num_bytes: int, group: TensorGroup) -> torch.Tensor:
-        if self._slab is None or end > self.slab_bytes:
-            return self._allocate(num_bytes, group)
-        if self._device.type == "cuda":
-            self._is_captured |= torch.cuda.is_current_stream_capturing()
-        with unseen_by_modes():
-            return from_dlpack(to_dlpack(self._slab[begin : begin + num_bytes]))
 
     def _allocate(self, num_bytes: int, group: TensorGroup) -> torch.Tensor:
         try:

@@ -15,8 +15,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
-from time import perf_counter
 from typing import Any, final
 
 import torch
@@ -27,6 +27,7 @@ from graphckpt.stores.base import ByteHandle, ByteStore, Store, TensorGroup
 
 _ALIGN = 256  # bytes; views keep their address modulo this, so that kernels which check alignment take the same path
 _PLAIN = (torch.Tensor, nn.Parameter)
+_NOTHING = nullcontext()
 
 
 @final
@@ -74,7 +75,6 @@ class TensorStore(Store):
 
     @property
     def num_alive(self) -> int:
-        """How many pieces are stored; none after a step."""
         with self._lock:
             self._free_dropped()
             if self._num_alive and all(ref() is None for ref in self._groups):
@@ -102,7 +102,8 @@ class TensorStore(Store):
             wait = getattr(tensor, "trigger_wait", None)
             if wait is not None:  # an AsyncCollectiveTensor, which may not have completed
                 return self.put(wait(), group, is_shard=is_shard)
-            is_shard = is_shard or not _is_replicated(tensor)
+            placements = getattr(tensor, "placements", None)
+            is_shard |= placements is None or not all(placement.is_replicate() for placement in placements)
             return WrappedKey(tensor, lambda inner: self.put(inner, group, is_shard=is_shard))
         if self._stays(tensor, group):
             return tensor.detach()
@@ -114,8 +115,20 @@ class TensorStore(Store):
                 tensor = tensor.detach().resolve_conj().resolve_neg()
             storage = tensor.untyped_storage()
             begin, end = _span(tensor)
-            covering = self._find_piece(tensor, storage, begin, end, store)
-            piece = covering or self._new_piece(tensor, storage, begin, end, store, group)
+            living = [one for ref in self._pieces.get(storage, ()) if (one := ref()) is not None]
+            for piece in living:
+                if (
+                    piece.begin <= begin
+                    and end <= piece.end
+                    and piece.store is store
+                    and not piece.guard.is_mutated()
+                    and piece.guard.covers(tensor)
+                    and not piece.handle.is_lost()  # a traceback may hold the pieces of an interrupted step
+                ):
+                    break
+            else:
+                piece = self._new_piece(tensor, storage, begin, end, store, group)
+                self._pieces[storage] = [weakref.ref(one) for one in (*living, piece)]
             ref = group.pieces.get(id(piece))
             if ref is None or ref() is not piece:
                 group.pieces.pop(id(piece), None)  # of a freed piece; the order is that of `put`
@@ -136,7 +149,8 @@ class TensorStore(Store):
             self._prefetch_from(key.group)
             flat = piece.reloaded
             if flat is None:  # whether a view of it is still alive is not checked: that may differ between ranks
-                flat = self._reload(piece, key.group)
+                with _NOTHING if key.group.traffic is None else key.group.traffic.waiting():
+                    flat = piece.reloaded = piece.store.get(piece.handle, key.group)
             tensor = key.view_of(flat.untyped_storage(), int(flat.storage_offset()))
             key.mark_read()
             return tensor
@@ -177,27 +191,6 @@ class TensorStore(Store):
             group.note(note)
         return entry[0]
 
-    def _find_piece(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int, store: ByteStore
-    ) -> Piece | None:
-        """Returns a piece in ``store`` that holds all bytes of ``tensor`` as they are now.
-
-        A traceback may hold the pieces of an interrupted step, whose bytes are lost.
-        """
-        for ref in self._pieces.get(storage, ()):
-            piece = ref()
-            if (
-                piece is not None
-                and piece.begin <= begin
-                and end <= piece.end
-                and piece.store is store
-                and not piece.guard.is_mutated()
-                and piece.guard.covers(tensor)
-                and not piece.handle.is_lost()
-            ):
-                return piece
-        return None
-
     def _new_piece(
         self,
         tensor: torch.Tensor,
@@ -211,29 +204,13 @@ class TensorStore(Store):
         if 2 * (end - begin) >= storage.nbytes():
             begin, end = 0, storage.nbytes()
         data = empty(torch.uint8, tensor.device).set_(storage, begin, (end - begin,), (1,))
-        traffic = group.traffic
-        if traffic is None:
+        with _NOTHING if group.traffic is None else group.traffic.waiting():
             handle = store.put(data, group)
-        else:
-            started = perf_counter()
-            handle = store.put(data, group)
-            traffic.wait_seconds += perf_counter() - started
         piece = Piece(store, handle, VersionGuard(tensor), begin, end, self._freed)
-        if traffic is not None:
-            traffic.count(store.tier, store.stored_bytes(end - begin), piece)
+        if group.traffic is not None:
+            group.traffic.count(store.tier, store.stored_bytes(end - begin), piece)
         self._num_alive += 1
-        living = [ref for ref in self._pieces.get(storage, ()) if ref() is not None]
-        self._pieces[storage] = [*living, weakref.ref(piece)]
         return piece
-
-    def _reload(self, piece: Piece, group: TensorGroup) -> torch.Tensor:
-        traffic = group.traffic
-        started = perf_counter() if traffic is not None else 0.0
-        flat = piece.store.get(piece.handle, group)
-        if traffic is not None:
-            traffic.wait_seconds += perf_counter() - started
-        piece.reloaded = flat
-        return flat
 
     def _prefetch_from(self, group: TensorGroup) -> None:
         """On the first tensor of a group: prefetches the rest of it, and the next group while this one is used."""
@@ -273,11 +250,6 @@ class TensorStore(Store):
             store, handle = self._freed.popleft()
             self._num_alive -= 1
             store.free(handle)
-
-
-def _is_replicated(tensor: Any) -> bool:
-    placements = getattr(tensor, "placements", None)
-    return placements is not None and all(placement.is_replicate() for placement in placements)
 
 
 def _handles(group: TensorGroup) -> dict[ByteStore, list[ByteHandle]]:

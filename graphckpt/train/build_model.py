@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -38,14 +39,7 @@ class BuiltModel(NamedTuple):
     settings: TrainConfig
     ranks: TrainRanks
 
-    @property
-    def capture(self) -> str:
-        """Whether steps are captured; not with data or pipeline parallelism: all ranks would have to capture alike."""
-        is_shared = self.ranks.data_mesh is not None or self.pipeline is not None
-        return "eager" if is_shared else self.settings.capture
-
     def block_fields(self) -> dict[str, dict[str, Any]]:
-        """Returns the fields of each block that runs on this process, with ``partition=True`` resolved to a mesh."""
         blocks = block_policies(self.model, self.settings.activation_checkpoint)
         if (pipeline := self.pipeline) is not None:
             return {name: fields for name, fields in blocks.items() if pipeline.runs(name)}
@@ -55,15 +49,6 @@ class BuiltModel(NamedTuple):
                 fields["partition"] = mesh  # not all processes: other data-parallel ranks have other samples
         return blocks
 
-    def grad_sync(self) -> GradSync | None:
-        """Returns how gradients are synchronized; ``None`` without data parallelism."""
-        if self.ranks.data_mesh is None:
-            return None
-        from graphckpt.train.parallel.data_parallel import make_grad_sync  # noqa: PLC0415 - loads what one process does not need
-
-        losses, stage = partial(self.task.losses, self.model), self.settings.zero_optimization.active_stage
-        return make_grad_sync(self.model, losses, self.ranks, stage=stage)
-
 
 def build_model(
     make_model: Callable[[], nn.Module], task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device
@@ -72,19 +57,18 @@ def build_model(
     seed_all(settings.seed)
     with attribute_errors("model, task", "making the model"):
         model = task.prepare(make_model())
-    architecture = type(model).__name__  # sharding changes the class
+    architecture = type(model).__name__
     if settings.dist.num_processes > 1 and hasattr(model, LOSS_HEAD):
         what = f"task.loss_head: expected one process, got {settings.dist.num_processes}"
         raise ConfigError(f"{what} · fix: leave the key out, or train on one process")
     pipeline = None if ranks.stage_mesh is None else _pipeline(model, task, settings, ranks, device)
     model = (model if pipeline is not None else model.to(device)).train()
-    tensor_mesh, data_mesh = ranks.tensor_mesh, ranks.data_mesh
-    if tensor_mesh is not None:
-        from graphckpt.train.parallel.tensor_parallel import shard_model  # noqa: PLC0415 - loads what one process does not need
+    if ranks.tensor_mesh is not None:
+        from graphckpt.train.parallel.tensor_parallel import shard_model  # noqa: PLC0415 - as below
 
-        model = shard_model(model, tensor_mesh)
-    if data_mesh is not None:
-        from graphckpt.train.parallel.data_parallel import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as above
+        model = shard_model(model, ranks.tensor_mesh)
+    if (data_mesh := ranks.data_mesh) is not None:
+        from graphckpt.train.parallel.data_parallel import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as below
 
         broadcast_weights(model, data_mesh)
         if stage := settings.zero_optimization.active_stage:
@@ -96,17 +80,14 @@ def build_model(
 
 
 def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device) -> Pipeline:
-    """Reduces a model to this process's pipeline stage, in place."""
-    from graphckpt.train.parallel import pipeline  # noqa: PLC0415 - load what one process does not need
+    from graphckpt.train.parallel import pipeline  # noqa: PLC0415 - loads what one process does not need
 
     if not isinstance(task, CausalLM):
         what = f"train.dist.pipeline_parallel_size: {type(task).__name__} is not supported with a pipeline"
         raise ConfigError(f"{what} · fix: task=CausalLM, or train.dist.pipeline_parallel_size=1")
-    config = settings.dist
-    fields = block_policies(model, settings.activation_checkpoint)
-    stages = pipeline.split_layers(
-        model, fields, num_stages=config.pipeline_parallel_size, layer_stages=config.custom_pipeline_stage_id
-    )
+    fields, dist = block_policies(model, settings.activation_checkpoint), settings.dist
+    layer_stages = dist.custom_pipeline_stage_id
+    stages = pipeline.split_layers(model, fields, num_stages=dist.pipeline_parallel_size, layer_stages=layer_stages)
     pipeline.check_split(model, stages, task.losses)
     pipeline.keep_stage(model, stages, ranks.stage, device)
     dtype = getattr(torch, settings.amp.dtype) if settings.amp.enabled else None
@@ -126,7 +107,8 @@ class _TaskGraph(Graph):
 
     def __init__(self, built: BuiltModel) -> None:
         super().__init__()
-        self.config.capture = built.capture
+        is_shared = built.ranks.data_mesh is not None or built.pipeline is not None  # ranks would have to capture alike
+        self.config.capture = "eager" if is_shared else built.settings.capture
         self.model = built.model
         self.task = built.task
         self.pipeline = built.pipeline
@@ -137,12 +119,15 @@ class _TaskGraph(Graph):
 
 @final
 class TrainGraph(_TaskGraph):
-    """One update of the weights: forward, backward, clip, optimizer, learning rate."""
-
     def __init__(
         self, built: BuiltModel, optimizer: Optimizer, scheduler: LRScheduler, blocks: Mapping[str, dict[str, Any]]
     ) -> None:
-        grad_sync = built.grad_sync()
+        grad_sync: GradSync | None = None
+        if built.ranks.data_mesh is not None:
+            from graphckpt.train.parallel.data_parallel import make_grad_sync  # noqa: PLC0415 - as above
+
+            losses, stage = partial(built.task.losses, built.model), built.settings.zero_optimization.active_stage
+            grad_sync = make_grad_sync(built.model, losses, built.ranks, stage=stage)
         super().__init__(built)
         self.grad_sync = grad_sync
         amp, accumulation = built.settings.amp, built.settings.sizes.accumulation
@@ -164,15 +149,11 @@ class TrainGraph(_TaskGraph):
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
         if self.pipeline is not None:
             return self.pipeline.losses(batch)
-        if (grad_sync := self.grad_sync) is None:
-            losses = self.task.losses(self.model, batch)
+        sync = self.grad_sync
+        with nullcontext() if sync is None else sync.micro_batch(is_last=next(self.last_micro_batches)):
+            losses = self.task.losses(self.model, batch) if sync is None else sync.losses(batch)
             total = sum_of_losses(losses)
             total.backward()
-        else:
-            with grad_sync.micro_batch(is_last=next(self.last_micro_batches)):
-                losses = grad_sync.losses(batch)
-                total = sum_of_losses(losses)
-                total.backward()
         return {"total_loss": total, **losses}
 
 

@@ -40,9 +40,8 @@ def attribute_errors(keys: str, what: str) -> Iterator[None]:
         if isinstance(error, GraphckptError) or is_out_of_memory(error) or is_connection_error(error):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{frame.filename}:{frame.lineno}"
         message = " ".join(str(error).split())[:_MAX_CHARACTERS]  # in one line
-        text = f"{keys}: {what} failed, {type(error).__name__}: {message} (at {place})"
+        text = f"{keys}: {what} failed, {type(error).__name__}: {message} (at {frame.filename}:{frame.lineno})"
         # contextlib raises a StopIteration itself in place of a RuntimeError that it is the cause of
         cause = None if isinstance(error, StopIteration) else error
         raise TrainError(f"{text} · fix: check these keys of the config") from cause
@@ -179,20 +178,17 @@ class Loop:
                     self.is_stopped = self._agree(self._is_asked)
                     if self.is_last:
                         break
-                    self._iterate()
+                    self.metrics, self.late_metrics = {}, []
+                    for hook in self._hooks:
+                        hook.before_step(self)
+                    self.losses = self._step(self.done)
+                    self.done += 1
+                    for hook in self._hooks:
+                        hook.after_step(self)
                     advance(1)
             self.late_metrics = []
             for hook in self._hooks:
                 hook.after_train(self)
-
-    def _iterate(self) -> None:
-        self.metrics, self.late_metrics = {}, []
-        for hook in self._hooks:
-            hook.before_step(self)
-        self.losses = self._step(self.done)
-        self.done += 1
-        for hook in self._hooks:
-            hook.after_step(self)
 
     @contextmanager
     def _stops_on_interrupt(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TextIO, cast, final
 
@@ -47,7 +48,6 @@ def hidden(path: Path, kind: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there; of a folder, as much as can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -65,7 +65,7 @@ def sync(path: Path) -> None:
 
 @final
 class AppendFile:
-    """Appends text to a file; what cannot be written yet, of a full disk or before it is open, comes with the next."""
+    """Appends text; what cannot be written yet, of a full disk or before it is open, comes with the next."""
 
     def __init__(self, path: Path, *, is_open: bool = True) -> None:
         self.path = path
@@ -88,12 +88,11 @@ class AppendFile:
                 except OSError:
                     file.truncate(start)
                     raise
+            self._waiting, self._has_complained = "", False
         except OSError as error:  # which should not end a run
             if not self._has_complained:
                 complain(f"{self.path}: {error.strerror}; its lines wait until they can be written")
             self._has_complained = True
-        else:
-            self._waiting, self._has_complained = "", False
 
 
 def cut_log(path: Path, last_iteration: int) -> None:
@@ -172,7 +171,5 @@ class Report:
 
     def _append(self, text: str) -> None:
         if self._log_file:
-            self._log_file.append(text, self._complain)
-
-    def _complain(self, what: str) -> None:
-        self._console.print(what, style="red", markup=False, highlight=False, soft_wrap=True)
+            complain = partial(self._console.print, style="red", markup=False, highlight=False, soft_wrap=True)
+            self._log_file.append(text, complain)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,39 +18,33 @@ from graphckpt.train.output import Report, replacing
 from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.train.snapshot.saved_run import PLAN, SavedRun
 
-if TYPE_CHECKING:
-    from graphckpt.planning.plan import Plan
-
 _WHERE = "train.activation_checkpoint"
 
 
 def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
     """Returns the fields to set on each block, by its name in ``model``.
 
-    ``rule``, the store and ``compile`` apply to every unit; the fields in ``blocks`` override them, pattern by
-    pattern. A saved plan replaces both.
+    Those in ``blocks`` override those of every unit, pattern by pattern; a saved plan replaces both.
     """
     if not config.enabled or config.memory_budget is not None:
         return {}
     settings: dict[str, dict[str, Any]] = {}
     faults: list[str] = []
     where = f"{_WHERE}.{'blocks' if config.plan is None else 'plan'}"
-    if config.plan is None:
-        blocks: Mapping[Any, Any] = config.blocks or {}
-        try:
-            fields: dict[str, Any] = {} if config.rule is None else {"activation_checkpointing": config.rule}
-            fields |= config.beside_rule
-            settings = {name: dict(fields) for name in (unit_names(model, config) if fields else ())}
-        except ConfigError as error:
-            faults.append(str(error))
-    else:
+    blocks: Mapping[Any, Any] = config.blocks or {}
+    if config.plan is not None:
         try:
             blocks = policies_from_file(config.plan)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+    elif fields := config.beside_rule | ({} if config.rule is None else {"activation_checkpointing": config.rule}):
+        try:
+            settings = {name: dict(fields) for name in unit_names(model, config)}
+        except ConfigError as error:
+            faults.append(str(error))
     for pattern, value in blocks.items():
         try:
-            for name, _ in select(model, pattern):
+            for name in _select(model, pattern):
                 settings[name] = {**settings.get(name, {}), **fields_of(value)}
         except ConfigError as error:
             faults.append(f"{where}: {error}")
@@ -59,6 +52,16 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
     if faults := without_repeats(faults):
         raise ConfigError(bullets(f"{_WHERE} is invalid", faults) if len(faults) > 1 else faults[0])
     return settings
+
+
+def _select(model: nn.Module, pattern: Any) -> list[str]:
+    try:
+        return [name for name, _ in select(model, pattern)]
+    except ConfigError:
+        if isinstance(pattern, str) and pattern.startswith("model."):  # the log's name: the model is a graph's child
+            with suppress(ConfigError):
+                return [name for name, _ in select(model, pattern.removeprefix("model."))]
+        raise
 
 
 def _invalid_fields(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -74,7 +77,6 @@ def _invalid_fields(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
-    """Returns the names of the units that ``unit`` means, or of those that the model itself marks."""
     if config.unit is None:
         layers = marked_layers(model)
         if layers or config.blocks is not None:
@@ -83,14 +85,13 @@ def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str
         raise ConfigError(f"{_WHERE}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
     patterns = [config.unit] if isinstance(config.unit, str) else config.unit
     try:
-        return list(dict.fromkeys(name for pattern in patterns for name, _ in select(model, pattern)))
+        return list(dict.fromkeys(name for pattern in patterns for name in _select(model, pattern)))
     except ConfigError as error:
         raise ConfigError(f"{_WHERE}.unit: {error}") from None
 
 
 def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the candidate rules of the block that computes the loss, by its name in ``model``."""
-    names = {name for name, _ in model.named_modules()}
+    names = dict(model.named_modules())
     for name in head or ():
         if name not in names:
             hint = did_you_mean(name, [name for name, _ in model.named_children()])
@@ -116,7 +117,12 @@ def plan_on_batch(
     plan.apply()
     for line in summary_lines(plan):
         report.line(f"plan: {line}")
-    saved.at_start(partial(_save, plan.relative_to("model"), saved.folder / PLAN))
+
+    def save() -> None:
+        with replacing(saved.folder / PLAN) as fresh:
+            plan.relative_to("model").save(fresh)
+
+    saved.at_start(save)
 
 
 def replan_on_out_of_memory(graph: Graph, config: ActivationCheckpointConfig) -> None:
@@ -135,8 +141,3 @@ def _options(graph: Graph, config: ActivationCheckpointConfig) -> PlanOptions:
         blocks=[f"model.{name}" for name in unit_names(model, config)],
         head={f"model.{name}": rules for name, rules in head_policies(model, config.head).items()},
     )
-
-
-def _save(plan: Plan, path: Path) -> None:
-    with replacing(path) as fresh:
-        plan.save(fresh)

@@ -20,8 +20,6 @@ from graphckpt.planning.options import PlanOptions
 from graphckpt.rules.base import parse_rule
 from graphckpt.train.optim import warmup_cosine_lr
 
-_SEEDS = 2**63  # the limit of PyTorch's generators on all devices
-
 
 class BatchSizes(NamedTuple):
     """Samples of an update: ``global_batch = micro_batch * accumulation * data_parallel``."""
@@ -79,9 +77,9 @@ class DistConfig:
         >>> DistConfig(data_parallel_size=2).describe()
         'data_parallel_size 2 x tensor_parallel_size 1'
         """
-        stages = f"pipeline_parallel_size {self.pipeline_parallel_size} x " if self.pipeline_parallel_size > 1 else ""
         sizes = f"data_parallel_size {self.data_parallel_size} x tensor_parallel_size {self.tensor_parallel_size}"
-        return stages + sizes
+        stages = self.pipeline_parallel_size
+        return f"pipeline_parallel_size {stages} x {sizes}" if stages > 1 else sizes
 
     def faults(self) -> Iterator[str]:
         """Yields what is not supported."""
@@ -394,7 +392,7 @@ class TrainConfig:
         yield from self._size_faults()
         if self.train_samples is not None and self.train_epoch:
             yield f"train_samples: {self.train_samples}, and train_epoch is {self.train_epoch} · fix: set one of them"
-        if self.seed >= _SEEDS:
+        if self.seed >= 2**63:  # the limit of PyTorch's generators on all devices
             yield f"seed: expected less than 2**63, got {self.seed}"
         yield from self._spread_faults()
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -410,7 +408,6 @@ class TrainConfig:
             yield "output_dir: is empty · fix: name a folder"
 
     def _fit_faults(self) -> Iterator[str]:
-        """Yields what contradicts that the batch size is chosen."""
         if self.activation_checkpoint.fit is None:
             return
         where = "activation_checkpoint.fit"

@@ -21,7 +21,6 @@ from graphckpt.train.build_model import BuiltModel, EvalGraph, TrainGraph, build
 from graphckpt.train.data.samples import (
     Opened,
     Prefetcher,
-    Samples,
     ShuffledOrder,
     heldout_batches,
     synchronize,
@@ -105,15 +104,10 @@ class Trainer:
         )
         if write_config is not None:
             self.saved.at_start(partial(write_config, self.folder))
-        self.report = report or self._own_report(eval_only=eval_only)
-
-    def _own_report(self, *, eval_only: bool) -> Report:
-        if not self.ranks.is_main:
-            return Report.silent()
         log = self.folder / LOG
-        if eval_only:
-            return Report(log_file=log if log.exists() else None)
-        return Report(log_file=log, waits=True)
+        log_file = log if log.exists() or not eval_only else None
+        own = Report(log_file=log_file, waits=not eval_only) if self.ranks.is_main else Report.silent()
+        self.report = report or own
 
     @property
     def batch_size(self) -> int:
@@ -133,7 +127,7 @@ class Trainer:
 
     def _train(self) -> TrainResult:
         settings = self.settings
-        built = self._build_model()
+        built = build_model(self._make_model, self._task, settings, self.ranks, self.device)
         if settings.load_weight and not self.saved.source:
             self._load(built.model, Path(settings.load_weight).expanduser(), "train.load_weight")
         optimizer = self._make_optimizer(built.model)
@@ -141,10 +135,20 @@ class Trainer:
         opened = self._open(built.model)
         train_iter = settings.iterations(len(opened.train))
         graph = self._train_graph(built, optimizer, blocks, train_iter)
-        self._describe(built, opened, train_iter)
+        self.report.line(
+            f"model: {built.architecture}, {sum(parameter.numel() for parameter in built.model.parameters()):,} "
+            f"parameters on {self.ranks.describe(self.device)}; {train_iter} iterations of {self.batch_size} samples"
+            + (f" x {opened.tokens_each} tokens" if opened.text else "")
+        )
         state = RunState(built.model, graph, optimizer, self.device, ranks=self.ranks, seed=settings.seed)
         writer = self._snapshot_writer(built, opened, state)
-        step = self._step(graph, opened, train_iter)
+        order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
+
+        def read(iteration: int) -> dict[str, Tensor]:
+            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
+            return opened.train.batch(self.ranks.local_samples(order.take(start=start, count=self.batch_size)))
+
+        step = _Step(graph, Prefetcher(read, self.device, train_iter), self.ranks)
         loop = step.loop = Loop(
             step,
             train_iter=train_iter,
@@ -154,7 +158,17 @@ class Trainer:
             agree=self.ranks.any,
             synchronize=partial(synchronize, self.device),
         )
-        self._run(loop, state, step, data=writer.data)
+        section = settings.activation_checkpoint
+        with (
+            _explain_out_of_memory(micro_batch=settings.sizes.micro_batch, is_checkpointed=section.enabled),
+            self.ranks.translate_errors(),
+        ):
+            self.saved.restore(state, loop, data=writer.data, report=self.report)
+            if section.memory_budget is not None and loop.done < train_iter:
+                with attribute_errors(_KEYS, "planning"):
+                    batch = step.batches.get(loop.done)
+                    plan_on_batch(graph, section.memory_budget, section, self.report, self.saved, batch)
+            loop.run()
         files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
         result = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
         self.report.show(result.table())
@@ -175,19 +189,10 @@ class Trainer:
             replan_on_out_of_memory(graph, section)
         return graph
 
-    def _describe(self, built: BuiltModel, opened: Opened, train_iter: int) -> None:
-        num_parameters = sum(parameter.numel() for parameter in built.model.parameters())
-        self.report.line(
-            f"model: {built.architecture}, {num_parameters:,} parameters on {self.ranks.describe(self.device)};"
-            f" {train_iter} iterations of {self.batch_size} samples"
-            + (f" x {opened.tokens_each} tokens" if opened.text else "")
-        )
-
     def _snapshot_writer(self, built: BuiltModel, opened: Opened, state: RunState) -> SnapshotWriter:
-        tokens = opened.tokenizer_file.parent.name if opened.tokenizer_file else None  # a hash of text and tokenizer
-        companions = partial(
-            export, built.model, built.architecture, opened.tokenizer_file, seq_length=opened.tokens_each
-        )
+        tokenizer_file = opened.tokenizer_file
+        tokens = tokenizer_file.parent.name if tokenizer_file else None  # a hash of text and tokenizer
+        companions = partial(export, built.model, built.architecture, tokenizer_file, seq_length=opened.tokens_each)
         with attribute_errors("model", "saving its config"), tempfile.TemporaryDirectory() as trial:
             companions(Path(trial))  # fails before the run instead of at its end
         return SnapshotWriter(
@@ -198,31 +203,6 @@ class Trainer:
             is_async=self.settings.checkpointer.async_save,
         )
 
-    def _step(self, graph: TrainGraph, opened: Opened, train_iter: int) -> _Step:
-        settings = self.settings
-        order = ShuffledOrder(num_sequences=len(opened.train), seed=settings.seed)
-
-        def read(iteration: int) -> dict[str, Tensor]:
-            start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
-            return opened.train.batch(self.ranks.local_samples(order.take(start=start, count=self.batch_size)))
-
-        return _Step(graph, Prefetcher(read, self.device, train_iter), self.ranks)
-
-    def _run(self, loop: Loop, state: RunState, step: _Step, *, data: dict[str, Any]) -> None:
-        settings = self.settings
-        checkpointed, micro_batch = settings.activation_checkpoint.enabled, settings.sizes.micro_batch
-        with (
-            _explain_out_of_memory(micro_batch=micro_batch, is_checkpointed=checkpointed),
-            self.ranks.translate_errors(),
-        ):
-            self.saved.restore(state, loop, data=data, report=self.report)
-            section = settings.activation_checkpoint
-            if section.memory_budget is not None and loop.done < loop.train_iter:
-                with attribute_errors(_KEYS, "planning"):
-                    batch = step.batches.get(loop.done)
-                    plan_on_batch(step.graph, section.memory_budget, section, self.report, self.saved, batch)
-            loop.run()
-
     def evaluate(self) -> dict[str, float]:
         """Evaluates ``train.load_weight`` or the last snapshot on held-out samples; prints and returns the metrics.
 
@@ -230,7 +210,7 @@ class Trainer:
             GraphckptError: there are no weights, they belong to another model, or nothing is held out.
         """
         folder = weights_folder(self.settings.load_weight, self.folder)
-        built = self._build_model()
+        built = build_model(self._make_model, self._task, self.settings, self.ranks, self.device)
         self._load(built.model, folder, str(folder))
         hook = self._eval_hook(built, self._open(built.model))
         if hook is None:
@@ -239,9 +219,6 @@ class Trainer:
             metrics = hook.measure()
         self.report.line(f"{folder}: held-out {format_metrics(metrics)}", "bold")
         return metrics
-
-    def _build_model(self) -> BuiltModel:
-        return build_model(self._make_model, self._task, self.settings, self.ranks, self.device)
 
     def _load(self, model: nn.Module, folder: Path, where: str) -> None:
         load_weights(model, read_weights(folder, like=tensors_of(model), group=self.ranks.control), where)
@@ -291,31 +268,29 @@ class Trainer:
         heldout = opened.heldout
         if heldout is None:
             return None
-        settings, evaluation = self.settings, self.settings.evaluation
+        settings, evaluation, ranks = self.settings, self.settings.evaluation, self.ranks
         eval_graph = EvalGraph(built)
+
+        def batches() -> Iterator[tuple[dict[str, Tensor], bool]]:
+            size, parts = settings.test_micro_batch_size, settings.dist.data_parallel_size
+            for batch, counts in heldout_batches(
+                heldout, size=size, limit=evaluation.eval_iter, part=ranks.data_rank, parts=parts
+            ):
+                yield to_device(batch, self.device), counts
+
         return EvalHook(
             lambda batch: eval_graph(**batch),
-            lambda: self._heldout_batches(heldout),
+            batches,
             self._task.metrics,
             model=built.model,
             eval_period=settings.period(evaluation.eval_period, evaluation.eval_after_n_epoch, len(opened.train)),
-            over_ranks=self.ranks.sum,
+            over_ranks=ranks.sum,
         )
-
-    def _heldout_batches(self, heldout: Samples) -> Iterator[tuple[dict[str, Tensor], bool]]:
-        settings, ranks = self.settings, self.ranks
-        size, limit = settings.test_micro_batch_size, settings.evaluation.eval_iter
-        parts = settings.dist.data_parallel_size
-        for batch, counts in heldout_batches(heldout, size=size, limit=limit, part=ranks.data_rank, parts=parts):
-            yield to_device(batch, self.device), counts
 
 
 @final
 class _StartHook(HookBase):
-    """Starts to write after the first iteration: a run that cannot start has failed by then, and writes nothing.
-
-    It runs before all hooks that write.
-    """
+    """Starts to write after the first iteration, before all other hooks: a run that cannot start writes nothing."""
 
     def __init__(self, begin: Callable[[int], None]) -> None:
         self._begin: Callable[[int], None] | None = begin
@@ -354,7 +329,6 @@ class _Step:
 
 @contextmanager
 def _explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterator[None]:
-    """Replaces an allocator's out-of-memory error by a ``TrainError`` with advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

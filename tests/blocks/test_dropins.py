@@ -121,6 +121,22 @@ class Pair:
     right: Any = None
 
 
+class Hostile:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Inventive(Hostile):
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
 def run_first(value: Any, x: Tensor) -> Tensor:
     """Runs the module within a container, a dataclass or an object."""
     while not isinstance(value, nn.Module):
@@ -155,6 +171,9 @@ REACHED: dict[str, Any] = {
         lambda x, _, layers=[m]: layers[0](x), x, {str(n): n for n in range(1024)}
     ),
     "a global of a function within": lambda m, x, run: (set_current(m), run(by_name_within, x))[1],
+    "an object that has no other attributes": lambda m, x, run: run(run_first, Hostile(m), x),
+    "an object that has any attribute": lambda m, x, run: run(run_first, Inventive(m), x),
+    "a function that has any attribute": lambda m, x, run: run(Inventive(m), x),
     "an object that another one leads to first": lambda m, x, run: in_two_ways(Owner(Owner(m)), x, run),
 }
 
@@ -230,6 +249,10 @@ def test_it_is_a_decorator_without_parentheses_for_functions_that_need_arguments
     for each in (run, Runs().method):
         assert equal(result(each), result(lambda m, x: m(x)))
     assert checkpoint(lambda: 3) == 3
+    assert checkpoint(wraps(bound)(lambda *args: bound(*args) * 1)).equal(torch.ones(2))
+    assert checkpoint(wraps(run)(lambda *args: run(*args) * 2))(nn.Tanh(), torch.zeros(2)).equal(torch.zeros(2))
+    with pytest.raises(ConfigError, match=r"arguments for <lambda>\(\*xs\), got none · fix: @checkpoint\(\)"):
+        checkpoint(lambda *xs: sum(xs))
 
 
 def test_results_that_pass_through_hooks_are_an_error() -> None:

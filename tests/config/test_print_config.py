@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
+import pytest
 import yaml
 
 from graphckpt.cli import main
 from graphckpt.config import get_config
 from graphckpt.train.settings import TrainConfig
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-    import pytest
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict, dict[str, str]]:
+def printed(capsys, *words):
     """Returns the printed config, and the origin of each last part of a key."""
     assert main(["train", "--print-config", "--config-file", *words]) == 0
     text = capsys.readouterr().out
@@ -26,8 +26,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict, dict
     return yaml.safe_load(text), origins
 
 
-def test_each_value_is_that_of_the_run_and_names_its_origin(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_each_value_is_that_of_the_run_and_names_its_origin(capsys, tmp_path):
     blocks = '{"*.h.0": {"activation_checkpointing": false}}'
     words = ["optim.lr=3e-4", f"train.activation_checkpoint.blocks={blocks}"]
     config, origins = printed(capsys, "quickstart.py", "--fast-dev-run", *words)
@@ -49,8 +48,7 @@ def test_each_value_is_that_of_the_run_and_names_its_origin(capsys, tmp_path, mo
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
-def test_the_printed_config_of_a_yaml_file_is_a_config(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_printed_config_of_a_yaml_file_is_a_config(capsys, tmp_path):
     config, _ = printed(capsys, "quickstart.py", "optim.lr=0.5")
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(config))
     again, origins = printed(capsys, "own.yaml", "train.seed=7")
@@ -59,9 +57,8 @@ def test_the_printed_config_of_a_yaml_file_is_a_config(capsys, tmp_path, monkeyp
     assert (origins["lr"], origins["seed"]) == ("own.yaml", "command line")
 
 
-def test_every_key_is_printed_with_its_default(capsys, tmp_path, monkeypatch):
+def test_every_key_is_printed_with_its_default(capsys, tmp_path):
     """Of an own config too, which sets few of them; an argument of a call that is not set is a comment."""
-    monkeypatch.chdir(tmp_path)
     calls = {
         "model": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2},
         "optim": {"_target_": "torch.optim.SGD", "lr": 0.5},
@@ -88,22 +85,15 @@ def test_every_key_is_printed_with_its_default(capsys, tmp_path, monkeypatch):
     assert printed(capsys, "again.yaml")[0] == yaml.safe_load(text)
 
 
-def test_faults_are_reported(capsys):
+def test_packaged_configs_are_found_from_any_folder_and_faults_are_reported(capsys):
+    assert printed(capsys, "configs/quickstart.py") == printed(capsys, "quickstart.py")
     assert main(["train", "--print-config", "--config-file", "quickstart.py", "train.sead=7"]) == 2
     assert "train.sead" in capsys.readouterr().err
 
 
-def test_help_names_the_sections_and_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
+def test_help_names_the_sections_and_the_reference(capsys):
+    with pytest.raises(SystemExit):
         main(["train", "--help"])
-    except SystemExit:
-        text = capsys.readouterr().out
+    text = capsys.readouterr().out
     for word in ("data ", "model ", "optim ", "train ", "task ", "docs/reference/config.md", "exit codes"):
         assert word in text
-
-
-def test_packaged_configs_are_found_from_any_folder(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert printed(capsys, "configs/quickstart.py") == printed(capsys, "quickstart.py")

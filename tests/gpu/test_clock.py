@@ -12,7 +12,7 @@ from torch import nn
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import RealStep
-from graphckpt.planning.trace import Blocks, Trace
+from graphckpt.planning.trace import Blocks, StepClock
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def model():
 def test_intervals_are_timed_without_waiting(model, waits):
     x = torch.randn(8, 16, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    clock = Trace(clock=x.device)
+    clock = StepClock(x.device)
     with Blocks(find_blocks(model, "*")).marked(clock):
         model(x).sum().backward()
         optimizer.step()

@@ -382,7 +382,7 @@ def test_stores_share_streams_that_are_not_the_captures() -> None:
         store = Disk().byte_store_for(device, fail)
         assert store is not None
         handle = store.put(data(4096, 0), group(0))
-        used.add(store._io._writer._stream)  # type: ignore[attr-defined]
+        used.add(store._file._writer._stream)  # type: ignore[attr-defined]
         store.free(handle)
         store.close()
         engine = place_on_cuda()._engine

@@ -124,16 +124,20 @@ def is_same(one, other):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"num_micro_batches": 4}, {"num_micro_batches": 2, "has_scaler": True}],
+    ("settings", "shares"),
+    [
+        ({}, (0.97, 0.8, 0.65)),
+        ({"num_micro_batches": 4}, (0.8,)),
+        ({"num_micro_batches": 2, "has_scaler": True}, (0.97,)),
+    ],
     ids=["plain", "accumulation", "scaler"],
 )
-def test_training_is_the_same_wherever_memory_runs_out(settings):
+def test_training_is_the_same_wherever_memory_runs_out(settings, shares):
     expected = run(made(**settings))
     at_rest, _ = expected[3]
     peak = expected[2].peak_bytes
     num_replanned = 0
-    for share in (0.97, 0.8, 0.65):
+    for share in shares:
         step = made(**settings)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -145,7 +149,7 @@ def test_training_is_the_same_wherever_memory_runs_out(settings):
         assert "4x keep ->" in text
         assert "\n" not in text
         num_replanned += any(layer.config.activation_checkpointing for layer in step.model.layers)
-    assert num_replanned == 3
+    assert num_replanned == len(shares)
 
 
 def test_off_by_default():

@@ -202,7 +202,7 @@ def one_group(**fields: Any) -> Any:
 
 
 WRONG_OPTIMIZERS: dict[str, tuple[Any, Any, str]] = {
-    "none": (lambda m: None, None, "optimizer cannot be None · fix: pass a torch.optim.Optimizer"),
+    "none": (lambda m: None, None, "expected a torch.optim.Optimizer, got None · fix: pass one"),
     "module": (lambda m: m, None, "expected a torch.optim.Optimizer, got Sequential · fix: pass one"),
     "lbfgs": (
         lambda m: torch.optim.LBFGS(m.parameters()),

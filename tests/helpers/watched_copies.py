@@ -15,7 +15,7 @@ _TICKS = itertools.count(1)
 
 
 @dataclass(eq=False)
-class Copy(CopyEvent):
+class Copy:
     """One copy, ``"out"`` or ``"back"``, and the ticks of its issue and of the first wait for it (0: none yet)."""
 
     what: str
@@ -43,18 +43,17 @@ class WatchedCopies:
 
         return HostBuffer(buffer.flat, release)
 
-    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> CopyEvent:
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> Copy:
         return self._note("out", self._engine.offload(device_flat, host_flat, traffic))
 
-    def reload(self, host_flats: Any, device_flats: Any, traffic: Any = None) -> list[CopyEvent]:
+    def reload(self, host_flats: Any, device_flats: Any, traffic: Any = None) -> list[Copy]:
         return [self._note("back", event) for event in self._engine.reload(host_flats, device_flats, traffic)]
 
-    def _note(self, what: str, event: CopyEvent) -> CopyEvent:
+    def _note(self, what: str, event: CopyEvent) -> Copy:
         self.history.append(Copy(what, event, next(_TICKS)))
         return self.history[-1]
 
-    def wait(self, event: CopyEvent) -> bool:
-        assert isinstance(event, Copy)
+    def wait(self, event: Any) -> bool:
         event.joined_at = event.joined_at or next(_TICKS)
         return self._engine.wait(event.event)
 

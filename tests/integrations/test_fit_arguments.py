@@ -36,8 +36,8 @@ def gpt2() -> GPT2LMHeadModel:
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=16, gradient_accumulation_steps=2, max_steps=3,
-        report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", **more,
+        output_dir=str(folder), gradient_accumulation_steps=2, max_steps=3, report_to=[], disable_tqdm=True,
+        use_cpu=True, save_strategy="no", **{"per_device_train_batch_size": 16, **more},
     )  # fmt: skip
 
 
@@ -63,8 +63,9 @@ def test_the_samples_of_an_update_stay_the_same(tmp_path: Path) -> None:
 
 
 def test_all_memory_of_the_device(tmp_path: Path) -> None:
-    fitted = fit_training_arguments(gpt2(), arguments(tmp_path), Tokens(), memory_budget="max", goal="batch")
-    assert (fitted.per_device_train_batch_size, fitted.gradient_accumulation_steps) == (32, 1)
+    given = arguments(tmp_path, per_device_train_batch_size=4)
+    fitted = fit_training_arguments(gpt2(), given, Tokens(), memory_budget="max", goal="batch")
+    assert (fitted.per_device_train_batch_size, fitted.gradient_accumulation_steps) == (8, 1)
     callback = GraphckptCallback(memory_budget="max", report=False)
     Trainer(model=gpt2(), args=fitted, train_dataset=Tokens(), callbacks=[callback]).train()
     assert callback.plan is not None

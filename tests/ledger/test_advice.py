@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -169,6 +169,21 @@ def test_no_advice_raises_the_peak_of_an_architecture(name: str) -> None:
     check(case)
     case.policies[architecture(name).layers] = "selective"
     check(case)
+
+
+@pytest.mark.parametrize("holds_cache", [False, True])
+def test_the_predicted_plain_peak_counts_a_cache_only_while_the_caller_holds_it(holds_cache: bool) -> None:
+    case = of_architecture("gpt2")
+    outputs = []  # with the cache
+
+    def loss(model: nn.Module) -> Tensor:
+        outputs.clear()
+        outputs.append(model(**architecture("gpt2").inputs()))
+        return architecture("gpt2").loss(outputs[-1] if holds_cache else outputs.pop())
+
+    case.loss = loss
+    plain = replace(case, policies=dict.fromkeys(case.policies, False)).explain()
+    assert case.explain().plain_peak_bytes == plain.peak_bytes
 
 
 def test_the_first_step_that_creates_gradients_and_optimizer_state_gets_no_worse_advice() -> None:

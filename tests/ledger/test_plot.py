@@ -39,26 +39,24 @@ def row(block, rule, place="device"):
     return Row(block=block, rule=rule, place=place, bytes_before=1, bytes_after=1, runs=1, reruns=0)
 
 
-@pytest.mark.parametrize("name", ["step.png", "STEP.PNG", "step.svg"])
-def test_the_suffix_says_what_is_written(tmp_path, name):
-    path = record().plot(tmp_path / name)
-    assert path == tmp_path / name
-    start = path.read_bytes()[:200]
-    assert b"\x89PNG" in start if name.lower().endswith("png") else b"<svg" in path.read_bytes()[:2000]
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_same_record_gives_the_same_file(tmp_path, suffix):
-    first, second = (record().plot(tmp_path / f"{name}.{suffix}") for name in "ab")
+@pytest.mark.parametrize(("suffix", "mark"), [("png", b"\x89PNG"), ("svg", b"<svg")])
+def test_the_suffix_says_what_is_written_and_the_same_record_gives_the_same_file(tmp_path, suffix, mark):
+    settings = dict(mpl.rcParams)
+    first, second = (record().plot(tmp_path / name) for name in (f"step.{suffix}", f"STEP.{suffix.upper()}"))
+    assert (first, second) == (tmp_path / f"step.{suffix}", tmp_path / f"STEP.{suffix.upper()}")
+    assert mark in first.read_bytes()[:2000]
     assert first.read_bytes() == second.read_bytes()
+    assert dict(mpl.rcParams) == settings, "drawing leaves those of matplotlib alone"
+
+
+def words_of(shown, path):
+    """Returns the texts of a picture."""
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        return re.findall(r"<text[^>]*>([^<]*)</text>", shown.plot(path).read_text("utf-8"))
 
 
 def test_an_svg_says_title_peak_phases_and_blocks(tmp_path):
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        text = (
-            record(num_events=60, num_blocks=30, title="My <step>").plot(str(tmp_path / "step.svg")).read_text("utf-8")
-        )
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    words = words_of(record(num_events=60, num_blocks=30, title="My <step>"), str(tmp_path / "step.svg"))
     for word in ("My &lt;step&gt;", "0", "29", *PHASES, "live bytes of all tensors (KiB)"):
         assert word in words
     assert "peak 60.0 KiB" in words
@@ -68,21 +66,21 @@ def test_an_svg_says_title_peak_phases_and_blocks(tmp_path):
 def test_an_svg_says_what_policies_there_are_and_what_the_plain_step_takes(tmp_path):
     rows = (row("layers.0", "full"), row("layers.1", "selective(level 1 of 4)", place="slab"), row("layers.2", "keep"))
     shown = replace(record(), rows=rows, bytes_disk=2048, peak_bytes=40960, plain_levels=(1024,) * 39 + (65536,))
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        text = shown.plot(tmp_path / "step.svg").read_text("utf-8")
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    words = words_of(shown, tmp_path / "step.svg")
     for word in ("without policies (predicted)", "full", "selective(level 1 of 4) + slab", "keep", "layers.2"):
         assert word in words, words
     assert any("offloaded: 2.00 KiB to disk" in word for word in words)
-    assert "without policies (predicted)" not in record().plot(tmp_path / "step.svg").read_text("utf-8")
+    assert "without policies (predicted)" not in words_of(record(), tmp_path / "step.svg")
 
 
 _LONG_PATH = "a_model.with_many_names.encoder.stages.{}.layers.attention.self"
 
 
-@pytest.mark.parametrize("peak_at", [0, 20, 39])
-@pytest.mark.parametrize(("num_blocks", "path"), [(1, _LONG_PATH), (12, _LONG_PATH), (2, "{}")])
-def test_no_text_is_cut_off_and_none_covers_another(tmp_path, monkeypatch, peak_at, num_blocks, path):
+@pytest.mark.parametrize(
+    ("num_blocks", "path", "peak_at"),
+    [(1, _LONG_PATH, 0), (1, _LONG_PATH, 39), (12, _LONG_PATH, 20), (2, "{}", 0), (2, "{}", 39)],
+)
+def test_no_text_is_cut_off_and_none_covers_another(tmp_path, monkeypatch, num_blocks, path, peak_at):
     blocks = [path.format("abcdefghijkl"[at]) for at in range(num_blocks)]
     timeline = [Event(1024, blocks[at * num_blocks // 40], PHASES[4 * at // 40]) for at in range(40)]
     timeline[peak_at] = replace(timeline[peak_at], live_bytes=2**20)
@@ -109,12 +107,6 @@ def test_no_text_is_cut_off_and_none_covers_another(tmp_path, monkeypatch, peak_
         assert not box.shrunk(0.98, 0.8).overlaps(other_box.shrunk(0.98, 0.8)), (one, other)
 
 
-def test_drawing_leaves_matplotlibs_settings_alone(tmp_path):
-    before = dict(mpl.rcParams)
-    record().plot(tmp_path / "step.png")
-    assert dict(mpl.rcParams) == before
-
-
 @pytest.mark.parametrize(
     "timeline",
     [
@@ -128,7 +120,7 @@ def test_odd_records_are_drawn(tmp_path, timeline):
 
 
 def test_a_long_record_is_drawn_in_bounded_size(tmp_path):
-    path = record(num_events=100_000, num_blocks=200).plot(tmp_path / "long.svg")
+    path = record(num_events=30_000, num_blocks=200).plot(tmp_path / "long.svg")
     assert path.stat().st_size < 2**20
 
 
@@ -235,9 +227,7 @@ def test_the_strip_names_the_running_layers_in_the_colour_of_their_policy():
 
 
 def test_the_legend_is_sorted_and_says_the_bytes_of_each_kind_at_the_peak(tmp_path):
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        path = with_tensors(rows=(row("layers.0", "full"), row("layers.1", "keep"))).plot(tmp_path / "step.svg")
-    words = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text("utf-8"))
+    words = words_of(with_tensors(rows=(row("layers.0", "full"), row("layers.1", "keep"))), tmp_path / "step.svg")
     expected = ["transient: 512 B", "recomputed: 256 B", "weights: 2.00 KiB", "phase", "keep", "full"]
     assert [word for word in words if word in expected] == ["phase", *expected], "the strip comes first"
 

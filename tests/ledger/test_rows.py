@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import graphckpt
+from graphckpt import Tiles
 from graphckpt.ledger.explanation import Explanation
 
 
@@ -103,6 +104,18 @@ def test_a_block_that_the_model_itself_recomputes_says_so(policy: Any) -> None:
     assert all(row.rule == "own checkpointing" and row.reruns == 1 for row in own)
     assert all(row.note == "the model's own gradient checkpointing recomputes it" for row in own)
     assert seen.plain_peak_bytes is None
+    assert "policies: the model's own gradient checkpointing recomputes layers" in " ".join(str(seen).split())
     assert {event.phase for event in seen.timeline} == {"forward", "recompute", "backward"}
     model.eval()
     assert not any(row.is_own for row in explain(model, {"[12]": policy}).rows)
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [({"offload": "disk"}, "stores move saved tensors"), (Tiles(2), "tiles run a block in slices"), (True, None)],
+)
+def test_a_missing_prediction_of_the_plain_peak_has_a_reason(policy: Any, why: str | None) -> None:
+    seen = explain(chain("mlp"), {"[12]": policy})
+    assert (seen.plain_peak_bytes is None) is (why is not None)
+    line = f"no peak is predicted for the step without policies: {why}"
+    assert (line in " ".join(str(seen).split())) is (why is not None)

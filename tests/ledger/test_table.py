@@ -58,14 +58,7 @@ def printed(record, stream=None):
 
 GPT = explanation(
     (
-        replace(
-            LAYER,
-            block="transformer.wte",
-            rule="keep",
-            bytes_after=6 * MIB,
-            reruns=0,
-            recompute_seconds=None,
-        ),
+        replace(LAYER, block="transformer.wte", rule="keep", bytes_after=6 * MIB, reruns=0, recompute_seconds=None),
         *layers(12),
         replace(LAYER, block="lm_head", rule="tiles(8)", place="host", note="anew"),
     ),
@@ -131,6 +124,8 @@ def test_a_peak_outside_of_the_blocks_has_the_name_that_plans_have():
     for at, place in places.items():
         timeline = tuple(replace(event, live_bytes=2 * MIB) if n == at else event for n, event in enumerate(step))
         assert explanation(layers(1), timeline=timeline).peak_at == place
+    with_head = [*step[:5], Event(MIB, "lm_head", "forward"), Event(2 * MIB, "", "forward"), *step[5:]]
+    assert explanation(layers(1), timeline=tuple(with_head)).peak_at == head
 
 
 def test_only_blocks_with_times_are_in_the_table_of_times():
@@ -179,15 +174,11 @@ def test_every_line_fits_80_columns(block):
 def test_print_goes_to_the_stdout_of_now_and_ignores_its_width(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
+    rows = GPT.rows
     print_table(GPT)
     assert capsys.readouterr().out == printed(GPT)
-
-
-def test_the_rows_of_the_explanation_stay_whole():
-    before = GPT.rows
-    printed(GPT)
-    assert GPT.rows is before
-    assert len(GPT.rows) == 14
+    assert GPT.rows is rows
+    assert len(rows) == 14, "those of the explanation stay whole"
 
 
 @pytest.mark.parametrize("width", [70, 100, 250])
@@ -228,12 +219,9 @@ def test_text_in_brackets_is_no_markup(monkeypatch):
         assert all(part in text for part in ("[red]", "[bold]", "[/]"))
 
 
-def test_columns_without_times_and_notes_are_left_out():
+def test_an_empty_record_and_one_that_keeps_more_or_has_no_times_still_print():
     text = printed(explanation(layers(2, forward_seconds=None, recompute_seconds=None)))
     assert text.splitlines()[1].split() == ["block", "rule", "before", "after", "recomputed"]
-
-
-def test_an_empty_record_and_one_that_keeps_more_still_print():
     assert "kept for backward: 0 B -> 0 B, 0 B less\n" in printed(explanation(()))
     more = explanation((replace(LAYER, block="", bytes_before=1024, bytes_after=1536),))
     assert "(model)" in printed(more)
@@ -241,11 +229,7 @@ def test_an_empty_record_and_one_that_keeps_more_still_print():
 
 
 def test_totals_count_a_block_inside_another_once():
-    rows = (
-        replace(LAYER, block="h.0"),
-        replace(LAYER, block="h.0.attn", rule="keep"),
-        replace(LAYER, block="h.01"),
-    )
+    rows = replace(LAYER, block="h.0"), replace(LAYER, block="h.0.attn", rule="keep"), replace(LAYER, block="h.01")
     total = next(line for line in printed(explanation(rows)).splitlines() if line.startswith("total"))
     assert total.split()[-5:] == ["2", "2.00", "ms", "4.00", "ms"]
 
@@ -300,14 +284,7 @@ def test_equal_layers_fold_to_sums():
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"rule": "keep"},
-        {"place": "host"},
-        {"bytes_after": 1},
-        {"note": "x"},
-        {"runs": 2},
-        {"bytes_before": 1},
-    ],
+    [{"rule": "keep"}, {"place": "host"}, {"bytes_after": 1}, {"note": "x"}, {"runs": 2}, {"bytes_before": 1}],
 )
 def test_a_layer_that_differs_stays_by_itself(change):
     rows = list(layers(5))
@@ -321,12 +298,8 @@ def test_policies_inside_layers_fold_by_period():
         for i in range(3)
         for part, rule in (("", "full"), (".attn", "keep"), (".mlp", "full"))
     ]
-    assert names([*rows, replace(LAYER, block="norm")]) == [
-        "h.0-2 (3x)",
-        "h.0-2.attn (3x)",
-        "h.0-2.mlp (3x)",
-        "norm",
-    ]
+    folded = ["h.0-2 (3x)", "h.0-2.attn (3x)", "h.0-2.mlp (3x)", "norm"]
+    assert names([*rows, replace(LAYER, block="norm")]) == folded
 
 
 def test_every_other_layer_folds_too():

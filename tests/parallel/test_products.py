@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ POLICIES: dict[Any, Any] = {
     "3": {"activation_checkpointing": True},
     "3.mlp": {"activation_checkpointing": False},
 }
-SEGMENTS: dict[Any, Any] = {"": Segments(2)}
+IN_EITHER_ORDER: list[dict[Any, Any]] = [{"": Segments(2)}, {"[123]": {"offload": "disk", "min_elements": 1}}]
+"""Put on before and after wrapping with DDP and FSDP2."""
 
 # ---- ways to spread: each gets the chain and returns what to call
 
@@ -157,10 +159,10 @@ def batches(name: str, steps: int) -> Iterator[Tensor]:
         yield x_BTD.chunk(num_alike, dim=1)[rank % num_alike].contiguous() if "sp" in name.split() else x_BTD
 
 
-def train(name: str, policies: dict[Any, Any], steps: int) -> tuple[list[Tensor], Any]:
+def train(name: str, policies: dict[Any, Any], steps: int, *, is_after: bool = False) -> tuple[list[Tensor], Any]:
     """Returns the losses and this rank's weights, and what the policies kept."""
     inner = chain()
-    handle = None if name in AFTER else graphckpt.apply(inner, policies)
+    handle = None if is_after or name in AFTER else graphckpt.apply(inner, policies)
     model = (ON_TWO | ON_FOUR)[name](inner)
     handle = handle or graphckpt.apply(inner, policies)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -195,10 +197,11 @@ def compare(rank: int, names: list[str], steps: int) -> None:
         assert sum(row.bytes_disk for row in rows) > 0, name
         kept, before = (sum(getattr(row, field) for row in rows) for field in ("bytes_after", "bytes_before"))
         assert kept < before, name
-        if name in {"ddp", "fsdp2, resharded"}:
-            ours, rows = train(name, SEGMENTS, steps)
+        in_either_order = IN_EITHER_ORDER if name in {"ddp", "fsdp2, resharded"} else []
+        for rules, is_after in product(in_either_order, (False, True)):
+            ours, rows = train(name, rules, steps, is_after=is_after)
             assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True)), name
-            assert sum(row.reruns for row in rows) > 0, name
+            assert sum(row.reruns + row.bytes_disk for row in rows) > 0, name
 
 
 @pytest.mark.multi_process

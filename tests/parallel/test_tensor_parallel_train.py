@@ -126,23 +126,19 @@ def test_a_lost_rank_ends_the_others(place: Path, how: str) -> None:
 
 
 def test_another_number_of_processes_is_an_error(
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train_in("out", TWO) == 2
-    assert (
-        "2, and 1 process was started · fix: torchrun --nproc-per-node 2 -m graphckpt train" in capsys.readouterr().err
-    )
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert train_in("out", TWO) == 2
-    fix = "fix: train.dist.data_parallel_size=2, or torchrun --nproc-per-node 2"
-    what = "train.dist: data_parallel_size 1 x tensor_parallel_size 2 is 2, and 4 processes were started"
-    assert f"{what} · {fix}" in capsys.readouterr().err
-    assert train_in("out", TWO, "train.amp.enabled=True", "train.amp.dtype=float16") == 2
-    assert (
-        "train.amp.dtype: 'float16' is not supported with dist.tensor_parallel_size above 1" in capsys.readouterr().err
-    )
+    what = "data_parallel_size 1 x tensor_parallel_size 2 is 2, and"
+    torchrun = "torchrun --nproc-per-node 2 -m graphckpt train"
+    half = ["train.amp.enabled=True", "train.amp.dtype=float16"]
+    for started, words, message in (
+        ("1", [], f"train.dist: {what} 1 process was started · fix: {torchrun}"),
+        ("4", [], f"{what} 4 processes were started · fix: train.dist.data_parallel_size=2, or {torchrun}"),
+        ("4", half, "train.amp.dtype: 'float16' is not supported with dist.tensor_parallel_size above 1"),
+    ):
+        monkeypatch.setenv("WORLD_SIZE", started)
+        assert train_in("out", TWO, *words) == 2
+        assert message in capsys.readouterr().err
     assert not (place / "out").exists()
 
 

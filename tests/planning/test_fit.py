@@ -31,6 +31,7 @@ from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import FakeStep, made_step
 from graphckpt.units import format_bytes
 
+pytestmark = pytest.mark.xdist_group("fit")  # one worker, since fixtures of the module take long
 MIB = 2**20
 
 

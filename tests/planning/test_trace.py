@@ -14,7 +14,7 @@ from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.program import Interval, Phase, TraceLog
 from graphckpt.planning.steps import RealStep
-from graphckpt.planning.trace import Blocks, Trace
+from graphckpt.planning.trace import Blocks, StepClock
 from graphckpt.rules import Keep
 
 BUSY = 0.05  # seconds
@@ -36,7 +36,7 @@ class Slow(nn.Module):
 
 def timed(model, x, *, after, steps=0):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    clock = Trace(clock=x.device)
+    clock = StepClock(x.device)
     with Blocks(find_blocks(model, "*")).marked(clock):
         model(x).sum().backward()
         after()
@@ -71,7 +71,7 @@ def test_a_first_block_without_gradients_of_its_own_keeps_the_time():
     shift = torch.zeros(4, requires_grad=True)
     model[0].first.register_forward_hook(lambda module, args, output: output + shift)
     model.requires_grad_(False)
-    clock = Trace(clock=torch.device("cpu"))
+    clock = StepClock(torch.device("cpu"))
     with Blocks(find_blocks(model, "*")).marked(clock):
         model(torch.ones(2, 4)).sum().backward()
     clock.stop()

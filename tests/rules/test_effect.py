@@ -11,26 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.architectures import ARCHITECTURES
+from helpers.count_ops import CountOps
 from helpers.hard_modules import Mlp, chain
 from helpers.modules import as_module
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphckpt
 from graphckpt import Segments, Selective, Tiles
 from graphckpt.ledger.live_memory import LiveBytes
 
 GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
-
-
-class CountOps(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def bytes_after_forward(model: nn.Module, x: torch.Tensor) -> int:
@@ -127,6 +117,7 @@ def test_full_runs_every_op_again_but_what_nothing_needs() -> None:
     assert again["aten.addmm.default"] == 2 * 3
     assert again["aten.gelu.default"] == 3
     assert again["aten.add.Tensor"] == 0
+    assert ops_run_again({"[123]": True, "[123].up": True}) == again, "nested full is one segment"
 
 
 @pytest.mark.parametrize(
@@ -145,30 +136,23 @@ def test_a_recomputation_is_stopped_where_an_op_is_left_to_skip(last: nn.Module,
     assert len(ended) == 1 + runs_to_its_end
 
 
-def test_selective_runs_no_kept_op_again() -> None:
-    again = ops_run_again({"[123]": Selective("matmul")})
-    assert again["aten.addmm.default"] == 0
-    assert again["aten.gelu.default"] == 3
-    again = ops_run_again({"[123]": Selective(["aten.gelu.default"])})
-    assert again["aten.addmm.default"] == 3, "the second product of a block is wanted by nobody"
-    assert again["aten.gelu.default"] == 0
+def _keeps_wide_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return op is torch.ops.aten.addmm.default and context.op_output.shape[1] == 32
 
 
-def test_a_policy_function_decides_op_by_op() -> None:
-    def every_second_addmm(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        return op is torch.ops.aten.addmm.default and context.op_output.shape[1] == 32
-
-    assert ops_run_again({"[123]": Selective(every_second_addmm)})["aten.addmm.default"] == 3
-
-
-def test_a_hole_is_not_run_again() -> None:
-    again = ops_run_again({"[123]": True, "[123].up": False})
-    assert again["aten.addmm.default"] == 3
-    assert again["aten.gelu.default"] == 3
-
-
-def test_nested_full_is_one_segment() -> None:
-    assert ops_run_again({"[123]": True, "[123].up": True}) == ops_run_again({"[123]": True})
+@pytest.mark.parametrize(
+    ("rules", "num_products", "num_gelus"),
+    [
+        ({"[123]": Selective("matmul")}, 0, 3),
+        ({"[123]": Selective(["aten.gelu.default"])}, 3, 0),  # nothing needs the second product of a block
+        ({"[123]": Selective(_keeps_wide_products)}, 3, 3),
+        ({"[123]": True, "[123].up": False}, 3, 3),
+    ],
+    ids=["matmul", "gelu", "policy function", "excluded child"],
+)
+def test_what_is_kept_is_not_run_again(rules: dict[str, Any], num_products: int, num_gelus: int) -> None:
+    again = ops_run_again(rules)
+    assert (again["aten.addmm.default"], again["aten.gelu.default"]) == (num_products, num_gelus)
 
 
 class Tanh(nn.Module):
@@ -253,11 +237,8 @@ def test_tiles_agree_with_a_float64_reference(reduce: str, rows: int) -> None:
         return F.cross_entropy(logits, y, reduction=reduce), logits.argmax(-1)
 
     torch.manual_seed(0)
-    head, x, y = (
-        Head(),
-        torch.randn(rows, 8, dtype=torch.float64, requires_grad=True),
-        torch.randint(0, 11, (rows,)),
-    )
+    head, y = Head(), torch.randint(0, 11, (rows,))
+    x = torch.randn(rows, 8, dtype=torch.float64, requires_grad=True)
     loss, best = head(x, y)
     plain = torch.autograd.grad(loss, [x, *head.parameters()])
     with graphckpt.apply(head, {"": Tiles(4, reduce=reduce)}):

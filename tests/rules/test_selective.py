@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
+from helpers.count_ops import CountOps
 from helpers.modules import as_module
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
@@ -16,30 +16,12 @@ from graphckpt.rules import Selective
 # Legend: N rows, D width, H hidden width
 
 
-class Counts(TorchDispatchMode):
-    """Counts the ops that really run."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func).removeprefix("aten.")
-        self.ops[name] = self.ops.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
-class Block(nn.Module):
+@as_module(lambda: {"norm": nn.LayerNorm(32), "up": nn.Linear(32, 128), "down": nn.Linear(128, 32)})
+def Block(self, x_ND):
     """Seven cheap ops between two products, as GPT-2's GELU."""
-
-    def __init__(self, width=32, hidden=128):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x_ND):
-        h_NH = self.up(self.norm(x_ND))
-        g_NH = 0.5 * h_NH * (1.0 + torch.tanh(0.8 * (h_NH + 0.04 * torch.pow(h_NH, 3.0))))
-        return x_ND + self.down(g_NH)
+    h_NH = self.up(self.norm(x_ND))
+    g_NH = 0.5 * h_NH * (1.0 + torch.tanh(0.8 * (h_NH + 0.04 * torch.pow(h_NH, 3.0))))
+    return x_ND + self.down(g_NH)
 
 
 def made(block=Block, num=3, rows=64):
@@ -65,20 +47,20 @@ def counted(model, x, save, **more):
     with under(model, save, **more):
         for _ in range(2):
             step(model, x)
-        with Counts() as counts:
+        with CountOps() as counts:
             found = step(model, x)
         with LiveBytes(record_timeline=False) as live:
             live.track(model.parameters())
             step(model, x)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    return counts.ops, live.peak_bytes
+    return {name.removeprefix("aten."): count for name, count in counts.counts.items()}, live.peak_bytes
 
 
 TANH = ["aten.addmm.default[0]", "aten.tanh.default"]
 
 
-def test_what_leads_up_to_a_kept_result_is_not_run_again():
-    model, x = made()
+def test_what_leads_up_to_a_kept_result_is_not_run_again_even_if_that_is_on_disk():
+    model, x = made(rows=256)
     plain, _ = counted(model, x, [])
     ops, _ = counted(model, x, TANH)
     # a forward of each block, and in backward what a product with the hidden size is made of, but for the tanh
@@ -87,6 +69,7 @@ def test_what_leads_up_to_a_kept_result_is_not_run_again():
     assert plain["pow.Tensor_Scalar"] - ops["pow.Tensor_Scalar"] == 3, "it only leads up to tanh; the other 3: backward"
     assert plain["addmm.default"] == 9, "the product that ends a block is not recomputed in any case"
     assert ops["addmm.default"] == 6
+    assert counted(model, x, TANH, offload="disk", min_elements=1)[0]["tanh.default"] == 3
 
 
 def test_a_result_that_no_recomputation_reads_is_not_kept():
@@ -287,8 +270,6 @@ def test_nothing_of_a_call_outlives_it():
 
 
 NUMBERS = r"numbers of calls in brackets, .* fix: write aten\.addmm\.default\[0,2\]"
-
-
 NO_FUNCTION = r"list of ops or a policy function, got .*\[torch\.ops\.aten\.mm"
 
 
@@ -315,12 +296,6 @@ NO_FUNCTION = r"list of ops or a policy function, got .*\[torch\.ops\.aten\.mm"
 def test_what_is_no_op_is_refused(save, message):
     with pytest.raises(graphckpt.ConfigError, match=message):
         Selective(save)
-
-
-def test_kept_results_may_be_on_disk():
-    model, x = made(rows=256)
-    assert counted(model, x, TANH)[0]["tanh.default"] == 3
-    assert counted(model, x, TANH, offload="disk", min_elements=1)[0]["tanh.default"] == 3
 
 
 def test_explain_counts_no_result_that_is_not_kept():
@@ -397,18 +372,14 @@ def test_ops_that_fail_are_counted_in_no_call(fails_in, adds_in, policy) -> None
     assert all(map(torch.equal, ours, gradients(plain)))
 
 
-class ChangesItsOps(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(8, 8)})
+def ChangesItsOps(self, x: torch.Tensor) -> torch.Tensor:
     """Saves another shape in the recomputation, and runs another op behind the last one that saves a tensor."""
+    y = self.linear(x)[: self.rows].tanh()
+    return y.mul(2) if self.rows == 4 else y.add(1)
 
-    rows = 4  # of the class: an attribute of the module is put back for the recomputation
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)[: self.rows].tanh()
-        return y.mul(2) if self.rows == 4 else y.add(1)
+ChangesItsOps.rows = 4  # of the class: an attribute of the module is put back for the recomputation
 
 
 def test_a_recomputation_that_differs_is_named_whatever_ops_come_behind(monkeypatch: pytest.MonkeyPatch) -> None:

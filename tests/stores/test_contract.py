@@ -236,6 +236,7 @@ def test_flags_that_cannot_act_say_so() -> None:
     assert notes["1"] == notes["2"] == "offload to 'cpu' has no effect: the tensors are in host memory already"
     said = "\n".join(told.warnings)
     assert "1 and 1 more: offload to 'cpu' has no effect" in said
+    assert str(told).count("offload to 'cpu' has no effect") == 1
     assert "1.up: offload has no effect here" in said
 
 

@@ -42,13 +42,18 @@ def put_one(store, tensor, block="h.0"):
     return key
 
 
+def put_numbers(store, count):
+    """Stores as many tensors, each in a group of its own and full of its number."""
+    return [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(count)]
+
+
 def place_of(store):
     (found,) = store._open_stores()
     return found
 
 
 def io_of(store):
-    return place_of(store)._io
+    return place_of(store)._file
 
 
 def disk_threads():
@@ -57,12 +62,9 @@ def disk_threads():
 
 def files_in(folder):
     """The open files of this process that lie in ``folder``, whether or not they have a name."""
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if str(link.readlink()).startswith(str(folder)):
-                found.append(int(link.name))
-    return found
+    return [
+        int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(str(folder))
+    ]
 
 
 def until(is_so):
@@ -90,18 +92,21 @@ def same(a, b):
 
 
 class Gate:
-    """Stands in for a call of ``os``: counts, and lets through only when open."""
+    """Stands in for a call of ``os``: counts, lets through only when open, and notes what ``measure`` returns then."""
 
-    def __init__(self, monkeypatch, name):
+    def __init__(self, monkeypatch, name, measure=lambda: 0):
         self._call = getattr(os, name)
+        self.measure = measure
         self.is_open = threading.Event()
         self.is_open.set()
         self.offsets: list[int] = []
+        self.measured: list[int] = []
         monkeypatch.setattr(os, name, self)
 
     def __call__(self, number, buffers, offset):
         self.offsets.append(offset)
         assert self.is_open.wait(SECONDS)
+        self.measured.append(self.measure())
         return self._call(number, buffers, offset)
 
 
@@ -110,7 +115,7 @@ def with_held_writes(folder, monkeypatch, **settings):
     store = opened(folder, **settings)
     put_one(store, torch.zeros(10))
     until_written(store)
-    writes = Gate(monkeypatch, "pwrite")
+    writes = Gate(monkeypatch, "pwritev")
     writes.is_open.clear()
     return store, writes
 
@@ -123,6 +128,14 @@ def nothing_left(tmp_path):
     until(lambda: not set(disk_threads()) - before)
     assert not files_in(tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def store(tmp_path, nothing_left):
+    store = opened(tmp_path)
+    yield store
+    for place in store._open_stores():
+        place.close()  # pytest holds it until the check
 
 
 # ---- what comes back
@@ -150,9 +163,8 @@ TENSORS = {
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("is_written", [True, False])
-def test_what_comes_back_is_the_same_in_every_bit(tmp_path, make, is_written, monkeypatch):
-    writes = Gate(monkeypatch, "pwrite")
-    store = opened(tmp_path)
+def test_what_comes_back_is_the_same_in_every_bit(store, make, is_written, monkeypatch):
+    writes = Gate(monkeypatch, "pwritev")
     before = put_one(store, torch.zeros(10))  # opens the file, and takes its first block
     if not is_written:
         writes.is_open.clear()
@@ -174,8 +186,7 @@ def test_what_comes_back_is_the_same_in_every_bit(tmp_path, make, is_written, mo
     del before
 
 
-def test_it_really_leaves_memory_and_really_comes_from_the_file(tmp_path):
-    store = opened(tmp_path)
+def test_it_really_leaves_memory_and_really_comes_from_the_file(store, tmp_path):
     tensor = torch.arange(5000.0)
     gone = []
     weakref.finalize(tensor.untyped_storage(), gone.append, 1)
@@ -194,8 +205,7 @@ def test_it_really_leaves_memory_and_really_comes_from_the_file(tmp_path):
     assert torch.equal(back[1:], torch.arange(5000.0)[1:])
 
 
-def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(tmp_path):
-    store = opened(tmp_path)
+def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store):
     key = put_one(store, torch.arange(5000.0))
     until_written(store)
     back = store.get(key)
@@ -206,8 +216,7 @@ def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(tmp_path):
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_what_is_saved_again_after_an_edit_has_its_new_bytes(tmp_path):
-    store = opened(tmp_path)
+def test_what_is_saved_again_after_an_edit_has_its_new_bytes(store):
     tensor = torch.zeros(5000)
     mine = store.open_group(group())
     before = store.put(tensor, mine)
@@ -218,8 +227,7 @@ def test_what_is_saved_again_after_an_edit_has_its_new_bytes(tmp_path):
     assert torch.equal(store.get(after), torch.ones(5000))
 
 
-def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(tmp_path):
-    store = opened(tmp_path)
+def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(store):
     qkv = torch.randn(64, 300)
     mine = store.open_group(group())
     keys = [store.put(part, mine) for part in (qkv, *qkv.split(100, dim=1))]
@@ -230,8 +238,7 @@ def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(tmp_path):
     assert all(same(part, twin) for part, twin in zip(parts, qkv.split(100, dim=1), strict=True))
 
 
-def test_keys_that_die_free_their_bytes_with_or_without_backward(tmp_path):
-    store = opened(tmp_path)
+def test_keys_that_die_free_their_bytes_with_or_without_backward(store):
     for _ in range(2):
         keys = [put_one(store, torch.randn(3000), f"h.{at}") for at in range(5)]
         store.get(keys[2])
@@ -310,7 +317,7 @@ def test_file_and_thread_end_with_the_place_even_while_it_writes(tmp_path, monke
     store = opened(tmp_path)
     key = put_one(store, torch.randn(3000))
     until_written(store)
-    writes = Gate(monkeypatch, "pwrite")
+    writes = Gate(monkeypatch, "pwritev")
     writes.is_open.clear()
     busy = put_one(store, torch.randn(3000))
     until(lambda: writes.offsets)
@@ -359,25 +366,18 @@ def test_no_more_than_the_bound_is_in_flight(tmp_path, monkeypatch):
     time.sleep(0.05)
     assert len(number_put) == 2  # the third waits
     assert io_of(store)._unwritten_bytes == 80 * KIB
-    most = []
-    call = writes._call
-
-    def counted(*arguments):
-        most.append(sum(ref() is not None for ref in alive))
-        return call(*arguments)
-
-    writes._call = counted
+    writes.measured.clear()
+    writes.measure = lambda: sum(ref() is not None for ref in alive)
     writes.is_open.set()
     thread.join(SECONDS)
     assert len(number_put) == 8
-    assert max(most) <= 3  # two held by the store, one by the thread that waits
+    assert max(writes.measured) <= 3  # two held by the store, one by the thread that waits
     until_written(store)
     assert [store.get(key)[0].item() for key in number_put] == list(range(8))
 
 
-def test_the_next_group_is_read_before_anybody_takes_it(tmp_path, monkeypatch):
-    store = opened(tmp_path)
-    keys = [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(6)]
+def test_the_next_group_is_read_before_anybody_takes_it(store, monkeypatch):
+    keys = put_numbers(store, 6)
     until_written(store)
     reads = Gate(monkeypatch, "preadv")
     store.get(keys[5])
@@ -394,31 +394,13 @@ def test_reading_ahead_stays_within_the_bound(tmp_path, monkeypatch):
     mine = store.open_group(group())
     keys = [store.put(torch.full((10 * KIB,), float(at)), mine) for at in range(8)]  # 40 KiB each, in one group
     until_written(store)
-    reads = Gate(monkeypatch, "preadv")
-    most = []
-    call = reads._call
-
-    def counted(*arguments):
-        most.append(io_of(store)._loaded_bytes)
-        return call(*arguments)
-
-    reads._call = counted
+    reads = Gate(monkeypatch, "preadv", lambda: io_of(store)._loaded_bytes)
     assert [store.get(key)[0].item() for key in reversed(keys)] == list(range(8))[::-1]
-    assert len(most) == 8
-    assert max(most) <= 80 * KIB
+    assert reads.offsets == [key.piece.handle.offset for key in reversed(keys)], "what was saved last is read first"
+    assert max(reads.measured) <= 80 * KIB
     del keys
     assert store.num_alive == 0
     until(lambda: io_of(store)._loaded_bytes == 0)
-
-
-def test_what_was_saved_last_is_read_first(tmp_path, monkeypatch):
-    store = opened(tmp_path)
-    mine = store.open_group(group())
-    keys = [store.put(torch.full((5000,), float(at)), mine) for at in range(10)]
-    until_written(store)
-    reads = Gate(monkeypatch, "preadv")
-    assert store.get(keys[9])[0] == 9
-    assert reads.offsets[0] == keys[9].piece.handle.offset
 
 
 def test_what_is_not_written_yet_is_served_from_memory(tmp_path, monkeypatch):
@@ -439,7 +421,7 @@ def test_what_is_not_written_yet_is_served_from_memory(tmp_path, monkeypatch):
 def test_what_was_asked_for_while_it_was_being_written_needs_no_read(tmp_path, monkeypatch):
     store, writes = with_held_writes(tmp_path, monkeypatch)
     reads = Gate(monkeypatch, "preadv")
-    keys = [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(3)]
+    keys = put_numbers(store, 3)
     store.get(keys[2])  # asks for 1 and 0 as well
     writes.is_open.set()
     until_written(store)
@@ -449,7 +431,7 @@ def test_what_was_asked_for_while_it_was_being_written_needs_no_read(tmp_path, m
 
 def test_a_freed_key_cancels_its_write(tmp_path, monkeypatch):
     store, writes = with_held_writes(tmp_path, monkeypatch)
-    keys = [put_one(store, torch.full((5000,), float(at))) for at in range(5)]
+    keys = put_numbers(store, 5)
     until(lambda: writes.offsets)
     offsets = [key.piece.handle.offset for key in keys]
     first, _, last = keys[0], keys.pop(2), keys[-1]
@@ -475,8 +457,7 @@ def test_a_range_that_is_reused_while_it_is_written_holds_the_new_bytes(tmp_path
     assert torch.equal(store.get(new), torch.ones(5000))
 
 
-def test_asking_twice_reads_once_and_taking_twice_reads_twice(tmp_path, monkeypatch):
-    store = opened(tmp_path)
+def test_asking_twice_reads_once_and_taking_twice_reads_twice(store, monkeypatch):
     mine = store.open_group(group())
     key = store.put(torch.arange(5000.0), mine)
     until_written(store)
@@ -516,8 +497,7 @@ def test_several_threads(tmp_path):
     assert len(disk_threads()) == 2
 
 
-def test_the_time_of_copies_and_the_bytes_are_counted(tmp_path):
-    store = opened(tmp_path)
+def test_the_time_of_copies_and_the_bytes_are_counted(store):
     traffic = Traffic()
     key = store.put(torch.randn(5000), store.open_group(group(traffic=traffic)))
     until_written(store)
@@ -563,15 +543,14 @@ WRITE_FAULTS = {
 
 @pytest.mark.parametrize(("fault", "says"), WRITE_FAULTS.values(), ids=WRITE_FAULTS)
 @pytest.mark.parametrize("asks", ["put", "seal", "get"])
-def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(tmp_path, monkeypatch, fault, says, asks):
-    store = opened(tmp_path)
+def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(store, tmp_path, monkeypatch, fault, says, asks):
     good = put_one(store, torch.zeros(10), "h.6")
     until_written(store)
     with monkeypatch.context() as broken:
-        failing(broken, "pwrite", fault)
+        failing(broken, "pwritev", fault)
         mine = store.open_group(group("h.7"))
         key = store.put(torch.randn(5000), mine)
-        until(lambda: io_of(store).fate.failure)
+        until(lambda: io_of(store).failure)
         with pytest.raises(StoreError, match=says) as caught:  # noqa: PT012
             if asks == "put":
                 store.put(torch.randn(9), mine)
@@ -597,7 +576,7 @@ def test_a_put_that_waits_for_room_learns_of_the_failure(tmp_path, monkeypatch, 
     store = opened(tmp_path, in_flight_bytes=1)
     put_one(store, torch.zeros(10))
     until_written(store)
-    failing(monkeypatch, "pwrite", fault)
+    failing(monkeypatch, "pwritev", fault)
     mine = store.open_group(group("h.7"))
     keys = []
     with pytest.raises(StoreError, match=r"h.7: offload"):
@@ -614,8 +593,7 @@ READ_FAULTS = {
 
 
 @pytest.mark.parametrize(("fault", "says"), READ_FAULTS.values(), ids=READ_FAULTS)
-def test_a_read_that_fails_is_one_error(tmp_path, monkeypatch, fault, says):
-    store = opened(tmp_path)
+def test_a_read_that_fails_is_one_error(store, tmp_path, monkeypatch, fault, says):
     key = put_one(store, torch.randn(5000), "h.7")
     until_written(store)
     with monkeypatch.context() as broken:
@@ -628,21 +606,19 @@ def test_a_read_that_fails_is_one_error(tmp_path, monkeypatch, fault, says):
     assert store.get(put_one(store, torch.ones(5000))).sum() == 5000
 
 
-def test_a_failure_while_reading_ahead_is_told_at_the_next_call(tmp_path, monkeypatch):
-    store = opened(tmp_path)
-    keys = [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(3)]
+def test_a_failure_while_reading_ahead_is_told_at_the_next_call(store, tmp_path, monkeypatch):
+    keys = put_numbers(store, 3)
     until_written(store)
     failing(monkeypatch, "preadv", OSError(errno.EIO, "Input/output error"), after=1)
     with contextlib.suppress(StoreError):  # the thread may be quick
         store.get(keys[2])
-    until(lambda: io_of(store) is None or io_of(store).fate.failure)
+    until(lambda: io_of(store) is None or io_of(store).failure)
     with pytest.raises(StoreError, match=r"h.1: offload"):
         store.get(keys[1])
     assert_gone(tmp_path)
 
 
-def test_no_memory_to_read_into(tmp_path, monkeypatch):
-    store = opened(tmp_path)
+def test_no_memory_to_read_into(store, tmp_path, monkeypatch):
     key = put_one(store, torch.randn(5000), "h.7")
     until_written(store)
 
@@ -670,7 +646,7 @@ def test_after_an_interrupt_the_next_step_is_right(tmp_path, monkeypatch, where)
         mine = store.open_group(group("h.7"))
         key = store.put(torch.randn(5000), mine)
         until_written(store)
-        gate = Gate(monkeypatch, "preadv" if where == "get" else "pwrite")
+        gate = Gate(monkeypatch, "preadv" if where == "get" else "pwritev")
         gate.is_open.clear()
         main = threading.get_ident()  # a signal to another thread would not end a wait of this one
         timer = threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT])
@@ -688,7 +664,7 @@ def test_after_an_interrupt_the_next_step_is_right(tmp_path, monkeypatch, where)
         gc.collect()
         assert store.num_alive == 0
         for _ in range(2):
-            keys = [put_one(store, torch.full((5000,), float(at))) for at in range(3)]
+            keys = put_numbers(store, 3)
             assert [store.get(key)[-1].item() for key in reversed(keys)] == [2, 1, 0]
             del keys
         assert len(files_in(tmp_path)) == 1
@@ -720,15 +696,14 @@ def test_an_interrupted_step_that_is_still_held_does_not_fail_the_next_ones(tmp_
 
 
 OPEN_FAULTS = {
-    "full": ("pwrite", OSError(errno.ENOSPC, "No space left on device"), "ENOSPC.*fix: free space"),
+    "full": ("pwritev", OSError(errno.ENOSPC, "No space left on device"), "ENOSPC.*fix: free space"),
     "too many files": ("open", OSError(errno.EMFILE, "Too many open files"), r"EMFILE.*fix: raise.*ulimit -n"),
     "read-only": ("open", OSError(errno.EROFS, "Read-only file system"), "EROFS.*fix: give this user write access"),
 }
 
 
 @pytest.mark.parametrize(("name", "fault", "says"), OPEN_FAULTS.values(), ids=OPEN_FAULTS)
-def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch, name, fault, says):
-    store = opened(tmp_path)
+def test_a_file_that_cannot_be_opened(store, tmp_path, monkeypatch, name, fault, says):
     with monkeypatch.context() as broken:
         failing(broken, name, fault)
         with pytest.raises(StoreError, match=rf"h.7: offload: .* 19.5 KiB in {tmp_path}.*{says}"):
@@ -740,10 +715,12 @@ def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch, name, fault, says):
 
 def test_a_folder_that_is_missing(tmp_path):
     (tmp_path / "scratch").mkdir()
+    (tmp_path / "scrath.txt").touch()  # nearer, but a file
     store = opened(tmp_path / "scrath")
     says = rf"h.7: offload: .*ENOENT.*fix: create the folder · did you mean '{tmp_path}/scratch'\?, or use offload"
     with pytest.raises(StoreError, match=says):
         put_one(store, torch.randn(5000), "h.7")
+    (tmp_path / "scrath.txt").unlink()
     (tmp_path / "scrath").mkdir()
     assert put_one(store, torch.randn(5000)) is not None
 
@@ -758,8 +735,7 @@ def test_a_thread_that_cannot_start_leaves_no_file(tmp_path, monkeypatch):
     assert_gone(tmp_path)
 
 
-def test_a_forked_child_has_a_file_of_its_own(tmp_path):
-    store = opened(tmp_path)
+def test_a_forked_child_has_a_file_of_its_own(store, tmp_path):
     key = put_one(store, torch.arange(5000.0))
     until_written(store)
     with warnings.catch_warnings():
@@ -786,10 +762,9 @@ def test_a_forked_child_has_a_file_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("lacks", [("O_DIRECT",), ("O_TMPFILE",), ("O_DIRECT", "O_TMPFILE")])
-def test_without_what_linux_has(tmp_path, monkeypatch, lacks):
+def test_without_what_linux_has(store, tmp_path, monkeypatch, lacks):
     for name in lacks:
         monkeypatch.delattr(os, name)
-    store = opened(tmp_path)
     tensor = torch.randn(3 * MIB)
     key = put_one(store, tensor)
     assert io_of(store)._writer._file.is_direct == ("O_DIRECT" not in lacks)
@@ -798,14 +773,14 @@ def test_without_what_linux_has(tmp_path, monkeypatch, lacks):
     assert torch.equal(store.get(key), tensor)
 
 
-@pytest.mark.parametrize("name", ["pwrite", "open"])
-def test_a_file_system_that_refuses_direct_writes(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", ["pwritev", "open"])
+def test_a_file_system_that_refuses_direct_writes(store, monkeypatch, name):
     call = getattr(os, name)
 
     def refuses(*arguments):
         if name == "open" and not arguments[1] & os.O_DIRECT:
             return call(*arguments)
-        if name == "pwrite" and count:
+        if name == "pwritev" and count:
             return call(*arguments)
         count.append(1)
         raise OSError(errno.EINVAL, "Invalid argument")
@@ -814,7 +789,6 @@ def test_a_file_system_that_refuses_direct_writes(tmp_path, monkeypatch, name):
     monkeypatch.setattr(os, name, refuses)
     settled = []
     monkeypatch.setattr(os, "fdatasync", settled.append)
-    store = opened(tmp_path)
     key = put_one(store, torch.arange(5000.0))
     until_written(store)
     assert count
@@ -822,11 +796,10 @@ def test_a_file_system_that_refuses_direct_writes(tmp_path, monkeypatch, name):
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_writes_and_reads_that_stop_half_way_go_on(tmp_path, monkeypatch):
-    pwrite, preadv = os.pwrite, os.preadv
-    monkeypatch.setattr(os, "pwrite", lambda number, data, offset: min(pwrite(number, data, offset), 2 * BLOCK + 100))
+def test_writes_and_reads_that_stop_half_way_go_on(store, monkeypatch):
+    pwritev, preadv = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda number, data, offset: min(pwritev(number, data, offset), 2 * BLOCK + 100))
     monkeypatch.setattr(os, "preadv", lambda number, data, offset: min(preadv(number, data, offset), BLOCK + 7))
-    store = opened(tmp_path)
     tensor = torch.randn(50_000)
     key = put_one(store, tensor)
     until_written(store)

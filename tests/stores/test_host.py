@@ -6,7 +6,7 @@ import gc
 import logging
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,15 +40,23 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> WatchedCopies:
     return engine
 
 
-def place_of(in_flight_bytes: int | None = None) -> HostStore:
-    place = Host(in_flight_bytes).byte_store_for(torch.device("cuda", 0), print)
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[HostStore]:
+    """A store with the default bound, or that of ``bound``. At the end it holds nothing, which ``copies`` checks."""
+    copies = request.getfixturevalue("copies") if "copies" in request.fixturenames else None
+    place = Host(getattr(request, "param", None)).byte_store_for(torch.device("cuda", 0), print)
     assert isinstance(place, HostStore)
-    return place
+    yield place
+    place.close()
+    assert copies is None or copies.live_bytes == 0
 
 
-def test_bytes_go_and_come_back(copies: WatchedCopies) -> None:
+def bound(*in_flight_bytes: int | None) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("place", in_flight_bytes, indirect=True)
+
+
+def test_bytes_go_and_come_back(copies: WatchedCopies, place: HostStore) -> None:
     """The plain case, to be read first."""
-    place = place_of()
     place.begin_step()
     block = group()
     handle = place.put(data(1000), block)
@@ -57,8 +65,6 @@ def test_bytes_go_and_come_back(copies: WatchedCopies) -> None:
     assert torch.equal(place.get(handle, block), data(1000))
     assert torch.equal(place.get(handle, block), data(1000)), "a graph that was retained asks twice"
     place.free(handle)
-    place.close()
-    assert copies.live_bytes == 0
 
 
 def in_backward(call: Callable[[], None]) -> None:
@@ -75,11 +81,11 @@ def in_backward(call: Callable[[], None]) -> None:
     Calls.apply(torch.zeros(1, device="cuda", requires_grad=True)).backward()
 
 
-@pytest.mark.parametrize("in_flight_bytes", [None, 0, 3000, 10**9])
-def test_no_race_in_random_steps(copies: WatchedCopies, in_flight_bytes: int | None) -> None:
+@bound(None, 0, 3000, 10**9)
+def test_no_race_in_random_steps(copies: WatchedCopies, place: HostStore) -> None:
     """Memory that is let go is overwritten at once by whatever the allocator gives it to next."""
-    dice = random.Random(f"{in_flight_bytes}")
-    place = place_of(in_flight_bytes)
+    most = place._max_in_flight_bytes
+    dice = random.Random(f"{most}")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     saved: list[tuple[Any, TensorGroup, int, int]] = []
 
@@ -109,8 +115,7 @@ def test_no_race_in_random_steps(copies: WatchedCopies, in_flight_bytes: int | N
             for _ in range(dice.randint(0, 4)):
                 size, seed = dice.choice((1, 255, 700, 2000, 2001)), dice.randrange(2**30)
                 saved.append((place.put(data(size, seed), block), block, size, seed))
-                if in_flight_bytes is not None:
-                    assert place._in_flight_bytes <= in_flight_bytes
+                assert most is None or place._in_flight_bytes <= most
                 if dice.random() < 0.1:
                     place.free(saved.pop(dice.randrange(len(saved)))[0])
             place.close_group(block)
@@ -123,12 +128,9 @@ def test_no_race_in_random_steps(copies: WatchedCopies, in_flight_bytes: int | N
         assert not place._reloading
         assert place._in_flight_bytes == 0
     assert wrong.item() == 0
-    place.close()
-    assert copies.live_bytes == 0
 
 
-def test_a_source_is_held_until_its_copy_is_joined(copies: WatchedCopies) -> None:
-    place = place_of()
+def test_a_source_is_held_until_its_copy_is_joined(copies: WatchedCopies, place: HostStore) -> None:
     place.begin_step()
     first, second, third = (group(number) for number in range(3))
     source = data(500)
@@ -144,12 +146,10 @@ def test_a_source_is_held_until_its_copy_is_joined(copies: WatchedCopies) -> Non
     assert torch.equal(place.get(handle, third), data(500))
     place.free(handle)
     place.free(other)
-    place.close()
 
 
-def test_what_is_still_here_is_not_brought_back(copies: WatchedCopies) -> None:
+def test_what_is_still_here_is_not_brought_back(copies: WatchedCopies, place: HostStore) -> None:
     """The last block's bytes have not been let go when backward begins with it."""
-    place = place_of()
     block = group()
     taken: list[torch.Tensor] = []
     source = data(500)
@@ -167,12 +167,10 @@ def test_what_is_still_here_is_not_brought_back(copies: WatchedCopies) -> None:
     assert [copy.what for copy in copies.history] == ["out"]
     assert copies.history[0].joined_at, "a capture must not end with a copy that is not joined"
     place.free(handle)
-    place.close()
 
 
-def test_what_was_here_goes_when_backward_has_moved_on(copies: WatchedCopies) -> None:
+def test_what_was_here_goes_when_backward_has_moved_on(copies: WatchedCopies, place: HostStore) -> None:
     """Not only at its end: else the last block's bytes would lie beside the peak."""
-    place = place_of()
     blocks = [group(0), group(1)]
     source = data(500, 1)
     seen = weakref.ref(source.untyped_storage())
@@ -189,12 +187,10 @@ def test_what_was_here_goes_when_backward_has_moved_on(copies: WatchedCopies) ->
     in_backward(read)
     for handle in handles:
         place.free(handle)
-    place.close()
 
 
-def test_all_copies_are_joined_when_backward_is_over(copies: WatchedCopies) -> None:
+def test_all_copies_are_joined_when_backward_is_over(copies: WatchedCopies, place: HostStore) -> None:
     """Also those of a group that was sent for and never taken. It stays: the next backward may want it."""
-    place = place_of()
     blocks = [group(number) for number in range(3)]
     handles = []
     for block in blocks:
@@ -208,16 +204,14 @@ def test_all_copies_are_joined_when_backward_is_over(copies: WatchedCopies) -> N
     assert len(copies.history) == 5, "begun twice is begun once"
     for handle in handles:
         place.free(handle)
-    place.close()
 
 
 def compare(one: torch.Tensor, other: torch.Tensor) -> None:
     assert torch.equal(one, other)
 
 
-def test_outside_of_a_backward_copies_are_joined_at_once(copies: WatchedCopies) -> None:
+def test_outside_of_a_backward_copies_are_joined_at_once(copies: WatchedCopies, place: HostStore) -> None:
     """Nobody will say there when it is over."""
-    place = place_of()
     handles = [place.put(data(500, seed), group()) for seed in range(2)]
     place.prefetch(handles[:1], group())
     assert [bool(copy.joined_at) for copy in copies.history] == [True, True, False]
@@ -225,18 +219,16 @@ def test_outside_of_a_backward_copies_are_joined_at_once(copies: WatchedCopies) 
     assert all(copy.joined_at for copy in copies.history)
     for handle in handles:
         place.free(handle)
-    place.close()
 
 
-def test_begun_and_never_taken_is_joined_before_its_memory_goes(copies: WatchedCopies) -> None:
-    place = place_of(0)
+@bound(0)
+def test_begun_and_never_taken_is_joined_before_its_memory_goes(copies: WatchedCopies, place: HostStore) -> None:
     handle = place.put(data(500), group())
     place.prefetch([handle], group())
     landing = weakref.ref(handle.reload_buffer.untyped_storage())  # type: ignore[attr-defined]
     place.free(handle)
     assert landing() is None
     assert copies.history[-1].joined_at
-    place.close()
 
 
 def run_step(place: HostStore, sizes: list[int], order: list[int] | None = None) -> None:
@@ -249,8 +241,9 @@ def run_step(place: HostStore, sizes: list[int], order: list[int] | None = None)
         place.free(handles[number])
 
 
-def test_the_slab_is_as_big_as_the_step_and_nothing_is_allocated_after_the_second(copies: WatchedCopies) -> None:
-    place = place_of()
+def test_the_slab_is_as_big_as_the_step_and_nothing_is_allocated_after_the_second(
+    copies: WatchedCopies, place: HostStore
+) -> None:
     sizes = [1000, 3 * 2**20 + 1, 256]
     run_step(place, sizes)
     assert copies.num_buffers == 3
@@ -258,12 +251,10 @@ def test_the_slab_is_as_big_as_the_step_and_nothing_is_allocated_after_the_secon
         run_step(place, sizes)
         assert copies.num_buffers == 4
         assert place.host_bytes == copies.live_bytes == 1024 + 3 * 2**20 + 256 + 256, "256 bytes are the grain"
-    place.close()
 
 
-def test_the_slab_reuses_what_is_freed_within_a_step(copies: WatchedCopies) -> None:
+def test_the_slab_reuses_what_is_freed_within_a_step(copies: WatchedCopies, place: HostStore) -> None:
     """Several forwards before a backward lie side by side, one after the other in the same place."""
-    place = place_of()
     for _ in range(3):
         place.begin_step()
         outer = place.put(data(256, 9), group())
@@ -274,12 +265,10 @@ def test_the_slab_reuses_what_is_freed_within_a_step(copies: WatchedCopies) -> N
         assert torch.equal(place.get(outer, group()), data(256, 9))
         place.free(outer)
     assert place.host_bytes == 256 + 1024
-    place.close()
 
 
-def test_a_step_of_another_shape_fits_or_grows_with_one_line(copies, caplog):
+def test_a_step_of_another_shape_fits_or_grows_with_one_line(copies, caplog, place):
     caplog.set_level(logging.INFO, "graphckpt")
-    place = place_of()
     run_step(place, [4096, 4096])
     run_step(place, [4096, 4096])
     made = copies.num_buffers
@@ -296,19 +285,15 @@ def test_a_step_of_another_shape_fits_or_grows_with_one_line(copies, caplog):
     run_step(place, [4096, 4096, 4096])
     assert copies.num_buffers == made + 2
     assert place.host_bytes == copies.live_bytes == 3 * 4096
-    place.close()
 
 
-def test_order_of_freeing_may_change(copies: WatchedCopies) -> None:
-    place = place_of()
+def test_order_of_freeing_may_change(copies: WatchedCopies, place: HostStore) -> None:
     for order in ([3, 2, 1, 0], [3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
         run_step(place, [700, 20, 5000, 256], order)
     assert copies.num_buffers == 5
-    place.close()
 
 
-def test_steps_without_puts_change_nothing(copies: WatchedCopies) -> None:
-    place = place_of()
+def test_steps_without_puts_change_nothing(copies: WatchedCopies, place: HostStore) -> None:
     run_step(place, [5000, 256])
     for _ in range(3):
         place.begin_step()
@@ -317,7 +302,6 @@ def test_steps_without_puts_change_nothing(copies: WatchedCopies) -> None:
         place.begin_step()
     run_step(place, [5000, 256])
     assert copies.num_buffers == 3
-    place.close()
 
 
 def make_poor(copies: WatchedCopies, patch: pytest.MonkeyPatch, limit: int, error: type[Exception]) -> None:
@@ -333,9 +317,8 @@ def make_poor(copies: WatchedCopies, patch: pytest.MonkeyPatch, limit: int, erro
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_no_host_memory_is_one_error_and_leaves_nothing(copies, monkeypatch, error):
+def test_no_host_memory_is_one_error_and_leaves_nothing(copies, monkeypatch, error, place):
     make_poor(copies, monkeypatch, 2000, error)
-    place = place_of()
     place.begin_step()
     kept = place.put(data(1500), group(1))
     with pytest.raises(StoreError) as caught:
@@ -351,26 +334,20 @@ def test_no_host_memory_is_one_error_and_leaves_nothing(copies, monkeypatch, err
     kept = place.put(data(1500), group(1))
     compare(place.get(kept, group(1)), data(1500))
     place.free(kept)
-    place.close()
-    assert copies.live_bytes == 0
 
 
-def test_without_memory_for_a_slab_single_buffers_go_on(copies, monkeypatch, caplog):
+def test_without_memory_for_a_slab_single_buffers_go_on(copies, monkeypatch, caplog, place):
     """The slab is rounded up to 256 bytes a piece, which is too much here."""
     make_poor(copies, monkeypatch, 1999, MemoryError)
-    place = place_of()
     for _ in range(4):
         run_step(place, [1000, 999])
     assert caplog.messages == [
         "offload: cannot allocate a slab of 2.00 KiB of host memory: CUDA error: out of memory\nlong story"
     ]
     assert copies.num_buffers == 4
-    place.close()
-    assert copies.live_bytes == 0
 
 
-def test_a_copy_that_cannot_be_issued_gives_its_room_back(copies, monkeypatch):
-    place = place_of()
+def test_a_copy_that_cannot_be_issued_gives_its_room_back(copies, monkeypatch, place):
     run_step(place, [1000])
     with monkeypatch.context() as patch:
         patch.setattr(copies, "offload", fail)
@@ -380,7 +357,6 @@ def test_a_copy_that_cannot_be_issued_gives_its_room_back(copies, monkeypatch):
     for _ in range(3):
         run_step(place, [1000])
     assert place.host_bytes == 1024
-    place.close()
 
 
 def fail(*_: Any) -> None:
@@ -388,7 +364,7 @@ def fail(*_: Any) -> None:
 
 
 def test_garbage_gives_everything_back(copies: WatchedCopies) -> None:
-    place = place_of()
+    place: Any = Host().byte_store_for(torch.device("cuda", 0), print)
     run_step(place, [100, 100])
     run_step(place, [100, 100])
     handle = place.put(data(100), group())
@@ -398,33 +374,29 @@ def test_garbage_gives_everything_back(copies: WatchedCopies) -> None:
     assert copies.live_bytes == 0
 
 
-def test_hundreds_of_steps_do_not_grow(copies: WatchedCopies) -> None:
-    place = place_of()
+def test_hundreds_of_steps_do_not_grow(copies: WatchedCopies, place: HostStore) -> None:
     for _ in range(200):
         run_step(place, [1000, 300])
     assert copies.num_buffers == 3
     memory = place._memory
     assert (memory._ranges.end, len(memory._spare), len(memory._buffers), len(memory._captured)) == (0, 0, 0, 0)
     assert (len(place._offloading), len(place._reloading), place._num_alive) == (0, 0, 0)
-    place.close()
 
 
-def test_seconds_of_copies_are_counted_when_watched(copies: WatchedCopies) -> None:
-    place = place_of(0)
+@bound(0)
+def test_seconds_of_copies_are_counted_when_watched(copies: WatchedCopies, place: HostStore) -> None:
     traffic = Traffic()
     watched = group(0, traffic)
     handle = place.put(data(10**6), watched)
     in_backward(lambda: compare(place.get(handle, watched), data(10**6)))
     assert traffic.copy_seconds > 0
     place.free(handle)
-    place.close()
 
 
 # --- a capture, as far as the host's side of it goes
 
 
-def test_nothing_is_allocated_or_given_back_in_a_capture(copies, monkeypatch):
-    place = place_of()
+def test_nothing_is_allocated_or_given_back_in_a_capture(copies, monkeypatch, place):
     sizes = [1000, 256]
     run_step(place, sizes)
     monkeypatch.setattr(copies, "is_capturing", lambda: True)
@@ -443,13 +415,11 @@ def test_nothing_is_allocated_or_given_back_in_a_capture(copies, monkeypatch):
     run_step(place, [5000])
     run_step(place, [5000])
     assert copies.live_bytes == 1000 + 256 + 1280 + 5120
-    place.close()
-    assert copies.live_bytes == 0
 
 
-def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(copies, monkeypatch):
+@bound(0)
+def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(copies, monkeypatch, place):
     """An attention mask among blocks: these lie where they lay before, in a slab of their exact size."""
-    place = place_of(0)
     blocks = [1000, 256, 1000]
     for _ in range(3):
         run_step(place, blocks)
@@ -478,21 +448,19 @@ def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(copies, monk
     monkeypatch.setattr(copies, "is_capturing", lambda: False)
     run_step(place, blocks)
     assert copies.num_buffers == 4, "the slab is not planned anew"
-    place.close()
 
 
-def test_a_capture_cannot_be_the_first_step(copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = place_of()
+def test_a_capture_cannot_be_the_first_step(
+    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch, place: HostStore
+) -> None:
     monkeypatch.setattr(copies, "is_capturing", lambda: True)
     with pytest.raises(StoreError, match=r"layers.0: offload: expected a step before the capture.* run two steps"):
         run_step(place, [1000])
-    place.close()
 
 
-@pytest.mark.parametrize("in_flight_bytes", [0, 10**9])
-def test_a_capture_between_eager_steps(in_flight_bytes: int) -> None:
+@bound(0, 10**9)
+def test_a_capture_between_eager_steps(place: HostStore) -> None:
     """It begins while copies of an eager step are not waited for, pins nothing, and waits for all of its own."""
-    place = place_of(in_flight_bytes)
     sizes = [500, 1000, 700]
     for _ in range(2):
         run_step(place, sizes)
@@ -516,12 +484,11 @@ def test_a_capture_between_eager_steps(in_flight_bytes: int) -> None:
             graph.replay()
             assert all(map(torch.equal, reloaded, reversed(sources)))
             run_step(place, sizes)
-    place.close()
 
 
-def test_memory_returns_to_the_stream_of_its_copy() -> None:
+def test_memory_returns_to_the_stream_of_its_copy(place: HostStore) -> None:
     """A copy that starts on one stream may be waited for on another, where backward begins."""
-    place, side = place_of(), torch.cuda.Stream()
+    side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         source = data(2**16)
         handle = place.put(source, group(0))
@@ -532,13 +499,12 @@ def test_memory_returns_to_the_stream_of_its_copy() -> None:
     side.synchronize()
     compare(place.get(handle, group(0)), data(2**16))
     place.free(handle)
-    place.close()
     del others
 
 
-def test_another_compute_stream_waits_for_host_memory() -> None:
+@bound(0)
+def test_another_compute_stream_waits_for_host_memory(place: HostStore) -> None:
     """Memory that one stream still reloads from is written by copies that start from another."""
-    place = place_of(0)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     sources = [data(2**16, seed) for seed in range(20)]
@@ -552,10 +518,9 @@ def test_another_compute_stream_waits_for_host_memory() -> None:
                 place.free(handle)
     torch.cuda.synchronize()
     assert wrong.item() == 0
-    place.close()
 
 
-def test_events_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_reused(monkeypatch: pytest.MonkeyPatch, place: HostStore) -> None:
     events: list[Any] = []
     create = torch.cuda.Event
 
@@ -564,17 +529,15 @@ def test_events_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
         return events[-1]
 
     monkeypatch.setattr(torch.cuda, "Event", count)
-    place = place_of()
     for step in range(8):
         run_step(place, [500] * 8)
         if step == 1:
             num_events = len(events)
     assert len(events) == num_events
-    place.close()
 
 
-def test_a_capture_adds_no_seconds_of_copies() -> None:
-    place = place_of(0)
+@bound(0)
+def test_a_capture_adds_no_seconds_of_copies(place: HostStore) -> None:
     run_step(place, [500])
     traffic, source = Traffic(), data(500)
     graph = torch.cuda.CUDAGraph()
@@ -585,7 +548,6 @@ def test_a_capture_adds_no_seconds_of_copies() -> None:
         place.free(handle)
     run_step(place, [500])  # collects times
     assert traffic.copy_seconds == traffic.wait_seconds == 0
-    place.close()
 
 
 # --- behind the front end

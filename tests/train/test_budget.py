@@ -71,33 +71,6 @@ def test_layers_are_compiled_where_the_config_says_so(place):
     assert same_weights(place / "plain", place / "planned")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            [f"{BUDGET}=min", "train.activation_checkpoint.compile=fast"],
-            "compile: expected bool or a mapping, got",
-        ),
-        (
-            [f"{BUDGET}=150%"],
-            "memory_budget: expected more than 0% and at most 100% of the device's memory, got '150%'",
-        ),
-        (
-            [f"{BUDGET}=1.5"],
-            "memory_budget: expected a float greater than 0 and at most 1, a share of the plain step's peak, got",
-        ),
-        ([f"{BUDGET}=12G"], "unknown unit 'G'"),
-        ([f"{BUDGET}=min", "train.activation_checkpoint.host_budget=12G"], "host_budget: '12G': unknown unit 'G'"),
-        ([f"{BUDGET}=1KiB"], "no plan fits"),
-        ([f"{BUDGET}=min", "train.activation_checkpoint.blocks={h.0: true}"], "the plan chooses, and blocks is set"),
-        ([f"{BUDGET}=min", "train.dist.pipeline_parallel_size=2"], "the stages of a pipeline have different blocks"),
-    ],
-)
-def test_faults_are_one_clear_error(words, message, capsys):
-    assert train(*words) == 2
-    assert message in capsys.readouterr().err
-
-
 def limit_call(monkeypatch, number, limit):
     """Limits what the ``number``-th update allocates; returns the limits that were in place."""
     plain, used = TrainGraph.__call__, []

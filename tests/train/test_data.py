@@ -36,30 +36,21 @@ def _folders(tmp_path):
     return sorted(path.name for path in (tmp_path / "cache").iterdir())
 
 
-def test_tokens_say_the_text_again(data, texts, quiet):
+def test_tokens_say_the_text_again_and_heldout_text_is_nowhere_in_the_training_tokens(data, texts, quiet):
     prepared = data().prepare(quiet)
     tokenizer = Tokenizer.from_file(str(prepared.tokenizer_file))
-    documents = []
+    decoded = []
     for file in (prepared.train, prepared.heldout):
         rows = file.batch(range(len(file)))
         assert rows.dtype.is_signed
         assert rows.shape == (len(file), 16)
-        text = tokenizer.decode(rows.flatten().tolist(), skip_special_tokens=False)
-        documents += text.split("<|endoftext|>")
+        decoded.append(tokenizer.decode(rows.flatten().tolist(), skip_special_tokens=False))
+    train, heldout = decoded
+    documents = {*train.split("<|endoftext|>"), *heldout.split("<|endoftext|>")}
     written = {path.read_text(encoding="utf-8") for path in texts.iterdir()}
-    whole = [document for document in documents if document in written]
-    assert len(whole) >= 18  # of 20: the last document of each file loses the end that fills no sequence
+    assert len(written & documents) >= 18  # of 20: the last document of each file loses the end that fills no sequence
+    assert all((text[:60] in train) != (text[:60] in heldout) for text in written)
     assert tokenizer.token_to_id("<|endoftext|>") == 0
-
-
-def test_heldout_text_is_nowhere_in_the_training_tokens(data, texts, quiet):
-    prepared = data().prepare(quiet)
-    tokenizer = Tokenizer.from_file(str(prepared.tokenizer_file))
-    decode = lambda file: tokenizer.decode(file.batch(range(len(file))).flatten().tolist())  # noqa: E731
-    train, heldout = decode(prepared.train), decode(prepared.heldout)
-    for path in texts.iterdir():
-        start = path.read_text(encoding="utf-8")[:60]
-        assert (start in train) != (start in heldout)
 
 
 def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(data, texts, tmp_path, quiet):
@@ -74,17 +65,13 @@ def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(data, texts, tm
     assert len(_folders(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("name", ["train.arrow", "heldout.arrow", "tokenizer.json"])
-def test_broken_cache_is_made_again(data, quiet, name):
-    prepared = data().prepare(quiet)
-    whole = (prepared.tokenizer_file.parent / "train.arrow").read_bytes()
-    broken = prepared.tokenizer_file.parent / name
-    if name == "tokenizer.json":
-        broken.unlink()
-    else:
-        broken.write_bytes(broken.read_bytes()[:-10])
-    prepared = data().prepare(quiet)
-    assert (prepared.tokenizer_file.parent / "train.arrow").read_bytes() == whole
+def test_broken_cache_is_made_again(data, quiet):
+    folder = data().prepare(quiet).tokenizer_file.parent
+    whole = (folder / "train.arrow").read_bytes()
+    for name, content in (("train.arrow", whole[:-10]), ("heldout.arrow", whole[:-10]), ("tokenizer.json", b"")):
+        (folder / name).write_bytes(content)
+        assert data().prepare(quiet).tokenizer_file.parent == folder
+        assert (folder / "train.arrow").read_bytes() == whole
 
 
 def test_interrupted_making_leaves_nothing(data, tmp_path, quiet, monkeypatch):

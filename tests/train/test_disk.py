@@ -10,38 +10,32 @@ from graphckpt.train import output as files
 from graphckpt.train.snapshot import folder as snapshot
 
 
-def test_a_disk_that_is_full_for_a_while_costs_snapshots_and_not_the_run(place, monkeypatch, capsys):
-    assert train("train.output_dir=whole") == 0
-    save, calls = snapshot.save_file, iter(range(100))
-
-    def full_for_a_while(*args, **kwargs):
-        if next(calls) in {2, 3, 4}:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(*args, **kwargs)
-
-    monkeypatch.setattr(snapshot, "save_file", full_for_a_while)
-    capsys.readouterr()
-    assert train() == 0
-    printed = capsys.readouterr().out
-    assert printed.count("No space left on device · no snapshot was saved; training continues") == 3
-    assert "out/model_0000007: No space left" in printed
-    assert same_weights(place / "whole", place / "out")
-    assert snapshot.check(place / "out" / "model_0000003")["done"] == 4
-    assert not list((place / "out").glob(".*"))
-
-
-def test_a_disk_that_stays_full_ends_in_an_error_and_the_last_good_snapshot_is_resumed(place, monkeypatch, capsys):
-    assert train("train.output_dir=whole") == 0
+def train_with_full_disk(monkeypatch, first, last, *words):
+    """Has calls number ``first`` to ``last`` of the writer of weights meet a full disk."""
     save, calls = snapshot.save_file, iter(range(100))
 
     def full(*args, **kwargs):
-        if next(calls) >= 2:
+        if first <= next(calls) <= last:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(snapshot, "save_file", full)
-        assert train() == 2
+        return train(*words)
+
+
+def test_a_disk_that_is_full_costs_snapshots_and_the_end_of_the_run(place, monkeypatch, capsys):
+    assert train("train.output_dir=whole") == 0
+    capsys.readouterr()
+    assert train_with_full_disk(monkeypatch, 2, 4, "train.output_dir=for a while") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("No space left on device · no snapshot was saved; training continues") == 3
+    assert "for a while/model_0000007: No space left" in printed
+    assert same_weights(place / "whole", place / "for a while")
+    assert snapshot.check(place / "for a while" / "model_0000003")["done"] == 4
+    assert not list((place / "for a while").glob(".*"))
+
+    assert train_with_full_disk(monkeypatch, 2, 99) == 2
     assert "error: out: the final state could not be saved · fix: make room" in capsys.readouterr().err
     assert (place / "out" / "last_checkpoint").read_text() == "model_0000003\n"
     assert train("--resume") == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -90,50 +91,120 @@ def test_random_values_of_random_keys(place, capsys):
     assert NUM_CASES // 3 < refused < NUM_CASES
 
 
+_CHECKPOINT = "train.activation_checkpoint"
+_BUDGET = f"{_CHECKPOINT}.memory_budget"
+_HEAD = f"{_CHECKPOINT}.head"
+_SLICED = f'{_HEAD}={{"loss_head": {{"rule": "tiles", "num_tiles": 4, "reduce": "sum"}}}}'
+
+
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("word", "fault"),
+    [
+        (f"optim.params.weight_decay_bias={{{_MODULE}}}", "expected float, got"),
+        ("train.train_iter={_target_: builtins.int}", "expected int, got a call of 'builtins.int'"),
+        ("train.amp={_target_: builtins.dict}", "expected a section, got a call of 'builtins.dict'"),
+        ("train.train_samples=12:30:45", "expected a plain number, got 12:30:45 · fix: write it in digits"),
+        ("train.warmup_ratio=1:30.5", "expected a plain number, got 1:30.5"),
+        ("train.train_iter=010", "expected a plain number, got 010"),
+        ("train.seed=1e30", "expected int, got 1e+30 (float)"),
+        ("train.consumed_train_samples=1e30", "expected int, got 1e+30 (float)"),
+        (f"train.seed={2**63}", "expected less than 2**63, got 9223372036854775808"),
+        (f"optim.lr={10**400}", "expected "),
+        ("optim.lr=.inf", "expected a finite number, got inf"),
+        ("optim.weight_decay=.nan", "expected a number, got nan"),
+        ("train.train_epoch=.inf", "expected a finite number, got inf"),
+        ("model.config.n_head=-1", "expected 1 or more, got -1"),
+        ("model.config.num_hidden_layers=-2", "expected 1 or more, got -2"),
+        ("train.checkpointer.period=0", "expected 1 or more, got 0"),
+        ("train.evaluation.eval_mode=least", "expected 'min' or 'max', got 'least'"),
+        ("train.dist.timeout_seconds=1e18", "expected 1000000000 or less, got 1e+18"),
+        (
+            "train.capture=cudagraph",
+            "expected 'auto', 'cuda_graph' or 'eager', got 'cudagraph' (str) · did you mean",
+        ),
+        ("train.device=meta", "'meta' holds no values"),
+        ("train.device=cuda:99", "'cuda:99' cannot be used"),
+        ("train.output_dir=tiny.py", "tiny.py: File exists · fix: name a folder"),
+        ('train.output_dir="a\\0b"', r"expected text without null characters, got 'a\x00b'"),
+        ('import_from="a\\0b"', r"expected text without null characters, got 'a\x00b'"),
+        ("data.paths=nowhere", "nowhere: no such file or folder"),
+        ("train.tensorboard=True", "the package tensorboard is not installed · fix: pip install"),
+        (f"{_BUDGET}=150%", "expected more than 0% and at most 100% of the device's memory, got '150%'"),
+        (f"{_BUDGET}=1.5", "expected a float greater than 0 and at most 1, a share of the plain step's peak, got"),
+        (_SLICED, "no memory_budget is set to plan it for"),
+    ],
+)
+def test_the_key_is_named(capsys, monkeypatch, word, fault):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert f"{word.partition('=')[0]}: {fault}" in one_error(capsys, word)
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
     [
         (
-            f"optim.params.weight_decay_bias={{{_MODULE}}}",
-            "optim.params.weight_decay_bias: expected float, got",
+            ["trian.seed=1", "train.seed=x"],
+            [": 2 errors", "trian: no such key · did you mean 'train'", "seed: expect"],
         ),
-        ("train.train_iter={_target_: builtins.int}", "train.train_iter: expected int, got a call of 'builtins.int'"),
-        ("train.amp={_target_: builtins.dict}", "train.amp: expected a section, got a call of 'builtins.dict'"),
+        (["train.seed.x=1"], ["train.seed: expected int, got {'x': 1} (dict)"]),
+        (["model.config.n_layer.x=1"], ["model.config.n_layer: expected int, got {'x': 1} (dict)"]),
+        (["data.paths=[texts, 3]"], ["data.paths[1]: expected str, got 3 (int)"]),
+        (["optim.betas=[0.9, 12:30]"], ["optim.betas[1]: expected a plain number, got 12:30"]),
+        (["train.checkpointer={period: 1:10}"], ["train.checkpointer.period: expected a plain number, got 1:10"]),
+        (["model.config.n_head=0"], ["model: error in call to 'transformers"]),
+        (["model.config.n_embd=33"], ["model: error in call to 'transformers", "divisible"]),
+        (["model.config.activation_function=text"], ["model: error in call to"]),
+        (["model.config.vocab_size=100"], ["it knows 100 tokens, and the tokenizer has", "${data.vocab_size}"]),
+        (["optim.params.clip_grad_max_norm=-1"], ["optim.params: error in call to"]),
+        (["optim._target_=builtins.dict"], ["optim"]),
+        (['optim._target_="a\\0.b"'], ["optim"]),
+        (["optim.lr=1e6", "train.train_iter=8"], ["the loss is", "fix: lower optim.lr"]),
+        (["train.scheduler._target_=builtins.dict"], ["optim, train.scheduler: TrainGraph"]),
+        (["train.capture=cuda_graph"], ["'cuda_graph' expected modules on one CUDA device, got cpu"]),
+        (["data.seq_length=100000"], ["fewer than one sequence of 100000"]),
+        (["data.dataset=imdb", "data.paths=null"], ["data.dataset: 'imdb'"]),
+        (['data.paths=["a\\0b"]'], [r"data.paths[0]: expected text without null characters, got 'a\x00b'"]),
         (
-            "train.train_samples=12:30:45",
-            "train.train_samples: expected a plain number, got 12:30:45 · fix: write it in digits",
+            ["--resume", "train.overwrite=False"],
+            ["out holds no last_checkpoint, so there is nothing to resume · fix"],
         ),
-        ("train.warmup_ratio=1:30.5", "train.warmup_ratio: expected a plain number, got 1:30.5"),
-        ("train.train_iter=010", "train.train_iter: expected a plain number, got 010"),
-        ("optim.betas=[0.9, 12:30]", "optim.betas[1]: expected a plain number, got 12:30"),
-        ("train.checkpointer={period: 1:10}", "train.checkpointer.period: expected a plain number, got 1:10"),
-        ("train.seed.x=1", "train.seed: expected int, got {'x': 1} (dict)"),
-        ("model.config.n_layer.x=1", "model.config.n_layer: expected int, got {'x': 1} (dict)"),
-        ("train.seed=1e30", "train.seed: expected int, got 1e+30 (float)"),
-        ("train.consumed_train_samples=1e30", "train.consumed_train_samples: expected int, got 1e+30 (float)"),
-        (f"optim.lr={10**400}", "optim.lr: expected "),
-        ("optim.lr=.inf", "optim.lr: expected a finite number, got inf"),
-        ("optim.weight_decay=.nan", "optim.weight_decay: expected a number, got nan"),
-        ("model.config.n_head=-1", "model.config.n_head: expected 1 or more, got -1"),
-        ("model.config.num_hidden_layers=-2", "model.config.num_hidden_layers: expected 1 or more, got -2"),
-        ("model.config.n_head=0", "model: error in call to 'transformers"),
-        ("optim.params.clip_grad_max_norm=-1", "optim.params: error in call to"),
-        ("optim._target_=builtins.dict", "optim"),
-        ("train.scheduler._target_=builtins.dict", "optim, train.scheduler: TrainGraph"),
-        ("model.config.activation_function=text", "model: error in call to"),
-        ("data.paths=[texts, 3]", "data.paths"),
-        ('data.paths=["a\\0b"]', r"data.paths[0]: expected text without null characters, got 'a\x00b'"),
-        ('train.output_dir="a\\0b"', r"train.output_dir: expected text without null characters, got 'a\x00b'"),
-        ('import_from="a\\0b"', r"import_from: expected text without null characters, got 'a\x00b'"),
-        ('optim._target_="a\\0.b"', "optim"),
+        (["--eval-only"], ["nothing to evaluate: "]),
+        (["train.load_weight=nowhere"], ["nowhere: no such folder"]),
+        (["train.load_weight=texts"], ["texts: has no model.safetensors"]),
+        (["train.wandb.enabled=True"], ["train.wandb: the package wandb is not installed · fix: pip install"]),
         (
-            "train.dist.timeout_seconds=1e18",
-            "train.dist.timeout_seconds: expected 1000000000 or less, got 1e+18",
+            [f"{_CHECKPOINT}.enabled=True", f"{_CHECKPOINT}.rule=selectiv"],
+            ["activation_checkpointing: ", "'selective'"],
+        ),
+        ([f"{_BUDGET}=min", f"{_CHECKPOINT}.compile=fast"], ["compile: expected bool or a mapping, got"]),
+        ([f"{_BUDGET}=12G"], ["unknown unit 'G'"]),
+        ([f"{_BUDGET}=min", f"{_CHECKPOINT}.host_budget=12G"], ["host_budget: '12G': unknown unit 'G'"]),
+        ([f"{_BUDGET}=1KiB"], ["no plan fits"]),
+        ([f"{_BUDGET}=min", f"{_CHECKPOINT}.blocks={{h.0: true}}"], ["the plan chooses, and blocks is set"]),
+        ([f"{_BUDGET}=min", "train.dist.pipeline_parallel_size=2"], ["the stages of a pipeline have different blocks"]),
+        ([f"{_BUDGET}=min", f'{_HEAD}={{"loss_head": "tlies"}}'], ["head.loss_head: expected a rule, got 'tlies'"]),
+        ([f"{_BUDGET}=min", f'{_HEAD}={{"loss_head": null}}'], ["head.loss_head: expected a rule, got None"]),
+        (
+            [f"{_BUDGET}=min", _SLICED],
+            ["no block is called 'loss_head' · did you mean 'lm_head'? · fix: task.loss_head=True"],
+        ),
+        (
+            [f"{_CHECKPOINT}.enabled=True", f'{_CHECKPOINT}.blocks={{"transformer.g.*": {{}}, "x": {{}}}}'],
+            ["blocks: 'transformer.g.*' matches no module", "blocks: 'x' matches no module"],
+        ),
+        (
+            [
+                f"{_CHECKPOINT}.enabled=True",
+                f"{_CHECKPOINT}.blocks={{transformer.h.0: {{activation_checkpoint: 1}}}}",
+            ],
+            ["did you mean 'activation_checkpointing'"],
         ),
     ],
 )
-def test_the_key_is_named(capsys, word, message):
-    assert message in one_error(capsys, word)
+def test_what_is_wrong_is_said(capsys, monkeypatch, words, messages):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    error = one_error(capsys, *words)
+    assert all(message in error for message in messages), error
 
 
 def test_a_model_that_fails_in_its_first_forward_is_named_with_the_line(place, capsys):

@@ -10,20 +10,15 @@ from omegaconf import OmegaConf
 
 from graphckpt.config.trainer import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning import steps
 from graphckpt.train.snapshot.saved_run import CONFIG
 
 pytestmark = pytest.mark.usefixtures("place")
 
 MIB = 2**20
-SHORT = ["train.train_iter=3", "train.global_batch_size=24", "train.num_accumulation_steps=null"]
-FIT = [*SHORT, "train.activation_checkpoint.fit=batch", "train.activation_checkpoint.memory_budget=2MiB"]
+CHECKPOINT = "train.activation_checkpoint"
+SHORT = ["train.train_iter=3", "train.global_batch_size=6", "train.num_accumulation_steps=null"]
+FIT = [*SHORT, f"{CHECKPOINT}.fit=batch", f"{CHECKPOINT}.memory_budget=1MiB"]
 LONG = ["model.config.n_layer=4", "data.seq_length=32", "train.evaluation.enabled=False"]
-
-
-@pytest.fixture(autouse=True)
-def _timed_once(monkeypatch):
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)
 
 
 def saved(folder):
@@ -32,41 +27,32 @@ def saved(folder):
 
 def test_a_run_has_the_sizes_and_policies_that_fit(place, capsys):
     live = LiveBytes(record_timeline=False)
-    trainer = trainer_from("tiny.py", [*FIT, *LONG])
+    words = [*FIT, *LONG, "train.checkpointer.period=2"]
+    trainer = trainer_from("tiny.py", words)
     with live:
         trainer.train()
-    assert live.peak_bytes <= 2 * MIB
-    found = saved(place / "out")
-    assert found.train_micro_batch_size * found.num_accumulation_steps == found.global_batch_size == 24
-    assert found.activation_checkpoint.fit is None
-    assert found.activation_checkpoint.blocks
-    assert (
-        f"fit: micro-batch {found.train_micro_batch_size} x {found.num_accumulation_steps}" in capsys.readouterr().out
-    )
-
-    sizes = [f"train.{key}={found[key]}" for key in ("train_micro_batch_size", "num_accumulation_steps")]
+    assert live.peak_bytes <= MIB
+    fit = saved(place / "out")
+    assert fit.train_micro_batch_size * fit.num_accumulation_steps == fit.global_batch_size == 6
+    assert fit.activation_checkpoint.fit is None
+    assert fit.activation_checkpoint.blocks
+    assert f"fit: micro-batch {fit.train_micro_batch_size} x {fit.num_accumulation_steps}" in capsys.readouterr().out
+    sizes = [f"train.{key}={fit[key]}" for key in ("train_micro_batch_size", "num_accumulation_steps")]
     assert train(*SHORT, *LONG, *sizes, "train.output_dir=plain") == 0
     assert same_weights(place / "out", place / "plain")
-    assert [row["total_loss"] for row in rows_of(place / "out")] == [
-        row["total_loss"] for row in rows_of(place / "plain")
-    ]
+    losses = [[row["total_loss"] for row in rows_of(place / name)] for name in ("out", "plain")]
+    assert losses[0] == losses[1]
 
-
-def test_a_resumed_run_has_the_sizes_of_its_start(place, capsys):
-    words = [*FIT, *LONG, "train.checkpointer.period=1"]
-    assert train(*words) == 0
-    first = saved(place / "out")
-    capsys.readouterr()
     longer = [word.replace("train_iter=3", "train_iter=4") for word in words]
-    assert train(*longer, "train.activation_checkpoint.memory_budget=1KiB", "--resume") == 0
+    assert train(*longer, f"{CHECKPOINT}.memory_budget=1KiB", "--resume") == 0
     assert "as at the start of the run" in capsys.readouterr().out
-    assert saved(place / "out").train_micro_batch_size == first.train_micro_batch_size
+    assert saved(place / "out").train_micro_batch_size == fit.train_micro_batch_size
 
 
 def test_a_short_trial_run_chooses_nothing(place, capsys):
     with (place / "tiny.py").open("a") as config:
-        config.write("train.update(global_batch_size=24, num_accumulation_steps=None)\n")
-        config.write("train.activation_checkpoint.update(fit='batch', memory_budget='2MiB')\n")
+        config.write("train.update(global_batch_size=6, num_accumulation_steps=None)\n")
+        config.write("train.activation_checkpoint.update(fit='batch', memory_budget='1MiB')\n")
     assert train("--fast-dev-run") == 0
     assert "train.activation_checkpoint.fit=null" in capsys.readouterr().out
 
@@ -76,18 +62,12 @@ def test_a_short_trial_run_chooses_nothing(place, capsys):
     [
         (["train.global_batch_size=null"], "activation_checkpoint.fit: expected the samples of an update"),
         (["train.num_accumulation_steps=2"], "activation_checkpoint.fit: num_accumulation_steps is chosen, and set as"),
-        (
-            ["train.activation_checkpoint.memory_budget=min"],
-            "expected a budget independent of the batch size, got 'min' · fix",
-        ),
-        (
-            ["train.activation_checkpoint.memory_budget=0.6"],
-            "expected a budget independent of the batch size, got 0.6 · fix",
-        ),
-        (["train.activation_checkpoint.blocks={'*.h.0': True}"], "fit: the plan of the chosen batch size sets the"),
-        (["train.activation_checkpoint.fit=fastest"], "activation_checkpoint.fit"),
+        ([f"{CHECKPOINT}.memory_budget=min"], "expected a budget independent of the batch size, got 'min' · fix"),
+        ([f"{CHECKPOINT}.memory_budget=0.6"], "expected a budget independent of the batch size, got 0.6 · fix"),
+        ([f"{CHECKPOINT}.blocks={{'*.h.0': True}}"], "fit: the plan of the chosen batch size sets the"),
+        ([f"{CHECKPOINT}.fit=fastest"], "activation_checkpoint.fit"),
         (["train.dist.data_parallel_size=2"], "activation_checkpoint.fit: expected one process, got 2"),
-        (["train.activation_checkpoint.memory_budget=1KiB"], "global batch 24|no batch fits"),
+        ([f"{CHECKPOINT}.memory_budget=1KiB"], "global batch 6|no batch fits"),
     ],
 )
 def test_faults_are_one_clear_error(words, message, capsys):

@@ -47,20 +47,19 @@ def broken_off(done):
         trainer.train()
 
 
-@pytest.mark.parametrize("words", [[], ["--fast-dev-run", "train.output_dir=out"], ["optim.lr=0.1"]])
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_run_is_not_replaced_unasked(place, capsys, words, is_finished):
+def test_a_run_is_not_replaced_unasked(place, capsys, is_finished):
     assert train(*BRIEF) == 0 if is_finished else stopped("out", 2)
     before = content(place / "out")
     capsys.readouterr()
-    assert train(*words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(
-        f"error: train.output_dir: out already contains a run: model_{'final' if is_finished else '0'}"
-    )
-    assert "fix: --resume to continue it, another train.output_dir, or train.overwrite=True to replace it" in error
-    assert len(error.splitlines()) == 1
-    assert content(place / "out") == before
+    for words in ([], ["--fast-dev-run", "train.output_dir=out"], ["optim.lr=0.1"]):
+        assert train(*words) == 2
+        error = capsys.readouterr().err
+        name = "final" if is_finished else "0"
+        assert error.startswith(f"error: train.output_dir: out already contains a run: model_{name}")
+        assert "fix: --resume to continue it, another train.output_dir, or train.overwrite=True to replace it" in error
+        assert len(error.splitlines()) == 1
+        assert content(place / "out") == before
 
 
 def test_a_run_that_has_no_snapshot_yet_is_not_replaced_either(place, capsys):
@@ -73,17 +72,6 @@ def test_a_run_that_has_no_snapshot_yet_is_not_replaced_either(place, capsys):
     assert content(place / "out") == before
 
 
-def test_a_snapshot_alone_is_a_run(place, capsys):
-    assert train(*BRIEF) == 0
-    for path in list((place / "out").iterdir()):
-        if path.is_file():
-            path.unlink()
-    before = content(place / "out")
-    assert train() == 2
-    assert "already contains a run: model_final · fix" in capsys.readouterr().err
-    assert content(place / "out") == before
-
-
 def test_what_is_no_run_is_no_hindrance_and_stays(place):
     (place / "out").mkdir()
     (place / "out" / "notes.txt").write_text("mine")
@@ -93,12 +81,18 @@ def test_what_is_no_run_is_no_hindrance_and_stays(place):
     assert [(place / "out" / name).read_text()[:4] for name in ("notes.txt", ".mine.old", ".mine.tmp")] == ["mine"] * 3
 
 
-def test_the_same_trainer_does_not_train_over_its_own_run(place):
+def test_the_same_trainer_does_not_train_over_its_own_run_nor_over_a_snapshot_alone(place):
     trainer = trainer_from("tiny.py", BRIEF)
     trainer.train()
     before = content(place / "out")
     with pytest.raises(ConfigError, match="out already contains a run"):
         trainer.train()
+    assert content(place / "out") == before
+    for path in (path for path in list((place / "out").iterdir()) if path.is_file()):
+        path.unlink()
+    before = content(place / "out")
+    with pytest.raises(ConfigError, match="already contains a run: model_final · fix"):
+        trainer_from("tiny.py").train()
     assert content(place / "out") == before
 
 
@@ -116,54 +110,49 @@ def test_overwrite_leaves_the_new_run_alone_and_what_is_not_of_a_run(place):
     assert same_weights(place / "out", place / "fresh")
 
 
-def test_overwrite_is_not_in_the_saved_config(place, capsys):
+def test_overwrite_is_not_in_the_saved_config_and_does_not_go_with_resume(place, capsys):
     assert train(*BRIEF, "train.overwrite=True") == 0
     assert OmegaConf.load("out/config.yaml").train.overwrite is False
+    before = content(place / "out")
     assert main(["train", "--config-file", "out/config.yaml"]) == 2
     assert "already contains a run" in capsys.readouterr().err
-
-
-def test_overwrite_does_not_go_with_resume(place, capsys):
-    assert train(*BRIEF) == 0
-    before = content(place / "out")
     assert train("--resume", "train.overwrite=True") == 2
-    assert (
-        "train.overwrite: True is not supported with --resume · fix: leave one of them out" in capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "train.overwrite: True is not supported with --resume · fix: leave one of them out" in error
     assert content(place / "out") == before
 
 
-FAULTS = {
-    "model": ["model.config.n_embd=33"],
-    "optimizer": ["optim.betas=[2, 3]"],
-    "data": ["data.seq_length=100000"],
-    "blocks": ["train.activation_checkpoint.enabled=True", "train.activation_checkpoint.unit=Nothing"],
-    "weights": ["train.load_weight=nowhere"],
-}
+@pytest.mark.parametrize(
+    ("more", "num_good"),
+    [([], 0), (["train.overwrite=True"], 0), (["--resume", "train.train_iter=7"], 1)],
+    ids=["new", "overwrite", "resume"],
+)
+def test_a_run_that_cannot_start_changes_nothing(place, monkeypatch, more, num_good):
+    def content_of_runs():
+        is_lock = "--resume" not in more and Path("out/run.lock")  # it notes its last holder
+        found = content(place).items()
+        return {path: what[1] for path, what in found if path.parts[0] != "cache" and path != is_lock}
 
+    def without_memory(self, **batch):
+        raise MemoryError("no room")
 
-@pytest.mark.parametrize("words", [*FAULTS.values(), None], ids=[*FAULTS, "first step"])
-@pytest.mark.parametrize("mode", ["new", "overwrite", "resume"])
-def test_a_run_that_cannot_start_changes_nothing(place, monkeypatch, capsys, words, mode):
-    if mode != "new":
+    if more:
         stopped("out", 2)
-    if words is None:
-        monkeypatch.setattr(TrainGraph, "build", _without_memory)
-    before = content(place)
-    more = {"new": [], "overwrite": ["train.overwrite=True"], "resume": ["--resume", "train.train_iter=7"]}[mode]
-    is_good = mode == "resume" and words == FAULTS["weights"]  # which a resume does not read
-    assert train(*(words or []), *more) == (0 if is_good else 2)
-    if not is_good:
-        after = {path: what for path, what in content(place).items() if path.parts[0] != "cache"}
-        before = {path: what for path, what in before.items() if path.parts[0] != "cache"}
-        if mode == "overwrite":  # the lock notes its last holder
-            before.pop(Path("out/run.lock"))
-            after.pop(Path("out/run.lock"))
-        assert {path: what[1] for path, what in after.items()} == {path: what[1] for path, what in before.items()}
-
-
-def _without_memory(self, **batch):
-    raise MemoryError("no room")
+    before = content_of_runs()
+    for words in (
+        ["model.config.n_embd=33"],
+        ["optim.betas=[2, 3]"],
+        ["data.seq_length=100000"],
+        ["train.activation_checkpoint.enabled=True", "train.activation_checkpoint.unit=Nothing"],
+        [],  # fails in the first step
+    ):
+        with monkeypatch.context() as patch:
+            if not words:
+                patch.setattr(TrainGraph, "build", without_memory)
+            assert train(*words, *more) == 2
+        assert content_of_runs() == before, words
+    assert train("train.load_weight=nowhere", *more) == (0 if num_good else 2)  # which a resume does not read
+    assert (content_of_runs() == before) is not bool(num_good)
 
 
 def test_a_resume_that_finds_nothing_makes_no_folder(place, capsys):

@@ -239,31 +239,24 @@ def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(tmp_pat
 
 
 def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path, device_events):
+    def losses(name):
+        rows = (json.loads(line) for line in (tmp_path / name).read_text().splitlines())
+        return [(row["iteration"], row["total_loss"]) for row in rows]
+
     class Stops(HookBase):
         def after_step(self, loop):
-            loop._is_asked = loop.done == 4
+            if loop.done == 4:
+                resumed.load_state_dict(hook.state_dict())
+                assert losses("stopped") == [(0, 0.0), (1, 1.0)]
+                loop._is_asked = True
 
-    def hooks(name):
-        return [_log_hook(device=torch.device("xpu")), MetricsHook(tmp_path / name), Stops()]
-
-    def rows(name):
-        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-
-    stopped = _late_loop(hooks("stopped"), device_events, _report(), train_iter=6)
-    stopped.run()
-    assert [(row["iteration"], row["total_loss"]) for row in rows("stopped")] == [(0, 0.0), (1, 1.0), (3, 2.5)]
-
-    first = hooks("first")
-    for done in range(4):
-        loop = _late_loop(first, device_events, _report(), train_iter=done + 1, start_iter=done)
-        loop.train_iter = 6
-        loop._iterate()
-    state = first[0].state_dict()
-    assert [row["iteration"] for row in rows("first")] == [0, 1]
-    resumed = hooks("resumed")
-    resumed[0].load_state_dict(state)
-    _late_loop(resumed, device_events, _report(), train_iter=6, start_iter=4).run()
-    assert [(row["iteration"], row["total_loss"]) for row in rows("resumed")] == [(3, 2.5), (5, 4.5)]
+    hook, resumed = (_log_hook(device=torch.device("xpu")) for _ in range(2))
+    hooks = [hook, MetricsHook(tmp_path / "stopped"), Stops()]
+    _late_loop(hooks, device_events, _report(), train_iter=6).run()
+    assert losses("stopped") == [(0, 0.0), (1, 1.0), (3, 2.5)]
+    hooks = [resumed, MetricsHook(tmp_path / "resumed")]
+    _late_loop(hooks, device_events, _report(), train_iter=6, start_iter=4).run()
+    assert losses("resumed") == [(3, 2.5), (5, 4.5)]
 
 
 def test_seconds_that_a_hook_waits_for_the_device_are_the_steps(tmp_path):

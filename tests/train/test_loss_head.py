@@ -177,20 +177,3 @@ def test_several_processes_are_refused():
 def last_loss(folder):
     rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
     return [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([SLICED], "train.activation_checkpoint.head: no memory_budget is set to plan it for"),
-        ([f"{BUDGET}=min", f'{HEAD}={{"loss_head": "tlies"}}'], "head.loss_head: expected a rule, got 'tlies'"),
-        ([f"{BUDGET}=min", f'{HEAD}={{"loss_head": null}}'], "head.loss_head: expected a rule, got None"),
-        (
-            [f"{BUDGET}=min", SLICED],
-            "no block is called 'loss_head' · did you mean 'lm_head'? · fix: task.loss_head=True",
-        ),
-    ],
-)
-def test_faults_are_one_clear_error(words, message, capsys):
-    assert train(*words) == 2
-    assert message in capsys.readouterr().err

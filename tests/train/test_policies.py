@@ -113,6 +113,8 @@ def test_blocks_come_on_top_of_the_rule():
     }
     assert _blocks(Whole(), rule=None, blocks={"body.1": True}) == {"body.1": {"activation_checkpointing": True}}
     assert _blocks(nn.Sequential(nn.Tanh()), blocks={"0": True}) == {"0": {"activation_checkpointing": True}}
+    as_in_the_log = _blocks(Whole(), unit="model.body.0", blocks={"model.body.[12]": False})
+    assert as_in_the_log == _blocks(Whole(), unit="body.0", blocks={"body.[12]": False})
     assert block_policies(Whole(), ActivationCheckpointConfig(blocks={"zzz": True})) == {}
 
 
@@ -122,6 +124,7 @@ def test_blocks_come_on_top_of_the_rule():
         ({"unit": "Blok"}, [r"unit: 'Blok' matches no module of \w+ · did you mean 'Block'\?"]),
         ({"rule": "ful"}, [r"body\.0\.activation_checkpointing: expected a rule, got 'ful' · did you mean 'full'\?"]),
         ({"blocks": {"x": True, "y": 1}}, ["blocks: 'x' matches no module", "blocks: 'y' matches no module"]),
+        ({"blocks": {"model.x": True}}, ["blocks: 'model.x' matches no module"]),
         ({"rule": {"rule": "selective", "kep": 1}}, ["rule 'selective': expected one of its settings, got 'kep'"]),
         ({"blocks": {"body.*": {"tilse": 2}}}, ["unknown field · did you mean 'tiles'"]),
     ],

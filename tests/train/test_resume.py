@@ -19,18 +19,42 @@ from graphckpt.train.snapshot.run_state import RunState
 pytestmark = pytest.mark.usefixtures("place")
 
 
-def test_folders_and_files_are_called_as_libai_calls_them(place, capsys):
+def test_a_finished_run_has_the_files_of_libai_and_is_evaluated_and_resumed(place, capsys):
     assert train() == 0
-    names = sorted(path.name for path in (place / "out").iterdir())
+    out = place / "out"
     files = ["config.yaml", "last_checkpoint", "log.txt", "metrics.json", "run.lock", "step.png"]
-    assert names == sorted([*files, "model_0000003", "model_0000007", "model_best", "model_final"])
-    assert (place / "out" / "last_checkpoint").read_text() == "model_final\n"
-    info = snapshot.check(place / "out" / "model_0000007")
+    folders = ["model_0000003", "model_0000007", "model_best", "model_final"]
+    assert sorted(path.name for path in out.iterdir()) == sorted([*files, *folders])
+    assert (out / "last_checkpoint").read_text() == "model_final\n"
+    info = snapshot.check(out / "model_0000007")
     assert (info["iteration"], info["done"], info["consumed_samples"]) == (7, 8, 32)
-    best = min((row for row in rows_of(place / "out") if "eval_ppl" in row), key=lambda row: row["eval_ppl"])
-    assert snapshot.read_info(place / "out" / "model_best")["iteration"] == best["iteration"]
-    assert snapshot.read_info(place / "out" / "model_best")["metrics"]["eval_ppl"] == best["eval_ppl"]
+    best = min((row for row in rows_of(out) if "eval_ppl" in row), key=lambda row: row["eval_ppl"])
+    info = snapshot.read_info(out / "model_best")
+    assert (info["iteration"], info["metrics"]["eval_ppl"]) == (best["iteration"], best["eval_ppl"])
     assert "saved model_0000003 in " in capsys.readouterr().out
+
+    before = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file() and path.name != "log.txt"}
+    AutoModelForCausalLM.from_pretrained(out / "model_final").save_pretrained(place / "theirs")
+    last = rows_of(out)[-1]
+    told = f": held-out loss {last['eval_loss']:.4f}  ppl {last['eval_ppl']:.4f}"
+    for words in ([], ["--resume"], ["train.load_weight=out/model_final"]):
+        assert train("--eval-only", *words) == 0
+        assert f"model_final{told}" in capsys.readouterr().out
+    assert train("--eval-only", "train.load_weight=theirs", "train.output_dir=again") == 0
+    assert f"theirs{told}" in capsys.readouterr().out
+    assert (out / "log.txt").read_text().count("model_final: held-out loss") == 3
+    after = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file() and path.name != "log.txt"}
+    assert after == before
+    assert train("train.load_weight=theirs", "train.output_dir=again", "train.train_iter=1", "optim.lr=0.0") == 0
+    assert same_weights(out, place / "again")
+
+    capsys.readouterr()
+    assert train("--resume") == 0
+    assert "already finished · fix: raise train.train_iter" in capsys.readouterr().out
+    assert (out / "metrics.json").read_bytes() == before[out / "metrics.json"]
+    assert train("--resume", "train.train_iter=12") == 0
+    assert [row["iteration"] for row in rows_of(out)][-3:] == [8, 9, 11]
+    assert snapshot.check(out / "model_final")["done"] == 12
 
 
 @pytest.mark.parametrize(
@@ -78,71 +102,10 @@ def test_without_the_rng_state_it_would_not_be_the_same(place, monkeypatch):
     assert not same_weights(place / "whole", place / "parts")
 
 
-def test_nothing_is_left_to_resume_and_then_more_is(place, capsys):
-    assert train() == 0
-    before = (place / "out" / "metrics.json").read_text()
-    assert train("--resume") == 0
-    assert "already finished · fix: raise train.train_iter" in capsys.readouterr().out
-    assert (place / "out" / "metrics.json").read_text() == before
-    assert train("--resume", "train.train_iter=12") == 0
-    assert [row["iteration"] for row in rows_of(place / "out")][-3:] == [8, 9, 11]
-    assert snapshot.check(place / "out" / "model_final")["done"] == 12
-
-
 def test_another_batch_size_goes_on_with_the_samples_that_come_next(place):
     stopped("out", 3)
     assert train("--resume", "train.num_accumulation_steps=4", "train.train_iter=6") == 0
     assert [row["consumed_samples"] for row in rows_of(place / "out") if "lr" in row] == [4, 12, 36]
-
-
-def test_eval_only_prints_what_the_run_measured_and_changes_nothing(place, capsys):
-    assert train() == 0
-    out = place / "out"
-    before = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file() and path.name != "log.txt"}
-    last = rows_of(out)[-1]
-    capsys.readouterr()
-    for words in ([], ["--resume"], ["train.load_weight=out/model_final"]):
-        assert train("--eval-only", *words) == 0
-        text = f"model_final: held-out loss {last['eval_loss']:.4f}  ppl {last['eval_ppl']:.4f}"
-        assert text in capsys.readouterr().out
-    assert (out / "log.txt").read_text().count("model_final: held-out loss") == 3
-    after = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file() and path.name != "log.txt"}
-    assert after == before
-
-
-def test_weights_to_start_from_may_be_those_of_transformers(place, capsys):
-    assert train() == 0
-    AutoModelForCausalLM.from_pretrained(place / "out" / "model_final").save_pretrained(place / "theirs")
-    final = rows_of(place / "out")[-1]["eval_loss"]
-    for folder in ("out/model_final", "theirs"):
-        capsys.readouterr()
-        assert train(f"train.load_weight={folder}", "--eval-only", "train.output_dir=again") == 0
-        assert f"held-out loss {final:.4f}" in capsys.readouterr().out
-    assert train("train.load_weight=theirs", "train.output_dir=again", "train.train_iter=1", "optim.lr=0.0") == 0
-    assert same_weights(place / "out", place / "again")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--resume"], "out holds no last_checkpoint, so there is nothing to resume · fix: start without --resume"),
-        (["--eval-only"], "nothing to evaluate: "),
-        (["train.load_weight=nowhere"], "nowhere: no such folder"),
-        (["train.load_weight=texts"], "texts: has no model.safetensors"),
-        (["train.checkpointer.period=0"], "train.checkpointer.period: expected 1 or more, got 0"),
-        (["train.evaluation.eval_mode=least"], "train.evaluation.eval_mode: expected"),
-        (["train.output_dir=tiny.py"], "train.output_dir: tiny.py: File exists · fix: name a folder"),
-        (["train.tensorboard=True"], "the package tensorboard is not installed · fix: pip install"),
-        (["train.wandb.enabled=True"], "train.wandb: the package wandb is not installed · fix: pip install"),
-    ],
-)
-def test_faults_are_one_clear_error(capsys, monkeypatch, words, message):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert train(*words) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == (2 if "1 error:" in error else 1)
 
 
 def test_a_snapshot_of_another_model_is_one_clear_error(place, capsys):
@@ -158,20 +121,16 @@ def test_a_snapshot_of_another_model_is_one_clear_error(place, capsys):
     assert train("--resume") == 0
 
 
-def test_other_data_is_told(place, capsys):
-    stopped("out", 5)
-    (place / "texts" / "more.txt").write_text("w1 w2 w3 " * 500, encoding="utf-8")
-    assert train("--resume") == 0
-    assert "the data changed since" in capsys.readouterr().out
-
-
-def test_another_number_of_threads_is_told(place, monkeypatch, capsys):
+def test_other_data_and_another_number_of_threads_are_told(place, monkeypatch, capsys):
     stopped("out", 3)
     assert train("--resume", "train.train_iter=4") == 0
-    assert "the machine or the processes changed" not in capsys.readouterr().out
+    assert "changed since" not in capsys.readouterr().out
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    (place / "texts" / "more.txt").write_text("w1 w2 w3 " * 500, encoding="utf-8")
     assert train("--resume", "train.train_iter=5") == 0
-    assert "-> 77; sums may be rounded differently" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the data changed since" in printed
+    assert "-> 77; sums may be rounded differently" in printed
 
 
 def test_a_metric_that_is_not_measured_is_told_once(place, capsys):
@@ -184,20 +143,16 @@ def test_a_metric_that_is_not_measured_is_told_once(place, capsys):
 
 def test_best_is_by_the_mode():
     saved = []
-    loop = types.SimpleNamespace(
-        metrics={},
-        synchronize=lambda: None,
-        report=types.SimpleNamespace(line=lambda *_: None),
-        position="iteration: 1/9",
+    loop = types.SimpleNamespace(metrics={})
+    first, resumed = (
+        BestHook(lambda name, loop: saved.append(loop.metrics["acc"]) is None, metric="acc", mode="max")
+        for _ in range(2)
     )
-    hook = BestHook(lambda name, loop: saved.append(loop.metrics["acc"]) is None, metric="acc", mode="max")
-    for value in (0.5, 0.4, float("nan"), 0.6):
+    for hook, value in ((first, 0.5), (first, 0.4), (first, float("nan")), (first, 0.6), (resumed, 0.55)):
+        if hook is resumed:
+            hook.load_state_dict(first.state_dict())
         loop.metrics = {"acc": value}
         hook.after_step(loop)
-    other = BestHook(lambda name, loop: saved.append(loop.metrics["acc"]) is None, metric="acc", mode="max")
-    other.load_state_dict(hook.state_dict())
-    loop.metrics = {"acc": 0.55}
-    other.after_step(loop)
     assert saved == [0.5, 0.6]
 
 

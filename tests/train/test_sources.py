@@ -117,18 +117,16 @@ def test_tokenizer_of_the_user_is_used(folder, quiet):
 
 
 def test_faults_of_a_tokenizer(folder, quiet):
-    with pytest.raises(DataError, match=r"data\.tokenizer_file: none\.json: no such file"):
-        _data(folder, tokenizer_file="none.json").prepare(quiet)
     (folder / "broken.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(DataError, match=r"broken\.json: .* · fix: name a tokenizer\.json of the tokenizers library"):
-        _data(folder, tokenizer_file=str(folder / "broken.json")).prepare(quiet)
     _tokenizer(folder / "plain.json", "<|endoftext|>", "[PAD]")
-    with pytest.raises(DataError, match=r"plain\.json has no \[CLS\], \[SEP\], \[MASK\] · fix: add them"):
-        _data(folder, tokenizer_file=str(folder / "plain.json")).prepare(quiet, MaskedLM.special_tokens)
-    with pytest.raises(
-        DataError, match=r"data\.vocab_size: expected 261 or more, with one for \[PAD\], \[CLS\].* each, got 260"
+    for fields, message in (
+        ({"tokenizer_file": "none.json"}, r"data\.tokenizer_file: none\.json: no such file"),
+        ({"tokenizer_file": f"{folder}/broken.json"}, r"broken\.json: .* · fix: name a tokenizer\.json of the token"),
+        ({"tokenizer_file": f"{folder}/plain.json"}, r"plain\.json has no \[CLS\], \[SEP\], \[MASK\] · fix: add"),
+        ({"vocab_size": 260}, r"data\.vocab_size: expected 261 or more, with one for \[PAD\], \[CLS\].* each, got 260"),
     ):
-        _data(folder, vocab_size=260).prepare(quiet, MaskedLM.special_tokens)
+        with pytest.raises(DataError, match=message):
+            _data(folder, **fields).prepare(quiet, MaskedLM.special_tokens)
 
 
 def test_own_data_sets_are_collated(quiet):
@@ -142,12 +140,13 @@ def test_own_data_sets_are_collated(quiet):
 
 
 def test_faults_of_own_data_sets(quiet):
-    with pytest.raises(
-        DataError, match=r"data\.train: expected a map-style data set, got generator · fix: give it __len__"
+    for data, message in (
+        (
+            OwnData(train=(n for n in range(3))),
+            r"data\.train: expected a map-style data set, got generator · fix: give it",
+        ),
+        (OwnData(train=[{}], heldout=[]), r"data\.heldout: list holds no sample · fix: fill it"),
+        (OwnData(train=[torch.ones(2)]), r"data\.train: a sample is a Tensor · fix: return a dict"),
     ):
-        OwnData(train=(n for n in range(3))).open(OwnLoss(), seed=0, report=quiet)
-    with pytest.raises(DataError, match=r"data\.heldout: list holds no sample · fix: fill it"):
-        OwnData(train=[{}], heldout=[]).open(OwnLoss(), seed=0, report=quiet)
-    opened = OwnData(train=[torch.ones(2)]).open(OwnLoss(), seed=0, report=quiet)
-    with pytest.raises(DataError, match=r"data\.train: a sample is a Tensor · fix: return a dict"):
-        opened.train.batch(np.array([0]))
+        with pytest.raises(DataError, match=message):
+            data.open(OwnLoss(), seed=0, report=quiet).train.batch(np.array([0]))

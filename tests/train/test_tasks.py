@@ -156,15 +156,25 @@ def test_classification_labels_with_the_folder(data):
     assert (right, count) == ((logits.argmax(-1) == some["labels"]).sum().item(), 6)
 
 
-@pytest.mark.parametrize(
-    ("returned", "names"),
-    [(lambda x: x.sum(), ["loss"]), (lambda x: {"a_loss": x.sum(), "size": x.sum()}, ["a_loss", "size"])],
-)
-def test_own_loss_takes_what_the_model_returns(returned, names):
+def _returning(returned):
     model = torch.nn.Module()
     model.forward = returned
-    assert list(OwnLoss().losses(model, {"x": torch.ones(3)})) == names
-    assert OwnLoss().tally(model, {"x": torch.ones(3)})["loss"].tolist() == [9.0, 3.0]
+    return model
+
+
+def test_own_loss_takes_what_the_model_returns_with_counts_and_masks_and_asks_for_a_loss():
+    batch = {"x": torch.tensor([1.0, 2.0, 3.0])}
+    for model, names in (
+        (_returning(lambda x: x.sum()), ["loss"]),
+        (_returning(lambda x: {"a_loss": x.sum(), "size": x.sum()}), ["a_loss", "size"]),
+    ):
+        assert list(OwnLoss().losses(model, batch)) == names
+        assert OwnLoss().tally(model, batch)["loss"].tolist() == [18.0, 3.0]
+    counted = _returning(lambda x: {"loss": x.sum(), "tokens": torch.tensor(5), "correct": x > 1.5})
+    values = OwnLoss().losses(counted, {"x": batch["x"][:2]})
+    assert {name: value.item() for name, value in values.items()} == {"loss": 3, "tokens": 5, "correct": 0.5}
+    with pytest.raises(ConfigError, match=r"returned the names 'logits', and no loss · fix: return the loss"):
+        OwnLoss().losses(_returning(lambda x: {"logits": x}), batch)
 
 
 def test_own_loss_reports_values_that_the_update_changes_as_they_were():
@@ -183,20 +193,6 @@ def test_own_loss_reports_values_that_the_update_changes_as_they_were():
         model.scale += 1
         model.calls += 1
     assert {name: value.item() for name, value in values.items()} == {"loss": 3, "scale": 1, "calls": 1, "sizes": 1}
-
-
-def test_own_loss_takes_counts_and_masks():
-    model = torch.nn.Module()
-    model.forward = lambda x: {"loss": x.sum(), "tokens": torch.tensor(5), "correct": x > 1}
-    values = OwnLoss().losses(model, {"x": torch.tensor([1.0, 2.0])})
-    assert {name: value.item() for name, value in values.items()} == {"loss": 3, "tokens": 5, "correct": 0.5}
-
-
-def test_own_loss_asks_for_a_loss():
-    model = torch.nn.Module()
-    model.forward = lambda x: {"logits": x}
-    with pytest.raises(ConfigError, match=r"returned the names 'logits', and no loss · fix: return the loss"):
-        OwnLoss().losses(model, {"x": torch.ones(3)})
 
 
 def test_model_that_does_not_fit_the_text_is_told_all(data):

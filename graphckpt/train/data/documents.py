@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -116,16 +117,13 @@ def _group(path: Path, root: Path) -> str:
 def read_dataset(
     name: str,
     *,
-    files: Sequence[str] | None = None,
-    config: str | None = None,
-    split: str = "train",
-    text_column: str = "text",
-    label_column: str | None = None,
+    files: Sequence[str] | None,
+    config: str | None,
+    split: str,
+    text_column: str,
+    label_column: str | None,
 ) -> list[Document]:
-    """Loads a Hugging Face data set and returns its distinct rows with text, which stay in the data set.
-
-    The arguments are the fields of ``TextData``; ``files`` are in the format that ``name`` says.
-    """
+    """Returns the distinct rows with text of a Hugging Face data set, or of ``files`` in the format ``name``."""
     from datasets import load_dataset  # noqa: PLC0415 - half a second, for those who need it
 
     try:
@@ -149,7 +147,7 @@ def read_dataset(
         if isinstance(text, str) and text.strip():
             raw = text.encode()
             digest, group = hashlib.sha256(raw).hexdigest(), str(names[label] if names else label)
-            read = partial(_read_row, rows, number, text_column)
+            read = partial(_read_row, rows, number, text_column)  # which keeps the text in the data set
             documents.setdefault(digest, Document(digest=digest, span=(0, len(raw)), group=group, source=read))
     return list(documents.values())
 
@@ -168,9 +166,7 @@ def split_documents(documents: Sequence[Document], *, eval_fraction: float, max_
     subset = list(documents)
     if max_bytes is not None:
         subset.sort(key=lambda document: document.digest[::-1])  # not the order of the split
-        starts = [0]
-        for document in subset:
-            starts.append(starts[-1] + document.num_bytes)
+        starts = accumulate((document.num_bytes for document in subset), initial=0)
         subset = [document for document, start in zip(subset, starts, strict=False) if start < max_bytes]
     if len(subset) == 1 and isinstance(subset[0].source, Path):
         return _split_file(subset[0], subset[0].source, eval_fraction)

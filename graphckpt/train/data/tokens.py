@@ -40,7 +40,6 @@ Advance = Callable[[int], None]
 
 
 def read_tokenizer(file: str, special_tokens: Sequence[str]) -> Tokenizer:
-    """Returns the tokenizer that a ``tokenizer.json`` holds."""
     path = Path(file).expanduser()
     if not path.is_file():
         raise DataError(f"data.tokenizer_file: {file}: no such file")

@@ -35,10 +35,7 @@ class _RowsHook(HookBase, ABC):
 
 @final
 class MetricsHook(_RowsHook):
-    """Appends one object of JSON for each iteration with metrics.
-
-    While the disk is full, rows are buffered and training continues.
-    """
+    """Appends one object of JSON for each iteration with metrics; while the disk is full, rows are buffered."""
 
     def __init__(self, path: Path) -> None:
         self._file = AppendFile(path)
@@ -50,10 +47,7 @@ class MetricsHook(_RowsHook):
 
 @final
 class TensorBoardHook(_RowsHook):
-    """Adds a scalar for each metric of an iteration, and at the end the saved bytes and the picture of a step.
-
-    Tags are in the groups ``train``, ``eval`` and ``memory``.
-    """
+    """Adds a scalar for each metric of an iteration, and at the end the saved bytes and the picture of a step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -86,10 +80,7 @@ class TensorBoardHook(_RowsHook):
 
 @final
 class WandbHook(_RowsHook):
-    """Logs each metric of an iteration, under ``train/``, ``eval/`` or ``memory/``.
-
-    ``--resume`` resumes the run there too.
-    """
+    """Logs each metric of an iteration; ``--resume`` resumes the run there too."""
 
     def __init__(self, config: WandbConfig, folder: Path, run: str) -> None:
         self._config = config

@@ -77,25 +77,27 @@ class SnapshotWriter:
         return True
 
     def complain(self, error: SnapshotWriteError, loop: Loop) -> None:
-        where = f"snapshot at {loop.position}"
         text = "no snapshot was saved; training continues, and the last good snapshot is kept"
-        loop.report.line(f"{where}: {error} · {text}", "red")
+        loop.report.line(f"snapshot at {loop.position}: {error} · {text}", "red")
 
     def _save(self, name: str, loop: Loop, done: Callable[[], None]) -> None:
         hooks = loop.hook_states()  # raises if a loss is not finite
         self._check_weights(loop.done)
-        folder = self.saved.folder / name
-        is_sharded, shards = self._state.is_sharded, dict[str, Tensor]()
+        folder, is_sharded, shards = self.saved.folder / name, self._state.is_sharded, dict[str, Tensor]()
         states = self._state.states(shards)
         states["trainer"]["hooks"] = hooks
         weights = self._state.weights() if not is_sharded or name in {BEST, FINAL} else None
-        write = partial(
-            snapshot.write,
-            folder,
-            info=self._info(loop, states["graph"]),
-            companions=self._add_files,
-            has_shards=is_sharded,
-        )
+        info = {
+            "run": self.saved.run,
+            "iteration": loop.iteration,
+            "done": loop.done,
+            "consumed_samples": self.saved.consumed_samples(loop.done),
+            "data": self.data,
+            "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
+            "machine": rounding_environment(self._ranks),
+            "optimizer_states": len(states["graph"][OPTIMIZER]["state"]),
+        }
+        write = partial(snapshot.write, folder, info=info, companions=self._add_files, has_shards=is_sharded)
         write_shards = self._shards_writer(folder, shards) if is_sharded else lambda: None
         if self._thread is None:
             write_shards()
@@ -154,18 +156,6 @@ class SnapshotWriter:
         if (self.saved.folder / CONFIG).exists():
             shutil.copyfile(self.saved.folder / CONFIG, folder / "run.yaml")
 
-    def _info(self, loop: Loop, graph: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "run": self.saved.run,
-            "iteration": loop.iteration,
-            "done": loop.done,
-            "consumed_samples": self.saved.consumed_samples(loop.done),
-            "data": self.data,
-            "metrics": {key: value for key, value in loop.metrics.items() if math.isfinite(value)},
-            "machine": rounding_environment(self._ranks),
-            "optimizer_states": len(graph[OPTIMIZER]["state"]),
-        }
-
 
 def export(model: Any, architecture: str, tokenizer_file: Path | None, folder: Path, *, seq_length: int) -> None:
     """Writes the config of a Transformers model, if it is one, and the tokenizer, if any, into ``folder``."""
@@ -185,10 +175,10 @@ def export(model: Any, architecture: str, tokenizer_file: Path | None, folder: P
 
 @final
 class SnapshotHook(HookBase):
-    """Saves every ``period`` iterations and at the end. Runs after all hooks whose state is saved.
+    """Saves every ``period`` iterations and at the end.
 
-    In libai it runs before evaluation. Here it runs last, so that all iterations in a snapshot are evaluated and logged
-    even if the run is killed right after it.
+    It runs after all hooks whose state is saved, so that all iterations in a snapshot are evaluated and logged even if
+    the run is killed right after it. In libai it runs before evaluation.
     """
 
     def __init__(self, writer: SnapshotWriter, *, period: int, max_to_keep: int) -> None:
@@ -251,16 +241,12 @@ class BestHook(HookBase):
     def after_step(self, loop: Loop) -> None:
         value = loop.metrics.get(self._metric)
         if value is None:
-            self._complain_of_name(loop)
+            measured = [name for name in loop.metrics if name.startswith("eval_")]
+            if measured and not self._has_complained:
+                self._has_complained = True
+                what = f"train.evaluation.eval_metric: {self._metric!r} was not measured, so there will be no {BEST}"
+                loop.report.line(f"{what} · fix: use one of {', '.join(measured)}", "yellow")
         elif math.isfinite(value) and (self._best is None or value * self._sign > self._best * self._sign):
             before, self._best = self._best, value
             if not self._save(BEST, loop):
                 self._best = before
-
-    def _complain_of_name(self, loop: Loop) -> None:
-        measured = [name for name in loop.metrics if name.startswith("eval_")]
-        if measured and not self._has_complained:
-            self._has_complained = True
-            fix = f"use one of {', '.join(measured)}"
-            where = f"train.evaluation.eval_metric: {self._metric!r} was not measured"
-            loop.report.line(f"{where}, so there will be no {BEST} · fix: {fix}", "yellow")

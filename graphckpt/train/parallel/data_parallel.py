@@ -75,9 +75,10 @@ class DdpSync:
         except RuntimeError as error:
             if _UNFINISHED not in str(error):
                 raise
-            what = "the previous step left parameters without a gradient, so DDP did not finish its reduction"
-            fix = "train.dist.find_unused_parameters=True, or freeze them"
-            raise ConfigError(f"train.dist.data_parallel_size: {what} · fix: {fix}") from error
+            raise ConfigError(
+                "train.dist.data_parallel_size: the previous step left parameters without a gradient, so DDP did not "
+                "finish its reduction · fix: train.dist.find_unused_parameters=True, or freeze them"
+            ) from error
         return losses
 
 
@@ -105,10 +106,9 @@ class AllReduceSync:
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         yield
-        if is_last:
-            self._average([p for p in self._model.parameters() if p.requires_grad and not on_other_stage(p)])
-
-    def _average(self, parameters: list[nn.Parameter]) -> None:
+        if not is_last:
+            return
+        parameters = [p for p in self._model.parameters() if p.requires_grad and not on_other_stage(p)]
         flags = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device, dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         works = []
@@ -128,8 +128,6 @@ class AllReduceSync:
 
 
 class FsdpSync:
-    """FSDP2 shards what the ZeRO stage names."""
-
     def __init__(self, model: nn.Module, losses: Losses, *, stage: int) -> None:
         self._root = cast("FSDPModule", model)
         self._stage = stage
@@ -145,7 +143,7 @@ class FsdpSync:
 
 
 def make_grad_sync(model: nn.Module, losses: Losses, ranks: TrainRanks, *, stage: int) -> GradSync:
-    """Returns how gradients are synchronized over the data-parallel ranks; ``stage`` is that of ZeRO, or 0."""
+    """Returns how gradients are synchronized; ``stage`` is that of ZeRO, or 0."""
     if stage:
         return FsdpSync(model, losses, stage=stage)
     is_plain = ranks.tensor_mesh is None and ranks.stage_mesh is None

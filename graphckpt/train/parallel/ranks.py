@@ -39,7 +39,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def resolve_device(name: str | None, config: DistConfig) -> torch.device:
-    """Returns the device of this process: ``train.device``, or CUDA if available."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if config.num_processes > 1 and name.startswith("cuda"):
@@ -71,15 +70,12 @@ def check_world_size(config: DistConfig) -> None:
         raise ConfigError(f"train.dist: this PyTorch has no torch.distributed · fix: {fix}")
     if started == wanted:
         return
-    what = f"train.dist: {config.describe()} is {wanted}"
     launch = f"torchrun --nproc-per-node {wanted} -m graphckpt train ..."
-    if started == 1:
-        raise ConfigError(f"{what}, and 1 process was started · fix: {launch}")
-    fixes = [launch]
     others = config.tensor_parallel_size * config.pipeline_parallel_size
-    if started % others == 0:
-        fixes.insert(0, f"train.dist.data_parallel_size={started // others}")
-    raise ConfigError(f"{what}, and {started} processes were started · fix: {', or '.join(fixes)}")
+    if started > 1 and started % others == 0:
+        launch = f"train.dist.data_parallel_size={started // others}, or {launch}"
+    processes = "1 process was" if started == 1 else f"{started} processes were"
+    raise ConfigError(f"train.dist: {config.describe()} is {wanted}, and {processes} started · fix: {launch}")
 
 
 @final
@@ -107,12 +103,10 @@ class TrainRanks:
 
     @property
     def data_rank(self) -> int:
-        """The data-parallel rank: which part of each batch this process gets."""
         return self.stream % self.config.data_parallel_size
 
     @property
     def stage(self) -> int:
-        """The pipeline stage of this process; 0 without a pipeline."""
         return self.stream // self.config.data_parallel_size
 
     @property
@@ -144,8 +138,7 @@ class TrainRanks:
         if self.size == 1:
             return str(device)
         is_mixed = 1 < self.config.data_parallel_size < self.size or self.config.pipeline_parallel_size > 1
-        sizes = f" ({self.config.describe()})" if is_mixed else ""
-        return f"{self.size} processes on {device.type}{sizes}"
+        return f"{self.size} processes on {device.type}" + (f" ({self.config.describe()})" if is_mixed else "")
 
     def _join(self, device: torch.device) -> None:
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - takes a second
@@ -169,20 +162,18 @@ class TrainRanks:
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """Runs the body on rank 0, then on the others, which find its files on the disk."""
+        fault: str | None = None
         if self.is_main:
-            fault: BaseException | None = None
             try:
                 yield
             except BaseException as error:
-                fault = error
+                fault = type(error).__name__
                 raise
             finally:
-                if self.size > 1:
-                    self._broadcast(None if fault is None else type(fault).__name__, self._patient)
+                self.broadcast(fault, self._patient)
             return
-        fault_name = self._broadcast(None, self._patient)
-        if fault_name is not None:
-            raise ParallelError(f"rank {self.rank}: rank 0 ended with {fault_name} · fix: see its message")
+        if (fault := self.broadcast(None, self._patient)) is not None:
+            raise ParallelError(f"rank {self.rank}: rank 0 ended with {fault} · fix: see its message")
         yield
 
     def run_on_main(self, action: Callable[[], None], error: type[GraphckptError]) -> None:
@@ -198,13 +189,13 @@ class TrainRanks:
         if (fault := self.broadcast(fault)) is not None:
             raise error(fault)
 
-    def broadcast(self, value: Any) -> Any:
-        return value if self.size == 1 else self._broadcast(value, self.control)
-
-    def _broadcast(self, value: Any, group: Any) -> Any:
+    def broadcast(self, value: Any, group: Any = None) -> Any:
+        """Returns rank 0's value, over ``control`` by default."""
+        if self.size == 1:
+            return value
         box = [value]
         with self.translate_errors():
-            dist.broadcast_object_list(box, src=0, group=group)
+            dist.broadcast_object_list(box, src=0, group=group or self.control)
         return box[0]
 
     def any(self, flag: bool) -> bool:
@@ -233,14 +224,15 @@ class TrainRanks:
         gathered: dict[str, Tensor] = {}
         for name, shape in like.items():
             owner = next((rank for rank, names in enumerate(owners) if name in names), None)
-            if owner is not None and self.rank == owner:
-                gathered[name] = tensors[name].detach().cpu().contiguous()
-            elif owner is not None and self.is_main:
-                gathered[name] = torch.empty(shape.shape, dtype=shape.dtype)
             with self.translate_errors():
-                if owner and self.rank == owner:
-                    dist.send(gathered.pop(name), 0, group=self.control)
-                elif owner and self.is_main:
+                if self.rank == owner:
+                    own = tensors[name].detach().cpu().contiguous()
+                    if self.is_main:
+                        gathered[name] = own
+                    else:
+                        dist.send(own, 0, group=self.control)
+                elif owner is not None and self.is_main:
+                    gathered[name] = torch.empty(shape.shape, dtype=shape.dtype)
                     dist.recv(gathered[name], owner, group=self.control)
         return gathered
 
@@ -279,10 +271,11 @@ class TrainRanks:
         except RuntimeError as error:
             if isinstance(error, GraphckptError) or not is_connection_error(error):
                 raise
-            seconds = self.config.timeout_seconds
-            what = f"another process is gone, or has not answered for {seconds} s ({first_line(error)})"
-            fix = "see the errors of the other processes, and use --resume; if one is slow, raise "
-            raise ParallelError(f"rank {self.rank}: {what} · fix: {fix}train.dist.timeout_seconds") from error
+            raise ParallelError(
+                f"rank {self.rank}: another process is gone, or has not answered for {self.config.timeout_seconds} s "
+                f"({first_line(error)}) · fix: see the errors of the other processes, and use --resume; "
+                "if one is slow, raise train.dist.timeout_seconds"
+            ) from error
 
     def close(self) -> None:
         """Waits for all ranks and destroys the process group; call it last, and not after an error."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 _DATA, _TENSOR = "dp", "tp"
 _NAME_OF_SHARD = "is among the shares"
@@ -53,10 +52,9 @@ def map_leaves(
 
 
 def full_tensor_tree(state: Any, *, keep: bool = True) -> Any:
-    """Returns nested plain containers with every sharded tensor gathered, on the CPU, one by one.
+    """Gathers every sharded tensor in nested containers, on the CPU, one by one; collective, in the same order.
 
-    All processes have to call this, with the same names in the same order. With ``keep=False`` this one takes part, and
-    gets an empty tensor in place of each.
+    With ``keep=False`` this process takes part, and gets an empty tensor in place of each.
     """
 
     def gather(leaf: Any, _: str) -> Any:
@@ -69,11 +67,8 @@ def full_tensor_tree(state: Any, *, keep: bool = True) -> Any:
 
 
 def _joined(tensor: Any) -> Tensor:
-    """Returns the full tensor, gathered over the data-parallel dimension first and the tensor-parallel one second.
-
-    FSDP2 shards what tensor parallelism has left, along dim 0. DTensor cannot undo both at once if the second is a
-    packed shard.
-    """
+    # Over the data-parallel dimension first: FSDP2 shards what tensor parallelism has left, along dim 0. DTensor cannot
+    # undo both at once if the second is a packed shard.
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim == 1:
         full: Tensor = tensor.full_tensor()
@@ -92,7 +87,6 @@ def _joined(tensor: Any) -> Tensor:
 
 
 def shard_like(like: Tensor, value: Tensor) -> Tensor:
-    """Returns the local shard of a full tensor, sharded like ``like``; ``value`` itself if ``like`` is not sharded."""
     if not is_sharded(like) or is_sharded(value):
         return value
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: PLC0415 - a second, for those who need it
@@ -108,7 +102,7 @@ def shard_like(like: Tensor, value: Tensor) -> Tensor:
 
 
 def extract_sharded(state: Any, name: str, into: dict[str, Tensor], takes: Callable[[Any], bool] = is_sharded) -> Any:
-    """Returns nested plain containers without the tensors that are sharded, which are put by name into ``into``."""
+    """Replaces the sharded tensors in nested containers by placeholders, and puts them by name into ``into``."""
 
     def extract(leaf: Any, name: str) -> Any:
         if not takes(leaf):
@@ -135,41 +129,10 @@ def extracted_shapes(state: Any) -> dict[str, list[int]]:
 
 
 def restore_sharded(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undoes ``extract_sharded``, with tensors by the names that it gave them."""
     return map_leaves(
         state, lambda leaf, _: tensors[leaf[_NAME_OF_SHARD]] if _is_placeholder(leaf) else leaf, is_leaf=_is_placeholder
     )
 
 
-def shard_optimizer_state(optimizer: Optimizer, graph: dict[str, Any]) -> None:
-    """Shards the optimizer state of a snapshot like the optimizer's parameters; in place."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(is_sharded, parameters)):
-        return
-    for key in [key for key in graph if "Optimizer" in key]:
-        states = graph[key]["state"]
-        graph[key] = {
-            **graph[key],
-            "state": {n: _shard_state(parameters[int(n)], state) for n, state in states.items()},
-        }
-
-
-def _shard_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: shard_like(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
-        for name, value in state.items()
-    }
-
-
-def merge_stage_states(graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the graph states of all pipeline stages, each with the optimizer state of its own weights."""
-    merged = dict(graphs[0])
-    for key in [key for key in merged if "Optimizer" in key]:
-        states = {number: state for graph in reversed(graphs) for number, state in graph[key]["state"].items()}
-        merged[key] = {**merged[key], "state": dict(sorted(states.items()))}
-    return merged
-
-
 def on_cpu(state: Any, *, copy: bool = False) -> Any:
-    """Returns nested plain containers with their tensors on the CPU, with ``copy`` in memory of their own."""
     return map_leaves(state, lambda leaf, _: leaf.detach().to("cpu", copy=copy) if isinstance(leaf, Tensor) else leaf)

@@ -206,7 +206,6 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Returns the style of each sharded layer, by name, in the order of the model."""
     styles = _styles_by_pattern(model)
     if not styles:
         fix = "give the model an attribute tp_plan such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"

@@ -44,13 +44,8 @@ _BROKEN = (*_FAULTS, AttributeError, EOFError, LookupError, MemoryError, TypeErr
 
 
 def full_where_packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors as they are written: packed shards are gathered first, as DCP cannot describe them.
-
-    Collective.
-    """
-    return {
-        name: full_tensor_tree(tensor) if is_packed(tensor) else tensor.detach() for name, tensor in tensors.items()
-    }
+    """Gathers packed shards, as DCP cannot describe them; collective."""
+    return {name: full_tensor_tree(x) if is_packed(x) else x.detach() for name, x in tensors.items()}
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:

@@ -56,13 +56,13 @@ def write(
     companions: Callable[[Path], None] = lambda folder: None,
     has_shards: bool = False,
 ) -> None:
-    """Writes a snapshot under a temporary name, syncs it to disk, and renames it to ``folder``.
+    """Writes a snapshot under a temporary name, syncs it to disk, and renames it to ``folder``, which it replaces.
 
     A process that is killed at any moment leaves the old folder or the new one under this name, or, for the moment
     between two renames, the old one under a name that ``recover`` knows.
 
     Args:
-        folder: the snapshot; one that is there is replaced.
+        folder: the snapshot.
         weights: of the model, none of which shares memory with another; ``None`` if the shards alone hold them.
         states: tensors and plain values by the name of their file; what ``weights_only`` loads.
         info: metadata of the snapshot, as JSON.
@@ -80,8 +80,11 @@ def write(
             with (fresh / STATE.format(name)).open("wb") as file:
                 torch.save(state, file)
         companions(fresh)
-        paths = sorted(path for path in fresh.rglob("*") if path.is_file())
-        files = {path.relative_to(fresh).as_posix(): _file_entry(path) for path in paths}
+        files: dict[str, dict[str, int]] = {}
+        for path in sorted(path for path in fresh.rglob("*") if path.is_file()):
+            entry = files[path.relative_to(fresh).as_posix()] = {"bytes": path.stat().st_size}
+            if path.suffix != OWN_CHECKSUMS:
+                entry["crc32"] = _crc32(path)
         manifest = json.dumps({"format": FORMAT, **info, "files": files}, indent=2)
         (fresh / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         if weights is not None:
@@ -92,11 +95,6 @@ def write(
     except Exception as error:  # also of the companions: training continues without this snapshot
         remove_path(fresh)
         raise SnapshotWriteError(f"{folder}: {_reason(error)}") from error
-
-
-def _file_entry(path: Path) -> dict[str, int]:
-    num_bytes = path.stat().st_size
-    return {"bytes": num_bytes} if path.suffix == OWN_CHECKSUMS else {"bytes": num_bytes, "crc32": _crc32(path)}
 
 
 def _crc32(path: Path) -> int:
@@ -123,8 +121,7 @@ def _put_in_place(fresh: Path, folder: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the system's message, which PyTorch's writer wraps in an error of its own."""
-    cause: BaseException | None = error
+    cause: BaseException | None = error  # PyTorch's writer wraps the system's error in one of its own
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
@@ -153,7 +150,6 @@ def remove(folder: Path) -> None:
 
 
 def read_info(folder: Path) -> RunInfo:
-    """Returns the metadata of a snapshot, without reading its other files."""
     if not folder.is_dir():
         raise SnapshotError(f"{folder}: no such snapshot")
     try:
@@ -219,7 +215,6 @@ class Snapshots:
         return [*periodic, *(name for name in (BEST, FINAL) if name in names)]
 
     def last_name(self) -> str:
-        """Returns the name in ``last_checkpoint``; whether there is such a snapshot is another question."""
         path = self.folder / LAST
         try:
             name = path.read_text(encoding="utf-8").strip()

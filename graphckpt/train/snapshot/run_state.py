@@ -25,11 +25,10 @@ from graphckpt.train.parallel.sharding import (
     is_sharded,
     local_shard,
     map_leaves,
-    merge_stage_states,
     on_cpu,
     on_other_stage,
     restore_sharded,
-    shard_optimizer_state,
+    shard_like,
 )
 from graphckpt.train.snapshot.schema import (
     OPTIMIZER,
@@ -75,7 +74,7 @@ class RunState:
     """Names of buffers and frozen weights that are not finite from the start."""
 
     def __post_init__(self) -> None:
-        scheduler, kind = self._scheduler, type(self.optimizer)
+        scheduler, kind = self.graph._update.schedulers[0], type(self.optimizer)
         groups = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
         parts = {"groups": groups, "schedule": {} if scheduler is None else scheduler.state_dict()}
         self.settings = {
@@ -85,10 +84,6 @@ class RunState:
         }
         trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
         self._masks = set(self.not_finite()) - trained
-
-    @property
-    def _scheduler(self) -> Any:
-        return self.graph._update.schedulers[0]
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -110,10 +105,7 @@ class RunState:
     # ---- taken
 
     def not_finite(self) -> list[str]:
-        """Returns the names of weights on this process that are not finite, without what was so before training.
-
-        Waits for the device once.
-        """
+        """Names the weights here that are not finite, without those that never were; waits for the device once."""
         tensors = {name: tensor for name, tensor in self._local_tensors().items() if name not in self._masks}
         floats = {
             name: shard if shard.itemsize > 1 else shard.float()  # 8-bit floats have no order
@@ -126,20 +118,14 @@ class RunState:
         return [name for name, is_finite in zip(floats, are_finite, strict=True) if not is_finite]
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the state of the model, with each tied tensor once and none sharing memory.
-
-        Sharded tensors are gathered; collective.
-        """
+        """Gathers the state of the model, with each tied tensor once and none sharing memory; collective."""
         distinct = distinct_tensors(self._local_tensors())
         if self.ranks.stage_mesh is not None:
             return self.ranks.gather_tensors(distinct, like=tensors_of(self.model))
         return {name: full_tensor_tree(tensor, keep=self.ranks.is_main) for name, tensor in distinct.items()}
 
     def states(self, shards: dict[str, Tensor]) -> dict[str, Any]:
-        """Returns the rest of the state, by the name of its file: tensors and plain values only; collective.
-
-        Of sharded models, weights and optimizer states go into ``shards``.
-        """
+        """Returns the rest by the name of its file, tensors and plain values, and fills ``shards``; collective."""
         graph = dict(self.graph.state_dict())
         own = graph.pop("model")
         if self.is_sharded:
@@ -159,7 +145,9 @@ class RunState:
             trainer[STAGES] = self.ranks.config.pipeline_parallel_size
             # all but the step counts, which are as small as a placeholder
             graph = extract_sharded(graph, "graph", shards, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim > 0)
-            graph = merge_stage_states(self.ranks.all_gather(on_cpu(graph)))
+            stages = self.ranks.all_gather(on_cpu(graph))  # each with the optimizer states of its own weights
+            every = {number: state for stage in stages[::-1] for number, state in stage[OPTIMIZER]["state"].items()}
+            graph = {**stages[0], OPTIMIZER: {**stages[0][OPTIMIZER], "state": dict(sorted(every.items()))}}
         else:
             graph = extract_sharded(graph, "graph", shards)
         return {"graph": graph, "trainer": trainer}
@@ -211,7 +199,7 @@ class RunState:
                 yield f"optim.{key}: expected {before}, with which the optimizer's states were made, got {after}"
 
     def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], folder: Path) -> None:
-        """Restores what ``states`` returned; call it last, since it also sets the random generators. Collective."""
+        """Restores what ``states`` returned; call it last, as it also sets the random generators. Collective."""
         graph = self._local_graph(graph, folder)
         try:
             if trainer["extra"]:
@@ -223,7 +211,12 @@ class RunState:
             if self.changes(trainer["settings"]):
                 graph = self._with_own_settings(graph)
             rates = [group["lr"] for group in self.optimizer.param_groups]
-            shard_optimizer_state(self.optimizer, graph)
+            parameters = self._parameters
+            for number, state in graph[OPTIMIZER]["state"].items():
+                like = parameters[number]
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == like.shape:
+                        state[name] = shard_like(like, value)
             self.graph.load_state_dict({"model": self.model.state_dict(), **graph})
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 if isinstance(rate, Tensor):  # kept on its device: a captured step reads this tensor
@@ -234,7 +227,7 @@ class RunState:
             raise SnapshotError(f"{what} · fix: {_FIX}") from error
 
     def _local_graph(self, graph: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """Returns the graph state without the optimizer states of other stages' weights, with this rank's shards."""
+        # without the optimizer states of other stages' weights
         parameters = self._parameters
         every = graph[OPTIMIZER]["state"].items()
         states = {number: state for number, state in every if not on_other_stage(parameters[number])}
@@ -251,8 +244,8 @@ class RunState:
         return local
 
     def _with_own_settings(self, graph: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state of a snapshot with this run's param groups and schedule, as they are at its iteration."""
-        scheduler = self._scheduler
+        # param groups and schedule of this run, as they are at the snapshot's iteration
+        scheduler = self.graph._update.schedulers[0]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped before
             for _ in range(int(graph[STEP]) if scheduler is not None else 0):
@@ -264,8 +257,7 @@ class RunState:
     # ---- random generators
 
     def _devices(self) -> tuple[torch.device, ...]:
-        tensors = (*self.model.parameters(), *self.model.buffers(), torch.empty(0, device=self.device))
-        return rng_devices(tensors)
+        return rng_devices((*self.model.parameters(), *self.model.buffers(), torch.empty(0, device=self.device)))
 
     def _take_random(self) -> dict[str, Any]:
         cpu, devices, _ = get_rng_state(self._devices())

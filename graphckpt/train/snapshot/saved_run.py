@@ -77,8 +77,6 @@ class FolderLock:
 
 @final
 class SavedRun:
-    """A run in its output folder: a new one or a resumed one."""
-
     def __init__(self, folder: Path, *, resume: bool, overwrite: bool, batch_size: int, ranks: TrainRanks) -> None:
         self.folder = folder
         self.snapshots = Snapshots(folder)
@@ -101,7 +99,6 @@ class SavedRun:
 
     @property
     def start_iter(self) -> int:
-        """Iterations done before this process."""
         return self._info["done"] if self._info else 0
 
     def consumed_samples(self, done: int) -> int:
@@ -150,11 +147,10 @@ class SavedRun:
         if not names:
             return
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        fixes = "another train.output_dir, or train.overwrite=True to replace it"
-        go_on = "--resume to continue it, " if LAST in names else ""
-        none = "" if LAST in names else " (--resume needs a snapshot, and there is none)"
-        what = f"train.output_dir: {self.folder} already contains a run: {listed}"
-        raise ConfigError(f"{what} · fix: {go_on}{fixes}{none}")
+        fix = "another train.output_dir, or train.overwrite=True to replace it"
+        none = " (--resume needs a snapshot, and there is none)"
+        fix = f"--resume to continue it, {fix}" if LAST in names else fix + none
+        raise ConfigError(f"train.output_dir: {self.folder} already contains a run: {listed} · fix: {fix}")
 
     def at_start(self, action: Callable[[], None]) -> None:
         """Calls ``action``, which writes into the folder, on rank 0 once the run begins."""
@@ -164,32 +160,25 @@ class SavedRun:
             self._at_start.append(action)
 
     def begin(self, last_iteration: int) -> None:
-        """Begins to write; a failure before the first iteration is done leaves the folder unchanged.
-
-        Collective.
-        """
+        """Begins to write; a failure before the first iteration is done leaves the folder unchanged. Collective."""
         self.ranks.run_on_main(lambda: self._begin(last_iteration), ConfigError)
         self.has_begun = True
 
     def _begin(self, last_iteration: int) -> None:
         with writing_to(self.folder):
-            if not self._resume:
-                self._clear()
+            if not self._resume:  # replaces a run, ``last_checkpoint`` first
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._check_free()
+                names = (LAST, METRICS, LOG, CONFIG, PLAN, PICTURE)
+                for file in (*map(self.folder.joinpath, names), *self.folder.glob(_SCALARS)):
+                    file.unlink(missing_ok=True)
+                for name in self.snapshots.names():
+                    snapshot.remove(self.folder / name)
+                snapshot.recover(self.folder)
             cut_log(self.folder / LOG, last_iteration)
             cut_metrics(self.folder / METRICS, last_iteration)
             for action in self._at_start:
                 action()
-
-    def _clear(self) -> None:
-        """Removes the files of a run that is to be replaced, ``last_checkpoint`` first."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._check_free()
-        names = (LAST, METRICS, LOG, CONFIG, PLAN, PICTURE)
-        for file in (*map(self.folder.joinpath, names), *self.folder.glob(_SCALARS)):
-            file.unlink(missing_ok=True)
-        for name in self.snapshots.names():
-            snapshot.remove(self.folder / name)
-        snapshot.recover(self.folder)
 
     def restore(self, state: RunState, loop: Loop, *, data: dict[str, Any], report: Report) -> None:
         """Restores the state of a resumed run; call it right before the loop."""
@@ -205,18 +194,15 @@ class SavedRun:
         report.line(f"resumed from {source}, after {loop.position}")
         if names := [name for name in state.changes(trainer["settings"]) if name != "initial_lr"]:
             report.line(f"optim, train.scheduler: {', '.join(names)} changed since, which takes effect now", "yellow")
-        now = rounding_environment(self.ranks)
-        for what, then, other, effect in (
+        machine, rounded = rounding_environment(self.ranks), "sums may be rounded differently"
+        for what, then, now, effect in (
             ("data", info["data"], data, "the run sees other text from now on"),
-            ("machine or the processes", info["machine"], now, _ROUNDED),
+            ("machine or the processes", info["machine"], machine, f"{rounded}, so results may not be bitwise equal"),
         ):
-            if then != other:
-                report.line(f"the {what} changed since: {_changes(then, other)}; {effect}", "yellow")
+            if then != now:
+                report.line(f"the {what} changed since: {_changes(then, now)}; {effect}", "yellow")
         if loop.is_last:
             report.line("already finished · fix: raise train.train_iter to train on", "yellow")
-
-
-_ROUNDED = "sums may be rounded differently, so results may not be bitwise equal"
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -230,11 +216,9 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def rounding_environment(ranks: TrainRanks) -> dict[str, Any]:
-    """Returns what affects the rounding of sums, such as the number of threads."""
     kinds = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
-    sizes = {name: getattr(ranks.config, name) for name in kinds}
-    machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    return machine | {name: size for name, size in sizes.items() if size > 1}
+    sizes = {name: size for name in kinds if (size := getattr(ranks.config, name)) > 1}
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), **sizes}
 
 
 @contextmanager
@@ -247,7 +231,6 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def weights_folder(name: str, folder: Path) -> Path:
-    """Returns the folder of the weights to evaluate: the named one, or the last snapshot."""
     if name:
         return Path(name).expanduser()
     try:

@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, final
 
 import torch
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    Strict,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import AfterValidator, ConfigDict, Field, InstanceOf, Strict, TypeAdapter, ValidationError, ValidationInfo
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import TypedDict
@@ -57,11 +48,9 @@ class SnapshotError(GraphckptError, RuntimeError):
 
 @final
 class FieldError(ValueError):
-    """A field is missing, of another type, or out of its range."""
-
     def __init__(self, field: str, expected: str, got: object) -> None:
-        nothing = "nothing" if got is _NOTHING else ""
-        super().__init__(f"{field or '(all of it)'}: expected {expected}, got {nothing or _shown(got)}")
+        shown_value = "nothing" if got is _NOTHING else _shown(got)
+        super().__init__(f"{field or '(all of it)'}: expected {expected}, got {shown_value}")
 
 
 @contextmanager

@@ -38,8 +38,8 @@ def read_weights(
     if (folder / INDEX).is_file():
         return _read_indexed(folder)
     if not folder.is_dir():
-        is_file = f"{folder}: is a file · fix: name the folder that it is in"
-        raise SnapshotError(is_file if folder.is_file() else f"{folder}: no such folder")
+        what = "is a file · fix: name the folder that it is in" if folder.is_file() else "no such folder"
+        raise SnapshotError(f"{folder}: {what}")
     others = sorted(path.name for pattern in _OTHER for path in folder.glob(pattern))
     more = f", but {', '.join(others[:3])}" if others else ""
     fix = "name a snapshot, or a folder that save_pretrained of Transformers wrote"
@@ -89,17 +89,11 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
     named = {name: places[_place(tensor)] for name, tensor in own.items() if _place(tensor) in places} | weights
     faults = [f"{name} is missing" for name in own if name not in named]
     faults += [f"{name} is unknown" for name in named if name not in own]
-    pairs = [(name, named[name], tensor) for name, tensor in own.items() if name in named]
-    faults += [
-        f"{name} is {tuple(value.shape)}, not {tuple(tensor.shape)}"
-        for name, value, tensor in pairs
-        if value.shape != tensor.shape
-    ]
-    faults += [
-        f"{name} is {value.dtype}, not {tensor.dtype}"
-        for name, value, tensor in pairs
-        if value.is_floating_point() != tensor.is_floating_point()
-    ]
+    for name, value, tensor in [(name, named[name], tensor) for name, tensor in own.items() if name in named]:
+        if value.shape != tensor.shape:
+            faults.append(f"{name} is {tuple(value.shape)}, not {tuple(tensor.shape)}")
+        if value.is_floating_point() != tensor.is_floating_point():
+            faults.append(f"{name} is {value.dtype}, not {tensor.dtype}")
     if faults:
         fix = "describe the model and the vocabulary as they were when it was written"
         raise SnapshotError(f"{where}: is of another model: {_first(faults)} · fix: {fix}")
@@ -137,7 +131,6 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns a key that is equal for two names of one tensor."""
     if not tensor.numel():
         return (id(tensor),)
     if is_sharded(tensor):
