@@ -63,7 +63,7 @@ POLICIES: dict[Any, Any] = {
     "3": {"activation_checkpointing": True},
     "3.mlp": {"activation_checkpointing": False},
 }
-IN_EITHER_ORDER: list[dict[Any, Any]] = [{"": Segments(2)}, {"[123]": {"offload": "disk", "min_elements": 1}}]
+IN_EITHER_ORDER: list[dict[Any, Any]] = [POLICIES, {"": Segments(2)}, {"[123]": {"offload": "disk", "min_elements": 1}}]
 """Put on before and after wrapping with DDP and FSDP2."""
 
 # ---- ways to spread: each gets the chain and returns what to call

@@ -128,11 +128,11 @@ def test_a_lost_rank_ends_the_others(place: Path, how: str) -> None:
 def test_another_number_of_processes_is_an_error(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    what = "data_parallel_size 1 x tensor_parallel_size 2 is 2, and"
+    what = "train.dist: data_parallel_size 1 x tensor_parallel_size 2 is 2, and"
     torchrun = "torchrun --nproc-per-node 2 -m graphckpt train"
     half = ["train.amp.enabled=True", "train.amp.dtype=float16"]
     for started, words, message in (
-        ("1", [], f"train.dist: {what} 1 process was started · fix: {torchrun}"),
+        ("1", [], f"{what} 1 process was started · fix: {torchrun}"),
         ("4", [], f"{what} 4 processes were started · fix: train.dist.data_parallel_size=2, or {torchrun}"),
         ("4", half, "train.amp.dtype: 'float16' is not supported with dist.tensor_parallel_size above 1"),
     ):

@@ -82,9 +82,9 @@ def in_backward(call: Callable[[], None]) -> None:
 
 
 @bound(None, 0, 3000, 10**9)
-def test_no_race_in_random_steps(copies: WatchedCopies, place: HostStore) -> None:
+def test_no_race_in_random_steps(copies: WatchedCopies, place: HostStore, request: pytest.FixtureRequest) -> None:
     """Memory that is let go is overwritten at once by whatever the allocator gives it to next."""
-    most = place._max_in_flight_bytes
+    most = request.node.callspec.params["place"]
     dice = random.Random(f"{most}")
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     saved: list[tuple[Any, TensorGroup, int, int]] = []

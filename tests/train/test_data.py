@@ -67,11 +67,13 @@ def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(data, texts, tm
 
 def test_broken_cache_is_made_again(data, quiet):
     folder = data().prepare(quiet).tokenizer_file.parent
-    whole = (folder / "train.arrow").read_bytes()
-    for name, content in (("train.arrow", whole[:-10]), ("heldout.arrow", whole[:-10]), ("tokenizer.json", b"")):
-        (folder / name).write_bytes(content)
+    whole = {name: (folder / name).read_bytes() for name in ("train.arrow", "heldout.arrow", "tokenizer.json")}
+    for name, content in whole.items():
+        (folder / name).unlink()
+        if name.endswith(".arrow"):
+            (folder / name).write_bytes(content[:-10])
         assert data().prepare(quiet).tokenizer_file.parent == folder
-        assert (folder / "train.arrow").read_bytes() == whole
+        assert {name: (folder / name).read_bytes() for name in whole} == whole
 
 
 def test_interrupted_making_leaves_nothing(data, tmp_path, quiet, monkeypatch):

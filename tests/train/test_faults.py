@@ -144,7 +144,7 @@ def test_the_key_is_named(capsys, monkeypatch, word, fault):
     [
         (
             ["trian.seed=1", "train.seed=x"],
-            [": 2 errors", "trian: no such key · did you mean 'train'", "seed: expect"],
+            [": 2 errors", "• trian: no such key · did you mean 'train'", "• train.seed: expected int"],
         ),
         (["train.seed.x=1"], ["train.seed: expected int, got {'x': 1} (dict)"]),
         (["model.config.n_layer.x=1"], ["model.config.n_layer: expected int, got {'x': 1} (dict)"]),
@@ -166,7 +166,7 @@ def test_the_key_is_named(capsys, monkeypatch, word, fault):
         (['data.paths=["a\\0b"]'], [r"data.paths[0]: expected text without null characters, got 'a\x00b'"]),
         (
             ["--resume", "train.overwrite=False"],
-            ["out holds no last_checkpoint, so there is nothing to resume · fix"],
+            ["out holds no last_checkpoint, so there is nothing to resume · fix: start without --resume"],
         ),
         (["--eval-only"], ["nothing to evaluate: "]),
         (["train.load_weight=nowhere"], ["nowhere: no such folder"]),
