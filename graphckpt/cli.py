@@ -148,7 +148,7 @@ class _CommandParser(argparse.ArgumentParser):
     """Refuses an unknown option first: a misspelt one that is required would be reported as missing."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options = ["--help", *re.findall(r"(?<!\w)-+[a-z][\w-]*", self.format_usage())]
+        options = [*self._option_string_actions]  # not those of `format_usage`, which Python 3.14 colours
         names = [word.partition("=")[0] for word in takewhile(lambda word: word != "--", args)]
         unknown = [name for name in names if re.fullmatch(r"-+[A-Za-z][\w-]*", name) and name not in options]
         if unknown:

@@ -19,8 +19,9 @@ class Progress:
 
     def __init__(self, *, is_shown: bool | None = True) -> None:
         self._in_notebook = _in_notebook()
-        is_watched = self._in_notebook or (sys.stderr is not None and sys.stderr.isatty())
-        self._is_shown = is_watched if is_shown is None else is_shown
+        if is_shown is None:
+            is_shown = self._in_notebook or (sys.stderr is not None and sys.stderr.isatty())
+        self._is_shown = is_shown
         self._began = time.monotonic()
         self._text = ""
         self._timer = threading.Timer(SHOW_AFTER, self._show)

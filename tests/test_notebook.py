@@ -101,6 +101,13 @@ def test_progress_shows_where_somebody_watches(place, is_shown, monkeypatch, cap
     ) * 2
 
 
+def test_progress_that_is_set_asks_no_stream(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", object())  # such as one that copies lines to a log, and has no `isatty`
+    for is_shown in (False, True):
+        with Progress(is_shown=is_shown) as lines:
+            lines.begin("something")
+
+
 def test_progress_is_silent_when_quick_and_when_not_wanted(monkeypatch, capsys):
     model, step = model_and_step()
     with Progress() as quick:

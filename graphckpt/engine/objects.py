@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
+from types import MethodType
 from typing import Any, Final, TypeAlias
+from weakref import ProxyTypes
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ CONTAINERS: Final = (list, dict, set, deque)
 """What can be emptied and filled again."""
 
 _OWNERS = (*CONTAINERS, torch.Generator)
+_STAND_INS = (*ProxyTypes, MethodType)
 _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
 
 Objects: TypeAlias = list[tuple[Any, Any]]
@@ -113,6 +116,8 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
 
 def attribute_of(value: Any, name: str) -> Any:
     """Returns an attribute, or ``None``; a user's ``__getattr__`` is not asked: it may raise anything."""
+    if type(value) in _STAND_INS:  # whose attributes are those of another object
+        return getattr(value, name, None)
     try:
         return object.__getattribute__(value, name)
     except AttributeError:

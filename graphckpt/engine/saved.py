@@ -328,7 +328,7 @@ class Arguments:
                 else:
                     self._same[position] = first
             elif type(leaf) not in ATOMS:
-                if hasattr(type(leaf), "__next__"):
+                if hasattr(leaf.__class__, "__next__"):  # not `type`: that of a weak proxy has it
                     raise RecomputeError(
                         f"{call.block.title}: argument `{self.name(position)}` is an iterator, which the recomputation "
                         "would find exhausted · fix: pass a list"

@@ -50,8 +50,10 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
     captures = graph_step.captured
 
     def run() -> dict[str, Any]:
-        outputs = {f"output {number}": leaf for number, leaf in enumerate(flatten_value(call())[0])}
-        copies = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in outputs.items()}
+        copies = {
+            f"output {number}": leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+            for number, leaf in enumerate(flatten_value(call())[0])
+        }  # the outputs themselves are freed before the state is copied
         return {**copies, **_State(graph_step).values()}
 
     start = _State(graph_step)

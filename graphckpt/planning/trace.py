@@ -455,15 +455,16 @@ class TracedStore(RecordingStore):
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
-        trace, storage = self.trace, tensor.untyped_storage()
+        trace = self.trace
         if (
             trace is None
             or group.block not in self._far_blocks
             or tensor.numel() < self._min_elements
             or isinstance(tensor, nn.Parameter)
-            or any(storage is own.untyped_storage() for own in group.own())
+            or any(tensor.untyped_storage() is own.untyped_storage() for own in group.own())
         ):
             return HeldKey(tensor.detach(), [tensor], trace)
+        storage = tensor.untyped_storage()  # which sparse tensors lack
         reference = self._offloaded.get(id(storage))
         copy = reference() if reference is not None else None
         if copy is None or copy.storage() is not storage:

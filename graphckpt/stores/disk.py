@@ -332,6 +332,8 @@ class _OpenFile:
     def stop(self) -> None:
         """Ends the threads, which drop the file. See Note [A file is closed with its last reference]."""
         del self._writer, self._reader, self._threads  # handles, and the traceback of an error, may hold this object
+        self._unwritten.clear()  # these handles hold it: without a cycle, what was read for them is freed with them
+        self._ahead.clear()
 
     def _wait_for_room(self, num_bytes: int) -> None:
         while self._unwritten:

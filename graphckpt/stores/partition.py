@@ -332,14 +332,10 @@ class ShardedStore(ByteStore):
     def close_group(self, group: TensorGroup) -> None:
         """Compares the group's new sizes between ranks, then splits what is equal."""
         call = self._calls.pop(group, None)
-        entries = [
-            (key, handle, handle.data)
-            for key, handle in (() if call is None else call.handles)
-            if handle.data is not None
-        ]
-        if entries:
-            equal = self._compare_ranks([data for *_, data in entries], group)
-            for (key, handle, _), is_equal in zip(entries, equal, strict=True):
+        entries = [] if call is None else [entry for entry in call.handles if entry[1].data is not None]
+        if entries:  # they hold no tensors: each is freed as soon as its slice is stored
+            equal = self._compare_ranks([handle.data for _, handle in entries if handle.data is not None], group)
+            for (key, handle), is_equal in zip(entries, equal, strict=True):
                 self._is_equal[key] = is_equal
                 self._store_slice(handle, group, is_equal=is_equal)
         if self._inner is not None:

@@ -57,7 +57,7 @@ def build_model(
     seed_all(settings.seed)
     with attribute_errors("model, task", "making the model"):
         model = task.prepare(make_model())
-    architecture = type(model).__name__
+    architecture = type(model).__name__  # sharding changes the class
     if settings.dist.num_processes > 1 and hasattr(model, LOSS_HEAD):
         what = f"task.loss_head: expected one process, got {settings.dist.num_processes}"
         raise ConfigError(f"{what} · fix: leave the key out, or train on one process")

@@ -174,8 +174,14 @@ REACHED: dict[str, Any] = {
     "an object that has no other attributes": lambda m, x, run: run(run_first, Hostile(m), x),
     "an object that has any attribute": lambda m, x, run: run(run_first, Inventive(m), x),
     "a function that has any attribute": lambda m, x, run: run(Inventive(m), x),
+    "a weak proxy of an object": lambda m, x, run: run(run_first, weakref.proxy(keep_alive(Owner([m]))), x),
     "an object that another one leads to first": lambda m, x, run: in_two_ways(Owner(Owner(m)), x, run),
 }
+
+
+def keep_alive(value: Any, alive: list[Any] = []) -> Any:
+    alive.append(value)
+    return value
 
 
 def in_two_ways(far: Owner, x: Tensor, run: Any) -> Tensor:
@@ -197,6 +203,33 @@ def apply_all(layers: list[nn.Module], x: Tensor) -> Tensor:
 def test_buffers_of_modules_that_a_function_reaches_move_once(case: str) -> None:
     plain = result(lambda m, x: m(x))
     assert equal(result(lambda m, x: REACHED[case](m, x, checkpoint)), plain)
+
+
+class Counter:
+    count = 0
+
+
+class Counting(nn.Linear):
+    def part(self, x: Tensor, counter: Counter) -> Tensor:
+        counter.count += 1
+        return self(x).exp() * counter.count
+
+
+def test_what_a_weak_proxy_refers_to_is_an_argument() -> None:
+    model, counter, x = Counting(4, 4), Counter(), torch.randn(2, 4)
+    grads = []
+    for run in (lambda f, *args: f(*args), checkpoint):
+        counter.count = 0
+        run(model.part, x, weakref.proxy(counter)).sum().backward()
+        assert counter.count == 1
+        grads.append(model.weight.grad.clone())
+        model.zero_grad()
+    assert torch.equal(*grads)
+
+
+def test_a_method_is_named_with_its_class() -> None:
+    with pytest.raises(RecomputeError, match=r"^Counting\.part: argument `counter` is an iterator"):
+        checkpoint(Counting(4, 4).part, torch.randn(2, 4), iter([1]))
 
 
 def test_the_signature_is_torchs() -> None:

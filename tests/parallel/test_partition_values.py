@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -156,6 +157,27 @@ def test_a_place_beneath_holds_slices_and_whole_pieces() -> None:
         "get 50",
         "close",
     ]
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_each_piece_is_freed_once_its_slice_is_stored(is_offloaded: bool) -> None:
+    beneath = Beneath()
+    shard = ShardedStore(ranks_of(2, 1), torch.device("cpu"), beneath if is_offloaded else None)
+    shard._compare_ranks = lambda pieces, group: [True] * len(pieces)  # type: ignore[method-assign]
+    group = TensorGroup("block", lambda: (), lambda _: None)
+    pieces = [torch.ones(4096, dtype=torch.uint8) for _ in range(3)]
+    storages = [weakref.ref(piece.untyped_storage()) for piece in pieces]
+    slice_of, alive = shard._slice_of, []
+
+    def counting(data: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(storage() is not None for storage in storages))
+        return slice_of(data)
+
+    shard._slice_of = counting  # type: ignore[method-assign]
+    handles = [shard.put(pieces.pop(), group) for _ in range(3)]
+    shard.close_group(group)
+    assert len(handles) == 3
+    assert alive == [3, 2, 1]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 8, 9, 4096, 8 * _CHUNK, 8 * _CHUNK + 8, 24 * _CHUNK + 5])

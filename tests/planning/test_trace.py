@@ -92,6 +92,17 @@ def test_a_trace_in_words_is_the_same_trace():
     assert TraceLog.from_message(json.loads(json.dumps(log.to_message()))) == log
 
 
+class Sparse(nn.Linear):
+    def forward(self, x):
+        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), super().forward(x))
+
+
+def test_tensors_without_a_storage_are_saved_as_they_are():
+    model, x = nn.Sequential(Sparse(4, 4), Sparse(4, 4)), torch.ones(3, 4)
+    step = RealStep(model, lambda: model(x).sum().backward())
+    assert step.sample(Blocks(find_blocks(model, "*")), [KEEP, KEEP]).peak_bytes > 0
+
+
 def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
     """They are synchronous, and to pageable memory; what a plan's own copies take follows from the device's rates."""
     copied = []

@@ -216,6 +216,21 @@ def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store):
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
+def test_what_was_read_for_a_closed_file_is_freed_with_its_keys(store):
+    keys = put_numbers(store, 3)
+    until_written(store)
+    store.get(keys[2])
+    read = weakref.ref(keys[1].piece.handle.read.result().untyped_storage())
+    gc.disable()  # no cycle holds it
+    try:
+        place_of(store).close()
+        del keys
+        assert store.num_alive == 0
+        assert read() is None
+    finally:
+        gc.enable()
+
+
 def test_what_is_saved_again_after_an_edit_has_its_new_bytes(store):
     tensor = torch.zeros(5000)
     mine = store.open_group(group())

@@ -92,6 +92,12 @@ def test_default_cache_follows_the_environment(data, tmp_path, quiet, monkeypatc
     assert prepared.tokenizer_file.is_relative_to(tmp_path / "xdg" / "graphckpt")
 
 
+def test_a_folder_for_the_cache_needs_no_home(data, quiet, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", lambda: pytest.fail("a user without one"))
+    assert data().prepare(quiet).vocab_size
+
+
 def test_faults(data, tmp_path, quiet):
     with pytest.raises(DataError) as caught:
         data(seq_length=100_000).prepare(quiet)

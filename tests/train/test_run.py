@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,13 @@ def test_words_of_the_command_line(capsys, words, code, message):
     assert caught.value.code == code
     captured = capsys.readouterr()
     assert re.search(message, captured.out + captured.err)
+
+
+def test_known_options_are_those_of_the_parser_and_not_of_its_coloured_usage(capsys, monkeypatch):
+    usage = ArgumentParser.format_usage
+    monkeypatch.setattr(ArgumentParser, "format_usage", lambda self: usage(self).replace("--", "\x1b[36m--"))
+    assert main(["train", "--config-file", "nowhere.py"]) == 2
+    assert "nowhere.py: no such config file" in capsys.readouterr().err
 
 
 def test_packaged_config_runs_from_anywhere_and_a_missing_one_has_a_hint(capsys):

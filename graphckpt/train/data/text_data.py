@@ -113,8 +113,10 @@ class TextData:
         counts = f"{len(corpus.train)} documents to train on, {len(corpus.heldout)} held out"
         report.line(f"data: {counts}, {format_bytes(corpus.num_bytes)}")
         user_tokenizer = read_tokenizer(self.tokenizer_file, special_tokens) if self.tokenizer_file else None
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphckpt"
-        cache = Path(self.cache_dir).expanduser() if self.cache_dir else default
+        if self.cache_dir:  # the only one for a user without a home
+            cache = Path(self.cache_dir).expanduser()
+        else:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphckpt"
         folder = cache / f"tokens-{self._key(corpus, special_tokens, user_tokenizer)}"
         text = open_tokens(folder, self.seq_length, special_tokens)
         if text is None:
