@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
 from rich.console import Console
 
+from graphckpt import __version__
 from graphckpt.errors import ConfigError, GraphckptError, did_you_mean
 from graphckpt.extras import LazyPackage
 from graphckpt.progress import Progress
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="graphckpt",
         description="Choose, block by block, what a PyTorch training step saves, recomputes or offloads.",
     )
-    parser.add_argument("--version", action="version", version=f"graphckpt {_version()}")
+    parser.add_argument("--version", action="version", version=f"graphckpt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=_CommandParser)
     for add in (add_train, add_plan, add_fit, add_profile_device):
         add(commands)
@@ -149,18 +149,12 @@ class _CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options = ["--help", *re.findall(r"(?<!\w)-+[a-z][\w-]*", self.format_usage())]
-        for word in takewhile(lambda word: word != "--", args):
-            option = word.partition("=")[0]
-            if re.fullmatch(r"-+[A-Za-z][\w-]*", option) and option not in options:
-                self.error(f"unknown option {option}{did_you_mean(option, options)} · see '{self.prog} --help'")
+        names = [word.partition("=")[0] for word in takewhile(lambda word: word != "--", args)]
+        unknown = [name for name in names if re.fullmatch(r"-+[A-Za-z][\w-]*", name) and name not in options]
+        if unknown:
+            listed = ", ".join(f"{name}{did_you_mean(name, options)}" for name in unknown)
+            self.error(f"unknown option {listed} · see '{self.prog} --help'")
         return super().parse_known_args(args, namespace)
-
-
-def _version() -> str:
-    try:
-        return version("graphckpt")
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "unknown"
 
 
 def _add_command(
@@ -387,9 +381,9 @@ def _steps(parsed: argparse.Namespace, sizes: Sequence[str] = ()) -> AbstractCon
 
 
 def _fit(parsed: argparse.Namespace) -> int:
-    from graphckpt.planning.options import check_fit_budget  # noqa: PLC0415
+    from graphckpt.planning.options import check_budget  # noqa: PLC0415
 
-    budget = check_fit_budget(parsed.memory_budget)
+    budget = check_budget(parsed.memory_budget, for_fit=True)
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)
     lengths = [None] if parsed.sequence_lengths is None else _numbers(parsed.sequence_lengths, "--sequence-lengths")
     if parsed.plot is not None:

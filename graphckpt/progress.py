@@ -19,7 +19,8 @@ class Progress:
 
     def __init__(self, *, is_shown: bool | None = True) -> None:
         self._in_notebook = _in_notebook()
-        self._is_shown = _is_watched() if is_shown is None else is_shown
+        is_watched = self._in_notebook or (sys.stderr is not None and sys.stderr.isatty())
+        self._is_shown = is_watched if is_shown is None else is_shown
         self._began = time.monotonic()
         self._text = ""
         self._timer = threading.Timer(SHOW_AFTER, self._show)
@@ -42,10 +43,6 @@ class Progress:
     def _show(self) -> None:
         file = sys.stdout if self._in_notebook else sys.stderr  # a notebook shows stderr as an error
         print(f"planning, {time.monotonic() - self._began:.0f} s: {self._text}", file=file, flush=True)
-
-
-def _is_watched() -> bool:
-    return _in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
 def _in_notebook() -> bool:

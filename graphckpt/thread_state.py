@@ -61,20 +61,16 @@ def get_rng_state(devices: tuple[torch.device, ...], *, host: bool = False) -> R
     host_state = HostRNGState.read() if host else None
     if not devices:
         return cpu_state, (), host_state
-    return cpu_state, tuple([(d, _device_module(d).get_rng_state(*_index(d))) for d in devices]), host_state
+    return cpu_state, tuple([(d, torch.get_device_module(d).get_rng_state(*_index(d))) for d in devices]), host_state
 
 
 def set_rng_state(state: RNGState) -> None:
     cpu_state, device_states, host_state = state
     torch.default_generator.set_state(cpu_state)
     for device, device_state in device_states:
-        _device_module(device).set_rng_state(device_state, *_index(device))
+        torch.get_device_module(device).set_rng_state(device_state, *_index(device))
     if host_state is not None:
         host_state.restore()
-
-
-def _device_module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

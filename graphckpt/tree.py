@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
@@ -97,16 +97,15 @@ def _flatten(record: _Record) -> tuple[list[Any], Any]:
     return list(record.fields.values()), (record.blank, tuple(record.fields))
 
 
-def _flatten_with_keys(record: _Record) -> tuple[list[Any], Any]:
-    return list(zip(map(pytree.GetAttrKey, record.fields), record.fields.values(), strict=True)), _flatten(record)[1]
-
-
-def _unflatten(values: Iterable[Any], context: Any) -> Any:
-    blank, names = context
-    return _twin(blank, dict(zip(names, values, strict=True)))
-
-
-pytree.register_pytree_node(_Record, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
+pytree.register_pytree_node(
+    _Record,
+    _flatten,
+    lambda values, context: _twin(context[0], dict(zip(context[1], values, strict=True))),
+    flatten_with_keys_fn=lambda record: (
+        [(pytree.GetAttrKey(name), value) for name, value in record.fields.items()],
+        _flatten(record)[1],
+    ),
+)
 
 
 def _split(value: Any) -> tuple[list[Any], Any]:
@@ -131,24 +130,24 @@ def _with_records(value: Any, is_ring: dict[int, bool]) -> Any:
 
     ``is_ring`` has, by id, the dataclasses around ``value``, and whether one of their fields leads back to them.
     """
-    return pytree.tree_map(functools.partial(_record_or_leaf, is_ring=is_ring), value)
 
+    def record_or_leaf(leaf: Any) -> Any:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, torch.nn.Module)):
+            return leaf
+        if id(leaf) in is_ring:
+            is_ring[id(leaf)] = True
+            return leaf
+        is_ring[id(leaf)] = False
+        names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
+        fields = {name: _with_records(getattr(leaf, name), is_ring) for name in names}
+        leads_back = is_ring.pop(id(leaf))
+        if not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(fields)):
+            return leaf  # a config, say, which is passed by reference
+        if leads_back:
+            raise _contains_itself(f"a {type(leaf).__name__}")
+        return _Record(_twin(leaf, dict.fromkeys(names)), fields)
 
-def _record_or_leaf(leaf: Any, is_ring: dict[int, bool]) -> Any:
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, (type, torch.nn.Module)):
-        return leaf
-    if id(leaf) in is_ring:
-        is_ring[id(leaf)] = True
-        return leaf
-    is_ring[id(leaf)] = False
-    names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
-    fields = {name: _with_records(getattr(leaf, name), is_ring) for name in names}
-    leads_back = is_ring.pop(id(leaf))
-    if not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(fields)):
-        return leaf  # a config, say, which is passed by reference
-    if leads_back:
-        raise _contains_itself(f"a {type(leaf).__name__}")
-    return _Record(_twin(leaf, dict.fromkeys(names)), fields)
+    return pytree.tree_map(record_or_leaf, value)
 
 
 def _twin(record: Any, fields: dict[str, Any]) -> Any:

@@ -71,13 +71,11 @@ def run_python(root: Path, *arguments: str, seconds: float | None = None) -> tup
     return done.returncode, done.stdout
 
 
-def run_tests(
-    root: Path, tests: Iterable[str], *options: str, is_simulated: bool, seconds: float | None = None
-) -> tuple[int, str]:
+def run_tests(root: Path, tests: Iterable[str], *options: str, is_simulated: bool, **limit: float) -> tuple[int, str]:
     """Returns the exit code of pytest, and the tests that fail, or else all of its output."""
     options = (*options, *(_SIMULATED if is_simulated else ("-m", "")))
     arguments = ["-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *options, *dict.fromkeys(tests)]
-    code, output = run_python(root, *arguments, seconds=seconds)
+    code, output = run_python(root, *arguments, **limit)
     failures = dict.fromkeys(_FAILURE.findall(output) if code == 1 else ())
     return code, ", ".join(failures) or output
 
@@ -92,9 +90,7 @@ def find(fault: Fault, plain: Path, planted: Path) -> tuple[bool, str]:
         code, found_by = run_tests(planted, fault.tests, "-x", is_simulated=fault.is_simulated, seconds=_SECONDS)
     finally:
         shutil.rmtree(planted)
-    if code == 1:
-        return True, found_by
-    return False, "no test fails" if code == 0 else f"pytest ends with {code}: {found_by}"
+    return code == 1, {1: found_by, 0: "no test fails"}.get(code, f"pytest ends with {code}: {found_by}")
 
 
 def main(parts: list[str]) -> int:
@@ -120,17 +116,13 @@ def main(parts: list[str]) -> int:
     num_found = sum(row["is_found"] for row in rows)
     print(f"{num_found} of {len(rows)} faults found in {time.monotonic() - started:.0f} s")
     if not parts:
-        write_results(rows, num_found)
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+        from report import header, table, write  # noqa: PLC0415 - loads torch
+
+        head = {**header(found=f"{num_found} of {len(rows)} faults"), "command": "python tests/planted_faults.py"}
+        cells = [[row["fault"], f"`{row['module']}`", f"`{row['found by']}`"] for row in rows]
+        write("planted", head, rows, table(["fault", "module", "test that found it"], cells))
     return int(num_found < len(rows) or not rows)
-
-
-def write_results(rows: list[dict[str, Any]], num_found: int) -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from report import header, table, write  # noqa: PLC0415 - loads torch
-
-    head = {**header(found=f"{num_found} of {len(rows)} faults"), "command": "python tests/planted_faults.py"}
-    cells = [[row["fault"], f"`{row['module']}`", f"`{row['found by']}`"] for row in rows]
-    write("planted", head, rows, table(["fault", "module", "test that found it"], cells))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,15 @@ def summary(benchmark: Callable[[str], Any]) -> Any:
     return benchmark("gpu_summary")
 
 
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def jobs_of(jobs: Any, script: Path, text: str, header: dict[str, Any]) -> Any:
+    script.write_text(textwrap.dedent(text))
+    return jobs.Jobs(str(script), argparse.Namespace(minutes=1, out=script.parent, dry_run=False, name=None), header)
+
+
 @pytest.mark.slow
 def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry-run", "--minutes", "27", "--out", str(tmp_path)]
@@ -37,9 +48,7 @@ def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    steps = [
-        json.loads(line) for path in sorted(tmp_path.glob("gpu_part_*.jsonl")) for line in path.read_text().splitlines()
-    ]
+    steps = [row for path in sorted(tmp_path.glob("gpu_part_*.jsonl")) for row in rows_in(path)]
     ends = [(row["step"], row.get("failed")) for row in steps if "step" in row]
     goals = ["probe", "capture", "plan", "stores", "ranks", "peaks"]
     more = ["tests", "serial_tests", "more_capture", "more_stores", "more_peaks", "more_plans", "profile"]
@@ -52,9 +61,7 @@ def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
         assert rows, path
         assert [row for row in rows if "failed" in row and row.get("variant") != "Transformers, offload"] == [], path
     captured = json.loads((tmp_path / "capture_gpu_capture.json").read_text())["rows"]
-    assert [(row["policy"], row["kind"]) for row in captured] == [
-        (policy, kind) for policy in ("none", "full") for kind in ("eager", "captured")
-    ]
+    assert [(row["policy"], row["kind"]) for row in captured] == [*product(("none", "full"), ("eager", "captured"))]
     assert all("1 capture, " in row["capture"] for row in captured if row["kind"] == "captured")
     page = (tmp_path / "gpu.md").read_text()
     assert "none, a dry run" in page
@@ -84,31 +91,27 @@ def test_what_is_missing_is_named_before_anything_runs(benchmark, monkeypatch):
 def test_a_job_that_fails_or_hangs_is_a_row(tmp_path, monkeypatch, benchmark):
     """Rows that it printed count, also those before it fails, whatever else is printed and however it ends."""
     jobs = benchmark("jobs")
-    script = tmp_path / "steps.py"
-    script.write_text(
-        "import json, os, signal, sys, time\n"
-        "job = json.loads(sys.argv[2])\n"
-        "def say(**row): print(json.dumps({**job, **row} if row else {}), flush=True)\n"
-        "if job['does'] == 'hang': time.sleep(60)\n"
-        "if job['does'] == 'fail': raise ValueError('as it was asked to')\n"
-        "say(seconds=1)\n"
-        "if job['does'] == 'fail late': raise ValueError('after a row')\n"
-        "if job['does'] == 'hang late': time.sleep(60)\n"
-        "say()\n"
-        "print('USDT: a library says goodbye')\n"
-        "sys.stdout.flush()\n"
-        "if job['does'] == 'die late': os.kill(os.getpid(), signal.SIGSEGV)\n"
-    )
-    options = argparse.Namespace(minutes=1, out=tmp_path, dry_run=False, name=None)
-    ours = jobs.Jobs(str(script), options, {"device": "none"})
+    steps = """
+        import json, os, signal, sys, time
+        job = json.loads(sys.argv[2])
+        def say(**row): print(json.dumps({**job, **row} if row else {}), flush=True)
+        if job['does'] == 'hang': time.sleep(60)
+        if job['does'] == 'fail': raise ValueError('as it was asked to')
+        say(seconds=1)
+        if job['does'] == 'fail late': raise ValueError('after a row')
+        if job['does'] == 'hang late': time.sleep(60)
+        say()
+        print('USDT: a library says goodbye')
+        sys.stdout.flush()
+        if job['does'] == 'die late': os.kill(os.getpid(), signal.SIGSEGV)
+    """
+    ours = jobs_of(jobs, tmp_path / "steps.py", steps, {"device": "none"})
     monkeypatch.setattr(jobs, "JOB_SECONDS", 20)
-    for does in ("fail", "work", "fail late", "die late"):
-        ours.run({"does": does})
-    ours.run({"does": "hang"}, 0.5)
-    ours.run({"does": "hang late"}, 2)
+    for does, *seconds in (("fail",), ("work",), ("fail late",), ("die late",), ("hang", 0.5), ("hang late", 2)):
+        ours.run({"does": does}, *seconds)
     ours.end = 0
     ours.run({"does": "work"})
-    header, *rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    header, *rows = rows_in(tmp_path / "steps.jsonl")
     assert header == {"header": {"device": "none"}}
     assert rows == ours.rows
     ends = [(row["does"], row.get("seconds"), row.get("failed"), row.get("exit_status")) for row in rows]
@@ -128,17 +131,15 @@ def test_a_job_that_fails_or_hangs_is_a_row(tmp_path, monkeypatch, benchmark):
 
 
 def test_rows_are_written_while_their_job_runs(tmp_path: Path, benchmark: Callable[[str], Any]) -> None:
-    jobs = benchmark("jobs")
-    script = tmp_path / "steps.py"
-    script.write_text(
-        "import json, pathlib, sys, time\n"
-        "print(json.dumps({'row': 1}), flush=True)\n"
-        "lines = pathlib.Path(__file__).with_suffix('.jsonl')\n"
-        "end = time.monotonic() + 20\n"
-        "while len(lines.read_text().splitlines()) < 2 and time.monotonic() < end: time.sleep(0.05)\n"
-        "print(json.dumps({'row': 2, 'lines': len(lines.read_text().splitlines())}), flush=True)\n"
-    )
-    ours = jobs.Jobs(str(script), argparse.Namespace(minutes=1, out=tmp_path, dry_run=False, name=None), {})
+    steps = """
+        import json, pathlib, sys, time
+        print(json.dumps({'row': 1}), flush=True)
+        lines = pathlib.Path(__file__).with_suffix('.jsonl')
+        end = time.monotonic() + 20
+        while len(lines.read_text().splitlines()) < 2 and time.monotonic() < end: time.sleep(0.05)
+        print(json.dumps({'row': 2, 'lines': len(lines.read_text().splitlines())}), flush=True)
+    """
+    ours = jobs_of(benchmark("jobs"), tmp_path / "steps.py", steps, {})
     assert ours.run({}) == [{"row": 1}, {"row": 2, "lines": 2}]
 
 
@@ -194,7 +195,7 @@ def run_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *words
     monkeypatch.setenv("GPU_TEST_ROWS", str(rows))
     monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS), prepend=os.pathsep)
     pytester.runpytest_subprocess("-p", "pytest_rows", "-p", "no:cacheprovider", "-p", "no:randomly", *words)
-    return [json.loads(line) for line in rows.read_text().splitlines()]
+    return rows_in(rows)
 
 
 def test_an_error_that_stays_with_the_device_ends_a_worker_and_not_the_run(pytester, monkeypatch):
@@ -236,16 +237,17 @@ def test_a_test_that_hangs_is_named(pytester, monkeypatch, workers):
 
 # ---- the page
 
+RUN = {"model": "gpt2", "batch": 8, "tokens": 1024}
+
 
 def test_goals_are_met_missed_or_not_measured(summary: Any) -> None:
     def row(policy: str, kind: str, seconds: float) -> dict[str, Any]:
-        return {"policy": policy, "batch": 8, "tokens": 1024, "kind": kind, "seconds": {"median": seconds}}
+        return {**RUN, "policy": policy, "kind": kind, "seconds": {"median": seconds}}
 
     plain = row("none", "eager", 2.0)
     assert summary.captured([plain, row("full", "captured", 1.9)]).state == "met"
     assert summary.captured([plain, row("full", "eager", 1.9), row("full", "captured", 2.1)]).state == "missed"
-    failed = {"policy": "full", "batch": 8, "tokens": 1024, "kind": "captured", "failed": "out of memory"}
-    goal = summary.captured([plain, failed])
+    goal = summary.captured([plain, {**RUN, "policy": "full", "kind": "captured", "failed": "out of memory"}])
     assert (goal.state, goal.note) == ("not measured", "out of memory")
 
     peaks = {"model": "gpt2", "precision": "autocast", "is_captured": False, "peak_bytes": 100, "foretold_bytes": 102}
@@ -259,12 +261,8 @@ def test_half_is_of_activations_and_of_the_peak(summary: Any) -> None:
         plan = {"model": "bert-large", "family": "graphckpt plan", "method": method, "target": target}
         return plan | {"ratio": {"median": ratio}, "allocator_peak_bytes": peak, "budget_bytes": 60, "peak_share": 0.6}
 
-    rows = [
-        row("50% of activations", 1.05, 60),
-        row("50% of activations", 1.2, 50),
-        row("50% of the plain peak", 1, 61),
-    ]
-    activations, peak = summary.half(rows)
+    kept = "50% of activations"
+    activations, peak = summary.half([row(kept, 1.05, 60), row(kept, 1.2, 50), row("50% of the plain peak", 1, 61)])
     assert (activations.state, activations.value) == ("met", 1.05)
     assert "peak 0.60 of plain's" in activations.note
     assert (peak.state, peak.note) == ("not measured", "no plan's step was within its budget")
@@ -274,8 +272,7 @@ def test_offload_counts_only_where_its_copies_fit(summary: Any) -> None:
     probe = [{"probe": "copy_rates", "answer": {"out_idle_bytes_per_second": 100.0}}]
 
     def row(variant: str, seconds: float, pinned: int, kind: str = "eager") -> dict[str, Any]:
-        place = {"model": "gpt2", "batch": 8, "tokens": 1024, "variant": variant, "kind": kind}
-        return {**place, "step_seconds": {"median": seconds}, "pinned_bytes": pinned}
+        return {**RUN, "variant": variant, "kind": kind, "step_seconds": {"median": seconds}, "pinned_bytes": pinned}
 
     rows = [row("plain", 3.0, 0), row("full", 4.0, 0), row("full, offload", 4.04, 90), row("offload all", 9.0, 900)]
     goal = summary.offloaded(rows, probe, "eager")
@@ -286,8 +283,7 @@ def test_offload_counts_only_where_its_copies_fit(summary: Any) -> None:
 
 def test_what_two_ranks_keep_is_against_the_plain_model_on_them(summary: Any) -> None:
     def row(variant: str, kept: int, **more: Any) -> dict[str, Any]:
-        place = {"model": "gpt2", "batch": 8, "tokens": 1024, "variant": variant}
-        return {**place, "kept_bytes": kept, "layers_kept_bytes": kept // 2, **more}
+        return {**RUN, "variant": variant, "kept_bytes": kept, "layers_kept_bytes": kept // 2, **more}
 
     rows = [row("plain", 1), row("plain", 100, ranks=2), row("full, cpu+partition+contiguous", 36, ranks=2)]
     goal = summary.partitioned(rows)
@@ -295,14 +291,8 @@ def test_what_two_ranks_keep_is_against_the_plain_model_on_them(summary: Any) ->
     assert "0.360 without the loss" in goal.note
 
 
-def test_a_picture_that_fails_leaves_the_page(summary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_names_each_failed_test_and_a_picture_that_fails(summary, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    page = summary.summarize(tmp_path)
-    assert "No picture: ModuleNotFoundError" in page
-    assert "## Tests" in page
-
-
-def test_the_page_names_each_failed_test(summary: Any, tmp_path: Path) -> None:
     rows = [
         {"header": {}},
         {"test": "a::b", "outcome": "passed", "when": "call"},
@@ -311,5 +301,6 @@ def test_the_page_names_each_failed_test(summary: Any, tmp_path: Path) -> None:
     cut_off = '{"test": "a::d", "outc'
     (tmp_path / "tests_gpu.jsonl").write_text("\n".join([*(json.dumps(row) for row in rows), cut_off]))
     page = summary.summarize(tmp_path)
+    assert "No picture: ModuleNotFoundError" in page
     assert "1 passed, 1 failed, 0 skipped" in page
     assert "- `a::c`: assert 1 == 2" in page

@@ -42,15 +42,13 @@ def test_the_notebook_runs_and_has_the_stored_outputs(monkeypatch: pytest.Monkey
     assert all(output.output_type != "error" for output in now)
     assert [output.get("text") for output in now] == [output.get("text") for output in before]
     assert sum(output.get("text", "").count("True") for output in now) == 2
-    shown = [output.data for output in now if output.output_type == "execute_result"]
-    texts = [data["text/plain"] for data in shown]
-    assert [text.split()[0] for text in texts] == ["<Explanation", "<Plan", "<Fit"]
-    stored_texts = [o.data["text/plain"] for o in before if o.output_type == "execute_result"]
-    assert (texts[0], texts[2]) == (stored_texts[0], stored_texts[2]), "a plan depends on measured times as well"
-    for data in (*shown, *(o.data for o in before if o.output_type == "execute_result")):
+    shown, were = ([o.data for o in these if o.output_type == "execute_result"] for these in (now, before))
+    assert [data["text/plain"].split()[0] for data in shown] == ["<Explanation", "<Plan", "<Fit"]
+    for number in (0, 2):  # a plan depends on measured times as well
+        assert shown[number]["text/plain"] == were[number]["text/plain"]
+    for data in (*shown, *were):
         assert "<table>" in data["text/html"]
         assert data["text/html"].count('src="data:image/png;base64,') == 1
-    assert len(shown) == 3
 
 
 def model_and_step() -> tuple[nn.Module, Any]:

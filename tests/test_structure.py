@@ -1,16 +1,10 @@
-"""The shape of the package: modules of a readable length, no import cycle, one meaning per class name, plain names.
-
-The ratchet, ``structure_ratchet.json``, counts for each older module the lines with a banned name or "is no ...". A new
-module has none, and a count only falls: ``python tests/test_structure.py`` lowers the counts to those of today.
-"""
+"""The shape of the package: modules of a readable length, no import cycle, one meaning per class name, plain names."""
 
 from __future__ import annotations
 
 import ast
 import io
-import json
 import re
-import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +18,6 @@ MAX_LINES = 700
 MAX_CHAIN = 16
 SHARED_NAMES = {"GraphckptCallback"}
 """What each integration calls its callback: the same thing for another trainer."""
-RATCHET = Path(__file__).with_name("structure_ratchet.json")
 BANNED_NAMES = frozenset(
     """
     again apart around asked below beneath beside cut far fewest found given gone handed held hole kept known least made
@@ -102,30 +95,7 @@ def odd_lines(text: str) -> list[int]:
     return sorted(numbers)
 
 
-def test_the_ratchet_sees_names_and_sentences() -> None:
+def test_no_module_has_a_banned_name_or_sentence() -> None:
     text = "def _found(x):\n    # a is no b\n    kept_bytes = 'it is no longer'\n    return self.held\n"
     assert odd_lines(text) == [1, 2, 4]
-
-
-def test_banned_names_and_sentences_only_become_fewer() -> None:
-    limits = json.loads(RATCHET.read_text(encoding="utf-8"))
-    assert limits.keys() <= MODULES.keys(), "run `python tests/test_structure.py` where modules are gone"
-    lines = {name: odd_lines(text) for name, text in MODULES.items()}
-    assert {name: numbers for name, numbers in lines.items() if len(numbers) > limits.get(name, 0)} == {}
-
-
-def lower_ratchet() -> int:
-    """Writes the present counts. Returns 1 if one is higher than before, and then writes nothing."""
-    limits = json.loads(RATCHET.read_text(encoding="utf-8"))
-    counts = {name: count for name, text in MODULES.items() if (count := len(odd_lines(text)))}
-    higher = {name: count for name, count in counts.items() if count > limits.get(name, 0)}
-    if higher:
-        print("banned names or sentences, see tests/test_structure.py:", higher)
-        return 1
-    RATCHET.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
-    print(f"{sum(counts.values())} lines in {len(counts)} modules, {sum(limits.values())} before")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(lower_ratchet())
+    assert {name: numbers for name, text in MODULES.items() if (numbers := odd_lines(text))} == {}

@@ -138,8 +138,12 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
         except ConfigError as error:
             faults.append(f"{describe(selector)!r}: {error}" if str(error)[:1] not in "'\"" else str(error))
             continue
-        if (fault := _without_effect(blocks, fields)) is not None:
-            faults.append(f"{describe(selector)!r}: {fault}")
+        is_kept = all(value is None or value is False for value in fields.values())
+        is_placed = PLACEMENT & fields.keys()  # which the blocks inside inherit
+        if not is_kept and not is_placed and all(isinstance(module, UNCALLED) for _, module in blocks):
+            name, kind = blocks[0][0], type(blocks[0][1]).__name__
+            what = f"{kind} has no forward, so this policy has no effect"
+            faults.append(f"{describe(selector)!r}: {what} · fix: use {f'{name}.*'.removeprefix('.')!r}")
         matches[selector] = [module for _, module in blocks], set(fields)
     faults += _replaced_policies(matches)
     plan = None
@@ -158,17 +162,6 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
     if replace:
         remove(model)
     return Handle(model, plan)
-
-
-def _without_effect(blocks: list[tuple[str, nn.Module]], fields: Mapping[str, Any]) -> str | None:
-    """Says why the fields of one selector have no effect on any of its blocks; ``None`` if they have one."""
-    placed = PLACEMENT & fields.keys()  # which the blocks inside inherit
-    is_kept = all(value is None or value is False for value in fields.values())
-    if placed or is_kept or not all(isinstance(module, UNCALLED) for _, module in blocks):
-        return None
-    name, module = blocks[0]
-    kind = type(module).__name__
-    return f"{kind} has no forward, so this policy has no effect · fix: use {f'{name}.*'.removeprefix('.')!r}"
 
 
 def _replaced_policies(matches: Mapping[Selector, tuple[list[nn.Module], set[str]]]) -> Iterator[str]:

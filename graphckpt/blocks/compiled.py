@@ -55,7 +55,7 @@ def check_options(block: str, value: Any) -> None:
 
 
 def takes_share(options: Mapping[str, Any]) -> bool:
-    """Returns whether the backend that options name chooses what is saved; one of a user's own is taken to do so."""
+    """Whether the backend that options name chooses what is saved; one of a user's own is taken to do so."""
     return options.get("backend") not in _PLAIN
 
 
@@ -75,20 +75,17 @@ class CompiledForward:
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._function: Callable[..., Any] = function._function if isinstance(function, CompiledForward) else function
-        self._run = _compiled(self._function, options)
+        if SHARE not in options:
+            self._run = torch.compile(self._function, **options)
+            return
+        rest = {key: value for key, value in options.items() if key not in (SHARE, "backend", "mode", "options")}
+        backend = options.get("backend") or "inductor"
+        compiler = compiler_of(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
+        within = _WithinBudget(compiler, float(options[SHARE]))
+        self._run = torch.compile(_with_own_code(self._function, within), backend=within, **rest)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
-
-
-def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    if SHARE not in options:
-        return torch.compile(function, **options)
-    rest = {key: value for key, value in options.items() if key not in (SHARE, "backend", "mode", "options")}
-    backend = options.get("backend") or "inductor"
-    compiler = compiler_of(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
-    within = _WithinBudget(compiler, float(options[SHARE]))
-    return torch.compile(_with_own_code(function, within), backend=within, **rest)
 
 
 _twins: WeakKeyDictionary[FunctionType, dict[_WithinBudget, FunctionType]] = WeakKeyDictionary()

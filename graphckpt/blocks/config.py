@@ -19,10 +19,8 @@ FIELDS = (
 )  # fmt: skip
 """Every field of a block's config; the docstring of :class:`BlockConfig` describes each."""
 
-
 PLACEMENT = ("offload", "partition", "contiguous", "min_elements")
 """The fields that say where kept tensors go; each is inherited by itself."""
-
 
 OTHER_NAMES = {
     "cpu_checkpointing": "offload",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import NoneType
 from typing import Any, final
 from weakref import WeakMethod
 
@@ -117,23 +118,19 @@ class StepRecorder:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
                 raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
             raise GraphError(f"{self.title}: no step has been measured yet · fix: run one step")
-        explanation = self._explanation(recorder, capture)
-        if plot is not None:
-            explanation.plot(plot)
-        if show:
-            print_table(explanation)
-        return explanation
-
-    def _explanation(self, recorder: Recorder, capture: str) -> Explanation:
         elsewhere = {w.name for w in self._wrappers if w.module is not None and _is_elsewhere(w.module)}
         wrappers = [w for w in self._wrappers if w.name not in elsewhere]
         empty = {
             name for name in recorder.weightless if not (recorder.bytes_before(name) or recorder.bytes_after(name))
         }
         omitted = elsewhere | (empty - {*self._policies.selected})
+        rules = dict.fromkeys(w.rule for w in wrappers if isinstance(w.rule, Selective) and w.rule.label)
+        ops = {
+            rule.describe(): ", ".join(map(str, rule.save)) for rule in rules if isinstance(rule.save, (list, tuple))
+        }
         live, unpredictable = recorder.live, _unpredictable(wrappers, recorder)
         levels = () if live is None or unpredictable else tuple(live.levels_if_kept(lambda block: True))
-        return Explanation(
+        explanation = Explanation(
             title=self.title,
             rows=tuple(row for row in self._rows(wrappers, recorder) if row.block not in omitted),
             bytes_before=recorder.plain_total.largest,
@@ -148,10 +145,15 @@ class StepRecorder:
             timeline=tuple(live.timeline) if live else (),
             plain_levels=levels,
             tensors=tuple(live.tensors) if live else (),
-            legend=_legend(wrappers),
+            legend=tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items())),
             warnings=tuple(self._warnings(wrappers, recorder, max(levels, default=None))),
             capture=capture,
         )
+        if plot is not None:
+            explanation.plot(plot)
+        if show:
+            print_table(explanation)
+        return explanation
 
     def _rows(self, wrappers: Sequence[BlockForward], recorder: Recorder) -> Iterator[Row]:
         idle, times = self._policies.idle, self._times
@@ -270,15 +272,11 @@ class _Hook:
         raise ConfigError(NOT_SCRIPTABLE)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
+        return _Hook, (NoneType,)  # which returns None
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-
-
-def _nothing() -> None:
-    return None
 
 
 @contextmanager
@@ -310,12 +308,6 @@ def _is_elsewhere(module: nn.Module) -> bool:
     return bool(weights) and all(weight.is_meta for weight in weights)
 
 
-def _legend(wrappers: Sequence[BlockForward]) -> tuple[tuple[str, str], ...]:
-    rules = dict.fromkeys(w.rule for w in wrappers if isinstance(w.rule, Selective) and w.rule.label)
-    ops = {rule.describe(): ", ".join(map(str, rule.save)) for rule in rules if isinstance(rule.save, (list, tuple))}
-    return tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items()))
-
-
 def _rule(wrapper: BlockForward | None) -> str:
     if wrapper is None:
         return Keep.name
@@ -338,9 +330,11 @@ def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequ
     names: list[str] = []
     least_bytes = 0
     for wrapper in sorted(ran, key=lambda w: order.get(w.name, -1), reverse=True):
-        others = (w.name for w in wrappers if w is not wrapper)
+        others = [f"{w.name}." for w in wrappers if w is not wrapper]
         rules = Full if names else (Full, Selective)  # of several selective blocks the prediction is not exact
-        if not isinstance(wrapper.rule, rules) or any(_overlap(wrapper.name, name) for name in others):
+        own = f"{wrapper.name}."
+        is_nested = any(own.startswith(other) or other.startswith(own) or "." in (own, other) for other in others)
+        if not isinstance(wrapper.rule, rules) or is_nested:
             break
         trial = {wrapper.name, *names}
         peak_bytes = max(live.levels_if_kept(lambda block, trial=trial: block in trial), default=0)  # type: ignore[misc]
@@ -366,7 +360,3 @@ def _unpredictable(wrappers: Sequence[BlockForward], recorder: Recorder) -> str:
     if any(w.compile_options is not None for w in wrappers):
         return "compiled blocks hide what they allocate"
     return "tiles run a block in slices" if any(isinstance(w.rule, Tiles) for w in wrappers) else ""
-
-
-def _overlap(one: str, other: str) -> bool:
-    return one.startswith(f"{other}.") or other.startswith(f"{one}.") or "" in (one, other)

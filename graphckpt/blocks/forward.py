@@ -168,7 +168,9 @@ class BlockForward:
                 reasons.append("it has a store")
             if self.is_excluded and running.get() is not None:  # that block is recomputed as it is
                 reasons.append("it is excluded from the block around it")
-            if not isinstance(self.rule, Keep) and not all(map(_is_checkpointable, self._forwards_below())):
+            inner = [each for each in self._forwards_below() if not each.is_part and each.rule.name != "full"]
+            is_other = any(f.rule.name != "keep" or not (f.placement is None or f.placement.is_plain) for f in inner)
+            if is_other and not isinstance(self.rule, Keep):
                 reasons.append("a block within it has a policy")
         why = ", ".join(reason for reason in reasons if reason)
         if not why:
@@ -284,11 +286,6 @@ def disable_checkpointing() -> Iterator[None]:
 def checkpointing_is_off() -> bool:
     """Whether forwards run as if no policy were set: in :func:`disable_checkpointing`, ``torch.func``, forward AD."""
     return _disabled.is_on or is_transformed()
-
-
-def _is_checkpointable(forward: BlockForward) -> bool:
-    is_plain = forward.placement is None or forward.placement.is_plain
-    return forward.is_part or forward.rule.name == "full" or (forward.rule.name == "keep" and is_plain)
 
 
 def _unwrapped(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:

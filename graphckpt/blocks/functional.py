@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial, reduce, wraps
 from itertools import chain
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 import torch
@@ -299,7 +299,7 @@ def _reached(value: Any) -> Iterable[Any]:
         call = type(value).__call__ if callable(value) else None
         return attribute_of(value, "__self__"), call, *_attributes(value).values()
     names, in_module = _names_in(value.__code__), value.__globals__
-    cells = (cell.cell_contents for cell in value.__closure__ or () if _is_full(cell))
+    cells = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())  # which has no value yet
     defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     named = [in_module[name] for name in names if name in in_module]
     helpers = (each for each in named if not isinstance(each, FunctionType) or each.__globals__ is in_module)
@@ -325,10 +325,3 @@ def _used(value: Any, names: Iterable[str]) -> Iterable[Any]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     return {} if isinstance(value, (type, ModuleType)) else attribute_of(value, "__dict__") or {}
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # the variable has no value yet
-        return False

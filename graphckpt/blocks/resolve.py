@@ -90,7 +90,13 @@ class _Resolver:
 
     def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, outer: _Inherited) -> _Inherited:
         rule = config.rule if config is not None else None
-        placement = self._placement(outer.fields)
+        options = config.compile_options if config is not None else None
+        placement: Placement | None = None
+        if outer.fields:  # the same object for the same fields: blocks that share it share its store
+            placement = placement_of(outer.fields)
+            if placement not in self._placements:
+                self._placements.append(placement)
+            placement = self._placements[self._placements.index(placement)]
         if rule is None or isinstance(rule, Keep):
             return self._decide_kept(name, module, config, placement, outer)
         if isinstance(module, UNCALLED):
@@ -104,7 +110,6 @@ class _Resolver:
         if isinstance(rule, Full) and outer.rule is not None:
             # Nested True is one segment. The wrapper still acts where the module is called from elsewhere.
             self.plan.idle[name] = "is recomputed as part of the block around it"
-        options = config.compile_options if config is not None else None
         if options is not None and isinstance(rule, Selective):
             self.plan.idle[name] = "selective has no effect beyond full here: it cannot see the ops of compiled code"
         self.plan.wrappers.append(BlockForward(module, name, rule, placement, compile_options=options))
@@ -129,22 +134,10 @@ class _Resolver:
                 what = type(module).__name__
                 self.plan.idle[name] = f"{what} has no forward, so compile has no effect; set it on its items"
             return replace(outer, rule=None)
-        is_placed = placement is not None and placement != (outer.covering or _PLAIN)
+        is_placed = placement is not None and placement != (outer.covering or Placement())
         if is_hole or is_placed or options is not None:
             own = placement if is_hole or is_placed else None
             self.plan.wrappers.append(
                 BlockForward(module, name, Keep(), own, compile_options=options, is_excluded=is_hole)
             )
         return replace(outer, rule=None, covering=placement)
-
-    def _placement(self, fields: Mapping[str, Any]) -> Placement | None:
-        """Returns what the fields mean, the same object for the same fields: blocks that share it share its store."""
-        if not fields:
-            return None
-        wanted = placement_of(fields)
-        if wanted not in self._placements:
-            self._placements.append(wanted)
-        return self._placements[self._placements.index(wanted)]
-
-
-_PLAIN = Placement()

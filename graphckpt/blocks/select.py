@@ -44,7 +44,8 @@ def select(model: nn.Module, selector: Selector) -> list[tuple[str, nn.Module]]:
         )
     if not matches:
         raise ConfigError(_matches_nothing(model, selector, named))
-    return _outermost(matches)
+    inner = {id(child) for _, module in matches for child in module.modules() if child is not module}
+    return [(name, module) for name, module in matches if id(module) not in inner]
 
 
 def _class_names(module: nn.Module) -> Iterator[str]:
@@ -59,7 +60,7 @@ def _matches_nothing(model: nn.Module, selector: Selector, named: Sequence[tuple
         return f"a {type(selector).__name__} is not a module of {owner} · fix: select a module of the model"
     classes = {type(module).__name__ for _, module in named}
     word = describe(selector)
-    patterns = dict.fromkeys(_with_stars(name) for name, _ in named)
+    patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name, _ in named)
     example = next((name for name in patterns if name.endswith("*")), None) or next(filter(None, patterns), owner)
     if isinstance(selector, type):
         described, names, hint = f"class {word}", classes, did_you_mean(word, classes)
@@ -92,15 +93,6 @@ def _pattern(selector: str | re.Pattern[str]) -> re.Pattern[str]:
         raise ConfigError(f"{selector!r} is not a valid regular expression: {error} · {fix}") from None
 
 
-def _outermost(matches: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    inner = {id(child) for _, module in matches for child in module.modules() if child is not module}
-    return [(name, module) for name, module in matches if id(module) not in inner]
-
-
-def _with_stars(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
-
-
 def describe(selector: Any) -> str:
     if isinstance(selector, nn.Module):
         return type(selector).__name__
@@ -127,17 +119,14 @@ def _stacked(prefix: str, module: nn.Module) -> list[str]:
     if is_list and 2 * kinds.count(max(kinds, key=kinds.count)) > len(kinds):
         inner = [_stacked(name, child) for name, child in children]
         deep = [names for names in inner if names]
-        if len(deep) == 1 and 2 * _size_of(module, _relative(prefix, deep[0])) > _size(module):
+        start = f"{prefix}." if prefix else ""
+        if len(deep) == 1 and 2 * _size_of(module, [name.removeprefix(start) for name in deep[0]]) > _size(module):
             return deep[0]  # a stack between a first and a last layer
         sizes = [_size(child) for _, child in children if _size(child)]
         if not all(inner) or 2 * max(map(sizes.count, sizes)) >= len(sizes):
             return [name for name, child in children if _size(child)]
         return [name for names in inner for name in names]
     return [name for path, child in children for name in _stacked(path, child)]
-
-
-def _relative(prefix: str, names: list[str]) -> list[str]:
-    return [name.removeprefix(f"{prefix}.") if prefix else name for name in names]
 
 
 def marked_layers(model: nn.Module) -> list[str]:

@@ -258,7 +258,8 @@ class Frame(Call):
         return get_rng_state(self.devices, host=self._random[2] is not None)
 
     def _unread_parameters(self) -> frozenset[int]:
-        return frozenset().union(*(call.parameter_ids() for call in self.excluded if not call.is_repeated))
+        tensors = (tensor for call in self.excluded if not call.is_repeated for tensor in call.block.state.tensors())
+        return frozenset(id(tensor) for tensor in tensors if isinstance(tensor, torch.nn.Parameter))
 
     @property
     def before(self) -> Frame | None:

@@ -499,9 +499,6 @@ class ExcludedCall:
     def buffer_ids(self) -> set[int]:
         return self.block.state.buffer_ids()
 
-    def parameter_ids(self) -> set[int]:
-        return {id(tensor) for tensor in self.block.state.tensors() if isinstance(tensor, nn.Parameter)}
-
     def after_forward(self, call_state: CallState) -> None:
         # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
         for handle in self._handles:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import nn
@@ -203,9 +203,7 @@ class AutoPlan:
                     config.update(dict(_UNSET))
             if row.fields.get("activation_checkpointing") is not False or len(row.fields) > 1:
                 self._tree.config(model.get_submodule(row.block), row.block).update({**_UNSET, **row.fields})
-        policies = _GraphPolicies()
-        policies.callback(self._restore, before)
-        return policies
+        return _GraphPolicies(lambda: self._restore(before))
 
     def _restore(self, before: Mapping[str, Mapping[str, Any]]) -> None:
         model = _Roots(self._step.roots)
@@ -217,12 +215,22 @@ class AutoPlan:
 
 
 @final
-class _GraphPolicies(ExitStack):
+class _GraphPolicies:
     """The policies that a plan has set on a Graph."""
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self._restore = restore
 
     def remove(self) -> None:
         """Sets the flags of the blocks to what they were before; a second call does nothing."""
-        self.close()
+        restore, self._restore = self._restore, lambda: None
+        restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
 
 def _lower_plan(

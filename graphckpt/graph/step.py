@@ -196,10 +196,8 @@ class Step:
             yield
 
     def prepare(self) -> None:
-        if self.setup.is_stale:
-            self._prepare()
-
-    def _prepare(self) -> None:
+        if not self.setup.is_stale:
+            return
         plan = resolve_policies(self.roots.items(), self._tree.configs)
         blocks = [
             (w.module, w.rule, w.placement, w.compile_options, w.is_part, [ref(m) for m in w.module.modules()])
@@ -270,7 +268,9 @@ class Step:
     def _build(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         scaler = self.update.scaler
         with ExitStack() as stack:
-            stack.enter_context(preserve_grads(self._unmanaged()))
+            if self._unmanaged_parameters and self.update.num_groups() != self._num_groups:
+                self.sort_parameters()  # the user has added a group since
+            stack.enter_context(preserve_grads(self._unmanaged_parameters))
             if not self.setup.is_done:
                 stack.enter_context(self.update.forbidding_steps())
             scaled = stack.enter_context(ScaledBackward(scaler)) if scaler is not None else None
@@ -298,11 +298,6 @@ class Step:
         devices = (parameter.device for module in self.roots.values() for parameter in module.parameters())
         with torch.autocast(next(devices, torch.device("cpu")).type, dtype):
             return build(*args, **kwargs)
-
-    def _unmanaged(self) -> list[torch.Tensor]:
-        if self._unmanaged_parameters and self.update.num_groups() != self._num_groups:
-            self.sort_parameters()  # the user has added a group since
-        return self._unmanaged_parameters
 
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
         """Where the step's inputs and the modules' own tensors lie, which no output may be."""
@@ -340,7 +335,13 @@ def pack_outputs(outputs: Iterable[Any]) -> Any:
     if len({len(leaves) for leaves in detached}) > 1:
         counts = ", ".join(str(len(leaves)) for leaves in detached)
         raise GraphError(f"build returned {counts} values for the micro-batches · fix: return the same ones for each")
-    return build_value(flat[0][1], [_pack(leaves) for leaves in zip(*detached, strict=True)])
+    packed: list[Any] = []
+    for leaves in zip(*detached, strict=True):
+        if isinstance(first := leaves[0], torch.Tensor):
+            packed.append(torch.cat(leaves) if first.dim() else torch.stack(leaves))
+        else:
+            packed.append(first if all(leaf is first or leaf == first for leaf in leaves) else list(leaves))
+    return build_value(flat[0][1], packed)
 
 
 def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
@@ -363,10 +364,3 @@ def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
 def is_new(tensor: torch.Tensor) -> bool:
     """Whether an op has made the memory of ``tensor``; where this is not sure, it returns False."""
     return tensor.grad_fn is not None and not tensor._version and not tensor._is_view()
-
-
-def _pack(leaves: tuple[Any, ...]) -> Any:
-    first = leaves[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(leaves) if first.dim() else torch.stack(leaves)
-    return first if all(leaf is first or leaf == first for leaf in leaves) else list(leaves)

@@ -65,7 +65,16 @@ def pipeline_part(
         raise ConfigError(
             "pipeline: expected a process group, got none · fix: torch.distributed.init_process_group(), by torchrun"
         )
-    fields = _policies_by_name(model, policies or {})
+    fields: dict[str, dict[str, Any]] = {}
+    if isinstance(model, Block):
+        names = {module: name for name, module in chain.named_modules()}
+        blocks = [block for block in model.modules() if block.config.fields()]
+        fields = {names[block.origin]: block.config.fields() for block in blocks}
+    for selector, value in (policies or {}).items():
+        for name, _ in select(chain, selector):
+            config = BlockConfig(name)
+            config.update(fields_of(value))
+            fields[name] = {**fields.get(name, {}), **config.fields()}
     stages = stages_of([name for name, _ in chain.named_children()], fields, num_stages=group.size())
     own = OrderedDict(
         (name, block)
@@ -118,18 +127,3 @@ def _faults(
     if stages and max(stages) + 1 != num_stages:
         what = f"stage_id: expected one stage for each of {num_stages} ranks, got {max(stages) + 1}"
         yield f"{what} · fix: config.set_stage(i) on the first block of each stage, up to {num_stages - 1}"
-
-
-def _policies_by_name(model: Any, policies: Policies) -> dict[str, dict[str, Any]]:
-    chain = unwrap(model)
-    names = {module: name for name, module in chain.named_modules()}
-    policies_by_name: dict[str, dict[str, Any]] = {}
-    if isinstance(model, Block):
-        blocks = [block for block in model.modules() if block.config.fields()]
-        policies_by_name = {names[block.origin]: block.config.fields() for block in blocks}
-    for selector, value in policies.items():
-        for name, _ in select(chain, selector):
-            config = BlockConfig(name)
-            config.update(fields_of(value))
-            policies_by_name[name] = {**policies_by_name.get(name, {}), **config.fields()}
-    return policies_by_name

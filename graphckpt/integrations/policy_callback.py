@@ -154,7 +154,14 @@ class PolicyCallback:
                     for name, _ in select(model, selector):
                         units.pop(name, None)  # apply() refuses policies that later ones replace in full
         self.handle = apply(model, {**units, **rules})
-        self._disable_own_checkpointing(self.handle)
+        # Transformers 5.17 checkpoints in `__call__`, around the forward that a policy replaces, without effect then:
+        # off, until the policies are removed.
+        for wrapper in self.handle._wrappers:
+            block = wrapper.module
+            if block is None or isinstance(wrapper.rule, Keep) or type(block).__call__ is nn.Module.__call__:
+                continue
+            if block.__dict__.get(_OWN_FLAG):
+                self._disabled.enter_context(replaced([block], _OWN_FLAG, value=False))
 
     def _begin_plan(self, model: nn.Module, budget: Budget) -> None:
         from graphckpt.planning.live_plan import LivePlan  # noqa: PLC0415 - of use with a budget alone
@@ -180,18 +187,6 @@ class PolicyCallback:
             fix = f"name its class or its blocks: {self._owner}(unit='Block'), or {self._owner}(unit='layers.*')"
             raise ConfigError(f"{self._owner}: {type(model).__name__} has no stack of layers · fix: {fix}")
         return list(names)
-
-    def _disable_own_checkpointing(self, handle: Handle) -> None:
-        """Disables, until the policies are removed, checkpointing that a recomputed block does in ``__call__``.
-
-        Transformers 5.17 does it there, around the forward that a policy replaces, so that the policy has no effect.
-        """
-        for wrapper in handle._wrappers:
-            block = wrapper.module
-            if block is None or isinstance(wrapper.rule, Keep) or type(block).__call__ is nn.Module.__call__:
-                continue
-            if block.__dict__.get(_OWN_FLAG):
-                self._disabled.enter_context(replaced([block], _OWN_FLAG, value=False))
 
     def _begin_step(self, num_updates: int, *, measures: bool) -> None:
         """Begins a step; measures it op by op if ``measures``, or if it is the first one under a plan.
@@ -250,7 +245,15 @@ class PolicyCallback:
                 self.explanation.plot(self._plot)
             self._is_reported = True
             if self._report:
-                log(_metrics_of(self.explanation))
+                explanation = self.explanation
+                numbers = {
+                    "kept_bytes_plain": explanation.bytes_before,
+                    "kept_bytes": explanation.bytes_after,
+                    "host_bytes": explanation.bytes_host,
+                    "disk_bytes": explanation.bytes_disk,
+                    "peak_bytes": explanation.peak_bytes,
+                }
+                log({f"graphckpt/{name}": float(value) for name, value in numbers.items() if value is not None})
                 self._write(str(self.explanation) if self._report == "table" else saved_line(self.explanation))
             return self.explanation
         return None
@@ -308,14 +311,3 @@ def saved_line(explanation: Explanation) -> str:
     count = f"{blocks} block{'s' if blocks != 1 else ''}"
     effect = f"policies act on {count}" if blocks else "no block is recomputed"
     return f"graphckpt: {effect}; kept for backward: {change}{f'; offloaded: {offloaded}' if offloaded else ''}"
-
-
-def _metrics_of(explanation: Explanation) -> dict[str, float]:
-    numbers = {
-        "kept_bytes_plain": explanation.bytes_before,
-        "kept_bytes": explanation.bytes_after,
-        "host_bytes": explanation.bytes_host,
-        "disk_bytes": explanation.bytes_disk,
-        "peak_bytes": explanation.peak_bytes,
-    }
-    return {f"graphckpt/{name}": float(value) for name, value in numbers.items() if value is not None}

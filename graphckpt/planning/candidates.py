@@ -40,13 +40,10 @@ class LayerCompilation:
         return compile_options(self.field)
 
 
-NOT_COMPILED = LayerCompilation()
-
-
 def parse_compile(value: Any, rules: object = None) -> LayerCompilation:
     options = compile_options(value)
     if options is None:
-        return NOT_COMPILED
+        return LayerCompilation()
     if rules is not None or SHARE in options or not takes_share(options):
         return LayerCompilation(value)
     return LayerCompilation({**options, SHARE: 1.0}, tuple({**options, SHARE: share} for share in SHARES))
@@ -264,7 +261,7 @@ def options(
     offload: bool | str = False,
     only: Iterable[Any] | None = None,
     *,
-    code: LayerCompilation = NOT_COMPILED,
+    code: LayerCompilation = LayerCompilation(),
     partition: Any = None,
 ) -> tuple[Option, ...]:
     """Returns the options, ``keep`` first.

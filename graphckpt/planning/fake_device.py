@@ -116,23 +116,8 @@ class _FunctionOverrides(TorchFunctionMode):
                 "fix: remove it from the step, or plan on the device"
             ) from None
 
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            low = torch.get_autocast_dtype("cpu")
-            query, key, value = query.to(low), key.to(low), value.to(low)
-            if attn_mask is not None and attn_mask.is_floating_point():
-                attn_mask = attn_mask.to(low)
-        call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = _AttentionCall(*args, **kwargs)
         kernels = (name for name in self._kernels if name == "math" or call.is_supported(name, self._capability))
         run: Callable[[], torch.Tensor] = getattr(call, next(kernels, "math"))
         return run()
@@ -260,14 +245,23 @@ FULL_PRECISION = frozenset(
 @final
 @dataclass(slots=True)
 class _AttentionCall:
+    """The arguments of ``scaled_dot_product_attention``, by its names."""
+
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    mask: torch.Tensor | None
-    dropout: float
-    is_causal: bool
-    scale: float | None
-    is_grouped: bool
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def __post_init__(self) -> None:
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            self.query, self.key, self.value = self.query.to(dtype), self.key.to(dtype), self.value.to(dtype)
+            if self.attn_mask is not None and self.attn_mask.is_floating_point():
+                self.attn_mask = self.attn_mask.to(dtype)
 
     def is_supported(self, kernel: str, capability: tuple[int, int]) -> bool:
         """Whether a fused kernel supports the shapes and types of the tensors, and is enabled."""
@@ -278,17 +272,19 @@ class _AttentionCall:
             and query.dtype is key.dtype is value.dtype
             and query.shape[-1] == key.shape[-1] == value.shape[-1]
             and query.shape[0] == key.shape[0] == value.shape[0]
-            and (query.shape[1] == key.shape[1] or self.is_grouped)
+            and (query.shape[1] == key.shape[1] or self.enable_gqa)
         )
         if not is_plain:
             return False
         if kernel == "flash":
             is_wide = width > 256 or (width > 192 and capability in ((8, 6), (8, 9)) and self._needs_grad)
             is_enabled = torch.backends.cuda.flash_sdp_enabled() and capability >= (8, 0)
-            return is_enabled and is_half and not is_wide and self.mask is None
+            return is_enabled and is_half and not is_wide and self.attn_mask is None
         if kernel == "cudnn":
             is_enabled = torch.backends.cuda.cudnn_sdp_enabled() and capability >= (8, 0)
-            has_mask_gradient = self.mask is not None and self.mask.requires_grad  # its backward computes none
+            has_mask_gradient = (
+                self.attn_mask is not None and self.attn_mask.requires_grad
+            )  # its backward computes none
             return is_enabled and is_half and width <= 128 and width % 8 == 0 and not has_mask_gradient
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -299,7 +295,7 @@ class _AttentionCall:
 
     @property
     def _needs_grad(self) -> bool:
-        tensors = (self.query, self.key, self.value, self.mask)
+        tensors = (self.query, self.key, self.value, self.attn_mask)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     def flash(self) -> torch.Tensor:
@@ -308,13 +304,15 @@ class _AttentionCall:
         scale = 1 / sqrt(width) if self.scale is None else self.scale
         missing = -width % 8
         tensors = [F.pad(t, (0, missing)) if missing else t for t in (self.query, self.key, self.value)]
-        results = _aten._scaled_dot_product_flash_attention(*tensors, self.dropout, self.is_causal, False, scale=scale)
+        results = _aten._scaled_dot_product_flash_attention(
+            *tensors, self.dropout_p, self.is_causal, False, scale=scale
+        )
         out: torch.Tensor = results[0]
         return out[..., :width] if missing else out
 
     def cudnn(self) -> torch.Tensor:
         results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_cudnn_attention(
-            self.query, self.key, self.value, self._additive_mask(), self._needs_grad, self.dropout, self.is_causal,
+            self.query, self.key, self.value, self._additive_mask(), self._needs_grad, self.dropout_p, self.is_causal,
             False, scale=self.scale,
         )  # fmt: skip
         return results[0]
@@ -328,19 +326,19 @@ class _AttentionCall:
         if mask is not None:
             mask = mask.expand(*self.query.shape[:-1], self.key.shape[-2])
         results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_efficient_attention(
-            self.query, self.key, self.value, mask, self._needs_grad, self.dropout, self.is_causal, scale=self.scale
+            self.query, self.key, self.value, mask, self._needs_grad, self.dropout_p, self.is_causal, scale=self.scale
         )
         return results[0]
 
     def math(self) -> torch.Tensor:
         results: tuple[torch.Tensor, ...] = _aten._scaled_dot_product_attention_math(
-            self.query, self.key, self.value, self.mask, self.dropout, self.is_causal,
-            scale=self.scale, enable_gqa=self.is_grouped,
+            self.query, self.key, self.value, self.attn_mask, self.dropout_p, self.is_causal,
+            scale=self.scale, enable_gqa=self.enable_gqa,
         )  # fmt: skip
         return results[0]
 
     def _additive_mask(self) -> torch.Tensor | None:
-        mask = self.mask
+        mask = self.attn_mask
         if mask is None or mask.dtype is not torch.bool:
             return mask
         return torch.zeros_like(mask, dtype=self.query.dtype).masked_fill_(mask.logical_not(), float("-inf"))

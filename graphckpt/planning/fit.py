@@ -66,7 +66,7 @@ def fit_steps(
     ``is_real`` says whether they run, so that they may need more memory than there is, and ``can_accumulate`` whether
     they can accumulate gradients. Plans mention ``notes``.
     """
-    budget = budgets.check_fit_budget(memory_budget)
+    budget = budgets.check_budget(memory_budget, for_fit=True)
     sizes = _checked_sizes(batch_sizes, global_batch)
     with Progress(is_shown=False if callable(progress) else progress) as lines:
         report = progress if callable(progress) else lines.begin
@@ -137,7 +137,7 @@ class _SizedRows:
     def __init__(
         self,
         make_sized: MakeSized,
-        budget: int | str,
+        budget: budgets.Budget,
         options: PlanOptions,
         progress: Callable[[str], None],
         *,

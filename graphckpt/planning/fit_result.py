@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 Goal: TypeAlias = Literal["throughput", "batch"]
 """The goal for which a micro-batch is chosen: the most samples per second, or the largest batch."""
 
+_NUMBERS = (
+    "batch_size", "accumulation", "fits", "peak_bytes", "seconds", "samples_per_second", "plain_peak_bytes",
+    "floor_bytes", "is_measured", "checked_peak_bytes", "checked_seconds",
+)  # fmt: skip
 _OP_LEVEL = re.compile(r"\(level \d+ of \d+\)")
 _TOP = 1.25  # of the budget: the upper limit of the memory axis
 _COLUMNS = (
-    Column("batch", is_number=True),
-    Column("peak", is_number=True),
-    Column("kept", is_number=True),
-    Column("step", is_number=True),
-    Column("samples/s", is_number=True),
+    *(Column(name, is_number=True) for name in ("batch", "peak", "kept", "step", "samples/s")),
     Column("policies"),
     Column("from"),
 )
@@ -137,20 +137,11 @@ class BatchFit:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values."""
-        return {
-            "batch_size": self.batch_size,
-            "accumulation": self.accumulation,
-            "fits": self.fits,
-            "peak_bytes": self.peak_bytes,
-            "seconds": self.seconds if self.fits else None,
-            "samples_per_second": self.samples_per_second if self.fits else None,
-            "plain_peak_bytes": self.plain_peak_bytes,
-            "floor_bytes": self.floor_bytes,
-            "is_measured": self.is_measured,
-            "checked_peak_bytes": self.checked_peak_bytes,
-            "checked_seconds": self.checked_seconds,
-            "blocks": {name: dict(fields) for name, fields in self.plan.blocks.items()} if self.plan else None,
-        }
+        values = {name: getattr(self, name) for name in _NUMBERS}
+        if not self.fits:
+            values |= {"seconds": None, "samples_per_second": None}
+        blocks = {name: dict(fields) for name, fields in self.plan.blocks.items()} if self.plan else None
+        return {**values, "blocks": blocks}
 
 
 @final
@@ -301,12 +292,10 @@ def _speed(row: BatchFit) -> tuple[float, int]:
 def _parts_of(fit: Fit) -> Iterator[RenderableType]:
     yield table_of(_COLUMNS, (_cells(row, fit) for row in fit.rows))
     yield from map(Text, _summary_lines(fit))
-    yield bullet("kept: the peak with everything kept, without recomputation or offloading", "*")
-    if fit.is_simulated:
-        yield bullet(f"simulated: under all policies and under its plan; nothing ran on {fit.device}", "*")
-    else:
-        yield bullet("measured: under all policies; checked: it ran under its plan as well", "*")
-    for note in fit.notes:
+    plain = "kept: the peak with everything kept, without recomputation or offloading"
+    simulated = f"simulated: under all policies and under its plan; nothing ran on {fit.device}"
+    measured = "measured: under all policies; checked: it ran under its plan as well"
+    for note in (plain, simulated if fit.is_simulated else measured, *fit.notes):
         yield bullet(note, "*")
 
 

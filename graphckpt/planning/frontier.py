@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING, Protocol, final
@@ -86,10 +86,7 @@ def levels(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = 
     """
     level, state = chain.base, chain.start
     forward, backward = [], []
-    for block, option in enumerate(plan):
-        if option == COVERED:
-            continue
-        move = _allowed(chain, block, option, state)
+    for _, _, move in _walk(chain, plan):
         forward.append(level + move.forward_peak)
         level, state = level + move.change, move.state
         backward.append(level + move.backward_peak)
@@ -105,25 +102,21 @@ def peak(chain: Chain, plan: Sequence[int], in_flight: Sequence[int] | None = No
 
 
 def seconds(chain: Chain, plan: Sequence[int]) -> float:
-    state, spent = chain.start, []
+    return fsum(s for block, option, move in _walk(chain, plan) for s in (chain.options(block)[option], move.waits))
+
+
+def _walk(chain: Chain, plan: Sequence[int]) -> Iterator[tuple[int, int, Move]]:
+    state = chain.start
     for block, option in enumerate(plan):
         if option == COVERED:
             continue
-        move = _allowed(chain, block, option, state)
-        spent += [chain.options(block)[option], move.waits]
+        move = chain.move(block, option, state)
+        if move is None:
+            text = f"block {block}: option {option} is not allowed after {state!r}"
+            raise ConfigError(f"{text} · fix: choose another one")
+        yield block, option, move
         state = move.state
-    return fsum(spent)
 
-
-def _allowed(chain: Chain, block: int, option: int, state: Hashable) -> Move:
-    move = chain.move(block, option, state)
-    if move is None:
-        raise ConfigError(f"block {block}: option {option} is not allowed after {state!r} · fix: choose another one")
-    return move
-
-
-MOST_LABELS = 4096
-"""Labels per block and state. With fewer, all are kept, and the result is exact."""
 
 _TICK = 1e-12  # seconds; sums of integers do not depend on their order, so that equal plans are equal
 _MOST_TICKS = 2**62  # fits an int64
@@ -140,11 +133,12 @@ class Frontier:
     Less need and fewer seconds after block ``i`` are never worse, so only the Pareto-optimal pairs (labels) are kept:
     from the last block to the first, for each state. This does not depend on a budget.
 
-    If there are more than ``most_labels``, they are divided into that many bands along the curve, and the fastest of
-    each band is kept with its own need: no plan needs more than predicted, and a larger budget is never slower.
+    If a block has more than ``most_labels`` in a state, they are divided into that many bands along the curve, and the
+    fastest of each band is kept with its own need: no plan needs more than predicted, and a larger budget is never
+    slower.
     """
 
-    def __init__(self, chain: Chain, most_labels: int = MOST_LABELS) -> None:
+    def __init__(self, chain: Chain, most_labels: int = 4096) -> None:
         self._chain = chain
         self.is_exact = True
         """Whether no label was dropped."""
@@ -180,9 +174,7 @@ class Frontier:
         """
         needs, _ = self._labels[0][self._chain.start]
         label = int(np.searchsorted(needs, budget - self._chain.base, "right")) - 1
-        if label < 0:  # the fixed peak is in every need
-            return None
-        return self._plan(label)
+        return self._plan(label) if label >= 0 else None  # the fixed peak is in every need
 
     def least_peak(self) -> ChainPlan:
         return self._plan(0)

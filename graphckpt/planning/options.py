@@ -195,13 +195,6 @@ def check_budget(budget: Budget, *, for_fit: bool = False) -> Budget:
     return budget
 
 
-def check_fit_budget(budget: Budget) -> int | str:
-    """Returns a budget independent of the batch size."""
-    budget = check_budget(budget, for_fit=True)
-    assert not isinstance(budget, float)
-    return budget
-
-
 def _is_percentage(budget: Budget) -> bool:
     return isinstance(budget, str) and budget.rstrip().endswith("%")
 

@@ -37,7 +37,7 @@ class AppliedPolicies(Protocol):
     def __enter__(self) -> Any:
         """Keeps the policies until the end of the ``with`` block."""
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> Any:
+    def __exit__(self, *error: object) -> None:
         """Removes the policies."""
 
 
@@ -143,8 +143,9 @@ class Plan(PlanData):
                 cannot be written.
         """
         head = "".join(f"# {line}\n" for line in summary_lines(self))
+        dumper = type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
         try:
-            text = yaml.dump(self.to_dict(), Dumper=_dumper(), sort_keys=False)
+            text = yaml.dump(self.to_dict(), Dumper=dumper, sort_keys=False)
         except yaml.representer.RepresenterError as error:
             raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `candidates`") from None
         try:
@@ -178,10 +179,6 @@ class Plan(PlanData):
         front = self.front
         relative = None if front is None else lambda: [plan.relative_to(name) for plan in front()]
         return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=relative)
-
-
-def _dumper() -> type[yaml.SafeDumper]:
-    return type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
 
 
 _NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in ("rows", "stages", "notes"))

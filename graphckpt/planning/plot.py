@@ -91,9 +91,8 @@ def draw_plan(plan: PlanData, target: Path) -> Path:
         plain, peak = format_bytes(plan.plain_peak_bytes), format_bytes(plan.predicted_peak_bytes)
         budget = f"memory budget {format_bytes(plan.budget_bytes)}"
         title_of(phases, budget, f"peak: {plain} → {peak}" if plain != peak else f"peak: {plain}")
-        colours = {option: rule_colour(option) for option in sorted_rules(row.option for row in plan.rows)} | {
-            OUTSIDE: GREY
-        }
+        options = sorted_rules(row.option for row in plan.rows)
+        colours = {**{option: rule_colour(option) for option in options}, OUTSIDE: GREY}
         legend(figure, {"live bytes": levels, "policy of the block": patches(colours)})
     return target
 
@@ -176,13 +175,17 @@ _AT_ONCE = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "tran
 
 def write_plans(chosen: PlanData, front: Sequence[PlanData], target: Path) -> Path:
     """Writes peak and time of the Pareto-optimal plans, and of one, at first ``chosen``, its levels and policies."""
-    plans, start = _positions(chosen, front)
+    others = [plan for plan in front if plan.predicted_peak_bytes != chosen.predicted_peak_bytes]
+    num_options = len({row.option for plan in (chosen, *front) for row in plan.rows})
+    num_bytes = _BYTES_OF_BAR * num_options * len(chosen.rows) + _BYTES_OF_LEVEL * len(chosen.stages)
+    every = -(-len(others) * num_bytes // _MAX_BYTES) or 1
+    plans = sorted([chosen, *others[::every]], key=lambda plan: plan.predicted_peak_bytes)
+    start = next(at for at, plan in enumerate(plans) if plan is chosen)
     text = (
         "Move the slider to see the fastest plan for another memory budget: its peak and time, its live bytes over the "
         "step, and the policy of each block."
     )
-    peaks = {plan.predicted_peak_bytes for plan in plans}
-    if len(peaks) < len({plan.predicted_peak_bytes for plan in (chosen, *front)}):
+    if len({p.predicted_peak_bytes for p in plans}) < len({p.predicted_peak_bytes for p in (chosen, *front)}):
         text += f" {len(plans)} of {len(front)} plans are shown."
     prefix = common_prefix(row.block for row in chosen.rows)
     label = f"Predicted step time over peak, for {len(plans)} plans"
@@ -205,15 +208,6 @@ def write_plans(chosen: PlanData, front: Sequence[PlanData], target: Path) -> Pa
     return write_page(target, "Activation checkpointing plan", lead, sections)
 
 
-def _positions(chosen: PlanData, front: Sequence[PlanData]) -> tuple[list[PlanData], int]:
-    others = [plan for plan in front if plan.predicted_peak_bytes != chosen.predicted_peak_bytes]
-    num_options = len({row.option for plan in (chosen, *front) for row in plan.rows})
-    size = _BYTES_OF_BAR * num_options * len(chosen.rows) + _BYTES_OF_LEVEL * len(chosen.stages)
-    every = -(-len(others) * size // _MAX_BYTES) or 1
-    plans = sorted([chosen, *others[::every]], key=lambda plan: plan.predicted_peak_bytes)
-    return plans, next(at for at, plan in enumerate(plans) if plan is chosen)
-
-
 def _figure(plans: Sequence[PlanData], start: int, prefix: str) -> dict[str, Any]:
     scale, unit = unit_of(max(plan.plain_peak_bytes for plan in plans))
     second, second_name = second_of(max(plan.predicted_step_seconds for plan in plans))
@@ -222,12 +216,7 @@ def _figure(plans: Sequence[PlanData], start: int, prefix: str) -> dict[str, Any
     xs = [plan.predicted_peak_bytes / scale for plan in plans]
     ys = [plan.predicted_step_seconds * second for plan in plans]
     titles = [_title(plan) for plan in plans]
-    front = line(xs, ys) | {
-        "mode": "lines+markers",
-        "marker": {"size": 5},
-        "text": [_title(plan) for plan in plans],
-        "showlegend": False,
-    }
+    front = line(xs, ys) | {"mode": "lines+markers", "marker": {"size": 5}, "text": titles, "showlegend": False}
     frames = [_traces(plan, colour_of, blocks, prefix, scale, second) for plan in plans]
     moving = frames[start]
     steps = [
@@ -279,9 +268,9 @@ def _figure(plans: Sequence[PlanData], start: int, prefix: str) -> dict[str, Any
                 for trace in traces
             ],
             "traces": list(range(1, 1 + len(moving))),
-            "layout": {"title": {"text": _title(plan)}},
+            "layout": {"title": {"text": titles[at]}},
         }
-        for at, (plan, traces) in enumerate(zip(plans, frames, strict=True))
+        for at, traces in enumerate(frames)
     ]
     return {"data": [front, *moving, *legend_entries("", colour_of)], "layout": layout, "frames": changes}
 

@@ -124,7 +124,9 @@ def parts_of(plan: PlanData) -> Iterator[RenderableType]:
     prefix = common_prefix(row.block for row in plan.rows)
     yield table_of(columns, plan_cells(plan.rows, prefix, has_moves=has_moves))
     yield from map(Text, summary_lines(plan))
-    levels = (f"{name} keeps the results of {ops}" for name, ops in _levels(plan.rows).items())
+    values = (row.fields.get("activation_checkpointing") for row in plan.rows)
+    saves = {v["label"]: ", ".join(map(str, v["save"])) for v in values if isinstance(v, dict) and v.get("label")}
+    levels = (f"selective({label}) keeps the results of {ops}" for label, ops in sorted(saves.items()))
     for note in (*([prefix_note(prefix)] if prefix else []), *levels, *plan.notes):
         yield bullet(note, "*")
 
@@ -144,17 +146,11 @@ def _groups(rows: Sequence[PlanRow], prefix: str = "") -> Iterator[tuple[str, st
         yield name, rows[members[0]].option, [rows[at] for at in members]
 
 
-def _levels(rows: Sequence[PlanRow]) -> dict[str, str]:
-    values = (row.fields.get("activation_checkpointing") for row in rows)
-    levels = [value for value in values if isinstance(value, dict) and value.get("label")]
-    return dict(sorted((f"selective({v['label']})", ", ".join(map(str, v["save"]))) for v in levels))
-
-
 def print_sweep(front: Sequence[PlanData], uniform: Mapping[str, PlanData]) -> None:
     prefix = common_prefix(row.block for plan in front[:1] for row in plan.rows)
     texts = [(p, ", ".join(f"{name} {option}" for name, option, _ in _groups(p.rows, prefix))) for p in front]
     texts += [(plan, f"all {name}") for name, plan in uniform.items()]
-    lines = [(plan.predicted_peak_bytes, plan.predicted_step_seconds, text) for plan, text in texts]
+    lines = sorted((plan.predicted_peak_bytes, plan.predicted_step_seconds, text) for plan, text in texts)
     columns = [Column("peak", is_number=True), Column("step", is_number=True), Column("policies")]
-    cells = [(format_bytes(peak), format_seconds(seconds), text) for peak, seconds, text in sorted(lines)]
+    cells = [(format_bytes(peak), format_seconds(seconds), text) for peak, seconds, text in lines]
     show([table_of(columns, cells), *([bullet(prefix_note(prefix), "*")] if prefix else [])])

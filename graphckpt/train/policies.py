@@ -13,7 +13,7 @@ from graphckpt.blocks.config import BlockConfig, fields_of
 from graphckpt.blocks.select import marked_layers, select
 from graphckpt.errors import ConfigError, bullets, did_you_mean, without_repeats
 from graphckpt.graph.graph import Graph
-from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.options import PlanOptions
 from graphckpt.train.output import Report, replacing
 from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.train.snapshot.saved_run import PLAN, SavedRun
@@ -37,7 +37,7 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
             blocks = policies_from_file(config.plan)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-    elif fields := config.beside_rule | ({} if config.rule is None else {"activation_checkpointing": config.rule}):
+    elif fields := ({} if config.rule is None else {"activation_checkpointing": config.rule}) | config.beside_rule:
         try:
             settings = {name: dict(fields) for name in unit_names(model, config)}
         except ConfigError as error:
@@ -101,26 +101,25 @@ def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str,
 
 
 def plan_on_batch(
-    graph: Graph,
-    budget: Budget,
-    config: ActivationCheckpointConfig,
-    report: Report,
-    saved: SavedRun,
-    batch: Mapping[str, Tensor],
+    graph: Graph, config: ActivationCheckpointConfig, report: Report, saved: SavedRun, batch: Mapping[str, Tensor]
 ) -> None:
     """Plans the graph for a batch and applies the plan. All ranks plan together; rank 0 writes the plan."""
     from graphckpt.planning.rows import summary_lines  # noqa: PLC0415 - loads the planner
 
     options = _options(graph, config)
+    assert config.memory_budget is not None
     inputs: dict[str, Any] = dict(batch)
-    plan = graph.plan(**inputs, memory_budget=budget, **{name: getattr(options, name) for name in options.names()})
+    wanted = {name: getattr(options, name) for name in options.names()}
+    plan = graph.plan(**inputs, memory_budget=config.memory_budget, **wanted)
     plan.apply()
     for line in summary_lines(plan):
         report.line(f"plan: {line}")
 
+    in_model = plan.relative_to("model")
+
     def save() -> None:
         with replacing(saved.folder / PLAN) as fresh:
-            plan.relative_to("model").save(fresh)
+            in_model.save(fresh)
 
     saved.at_start(save)
 

@@ -192,8 +192,7 @@ class ActivationCheckpointConfig:
         """Yields what means nothing."""
         if self.memory_budget is not None:
             try:
-                check = budget.check_budget if self.fit is None else budget.check_fit_budget
-                check(self.memory_budget)
+                budget.check_budget(self.memory_budget, for_fit=self.fit is not None)
                 _ = self.plan_options()
             except ConfigError as error:
                 yield str(error)

@@ -206,47 +206,43 @@ def test_policies_that_are_refused_set_nothing(policies: Any, message: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "names"),
     [
-        ("plan.yaml", "blocks:\n  encoder.1: true\n  Linear: false\nplan: {}\n"),
-        ("policies.yml", "encoder.1: {activation_checkpointing: full, offload: cpu}\n"),
-        ("policies.json", '{"encoder.1": {"rule": "full"}}'),
+        ("plan.yaml", "blocks:\n  encoder.1: true\n  Linear: false\nplan: {}\n", ["encoder.1"]),
+        ("policies.yml", "encoder.1: {activation_checkpointing: full, offload: cpu}\n", ["encoder.1"]),
+        ("policies.json", '{"encoder.1": {"rule": "full"}}', ["encoder.1"]),
+        (
+            "aliases.yaml",
+            "encoder.1: &one {activation_checkpointing: true}\nencoder.3: *one\n",
+            ["encoder.1", "encoder.3"],
+        ),
     ],
 )
-def test_policies_from_a_file(tmp_path: Path, name: str, text: str) -> None:
+def test_policies_from_a_file(tmp_path: Path, name: str, text: str, names: list[str]) -> None:
     model = build()
     (tmp_path / name).write_text(text)
     for path in (tmp_path / name, str(tmp_path / name)):
         with graphckpt.apply(model, path):
-            assert recomputed(model) == ["encoder.1"]
+            assert recomputed(model) == names
 
 
-def test_a_file_without_policies(tmp_path: Path) -> None:
-    path = tmp_path / "list.yaml"
-    path.write_text("- encoder.1\n")
-    with pytest.raises(ConfigError, match=r"list\.yaml: expected a mapping of policies, got list"):
-        graphckpt.apply(build(), path)
-    path.write_text("blocks:\n  encoder.1: true\n  encoder.1: false\n")
-    with pytest.raises(ConfigError, match=r"list\.yaml: expected each key once, got 'encoder\.1' twice"):
-        graphckpt.apply(build(), path)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match=r"list\.yaml: cannot be read"):
-        graphckpt.apply(build(), path)
+BAD_FILES = {
+    "a list": ("- encoder.1\n", "expected a mapping of policies, got list"),
+    "a key twice": (
+        "blocks:\n  encoder.1: true\n  encoder.1: false\n",
+        r"expected each key once, got 'encoder\.1' twice",
+    ),
+    "no YAML": ("{", "cannot be read"),
+    **{name: (text, f"cannot be read: .*{message}") for name, (text, message) in BOMBS.items()},
+}
 
 
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_file_with_aliases_without_end_is_one_error(tmp_path: Path, name: str) -> None:
-    text, message = BOMBS[name]
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_without_policies(tmp_path: Path, name: str) -> None:
+    text, message = BAD_FILES[name]
     (tmp_path / "policies.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=rf"policies\.yaml: cannot be read: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"policies\.yaml: {message}"):
         graphckpt.apply(build(), tmp_path / "policies.yaml")
-
-
-def test_a_file_with_aliases(tmp_path: Path) -> None:
-    (tmp_path / "policies.yaml").write_text("encoder.1: &one {activation_checkpointing: true}\nencoder.3: *one\n")
-    model = build()
-    with graphckpt.apply(model, tmp_path / "policies.yaml"):
-        assert recomputed(model) == ["encoder.1", "encoder.3"]
 
 
 @pytest.mark.parametrize("field", ["activation_checkpointing", "offload", "contiguous", "compile", "stage_id"])
@@ -257,15 +253,19 @@ def test_long_values_are_shown_by_their_type(field: str) -> None:
         assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("model", ["layers.*", nn.Linear, {"layers.*": True}])
-def test_what_is_no_model(model: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^apply: expected an nn\.Module, got .* · fix: apply\(model, policies\)"):
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        *(
+            (value, r"^apply: expected an nn\.Module, got .* · fix: apply\(model, policies\)")
+            for value in ("h.*", nn.Linear, {})
+        ),
+        (nn.Tanh(), r"no list of layers was found in Tanh · fix: name the blocks"),
+    ],
+)
+def test_what_has_no_layers(model: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         graphckpt.apply(model, True)
-
-
-def test_a_model_without_layers_needs_names() -> None:
-    with pytest.raises(ConfigError, match=r"no list of layers was found in Tanh · fix: name the blocks"):
-        graphckpt.apply(nn.Tanh(), True)
 
 
 def test_a_pattern_means_the_outermost_modules() -> None:
@@ -367,16 +367,8 @@ def test_remove_restores_everything_and_can_be_repeated() -> None:
     assert [m.__dict__.keys() for m in model.modules()] == [fields.keys() for fields in before]
     assert [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()] == hooks
     assert recomputed(model) == []
-
-
-def test_remove_before_any_step_leaves_no_hook() -> None:
-    model = build()
     graphckpt.apply(model, {"encoder.*": True}).remove()
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
-
-
-def test_the_context_manager_removes_on_errors_too() -> None:
-    model = build()
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules()), "before any step"
     with pytest.raises(KeyboardInterrupt), graphckpt.apply(model, {"encoder.*": True}):
         raise KeyboardInterrupt
     assert recomputed(model) == []
@@ -516,14 +508,11 @@ def test_policies_can_be_replaced() -> None:
     assert recomputed(model) == []
 
 
-def test_modules_of_checkpoint_wrapper_can_be_cleared() -> None:
+def test_a_model_with_modules_of_checkpoint_wrapper_can_be_cleared_and_nothing_else() -> None:
     model = build()
     graphckpt.checkpoint_wrapper(model.encoder[0])
     graphckpt.remove(model)
     assert recomputed(model) == []
-
-
-def test_only_a_model_can_be_cleared() -> None:
     with pytest.raises(ConfigError, match=r"remove: expected an nn\.Module, got"):
         graphckpt.remove([build()])  # type: ignore[arg-type]
 
@@ -577,20 +566,14 @@ def test_selectors_with_an_effect_on_some_blocks_or_fields() -> None:
         graphckpt.apply(build(), policies).remove()
 
 
-def test_no_rules_and_an_empty_model() -> None:
-    with graphckpt.apply(build(), {}) as handle:
-        run(build())
-        handle.remove()
-    with graphckpt.apply(nn.Identity(), {"": True}):
-        pass
-
-
-def test_explain_before_a_step() -> None:
-    with (
-        graphckpt.apply(build(), {"encoder.*": True}) as handle,
-        pytest.raises(graphckpt.GraphError, match=r"Model: no step has been measured yet · fix: run"),
-    ):
-        handle.explain()
+def test_no_rules_an_empty_model_and_no_step() -> None:
+    graphckpt.apply(nn.Identity(), {"": True}).remove()
+    for policies in ({}, {"encoder.*": True}):
+        with (
+            graphckpt.apply(build(), policies) as handle,
+            pytest.raises(graphckpt.GraphError, match=r"Model: no step has been measured yet · fix: run"),
+        ):
+            handle.explain()
 
 
 def test_disable_checkpointing_is_for_one_with_block() -> None:
@@ -605,14 +588,6 @@ def test_disable_checkpointing_is_for_one_with_block() -> None:
         with pytest.raises(KeyboardInterrupt), graphckpt.blocks.disable_checkpointing():
             raise KeyboardInterrupt
         assert recomputed(model) == ENCODER
-
-
-def test_a_thousand_layers() -> None:
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
-    with graphckpt.apply(model, {nn.Linear: True}) as handle:
-        model(torch.ones(1, 2)).sum().backward()
-        rows = handle.explain(show=False).rows
-    assert sum(row.reruns for row in rows) == 1000
 
 
 @pytest.mark.parametrize("kind", ["mlp", "batch_norm"])
@@ -632,6 +607,13 @@ def test_it_works_through_functional_call_and_vmap_free_grad(kind: str) -> None:
     with graphckpt.apply(model, {"[123]": True}):
         ours = torch.autograd.grad(loss(), parameters.values())
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_a_thousand_layers() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
+    with graphckpt.apply(model, {nn.Linear: True}) as handle:
+        model(torch.ones(1, 2)).sum().backward()
+    assert sum(row.reruns for row in handle.explain(show=False).rows) == 1000
 
 
 def test_faults_that_differ_in_numbers_are_one_line() -> None:

@@ -1,4 +1,4 @@
-"""The Python of the pages runs as it stands there, and prints what they show."""
+"""The Python of the pages runs as it stands there, and prints what they show; the README says what matters first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from graphckpt.stores import offload_targets
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 NAMES = ("tutorial.md", "graph.md", "reference/selectors.md", "reference/policies.md")
-RUN = [*(DOCS / name for name in NAMES), *sorted((DOCS / "howto").glob("*.md"))]
+README = DOCS.parent / "README.md"
+RUN = [README, *(DOCS / name for name in NAMES), *sorted((DOCS / "howto").glob("*.md"))]
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,19 @@ def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: py
         torch.set_num_threads(threads)
         gc.collect()  # classes that a page defines end with it
     assert "zip" not in offload_targets()
+
+
+def test_the_readme_is_short_and_says_what_it_is_for() -> None:
+    text = README.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 150
+    first = text.split("\n\n")[1]
+    assert "activation checkpointing" in first
+    assert "gradient checkpointing" in first
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE)[0].startswith("Install")
+    assert text.index("none has been run on a GPU") < text.index("## ")
+    assert [*pages.steps(text)][-1].code.endswith("loss = TrainStep()(tokens)\n")
+    assert [line.count("|") for line in lines if line.startswith("|")] == [7] * (2 + 8)
 
 
 def test_numbers_may_differ_a_little_and_words_not_at_all() -> None:

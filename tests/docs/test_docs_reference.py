@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers.browser import load_script
 from omegaconf import DictConfig
 
 import graphckpt
@@ -23,19 +22,11 @@ from graphckpt.train.own_data import OwnData
 from graphckpt.train.settings import TrainConfig
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-def hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/_build_hooks/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+REFERENCE = load_script("reference")
 
 
 def page(name: str) -> str:
-    return str(hook().fill_in((ROOT / "docs/reference" / name).read_text(encoding="utf-8")))
+    return str(REFERENCE.fill_in((ROOT / "docs/reference" / name).read_text(encoding="utf-8")))
 
 
 def keys_of(kind: Any, prefix: str) -> Iterator[str]:

@@ -12,8 +12,8 @@ import pytest
 from helpers.browser import CHECK_SITE as CHECK
 from helpers.browser import needs_chromium
 
+pytestmark = [pytest.mark.slow, needs_chromium]
 ROOT = Path(__file__).parent.parent.parent
-
 
 PAGE = """<!doctype html><meta charset="utf-8">{style}<input class="md-search__input">
 <pre><code>{code}</code></pre><script>
@@ -32,16 +32,12 @@ def site(folder: Path, style: str, code: str, pages: list[str]) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@needs_chromium
 def test_a_page_without_faults_has_none(tmp_path: Path) -> None:
     pages = list(CHECK.WORDS.values())
     style = "<style>code { display: block; overflow-x: auto }</style>"
     assert CHECK.check(site(tmp_path, style, "x" * 100, pages)) == []
 
 
-@pytest.mark.slow
-@needs_chromium
 def test_each_fault_is_found(tmp_path: Path) -> None:
     style = "<style>code { display: block; overflow: hidden; } input { width: 500px }</style>"
     faults = CHECK.check(site(tmp_path, style, "y" * 400, ["graph.html"]))
@@ -52,8 +48,6 @@ def test_each_fault_is_found(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
-@needs_chromium
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs")
 def test_the_site_has_no_faults(tmp_path: Path) -> None:
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -84,7 +84,7 @@ class _Run:
         self._arguments = arguments
         self._counts: collections.Counter[str] = collections.Counter()
         self._families: collections.Counter[str] = collections.Counter()
-        self._seeds_of: dict[str, list[int]] = {}
+        self._seeds_of: dict[str, list[int]] = collections.defaultdict(list)
         self._lock = threading.Lock()
 
     def run(self) -> int:
@@ -147,12 +147,10 @@ class _Run:
                 self._families[told["family"]] += 1
             if not told.get("key"):
                 return
-            seeds = self._seeds_of.setdefault(told["key"], [])
-            seeds.append(told["seed"])
-            if len(seeds) > 1:
+            self._seeds_of[told["key"]].append(told["seed"])
+            if len(self._seeds_of[told["key"]]) > 1:
                 return
-            folder = self._arguments.scripts
-            if folder is None:
+            if (folder := self._arguments.scripts) is None:
                 print(f"\n{told['script']}", flush=True)
             else:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Captured steps at the edges: blocks outside of the loss, settings around a step, errors before it, two streams."""
+"""Steps at the edges: captures with blocks outside of the loss, settings, errors and streams; random numbers; casts."""
 
 from __future__ import annotations
 
@@ -200,3 +200,53 @@ def test_host_memory_of_a_deleted_graph_stays_pinned_during_its_last_replay() ->
     gc.collect()
     torch.cuda.synchronize()  # raises if a copy has found no pinned memory
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+# --- the engine without a capture
+
+
+def test_rng_state_of_every_device_in_use_is_restored() -> None:
+    """A block whose tensors come as keywords and in containers, which PyTorch's own checkpoint does not look into."""
+
+    @as_module()
+    def Drops(self, *, states: dict[str, Tensor]) -> Tensor:
+        return nn.functional.dropout(states["h"].sin(), 0.5) * torch.rand((), device="cuda")
+
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    grads = []
+    for rules in ({}, {"0": True}):
+        torch.manual_seed(1)
+        model = nn.Sequential(Drops())
+        with graphckpt.apply(model, rules):
+            (grad,) = torch.autograd.grad(model[0](states={"h": x * 1}).sum(), x)
+        grads.append((grad, torch.cuda.get_rng_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+class Region(nn.Sequential):
+    """Its layers under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(x).float()
+
+
+@as_module(lambda: {"linear": nn.Linear(8, 8)})
+def Slope(self, x: Tensor) -> Tensor:
+    """Runs backward in its forward, through the layers before it too, and uses its weight before and after that."""
+    energy = self.linear(x).tanh().pow(2).sum()
+    (slope,) = torch.autograd.grad(energy, self.linear.weight, create_graph=True)
+    return x + slope.mean() * self.linear(x)
+
+
+def test_a_backward_within_a_forward_leaves_its_casts_in_the_cache() -> None:
+    """The cache is the process's; backward recomputes in a thread of the device, which is in no region of its own."""
+    grads = []
+    for policy in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Region(Slope()), nn.Linear(8, 8)).cuda()
+        graphckpt.apply(model, {"1": {"activation_checkpointing": policy}})
+        x = torch.randn(4, 8).cuda().requires_grad_()
+        model(model(x).sin()).sum().backward()
+        grads.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *grads))

@@ -122,7 +122,7 @@ def test_the_way_back_overlaps_with_computation(pinned: Pinned) -> None:
     place = place_on_cuda(0)
     block = group(0)
 
-    def seconds(call: Callable[[], None]) -> float:
+    def seconds(call: Callable[[], object]) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         begin.record()
@@ -133,7 +133,7 @@ def test_the_way_back_overlaps_with_computation(pinned: Pinned) -> None:
 
     handle = place.put(data(256 * MIB, 0), block)
     place.get(handle, block)  # once to get everything going
-    copying = seconds(lambda: [place.get(handle, block), None][1])
+    copying = seconds(lambda: place.get(handle, block))
     cycles = 10_000_000
     cycles = int(cycles * copying / seconds(lambda: torch.cuda._sleep(cycles)))
     computing = seconds(lambda: torch.cuda._sleep(cycles))
@@ -176,8 +176,8 @@ def store_on_disk(folder: Path) -> Any:
     return Placement(offload=Disk(str(folder)), min_elements=0).store
 
 
-def put(store: Any, tensor: torch.Tensor, block: str = "h.0") -> Any:
-    opened = store.open_group(TensorGroup(block, list, print))
+def put(store: Any, tensor: torch.Tensor, block: str = "h.0", note: Callable[[str], None] = print) -> Any:
+    opened = store.open_group(TensorGroup(block, list, note))
     key = store.put(tensor, opened)
     store.close_group(opened)
     return key
@@ -212,9 +212,7 @@ def test_bytes_from_disk_on_another_stream(tmp_path: Path) -> None:
 def test_memory_for_the_disk_that_cannot_be_registered_falls_back(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     store, notes = store_on_disk(tmp_path), []
-    opened = store.open_group(TensorGroup("h.7", list, notes.append))
-    key = store.put(data(5000, 0), opened)
-    store.close_group(opened)
+    key = put(store, data(5000, 0), note=notes.append)
     assert any("CUDA error 2" in note for note in notes)
     assert torch.equal(store.get(key), data(5000, 0))
     del key
@@ -336,12 +334,10 @@ def test_a_whole_step_in_a_cuda_graph(pinned: Pinned, bound: int | None, rule: A
             plain_graph.replay()
             our_graph.replay()
             torch.cuda.synchronize()
-            for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(a.grad, b.grad)
+            assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
         ours.zero_grad(set_to_none=True)
         ours(x).square().sum().backward()  # an eager step after it
-        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(a.grad, b.grad)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
         torch.cuda.synchronize()
         del our_graph
 

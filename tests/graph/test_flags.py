@@ -173,23 +173,16 @@ def test_a_flag_may_change_after_the_first_call() -> None:
         assert same(graph.model.origin, plain), flag
 
 
+RULE = "activation_checkpointing"
 WRONG: list[tuple[str, Any, str]] = [
-    (
-        "activation_checkpointing",
-        "yes",
-        "expected a rule, got 'yes' · fix: use 'full', 'joined', 'keep', 'segments', 'selective'",
-    ),
-    ("activation_checkpointing", "ful", "expected a rule, got 'ful' · did you mean 'full'? · fix: use"),
-    ("activation_checkpointing", 1, "expected a rule, got 1 · fix: use True, False, None"),
+    (RULE, "yes", "expected a rule, got 'yes' · fix: use 'full', 'joined', 'keep', 'segments', 'selective'"),
+    (RULE, "ful", "expected a rule, got 'ful' · did you mean 'full'? · fix: use"),
+    (RULE, 1, "expected a rule, got 1 · fix: use True, False, None"),
     ("segments", 0, "expected a positive int, 'sqrt' or 'log', got 0 · fix: use one of these"),
     ("segments", True, "expected a positive int, 'sqrt' or 'log', got True"),
     ("tiles", "two", "expected a positive int, got 'two' · fix: use the number of slices"),
     ("stage_id", 1.5, "expected an int from 0 on, got 1.5 · fix: use its number"),
-    (
-        "activation_checkpoint",
-        True,
-        "unknown field · did you mean 'activation_checkpointing'? · fix: use one of",
-    ),
+    ("activation_checkpoint", True, f"unknown field · did you mean '{RULE}'? · fix: use one of"),
 ]
 
 
@@ -237,11 +230,6 @@ def test_a_rule_that_cannot_act_is_named_at_the_next_call_and_can_be_mended() ->
 
 def test_explain_after_one_two_and_three_calls() -> None:
     graph = make()
-    with pytest.raises(
-        GraphError,
-        match=r"explain: no step has been measured yet · fix: call the graph inside `with graph.measure\(\):`",
-    ):
-        graph.explain()
     flag_like_libai(graph)
     for calls in (1, 2, 3, 4):
         run_graph(graph, 1)
@@ -279,7 +267,23 @@ def test_measure_records_the_calls_inside() -> None:
     assert graph.is_compiled
 
 
-def test_measure_as_the_first_call_and_without_config_measure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_config_measure_only_what_is_measured_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    graph, evaluation = make(), Train(stack())
+    run_graph(evaluation, 1)
+    with pytest.raises(
+        GraphError, match="explain: an evaluation graph keeps nothing · fix: explain the training graph"
+    ):
+        evaluation.explain()
+    graph.config.measure = False
+    run_graph(graph, 3)
+    with pytest.raises(
+        GraphError, match=r"no step has been measured yet · fix: call .* inside `with graph.measure\(\)"
+    ):
+        graph.explain()
+    graph.config.measure = True
+    run_graph(graph, 1)
+    assert graph.explain(show=False).rows
+
     graph = make()
     graph.config.measure = False
     with graph.measure():
@@ -290,26 +294,6 @@ def test_measure_as_the_first_call_and_without_config_measure(capsys: pytest.Cap
         graph(x.repeat(3, 1), y.repeat(3))
     assert graph.explain(show=False).bytes_before == kept > 0
     assert not capsys.readouterr().out
-
-
-def test_without_measure_no_step_is_watched() -> None:
-    graph = make()
-    graph.config.measure = False
-    run_graph(graph, 3)
-    with pytest.raises(GraphError, match="no step has been measured yet"):
-        graph.explain()
-    graph.config.measure = True
-    run_graph(graph, 1)
-    assert graph.explain(show=False).rows
-
-
-def test_explain_of_an_evaluation_graph() -> None:
-    graph = Train(stack())
-    run_graph(graph, 1)
-    with pytest.raises(
-        GraphError, match=r"explain: an evaluation graph keeps nothing · fix: explain the training graph"
-    ):
-        graph.explain()
 
 
 def test_explain_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

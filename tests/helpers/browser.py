@@ -6,7 +6,7 @@ import base64
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +19,9 @@ _OFFLINE = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThro
 
 def load_script(name: str) -> ModuleType:
     """Loads a script of the docs, which is in no package."""
-    loader = SourceFileLoader(name, str(Path(__file__).parents[2] / f"docs/_build_hooks/{name}.py"))
-    module = ModuleType(name)
-    loader.exec_module(module)
+    spec = spec_from_file_location(name, Path(__file__).parents[2] / f"docs/_build_hooks/{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 

@@ -20,19 +20,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import graphckpt
 from helpers.browser import opened
 
-SIZE = {
-    "n_layer": 6, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 1000, "bos_token_id": 0,
-    "eos_token_id": 0,
-}  # fmt: skip
-BOX = """(() => {
-  const box = document.querySelector(".nsewdrag").getBoundingClientRect();
-  return [box.x, box.y, box.width, box.height];
-})()"""
+SIZE = {"n_layer": 6, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 1000}
+BOX = "(({x, y, width, height}) => [x, y, width, height])(document.querySelector('.nsewdrag').getBoundingClientRect())"
 
 
 def main(folder: Path) -> None:
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**SIZE))
+    model = GPT2LMHeadModel(GPT2Config(**SIZE, bos_token_id=0, eos_token_id=0))
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(0, 1000, (8, 128))
 
@@ -60,9 +54,8 @@ def main(folder: Path) -> None:
         draw_notebook(folder / "notebook.png", Path(pages))
     for name in ("step.png", "step_report.png", "plan_report.png", "notebook.png"):
         with Image.open(folder / name) as image:
-            image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-                folder / name, optimize=True
-            )
+            small = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        small.save(folder / name, optimize=True)
 
 
 def draw_notebook(target: Path, pages: Path) -> None:
@@ -72,9 +65,7 @@ def draw_notebook(target: Path, pages: Path) -> None:
     for cell in [cell for cell in cells if cell.get("outputs")][:2]:
         body += f"<pre>{escape(''.join(cell['source']))}</pre>"
         body += "".join("".join(output["data"]["text/html"]) for output in cell["outputs"])
-    style = (
-        "body { font: 14px sans-serif; margin: 16px } pre { background: #f4f5f7; padding: 10px; border-radius: 4px }"
-    )
+    style = "body {font: 14px sans-serif; margin: 16px} pre {background: #f4f5f7; padding: 10px; border-radius: 4px}"
     page_file = pages / "notebook.html"
     page_file.write_text(f"<!doctype html><meta charset=utf-8><style>{style}</style>{body}", encoding="utf-8")
     with opened(page_file) as page:

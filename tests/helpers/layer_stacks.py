@@ -1,4 +1,4 @@
-"""Small residual layers, with dropout and without, and a stack of them, which tests of policies and plans share."""
+"""Small residual layers, with dropout and without, and models of them, which tests of policies and plans share."""
 
 from __future__ import annotations
 
@@ -31,3 +31,20 @@ class Piled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.body(self.first(x)))
+
+
+class Listed(nn.Module):
+    """Layers in a list, a norm, a head, and nothing that Transformers marks."""
+
+    def __init__(self, num_layers: int = 4, num_outputs: int = 8, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.embed = nn.Linear(D, D)
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.norm = norm(D)
+        self.head = nn.Linear(D, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from graphckpt.cli import main
 from graphckpt.config.trainer import trainer_from
+from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase
 
 CONFIG = """
@@ -117,3 +118,27 @@ def trainer_of(folder, *words, config="tiny.py", hooks=(), **how):
 
 def stopped(folder, done, *words, number=signal.SIGINT, **how):
     return trainer_of(folder, *words, hooks=(StopAfter(done, number),), **how).train()
+
+
+def writer_of(loop):
+    (hook,) = (hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
+    return hook._writer
+
+
+class Losses(HookBase):
+    """Notes the losses of a run, and what its snapshots are taken of."""
+
+    def __init__(self):
+        self.losses = []
+
+    def before_train(self, loop):
+        self.state = writer_of(loop)._state
+
+    def after_step(self, loop):
+        self.losses.append(float(loop.losses["total_loss"]))
+
+
+def run(folder, *words, hooks=(), **how):
+    noted = Losses()
+    trainer_of(folder, *words, hooks=(noted, *hooks), **how).train()
+    return noted

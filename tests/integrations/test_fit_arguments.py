@@ -58,7 +58,6 @@ def test_the_samples_of_an_update_stay_the_same(tmp_path: Path) -> None:
 
     callback = GraphckptCallback(memory_budget=8 * MIB, report=False)
     Trainer(model=model, args=fitted, train_dataset=Tokens(), callbacks=[callback]).train()
-    assert callback.plan is not None
     assert callback.plan.predicted_peak_bytes <= 8 * MIB < callback.plan.plain_peak_bytes
 
 
@@ -68,7 +67,6 @@ def test_all_memory_of_the_device(tmp_path: Path) -> None:
     assert (fitted.per_device_train_batch_size, fitted.gradient_accumulation_steps) == (8, 1)
     callback = GraphckptCallback(memory_budget="max", report=False)
     Trainer(model=gpt2(), args=fitted, train_dataset=Tokens(), callbacks=[callback]).train()
-    assert callback.plan is not None
     assert callback.plan.blocks == {}, "all fits"
 
 
@@ -77,8 +75,6 @@ def test_a_callback_predicts_the_peak_of_the_trainer_which_releases_the_logits_b
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
     callback = GraphckptCallback(memory_budget="max", report="table")  # a table has the peak of the second step
     Trainer(model=model, args=arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback]).train()
-    assert callback.plan is not None
-    assert callback.explanation is not None
     assert callback.explanation.peak_bytes == pytest.approx(callback.plan.predicted_peak_bytes, rel=0.01)
 
 
@@ -90,7 +86,6 @@ def test_a_callback_plans_for_the_gradients_that_are_accumulated(tmp_path: Path)
         callback = GraphckptCallback(memory_budget="max", report=False)
         model = gpt2()
         Trainer(model=model, args=args, train_dataset=Tokens(), callbacks=[callback]).train()
-        assert callback.plan is not None
         plans.append(callback.plan.plain_peak_bytes)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     assert 0 < plans[1] - plans[0] <= gradients

@@ -107,7 +107,6 @@ def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(tmp_path: Path, ca
     assert differences(ours, plain) == []
     assert (RUNS[plain], RUNS[ours]) == ([3] * LAYERS, [6] * LAYERS)
     seen = callback.explanation
-    assert seen is not None
     assert seen.bytes_after < seen.bytes_before / 3
     assert seen.peak_bytes is not None
     assert [row.reruns for row in seen.rows if row.rule == "full"] == [1] * LAYERS
@@ -124,7 +123,6 @@ def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
     ours = fit(tmp_path, callback, strategy=ddp())
     assert differences(ours, plain) == []
     assert RUNS[ours] == [6, 6, 6, 3]
-    assert callback.explanation is not None
     assert callback.explanation.bytes_saved > 0
 
 
@@ -134,8 +132,6 @@ def test_a_memory_budget_is_planned_for_on_the_second_batch(tmp_path: Path, caps
     ours = fit(tmp_path, callback, batch=256)
     assert differences(ours, plain) == []
     plan, seen = callback.plan, callback.explanation
-    assert plan is not None
-    assert seen is not None
     assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
     assert seen.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
     assert seen.bytes_after < seen.bytes_before
@@ -175,10 +171,7 @@ def test_a_budget_runs_no_step_twice(tmp_path: Path, kind: type[Regression], mor
     )
     assert differences(ours, plain) == []
     assert getattr(ours, "num_steps", 0) == getattr(plain, "num_steps", 0)
-    assert callback.plan is not None
     assert callback.plan.blocks
-    assert callback.explanation is not None
-    assert callback.explanation.peak_bytes is not None
     assert callback.explanation.peak_bytes <= callback.plan.predicted_peak_bytes < callback.plan.plain_peak_bytes
 
 
@@ -189,7 +182,6 @@ def test_the_measured_batch_is_one_with_optimizer_states_if_there_is_one(
     callback = GraphckptCallback(unit="Layer")
     logger = CSVLogger(tmp_path)
     fit(tmp_path, callback, logger=logger, limit_train_batches=num_batches, accumulate_grad_batches=accumulated)
-    assert callback.explanation is not None
     weights = sum(p.nbytes for p in Regression().parameters())
     assert (callback.explanation.static_bytes >= 3 * weights) == has_states
     assert (Path(logger.log_dir) / "metrics.csv").read_text().count("graphckpt/peak_bytes") == 1

@@ -37,7 +37,7 @@ def mlp(width: int = 32, depth: int = 4) -> nn.Sequential:
 
 
 def test_each_change_is_one_event_with_its_level_block_and_phase():
-    with LiveBytes() as live:
+    with LiveBytes() as live, LiveBytes(record_timeline=False) as without_timeline:
         x = kib()
         live.block, live.phase = "a", "backward"
         y = torch.cat([x, x])
@@ -50,8 +50,9 @@ def test_each_change_is_one_event_with_its_level_block_and_phase():
         Event(2 * KIB, "a", "backward"),
         Event(0, "b", "backward"),
     ]
-    assert live.peak_bytes == 3 * KIB
+    assert live.peak_bytes == without_timeline.peak_bytes == 3 * KIB
     assert live.live_bytes == 0
+    assert without_timeline.timeline == []
 
 
 def test_a_storage_counts_once_for_all_its_views_and_lives_as_long_as_the_last():
@@ -99,16 +100,11 @@ def test_what_only_the_autograd_graph_holds_is_alive_until_backward():
         assert live.live_bytes == 2 * KIB + 4, "the result is gone, the gradient has come"
         x.grad = None
         assert live.live_bytes == KIB + 4
+        unused = x.exp().exp().sum()
+        assert live.live_bytes == 3 * KIB + 8
+        del unused
+        assert live.live_bytes == KIB + 4, "a graph that never runs backward frees what it held"
     assert live.peak_bytes == live.timeline[-1].live_bytes + 2 * KIB + 4, "the seed of backward has 4 bytes"
-
-
-def test_a_graph_that_never_runs_backward_frees_what_it_held():
-    with LiveBytes() as live:
-        x = kib().requires_grad_()
-        loss = x.exp().exp().sum()
-        assert live.live_bytes == 3 * KIB + 4
-        del loss
-        assert live.live_bytes == KIB
 
 
 def test_a_resize_is_counted_when_an_op_sees_it():
@@ -123,13 +119,6 @@ def test_a_resize_is_counted_when_an_op_sees_it():
         assert live.live_bytes == 2 * KIB + 2 * KIB
         del x
         assert live.live_bytes == 0
-
-
-def test_without_a_timeline_the_peak_is_counted_still():
-    with LiveBytes(record_timeline=False) as live:
-        x = kib(3)
-        del x
-    assert (live.peak_bytes, live.timeline) == (3 * KIB, [])
 
 
 def test_what_is_found_late_raises_every_level_so_far():
@@ -154,7 +143,7 @@ def test_meta_tensors_and_other_devices_count_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # said once a process
-def test_sparse_tensors_count_their_indices_and_values():
+def test_sparse_tensors_and_gradients_count_their_indices_and_values():
     x = torch.eye(16).to_sparse()
     csr = torch.eye(16).to_sparse_csr()
     with LiveBytes() as live:
@@ -167,9 +156,6 @@ def test_sparse_tensors_count_their_indices_and_values():
         assert live.live_bytes == storage_bytes([csr.crow_indices(), csr.col_indices(), csr.values()])
         del csr
         assert live.live_bytes == 0
-
-
-def test_sparse_gradients_count():
     table = nn.Embedding(64, 8, sparse=True)
     with LiveBytes() as live:
         table(torch.tensor([1, 2])).sum().backward()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hard_modules import chain
+from helpers.modules import as_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,23 +16,17 @@ from graphckpt import Tiles
 from graphckpt.ledger.explanation import Explanation
 
 
-class Stages(nn.Module):
+def stage(num_layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in range(num_layers)))
+
+
+@as_module(lambda: {"stem": nn.Linear(16, 16), "stages": nn.ModuleList(map(stage, (2, 3))), "head": nn.Linear(16, 4)})
+def Stages(self, x: torch.Tensor) -> torch.Tensor:
     """A model as ResNets are: stages of layers that have a stack of their own inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(16, 16)
-        self.stages = nn.ModuleList(
-            nn.Sequential(*(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in range(num)))
-            for num in (2, 3)
-        )
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for stage in self.stages:
-            x = stage(x).tanh()
-        return self.head(x)
+    x = self.stem(x)
+    for stage in self.stages:
+        x = stage(x).tanh()
+    return self.head(x)
 
 
 def explain(model: nn.Module, policies: dict[str, Any]) -> Explanation:
@@ -60,11 +55,8 @@ def test_without_a_selection_the_layers_have_rows_and_no_stack_inside_of_them() 
     assert blocks(explain(chain("mlp"), {})) == [str(number) for number in range(5)]
 
 
-def test_unselected_modules_are_rows_of_their_outermost_parent() -> None:
+def test_unselected_modules_are_rows_of_their_outermost_parent_and_blocks_within_another_have_a_row_too() -> None:
     assert blocks(explain(Stages(), {"stages.0.0": True})) == ["stem", "stages.0.0", "stages.0.1", "stages.1", "head"]
-
-
-def test_a_block_selected_inside_of_another_has_a_row_too() -> None:
     assert blocks(explain(chain("mlp"), {"1": "keep", "1.up": "keep"}))[:3] == ["0", "1", "1.up"]
 
 
@@ -78,21 +70,18 @@ def test_modules_of_another_pipeline_stage_have_no_row() -> None:
     assert not any(warning.startswith("1:") for warning in seen.warnings)
 
 
-class Checkpoints(nn.Module):
-    """A layer with gradient checkpointing of its own, as those of Transformers have it."""
+@as_module(lambda: {"inner": chain("mlp")[1], "gradient_checkpointing": True})
+def Inner(self, x: torch.Tensor) -> torch.Tensor:
+    return self.inner(x)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = chain("mlp")[1]
-        self.gradient_checkpointing = True
+
+class Checkpoints(Inner):
+    """A layer with gradient checkpointing of its own, as those of Transformers have it."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.gradient_checkpointing and self.training:
             return checkpoint(super().__call__, x, use_reentrant=False)
         return super().__call__(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
 
 
 @pytest.mark.parametrize("policy", ["keep", False])

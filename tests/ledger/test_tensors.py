@@ -31,7 +31,7 @@ def test_the_living_tensors_sum_to_every_level(policies, steps):
         assert sum(life.num_bytes for life in seen.tensors if life.is_alive(at)) == event.live_bytes
 
 
-def test_kinds_have_the_bytes_of_weights_gradients_and_states():
+def test_kinds_have_the_bytes_of_weights_gradients_and_states_and_those_from_before_have_no_op():
     model, seen = measured({"*": True})
     weights = sum(p.nbytes for p in model.parameters())
     sums = {}
@@ -40,11 +40,11 @@ def test_kinds_have_the_bytes_of_weights_gradients_and_states():
     assert sums["weights"] == sums["gradients"] == weights
     steps = 4 * sum(1 for _ in model.parameters())  # AdamW counts its steps in a tensor of 4 bytes
     assert sums["optimizer states"] == 2 * weights + steps
-
-
-def test_states_that_the_step_creates_are_optimizer_states():
-    _, seen = measured({}, steps=1)
-    assert any(life.kind == "optimizer states" and not life.is_old for life in seen.tensors)
+    old = [life for life in seen.tensors if life.is_old]
+    assert {life.kind for life in old} >= {"weights", "optimizer states"}
+    assert {(life.op, life.source) for life in old} == {("", "")}
+    _, first = measured({}, steps=1)
+    assert any(life.kind == "optimizer states" and not life.is_old for life in first.tensors), "the step creates them"
 
 
 def test_a_result_has_its_op_shape_dtype_block_and_line():
@@ -71,13 +71,6 @@ def test_only_what_a_block_really_saves_is_saved_by_it():
     assert ("1", "addmm") in saved(full), "its input"
     for life in full.tensors:
         assert not life.is_saved(len(full.timeline) - 1)
-
-
-def test_weights_existed_before_the_step_and_have_no_op():
-    _, seen = measured({})
-    old = [life for life in seen.tensors if life.is_old]
-    assert {life.kind for life in old} >= {"weights", "optimizer states"}
-    assert {(life.op, life.source) for life in old} == {("", "")}
 
 
 def test_gradients_of_an_earlier_step_are_freed_within_the_step():

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import small_run
 from helpers.ranks import run_on_ranks
-from helpers.small_run import STILL, near, near_rows, same_weights, trainer_of
+from helpers.small_run import STILL, near, near_rows, same_weights
 from torch import nn
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.data.samples import heldout_batches
-from graphckpt.train.hooks.snapshot import SnapshotHook
-from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.data_parallel import AllReduceSync, DdpSync, apply_fsdp, make_grad_sync
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import full_tensor_tree, is_sharded, local_shard
@@ -26,10 +25,8 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 BRIEF = ["train.train_iter=3", "train.log_period=2", "train.checkpointer.period=9", "train.evaluation.eval_period=9"]
 FOUR = ["train.dist.data_parallel_size=4", "train.train_micro_batch_size=1", "train.num_accumulation_steps=1"]
 SQUARE = [
-    "train.dist.data_parallel_size=2",
-    "train.dist.tensor_parallel_size=2",
-    "train.train_micro_batch_size=1",
-    "train.num_accumulation_steps=2",
+    *("train.dist.data_parallel_size=2", "train.dist.tensor_parallel_size=2"),
+    *("train.train_micro_batch_size=1", "train.num_accumulation_steps=2"),
 ]
 RECOMPUTED = "train.activation_checkpoint.enabled=True"
 PART = "train.activation_checkpoint.partition=True"
@@ -42,51 +39,32 @@ def zero(stage: int) -> list[str]:
 ALONE = ["train.train_micro_batch_size=1", "train.num_accumulation_steps=4"]
 SCALED = ["train.amp.enabled=True", "train.amp.dtype=float16"]
 PRODUCTS = {
-    "ddp": FOUR,
-    "zero 1": [*FOUR, *zero(1)],
-    "zero 1, scaled": [*FOUR, *zero(1), *SCALED],
-    "dp x tp": SQUARE,
-    "zero 2 x tp": [*SQUARE, *zero(2)],
-    "zero 3 x tp": [*SQUARE, *zero(3)],
+    "ddp": (FOUR, 1.0, 1.0),
+    "zero 1": ([*FOUR, *zero(1)], 0.22, 0.28),  # rows of weights are dealt out whole
+    "zero 1, scaled": ([*FOUR, *zero(1), *SCALED], 0.22, 0.28),
+    "dp x tp": (SQUARE, 0.5, 0.6),  # norms and positions are whole
+    "zero 2 x tp": ([*SQUARE, *zero(2)], 0.25, 0.3),
+    "zero 3 x tp": ([*SQUARE, *zero(3)], 0.25, 0.3),
 }
-STATE_SHARES = {
-    "ddp": (1.0, 1.0),
-    "zero 1": (0.22, 0.28),  # rows of weights are dealt out whole
-    "zero 1, scaled": (0.22, 0.28),
-    "dp x tp": (0.5, 0.6),  # norms and positions are whole
-    "zero 2 x tp": (0.25, 0.3),
-    "zero 3 x tp": (0.25, 0.3),
-}
-"""What a rank holds of the optimizer's state."""
+"""Words of a run, and the least and most that a rank holds of the optimizer's state."""
 
 
-class Held(HookBase):
-    """Notes the losses that a rank saw, and the bytes that its optimizer holds."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.state_bytes = 0
-
-    def after_step(self, loop: Loop) -> None:
-        self.losses.append(float(loop.losses["total_loss"]))
-        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._writer
-        tensors = [value for state in saver._state.optimizer.state.values() for value in state.values()]
-        self.state_bytes = sum((local_shard(value) if is_sharded(value) else value).nbytes for value in tensors)
+def run(folder: str, *words: str) -> Any:
+    return small_run.run(folder, *BRIEF, *words)
 
 
-def run(folder: str, *words: str) -> Held:
-    held = Held()
-    trainer_of(folder, *BRIEF, *words, hooks=(held,)).train()
-    return held
+def state_bytes(held: Any) -> int:
+    tensors = [value for state in held.state.optimizer.state.values() for value in state.values()]
+    return sum((local_shard(value) if is_sharded(value) else value).nbytes for value in tensors)
 
 
 def products(rank: int, folder: Path) -> None:
     found = {}
-    for name, words in PRODUCTS.items():
+    for name, (words, *_) in PRODUCTS.items():
         held = run(name, *STILL, *words)
-        found[name] = {"losses": held.losses, "state_bytes": held.state_bytes}
+        found[name] = {"losses": held.losses, "state_bytes": state_bytes(held)}
     # With dropout each rank draws its own masks, and the same ones again.
-    words = PRODUCTS["zero 3 x tp"]
+    words, *_ = PRODUCTS["zero 3 x tp"]
     assert run("drawn", *words).losses == run("recomputed", *words, RECOMPUTED, PART).losses
     leave_unused(rank)
     hold_what_the_stage_says(rank)
@@ -159,13 +137,12 @@ def test_losses_and_weights_are_those_of_one_process(place: Path) -> None:
     run_on_ranks(products, place, num_ranks=4)
     seen = [json.loads((place / f"losses of {rank}").read_text()) for rank in range(4)]
     alone_scaled = run("alone, scaled", *STILL, *ALONE, *SCALED)
-    for name in PRODUCTS:
+    for name, (_, low, high) in PRODUCTS.items():
         is_scaled = "scaled" in name
         expected = alone_scaled if is_scaled else alone
         for rank in seen:  # the means over all, on each
             assert rank[name]["losses"] == seen[0][name]["losses"]
-            low, high = STATE_SHARES[name]
-            assert low <= rank[name]["state_bytes"] / alone.state_bytes <= high, name
+            assert low <= rank[name]["state_bytes"] / state_bytes(alone) <= high, name
         assert seen[0][name]["losses"] == pytest.approx(expected.losses, rel=1e-3 if is_scaled else 1e-4), name
         if is_scaled:
             continue

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.hard_modules import ZOO, chain, differing, run_steps
+from helpers.modules import as_module
 from helpers.ranks import launch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
@@ -20,10 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphckpt
-import graphckpt.stores.partition
 from graphckpt import ConfigError, Segments, Selective
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.stores import Partition, Placement, TensorGroup
+from graphckpt.stores import Partition, Placement, TensorGroup, partition
 
 PARTITION: dict[str, Any] = {"partition": True, "min_elements": 1}
 FULL: dict[str, Any] = {"activation_checkpointing": True, **PARTITION}
@@ -44,10 +44,7 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
-        issue, take = (
-            graphckpt.stores.partition.all_gather_bytes,
-            graphckpt.stores.partition.PendingGather.take,
-        )
+        issue, take = partition.all_gather_bytes, partition.PendingGather.take
 
         def logged_issue(group: Any, output: Tensor, *args: Any) -> Any:
             self.events.append(("gather", output.numel()))
@@ -58,8 +55,8 @@ class Log:
             self.events.append(("take", run.numel()))
             return run
 
-        graphckpt.stores.partition.all_gather_bytes = logged_issue
-        graphckpt.stores.partition.PendingGather.take = logged_take  # type: ignore[method-assign]
+        partition.all_gather_bytes = logged_issue
+        partition.PendingGather.take = logged_take  # type: ignore[method-assign]
 
     def flush(self) -> list[tuple[str, int]]:
         events, self.events = self.events, []
@@ -182,13 +179,9 @@ def keeps_distributed_tensors(rank: int, log: Log) -> None:
 def leaves_differing_tensors_whole(rank: int) -> None:
     """As under sequence parallelism, where each rank has other rows; the mask beside them is equal and is cut."""
 
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
-            return torch.tanh(self.linear(x)) * mask
+    @as_module(lambda: {"linear": nn.Linear(8, 8)})
+    def Masked(self: Any, x: Tensor, *, mask: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * mask
 
     torch.manual_seed(7)
     mask, x = torch.rand(40, 8), torch.randn(2, 40, 8)[rank].clone()
@@ -221,8 +214,7 @@ def can_be_taken_twice(log: Log) -> None:
             model.zero_grad()
             loss.backward(retain_graph=True)
             results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-        assert same(results[0], plain)
-        assert same(results[1], plain)
+        assert all(same(result, plain) for result in results)
         assert sum(what == "gather" for what, _ in log.flush()) == 6
         del loss
         assert all(store.num_alive == 0 for store in stores_of(handle))
@@ -231,15 +223,11 @@ def can_be_taken_twice(log: Log) -> None:
 def sends_a_shared_tensor_once(log: Log) -> None:
     """Three blocks are given one mask; it is kept once, and comes back once."""
 
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(3))
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x, mask)
-            return x
+    @as_module(lambda: {"layers": nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(3))})
+    def Shared(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
 
     torch.manual_seed(4)
     model = Shared()
@@ -365,9 +353,9 @@ def knows_meshes(rank: int) -> None:
     torch.manual_seed(rank // 2)
     x = torch.randn(64, 32)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for partition in (mesh, mesh["tp"], groups[rank // 2], Partition(mesh, timeout_seconds=20), True):
+    for flag in (mesh, mesh["tp"], groups[rank // 2], Partition(mesh, timeout_seconds=20), True):
         notes: list[str] = []
-        store: Any = Placement(partition=partition).store
+        store: Any = Placement(partition=flag).store
         group = store.open_group(TensorGroup("block", lambda: list(own.parameters()), notes.append))
         key = store.put(x, group)
         store.close_group(group)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,22 @@ from graphckpt.stores import Partition, Placement, TensorGroup
 LIMIT_SECONDS = 2.0
 
 
-def layers() -> nn.Sequential:
+X = torch.ones(64, 32)
+
+
+@contextmanager
+def cut_layers(pattern: str, partition: Any, **more: Any) -> Iterator[tuple[nn.Module, graphckpt.Handle]]:
+    """Layers of which those that the pattern selects are recomputed from what is cut over the ranks."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(3)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(3)))
+    with graphckpt.apply(
+        model, {pattern: {"activation_checkpointing": True, "partition": partition, **more}}
+    ) as handle:
+        yield model, handle
+
+
+def assert_empty(handle: graphckpt.Handle) -> None:
+    assert all(wrapper.placement.store.num_alive == 0 for wrapper in handle._wrappers if wrapper.placement)
 
 
 def fresh() -> Partition:
@@ -56,22 +70,14 @@ def faults(rank: int, folder: str) -> None:
 
 
 def other_policies(rank: int) -> None:
-    model = layers()
-    flags = {"activation_checkpointing": True, "partition": fresh(), "contiguous": rank == 1}
-    with graphckpt.apply(model, {"1": flags}) as handle:
-        fails(lambda: model(torch.ones(64, 32)), "1: ", "'part on cpu", "'slab part on cpu", "rank 0", "rank 1")
-        assert all(wrapper.placement.store.num_alive == 0 for wrapper in handle._wrappers if wrapper.placement)
+    with cut_layers("1", fresh(), contiguous=rank == 1) as (model, handle):
+        fails(lambda: model(X), "1: ", "'part on cpu", "'slab part on cpu", "rank 0", "rank 1")
+        assert_empty(handle)
 
 
 def other_blocks(rank: int) -> None:
-    model = layers()
-    with graphckpt.apply(model, {str(rank): {"activation_checkpointing": True, "partition": fresh()}}):
-        fails(
-            lambda: model(torch.ones(64, 32)),
-            f"{rank}: ",
-            "the same block on all ranks",
-            "'0' on rank 0 and '1' on rank 1",
-        )
+    with cut_layers(str(rank), fresh()) as (model, _):
+        fails(lambda: model(X), f"{rank}: ", "the same block on all ranks", "'0' on rank 0 and '1' on rank 1")
 
 
 def other_sizes(rank: int) -> None:
@@ -84,9 +90,8 @@ def other_sizes(rank: int) -> None:
 
 def never_comes(rank: int) -> None:
     """The second run of shapes that all ranks have seen needs no word; other shapes do, and one rank has none."""
-    model = layers()
-    with graphckpt.apply(model, {"2": {"activation_checkpointing": True, "partition": fresh()}}):
-        model(torch.ones(64, 32)).sum().backward()
+    with cut_layers("2", fresh()) as (model, _):
+        model(X).sum().backward()
         if rank == 0:
             fails(lambda: model(torch.ones(65, 32)), "2: ", "rank 1 did not join at this block", "within 2 s")
     meet()
@@ -94,37 +99,32 @@ def never_comes(rank: int) -> None:
 
 def goes_on_without_it(rank: int) -> None:
     """A rank that does not cut at all is missed as well."""
-    model = layers()
     partition = fresh()
-    flags = {"activation_checkpointing": True, "partition": partition if rank == 1 else None}
-    with graphckpt.apply(model, {"0": flags}):
+    with cut_layers("0", partition if rank == 1 else None) as (model, _):
         if rank == 1:
-            fails(lambda: model(torch.ones(64, 32)), "0: ", "rank 0 did not join")
+            fails(lambda: model(X), "0: ", "rank 0 did not join")
         else:
-            model(torch.ones(64, 32)).sum().backward()
+            model(X).sum().backward()
     meet()
 
 
 def stops_in_backward(rank: int) -> None:
     """Forward ran on both ranks; one of them does not gather."""
-    model = layers()
-    with graphckpt.apply(model, {"[01]": {"activation_checkpointing": True, "partition": fresh()}}) as handle:
-        loss = model(torch.ones(64, 32)).sum()
+    with cut_layers("[01]", fresh()) as (model, handle):
+        loss = model(X).sum()
         if rank == 0:
             fails(loss.backward, "1: ", "over 2 ranks [0, 1] within 2 s", "timeout_seconds")
         del loss
-        assert all(wrapper.placement.store.num_alive == 0 for wrapper in handle._wrappers if wrapper.placement)
+        assert_empty(handle)
     meet()
 
 
 def no_longer_equal(rank: int) -> None:
     """A first batch may be equal on all ranks, such as one of ones, and the next ones not."""
-    model = layers()
-    flags = {"activation_checkpointing": True, "partition": fresh()}
-    with graphckpt.apply(model, {"[01]": flags}):
+    with cut_layers("[01]", fresh()) as (model, _):
         for _ in range(2):
-            model(torch.ones(64, 32)).sum().backward()
-        loss = model(torch.full((64, 32), 1.0 + rank)).sum()
+            model(X).sum().backward()
+        loss = model(X + rank).sum()
         fails(loss.backward, "1: ", "differ from those that this rank saved", "the same data")
         del loss
     meet()
@@ -132,10 +132,9 @@ def no_longer_equal(rank: int) -> None:
 
 def dies(rank: int, folder: str) -> None:
     """One rank is killed between its forward and its backward."""
-    model = layers()
-    with graphckpt.apply(model, {"[01]": {"activation_checkpointing": True, "partition": True}}):
-        model(torch.ones(64, 32)).sum().backward()
-        loss = model(torch.ones(64, 32)).sum()
+    with cut_layers("[01]", True) as (model, _):
+        model(X).sum().backward()
+        loss = model(X).sum()
         if rank == 1:
             say_done(rank, folder)
             os._exit(0)

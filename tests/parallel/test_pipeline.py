@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import D, Layer
 from helpers.ranks import launch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
@@ -17,21 +18,12 @@ from graphckpt import Graph, Selective
 from graphckpt.errors import ConfigError
 from graphckpt.integrations.pipelining import pipeline_part, stages_of
 
-WIDTH, SAMPLES, MICRO_BATCHES, STEPS = 16, 32, 4, 50
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(torch.tanh(self.up(x))))
+SAMPLES, MICRO_BATCHES, STEPS = 32, 4, 50
 
 
 def chain() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(*(Block() for _ in range(6)))
+    return nn.Sequential(*(Layer() for _ in range(6)))
 
 
 STAGES: dict[Any, Any] = {"1": {"stage_id": 1}, "3": {"stage_id": 2}, "4": {"stage_id": 3}}
@@ -57,7 +49,7 @@ def train(rank: int, model: Any, policies: dict[Any, Any]) -> tuple[list[Tensor]
     samples = torch.Generator().manual_seed(3)
     seen: list[Tensor] = []
     for number in range(STEPS):
-        x, target = torch.randn(2, SAMPLES, WIDTH, generator=samples)
+        x, target = torch.randn(2, SAMPLES, D, generator=samples)
         losses: list[Tensor] = []
         with part.handle.measure() if number == 1 else nullcontext():  # the very first forward asks for shapes alone
             if rank == 0:
@@ -105,7 +97,7 @@ def near_one_process(rank: int) -> None:
     """Without dropout, the gradients are those of the whole chain on the whole batch."""
     model = chain().eval()
     part = pipeline_part(model, {**STAGES, "0": True}, device=torch.device("cpu"))
-    x, target = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
+    x, target = torch.randn(2, SAMPLES, D, generator=torch.Generator().manual_seed(3))
     schedule = Schedule1F1B(part.stage, MICRO_BATCHES, loss_of)
     arguments: dict[str, Any] = {"target": target} if rank == 3 else {}
     schedule.step(*([x] if rank == 0 else []), **arguments)
@@ -129,14 +121,8 @@ def test_each_stage_has_its_policies_and_the_bits_of_none(tmp_path: Path) -> Non
     [
         ({"1": {"stage_id": 2}}, "1.stage_id: 2 after 0 · fix: use 0 or 1, in the order of blocks"),
         ({"1": {"stage_id": 1}, "2": {"stage_id": 0}}, "2.stage_id: 0 after 1 · fix: use 1 or 2, in the order"),
-        (
-            {"1": {"stage_id": 1}, "2.up": {"stage_id": 1}},
-            "2.up.stage_id: expected a block of the chain · fix: set it on",
-        ),
-        (
-            {},
-            "stage_id: expected one stage for each of 2 ranks, got 1 · fix: config.set_stage(i) on the first block",
-        ),
+        ({"1": {"stage_id": 1}, "2.up": {"stage_id": 1}}, "2.up.stage_id: expected a block of the chain · fix: set it"),
+        ({}, "stage_id: expected one stage for each of 2 ranks, got 1 · fix: config.set_stage(i) on the first block"),
     ],
 )
 def test_stages_that_cannot_be(fields: dict[str, dict[str, Any]], fault: str) -> None:
@@ -146,7 +132,6 @@ def test_stages_that_cannot_be(fields: dict[str, dict[str, Any]], fault: str) ->
 
 
 def test_what_is_no_chain_is_an_error() -> None:
-    with pytest.raises(
-        ConfigError, match=r"expected an nn.Sequential, got Block · fix: put its blocks into an nn.Sequential"
-    ):
-        pipeline_part(Block(), device=torch.device("cpu"))
+    message = r"expected an nn.Sequential, got Layer · fix: put its blocks into an nn.Sequential"
+    with pytest.raises(ConfigError, match=message):
+        pipeline_part(Layer(), device=torch.device("cpu"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
-from helpers.small_run import CONFIG, STILL, StopAfter, near, rows_of, same_weights, trainer_of
+from helpers.small_run import CONFIG, STILL, StopAfter, near, rows_of, run, same_weights, trainer_of
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -25,8 +25,6 @@ from transformers import (
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import _pipeline
-from graphckpt.train.hooks.snapshot import SnapshotHook
-from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.parallel.pipeline import check_split, keep_stage, split_layers, tied_weights
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.snapshot import folder as snapshot
@@ -53,28 +51,6 @@ SIZES = "num_hidden_layers=3, hidden_size=16, num_attention_heads=2, num_key_val
 LLAMA = CONFIG.replace("gpt2.py", "llama.py").replace("n_layer=2, n_head=2, n_embd=16", SIZES)
 
 
-class Held(HookBase):
-    """Notes the losses that a rank saw, and how often its blocks ran again."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.reruns: dict[str, int] = {}
-
-    def after_step(self, loop: Loop) -> None:
-        self.losses.append(float(loop.losses["total_loss"]))
-
-    def after_train(self, loop: Loop) -> None:
-        saver: Any = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))._writer
-        rows = saver._state.graph.explain(show=False).rows
-        self.reruns = {row.block: row.reruns for row in rows if row.reruns}
-
-
-def run(folder: str, *words: str, config: str = "tiny.py", hooks: tuple[HookBase, ...] = (), **how: bool) -> Held:
-    held = Held()
-    trainer_of(folder, *words, config=config, hooks=(held, *hooks), **how).train()
-    return held
-
-
 def two_stages(rank: int, folder: Path) -> None:
     losses = {
         "tied": run("tied", *SIX, *STILL, STAGES).losses,
@@ -87,7 +63,8 @@ def two_stages(rank: int, folder: Path) -> None:
     ended = run("recomputed", *uneven, *RECOMPUTED, "train.checkpointer.async_save=True", resume=True)
     assert begun.losses + ended.losses == plain
     for held in (begun, ended):
-        assert {name.rpartition(".")[2] for name in held.reruns} == ({"0"} if rank == 0 else {"1", "2"})
+        rows = held.state.graph.explain(show=False).rows
+        assert {row.block.rpartition(".")[2] for row in rows if row.reruns} == ({"0"} if rank == 0 else {"1", "2"})
     run("moved", *SIX, *STILL, UNTIED, STAGES, *ALL_HELD_OUT, hooks=(StopAfter(4),), resume=True)
     metrics = trainer_of("tied", *SIX, *STILL, STAGES, eval_only=True).evaluate()
     assert metrics["eval_loss"] == rows_of(folder / "tied")[-1]["eval_loss"]
@@ -160,6 +137,7 @@ def test_four_ranks_in_a_square_and_in_a_line(place: Path) -> None:
 # ---- the cut, in one process
 
 
+SMALL: Any = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
 TOKENS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -168,8 +146,7 @@ def gpt2(**sizes: Any) -> GPT2LMHeadModel:
 
 
 def bert() -> BertForMaskedLM:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    return BertForMaskedLM(BertConfig(vocab_size=20, **sizes))
+    return BertForMaskedLM(BertConfig(vocab_size=20, **SMALL))
 
 
 def test_layers_are_cut_equally_or_as_is_said() -> None:
@@ -201,11 +178,7 @@ def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
         (lambda: gpt2(n_layer=1), {}, "pipeline_parallel_size: 2, and the model has 1 layers · fix: use 1 or less"),
         (gpt2, {"layer_stages": [0, 1]}, "custom_pipeline_stage_id: 2 stages, and the model has 4 layers · fix: name"),
         (gpt2, {"layer_stages": [0, 1, 0, 1]}, "transformer.h.2.stage_id: 0 after 1 · fix: use 1 or 2, in the order"),
-        (
-            gpt2,
-            {"layer_stages": [0, 0, 0, 0]},
-            "stage_id: expected one stage for each of 2 ranks, got 1 · fix: config.set",
-        ),
+        (gpt2, {"layer_stages": [0] * 4}, "stage_id: expected one stage for each of 2 ranks, got 1 · fix: config.set"),
     ],
 )
 def test_what_cannot_be_cut_says_so(make: Callable[[], nn.Module], how: dict[str, Any], fault: str) -> None:
@@ -216,9 +189,8 @@ def test_what_cannot_be_cut_says_so(make: Callable[[], nn.Module], how: dict[str
 
 def test_another_task_needs_one_process() -> None:
     nobody: Any = None
-    with pytest.raises(
-        ConfigError, match=r"pipeline_parallel_size: MaskedLM is not supported with a pipeline · fix: task=CausalLM"
-    ):
+    message = r"pipeline_parallel_size: MaskedLM is not supported with a pipeline · fix: task=CausalLM"
+    with pytest.raises(ConfigError, match=message):
         _pipeline(gpt2(), MaskedLM(), TrainConfig(), nobody, torch.device("cpu"))
 
 
@@ -231,14 +203,11 @@ class Scaled(LlamaForCausalLM):
 
 
 def test_a_model_that_does_more_than_its_parts_is_refused() -> None:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    config = LlamaConfig(vocab_size=20, **sizes)
+    config = LlamaConfig(vocab_size=20, **SMALL)
     torch.manual_seed(0)
-    for model, is_good in ((gpt2(), True), (LlamaForCausalLM(config), True), (Scaled(config), False)):
-        stages = split_layers(model, {}, num_stages=2)
-        if is_good:
-            check_split(model, stages, CausalLM().losses)
-            assert model.training
-            continue
-        with pytest.raises(ConfigError, match=r"the stages of Scaled, run in sequence, differ from the whole model"):
-            check_split(model, stages, CausalLM().losses)
+    for model in (gpt2(), LlamaForCausalLM(config)):
+        check_split(model, split_layers(model, {}, num_stages=2), CausalLM().losses)
+        assert model.training
+    scaled = Scaled(config)
+    with pytest.raises(ConfigError, match=r"the stages of Scaled, run in sequence, differ from the whole model"):
+        check_split(scaled, split_layers(scaled, {}, num_stages=2), CausalLM().losses)

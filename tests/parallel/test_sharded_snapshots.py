@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from helpers import small_run
 from helpers.ranks import run_on_ranks
-from helpers.small_run import equal, rows_of, same_weights
+from helpers.small_run import equal, rows_of, same_weights, writer_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.parallel.ranks import ParallelError
 from graphckpt.train.parallel.sharding import full_tensor_tree, restore_sharded
@@ -98,8 +97,7 @@ class Spoil(HookBase):
 
     def after_step(self, loop: Loop) -> None:
         if os.environ["RANK"] == "1" and loop.done == 4:
-            (hook,) = (hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
-            weights: Any = hook._writer._state.model.named_parameters()
+            weights: Any = writer_of(loop)._state.model.named_parameters()
             weight = next(weight for name, weight in weights if name == "transformer.h.1.mlp.c_fc.weight")
             with torch.no_grad():
                 weight.to_local()[-1, -1] = float("inf")
@@ -131,8 +129,7 @@ class Copy(HookBase):
         self._name = name
 
     def before_train(self, loop: Loop) -> None:
-        hook = next(hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
-        saver: Any = hook._writer
+        saver = writer_of(loop)
         shards: dict[str, torch.Tensor] = {}
         weights, states = saver._state.weights(), saver._state.states(shards)
         graph = restore_sharded(states["graph"], full_tensor_tree(shards))
@@ -172,12 +169,8 @@ def test_lost_and_resumed_and_read_by_other_numbers_of_ranks(place: Path) -> Non
     assert same_weights(place / "whole", place / "lost")
     assert rows_of(place / "whole") == rows_of(place / "lost")
     assert same_weights(place / "whole", place / "async")
-    assert {path.name for path in (place / "async").glob("model_*")} == {
-        LAST,
-        "model_0000001",
-        "model_best",
-        "model_final",
-    }
+    names = {path.name for path in (place / "async").glob("model_*")}
+    assert names == {LAST, "model_0000001", "model_best", "model_final"}
     for name in ("whole", "async"):
         assert equal(read_weights(place / name / LAST), read_weights(place / "lost" / LAST))
     plain = AutoModelForCausalLM.from_pretrained(place / "whole" / "model_final")

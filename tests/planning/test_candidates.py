@@ -6,16 +6,12 @@ import random
 import pytest
 import torch
 from helpers.peaks import tracked_peak
+from helpers.plans import fields_of, measured_step, tiny_gpt2
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 from graphckpt.planning import candidates
 from graphckpt.planning.candidates import NEAR, OpTimes, options, selective_levels, with_levels
-from graphckpt.planning.plan_step import find_blocks
-from graphckpt.planning.steps import RealStep
-from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 from graphckpt.rules import Selective
 from graphckpt.rules.ops import OpCall, OpGraph
 
@@ -73,20 +69,18 @@ def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed):
 def gpt2():
     torch.manual_seed(0)
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(n_layer=6, n_embd=64, n_head=4, vocab_size=64, n_positions=64, use_cache=False, **none)
-    model = GPT2LMHeadModel(config)
+    model = tiny_gpt2(n_layer=6, n_embd=64, n_head=4, vocab_size=64, n_positions=64, **none)
     tokens = torch.randint(0, 64, (4, 64))
 
     def step():
         model(input_ids=tokens, labels=tokens).loss.backward()
 
-    return model.train(), step
+    return model, step
 
 
 @pytest.fixture(scope="module")
 def known():
-    model, step = gpt2()
-    return measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
+    return measured_step(*gpt2())
 
 
 def test_equal_layers_have_equal_levels_between_keep_and_full(known):
@@ -103,9 +97,7 @@ def test_a_level_keeps_what_it_says(known):
     model, step = gpt2()
     step()
     for option in range(len(known.options)):
-        with graphckpt.apply(
-            model, {name: own[option].fields for name, own in zip(known.names, known.options_of, strict=True)}
-        ):
+        with graphckpt.apply(model, fields_of(known, [option] * 6)):
             assert tracked_peak(model, step) == known.model.highest([option] * 6).peak
 
 
@@ -146,12 +138,8 @@ def test_a_class_without_levels_has_full_in_their_place_near_and_far():
     found = [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]], [[[], 0.5]]]
     some, own = with_levels(options("disk"), [0, 1], lambda: [[], []], lambda _: found)
     near = len(some) // 2
-    assert [option.name for option in own[1]] == [
-        "keep",
-        *["full"] * (near - 1),
-        "keep + disk",
-        *["full + disk"] * (near - 1),
-    ]
+    names = ["keep", *["full"] * (near - 1)]
+    assert [option.name for option in own[1]] == [*names, *(f"{name} + disk" for name in names)]
     assert all(option.recompute_seconds is None for option in (*own[0][near:], *own[1][near:]))
     assert all(option.fields["offload"] == "disk" for option in own[1][near:])
 
@@ -160,6 +148,6 @@ def test_a_layer_of_one_linear_has_nothing_between():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     x = torch.randn(16, 8, requires_grad=True)
-    found = measure(RealStep(model, lambda: model(x).sum().backward()), Blocks(find_blocks(model, "*")), NEAR)
+    found = measured_step(model, lambda: model(x).sum().backward(), "*")
     assert found.num_runs >= 2
     assert not found.notes

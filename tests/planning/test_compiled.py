@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from helpers.layer_stacks import Listed
 from helpers.peaks import tracked_peak
+from helpers.plans import tiny_gpt2
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 from graphckpt import ConfigError, Graph
@@ -35,34 +35,12 @@ def _fresh():
     torch._dynamo.reset()
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.drop = nn.Linear(16, 64), nn.Linear(64, 16), nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.drop(self.down(F.gelu(self.up(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, kind=nn.ModuleList):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-        self.layers = kind([Layer() for _ in range(5)]) if kind is nn.ModuleList else kind(*(Layer() for _ in range(5)))
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
-
-
 X = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
 
 
 def stack():
     torch.manual_seed(0)
-    model = Net()
+    model = Listed(5, 4, nn.Identity)
 
     def step():
         model.zero_grad()
@@ -73,8 +51,7 @@ def stack():
 
 def gpt2():
     torch.manual_seed(0)
-    sizes = {"n_layer": 3, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 32, "use_cache": False}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    model = tiny_gpt2(n_layer=3)
     ids = torch.randint(0, 32, (4, 24))
 
     def step():
@@ -119,11 +96,8 @@ def test_layers_save_as_much_as_fits(monkeypatch):
 
     def measured(*args):
         found = measure(*args)
-        assert [option.name for option in found.options] == [
-            "keep",
-            "full",
-            *(f"keep at {n} %" for n in (80, 50, 30, 10)),
-        ]
+        names = ["keep", "full", *(f"keep at {n} %" for n in (80, 50, 30, 10))]
+        assert [option.name for option in found.options] == names
         seconds = {"forward_seconds": ((1.0,) * 6,) * 5, "backward_seconds": ((1.0, 2.0, 1.1, 1.3, 1.5, 1.7),) * 5}
         return replace(found, step_seconds=11.0, **seconds)  # so that no noise decides
 
@@ -141,18 +115,14 @@ def test_layers_save_as_much_as_fits(monkeypatch):
     assert peaks[1] < found.predicted_peak_bytes <= found.budget_bytes < peaks[0]
 
 
-def test_a_share_that_is_given_is_that_of_all_layers():
+def test_a_share_or_rules_that_are_given_leave_out_what_the_compiler_may_do():
     model, step = stack()
     options = AOT | {"activation_memory_budget": 0.5}
     found = graphckpt.plan(model, step, memory_budget="min", compile=options)
     assert all(fields["compile"] == options for fields in found.blocks.values())
     assert {row.option for row in found.rows} <= {"keep, compiled", "full, compiled", "joined, compiled"}
-
-
-def test_rules_that_are_named_leave_out_what_the_compiler_may_do():
-    model, step = stack()
     found = graphckpt.plan(model, step, memory_budget=0.5, compile=AOT, candidates=["full"])
-    assert all(fields["compile"] == AOT for fields in found.blocks.values())
+    assert all(fields["compile"] == AOT for fields in found.blocks.values()), "so do rules that are named"
 
 
 def test_compiled_code_runs_while_the_step_is_measured_and_under_the_plan():
@@ -220,7 +190,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(how):
 
 def test_a_part_beside_the_layers_or_in_one_may_be_compiled_as_a_whole():
     model, step = stack()
-    model.last.compile(backend="aot_eager")
+    model.head.compile(backend="aot_eager")
     model.layers[1].up.compile(backend="aot_eager")
     found = graphckpt.plan(model, step, memory_budget=0.6, candidates=["full"])
     with found.apply():

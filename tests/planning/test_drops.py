@@ -8,37 +8,18 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.layer_stacks import D, Layer
+from helpers.layer_stacks import D, Layer, Listed
 from helpers.peaks import tracked_peak
+from helpers.plans import planner_of
 from torch import nn
 
 from graphckpt import apply, plan
 from graphckpt.planning import PlanError
-from graphckpt.planning.candidates import NEAR
 from graphckpt.planning.plan_step import find_blocks
-from graphckpt.planning.planner import Planner
-from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
-from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 from graphckpt.units import format_bytes
 
 ROWS = 128  # of a batch
-
-
-class Encoder(nn.Module):
-    """Layers in a list, BatchNorm, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, 8)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
 
 
 class Gate(Layer):
@@ -55,7 +36,7 @@ class Views(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.online, self.predictor = Encoder(), nn.Linear(8, 8)
+        self.online, self.predictor = Listed(3), nn.Linear(8, 8)
         self.target = copy.deepcopy(self.online)
         self.auxiliary = nn.ModuleList(Layer() for _ in range(2))
         self.gates = nn.ModuleList(Gate() for _ in range(3))
@@ -96,11 +77,14 @@ def byol_no_grad(model):
     return model.similarity(model.online(model.views[0]), fixed)
 
 
-def unused_output(model):
-    x = model.online.embed(model.views[0])
-    for layer in model.online.layers:
+def through(layers, x):
+    for layer in layers:
         x = layer(x)
-    y = x
+    return x
+
+
+def unused_output(model):
+    y = x = through(model.online.layers, model.online.embed(model.views[0]))
     for layer in model.auxiliary:
         y = layer(y)
     return model.online.head(x).square().mean()
@@ -119,9 +103,7 @@ def rebound_output(model):
 
 def detached_in_the_middle(model):
     first, *rest = model.online.layers
-    x = first(model.online.embed(model.views[0])).detach()
-    for layer in rest:
-        x = layer(x)
+    x = through(rest, first(model.online.embed(model.views[0])).detach())
     return model.online.head(x).square().mean()
 
 
@@ -172,9 +154,7 @@ def truncated(model):
         torch.manual_seed(5)
         state = torch.zeros(ROWS, D)
         for _ in range(4):
-            x = model.online.embed(model.views[0] + state)
-            for layer in model.online.layers:
-                x = layer(x)
+            x = through(model.online.layers, model.online.embed(model.views[0] + state))
             state = x.detach()
             model.online.head(x).square().mean().backward()
             optimizer.step()
@@ -201,18 +181,9 @@ def optimizer_in_backward(model, loss=lambda model: model.online(model.views[0])
 
 
 LOSSES = [
-    simsiam,
-    simsiam_target_first,
-    simsiam_target_alive,
-    simsiam_symmetric,
-    byol,
-    byol_no_grad,
-    unused_output,
-    unused_second_output,
-    unused_call,
-    rebound_output,
-    detached_in_the_middle,
-]
+    simsiam, simsiam_target_first, simsiam_target_alive, simsiam_symmetric, byol, byol_no_grad, unused_output,
+    unused_second_output, unused_call, rebound_output, detached_in_the_middle,
+]  # fmt: skip
 STEPS = {
     **{loss.__name__: lambda model, loss=loss: stepped_once(model, loss) for loss in LOSSES},
     "gan": gan,
@@ -222,16 +193,12 @@ STEPS = {
 }
 
 
-def layers_of(model):
-    return find_blocks(model, Layer)
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_any_plan_takes_what_is_predicted(name):
     model = Views()
     step, optimizers = STEPS[name](model)
-    blocks = layers_of(model)
-    planner = Planner(PolicySearch(measure(RealStep(model, step), Blocks(blocks), NEAR)), model=model)
+    planner = planner_of(model, step, Layer)
+    blocks = planner.measured.names
     rng, options = random.Random(0), range(len(planner.measured.options))
     choices = [planner.search.evaluate([option] * len(blocks)) for option in options]
     choices += [planner.search.evaluate([rng.choice(options) for _ in blocks]) for _ in range(3)]
@@ -264,7 +231,7 @@ def joined(planner, rng, count=3):
 def test_a_budget_at_the_peak_of_full_is_kept(name):
     model = Views()
     step, optimizers = STEPS[name](model)
-    with apply(model, {name: True for name, _ in layers_of(model)}):
+    with apply(model, {name: True for name, _ in find_blocks(model, Layer)}):
         budget = tracked_peak(model, step, optimizers)
     found = plan(model, step, memory_budget=budget, blocks=Layer)
     assert 0 < found.floor_bytes <= budget
@@ -286,9 +253,7 @@ def truncated_with_overlap(model):
         state = last = None
         for _ in range(4):
             state = torch.zeros(ROWS, D) if last is None else last.detach().requires_grad_()
-            x = model.online.embed(model.views[0] + state)
-            for layer in model.online.layers:
-                x = layer(x)
+            x = through(model.online.layers, model.online.embed(model.views[0] + state))
             model.online.head(x).square().mean().backward(retain_graph=True)
             if last is not None:
                 last.backward(state.grad)

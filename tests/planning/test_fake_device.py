@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
+from helpers.plans import tiny_gpt2
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ResNetConfig,
-    ResNetForImageClassification,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
 import graphckpt
 from graphckpt._compat import is_fake
@@ -31,23 +26,17 @@ aten = torch.ops.aten
 
 
 def gpt2() -> nn.Module:
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=32, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config)
+    return tiny_gpt2(n_layer=2, n_embd=64, n_head=4, vocab_size=128, use_cache=True)
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=128,
-        )
-    )  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, vocab_size=128))
 
 
 def resnet() -> nn.Module:
-    return ResNetForImageClassification(
-        ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic")
-    )
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic")
+    return ResNetForImageClassification(config)
 
 
 BLOCKS = {gpt2: "transformer.h.*", llama: "model.layers.*", resnet: "resnet.encoder.stages.*.layers.*"}
@@ -129,13 +118,9 @@ def test_an_optimizer_that_modifies_lists_has_the_bytes_of_the_real_one(implemen
 def test_an_edit_leaves_the_other_kept_results_of_a_fake_step_alone() -> None:
     """Fake storages have no addresses that tell them apart."""
 
-    class Edits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.other(torch.sin(self.one(x)).mul_(2)).sin()
+    @as_module(lambda: {"one": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
+    def Edits(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.other(torch.sin(self.one(x)).mul_(2)).sin()
 
     def products(device: contextlib.AbstractContextManager[Any]) -> int:
         with device:
@@ -160,27 +145,16 @@ class TestCudaKernels:
             run().sum().backward()
         return ops.results
 
-    @classmethod
-    def _saved_bytes(cls, make: Callable[[], torch.Tensor], run: Callable[[torch.Tensor], torch.Tensor]) -> int:
-        with cls.device:
-            given = make()
-            live = LiveBytes("meta", counts_fake=True)
-            live.track([given])
-            with live:
-                out = run(given)
-                bytes_alive = live.live_bytes
-            assert out.requires_grad
-        return bytes_alive
-
     def test_flash_saves_query_key_value_result_and_row_sums(self) -> None:
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            return F.scaled_dot_product_attention(query, query.clone(), query.clone(), is_causal=True)
-
-        def query() -> torch.Tensor:
-            return torch.zeros(2, 4, 64, 32, dtype=torch.bfloat16, requires_grad=True)
-
+        with self.device:
+            query = torch.zeros(2, 4, 64, 32, dtype=torch.bfloat16, requires_grad=True)
+            live = LiveBytes("meta", counts_fake=True)
+            live.track([query])
+            with live:
+                out = F.scaled_dot_product_attention(query, query.clone(), query.clone(), is_causal=True)
+                saved = live.live_bytes
+            assert out.requires_grad
         each = 2 * 4 * 64 * 32 * 2
-        saved = self._saved_bytes(query, attend)
         assert 0 <= saved - (4 * each + 2 * 4 * 64 * 4) <= 64  # and the place in the random stream
 
     @pytest.mark.parametrize(
@@ -237,10 +211,7 @@ class TestCudaKernels:
     def test_dropout_saves_a_mask_of_bytes(self, drop: Callable[..., torch.Tensor]) -> None:
         ops = self._ops(lambda: drop(torch.zeros(64, 64, requires_grad=True), 0.1, True))
         assert ops["native_dropout"][0][1].dtype is torch.bool
-
-    def test_dropout_that_drops_nothing_runs_nothing(self) -> None:
-        ops = self._ops(lambda: F.dropout(torch.zeros(4, requires_grad=True), 0.1, training=False))
-        assert "native_dropout" not in ops
+        assert "native_dropout" not in self._ops(lambda: drop(torch.zeros(4, requires_grad=True), 0.1, False))
 
     def test_multihead_attention_meets_the_kernels_inside(self) -> None:
         def run() -> torch.Tensor:
@@ -287,11 +258,7 @@ class TestSteps:
 
     def test_transformers_makes_no_mask_where_a_real_step_makes_none(self) -> None:
         ones = {"attention_mask": torch.ones(2, 32, dtype=torch.long)}
-        for more, is_padded, kernel in (
-            ({}, True, "flash"),
-            (ones, False, "flash"),
-            (ones, True, "efficient"),
-        ):
+        for more, is_padded, kernel in (({}, True, "flash"), (ones, False, "flash"), (ones, True, "efficient")):
             with FakeDevice(load_profile("a100-80g"), is_padded=is_padded) as device:
                 model = llama().to(torch.bfloat16)
             with device, Ops() as ops:
@@ -331,10 +298,8 @@ class TestSteps:
     def test_a_llama_of_seven_billion_parameters_needs_no_memory(self) -> None:
         device = FakeDevice(load_profile("a100-80g"))
         with device:
-            config = LlamaConfig(
-                num_hidden_layers=32, hidden_size=4096, intermediate_size=11008, num_attention_heads=32
-            )
-            model = LlamaForCausalLM(config).to(torch.bfloat16)
+            sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+            model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=32, **sizes)).to(torch.bfloat16)
             live = LiveBytes("meta", counts_fake=True, record_timeline=False)
             live.track(model.parameters())
             assert live.live_bytes == 2 * sum(p.numel() for p in model.parameters()) > 12 * 2**30

@@ -6,28 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.modules import as_module
 from helpers.peaks import tracked_peak
+from helpers.plans import planner_of
 from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError, Graph, Plan, PlanError, Tiles
 from graphckpt.planning import plan_step
-from graphckpt.planning.candidates import NEAR
-from graphckpt.planning.plan_step import find_blocks
-from graphckpt.planning.planner import Planner
-from graphckpt.planning.search import PolicySearch
-from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 
 
-class Head(nn.Module):
-    def __init__(self, width, num_words):
-        super().__init__()
-        self.words = nn.Linear(width, num_words)
-
-    def forward(self, x, labels):
-        return nn.functional.cross_entropy(self.words(x), labels, reduction="sum")
+@as_module(lambda width, num_words: {"words": nn.Linear(width, num_words)})
+def Head(self, x, labels):
+    return nn.functional.cross_entropy(self.words(x), labels, reduction="sum")
 
 
 class Language(nn.Module):
@@ -70,9 +62,9 @@ def test_it_is_cut_where_nothing_else_fits():
 
 def test_the_error_of_a_callback_does_not_name_the_head():
     model, step = made()
-    measured = measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
+    planner = planner_of(model, step)
     for in_callback in (False, True):
-        text = str(Planner(PolicySearch(measured), model=model, in_callback=in_callback).infeasible(1000, 2000))
+        text = str(replace(planner, in_callback=in_callback).infeasible(1000, 2000))
         assert "reached in the head and the loss" in text
         assert ("set `head`" in text) is not in_callback
 

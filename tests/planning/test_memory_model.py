@@ -12,7 +12,9 @@ from collections import Counter
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
+from helpers.modules import as_module
 from helpers.peaks import tracked_peak
+from helpers.plans import fields_of, measured_step, planner_of
 from helpers.thinning import slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ import graphckpt
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.frontier import COVERED, peak
 from graphckpt.planning.memory_model import Change, EventSeq, LiveState
+from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.program import EventKind, PrivateRun
 from graphckpt.planning.search import PolicySearch
@@ -63,11 +66,6 @@ def trained(model, inputs, loss_of):
             return tracked_peak(model, step, [optimizer])
 
     return step, tracked
-
-
-def fields_of(known, plan):
-    """Returns what `apply` takes for a plan."""
-    return {name: own[o].fields for name, own, o in zip(known.names, known.options_of, plan, strict=True)}
 
 
 def plans(num_blocks, num_options, count, seed=0):
@@ -136,13 +134,14 @@ class Odd(nn.Module):
         layers = []
         for _ in range(rng.randrange(3, 8)):
             wider = rng.choice((8, 24, 56))
+            linear = nn.Linear(width, wider)
             kinds = {
-                "relu": lambda a=width, b=wider: nn.Sequential(nn.Linear(a, b), nn.ReLU()),
-                "ends": lambda a=width, b=wider: nn.Sequential(nn.ReLU(), nn.Linear(a, b)),
-                "norm": lambda a=width, b=wider: nn.Sequential(nn.LayerNorm(a), nn.Linear(a, b), nn.Dropout(0.2)),
-                "batch": lambda a=width, b=wider: nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.Sigmoid()),
+                "relu": [linear, nn.ReLU()],
+                "ends": [nn.ReLU(), linear],
+                "norm": [nn.LayerNorm(width), linear, nn.Dropout(0.2)],
+                "batch": [linear, nn.BatchNorm1d(wider), nn.Sigmoid()],
             }
-            layers.append(kinds[rng.choice(sorted(kinds))]())
+            layers.append(nn.Sequential(*kinds[rng.choice(sorted(kinds))]))
             width = wider
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(width, 4)
@@ -159,10 +158,9 @@ def test_odd_chains_are_predicted_near_and_far(seed):
     model = Odd(seed)
     x = torch.randn(160, 8)
     step, tracked = trained(model, {"x": x}, lambda y: y.square().mean())
-    blocks = Blocks([(f"layers.{number}", layer) for number, layer in enumerate(model.layers)])
-    considered = options("disk")
+    blocks = Blocks(find_blocks(model, "layers.*"))
     whole = RealStep(model, step, min_elements=1)
-    known = measure(whole, blocks, considered)
+    known = measure(whole, blocks, options("disk"))
     assert not known.notes
     chain = StepChain(known)
     for plan in plans(len(blocks.names), len(known.options), 12, seed):
@@ -183,36 +181,25 @@ def test_equal_blocks_share_the_runs():
     four = ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul", "matmul+attention"))]
 
     def known(names, considered=options(False, four)):
-        blocks = Blocks([(str(n), model[n]) for n in names])
-        return measure(RealStep(model, lambda: model(x).sum().backward()), blocks, considered)
+        return measured_step(model, lambda: model(x).sum().backward(), list(map(str, names)), considered)
 
-    assert known(range(1, 9)).num_runs == 2, (
-        "one with all kept, and one in which the eight share the four other options"
-    )
+    assert known(range(1, 9)).num_runs == 2, "one with all kept, and one in which the eight share the others"
     assert known(range(1, 3)).num_runs == 3, "two layers take two turns"
     assert known(range(9)).num_runs == 5, "a layer that is the only one of its class needs a run for each option"
     assert known(range(1, 9), NEAR[:1]).num_runs == 1
     assert known(range(1, 9), NEAR).num_runs == 2, "a product and a tanh have no levels between all and nothing"
 
 
-class Counted(nn.Module):
-    """A layer that adds the sum of a buffer."""
-
-    def __init__(self, num_elements):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.register_buffer("counts", torch.ones(num_elements))
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x)) + self.counts.sum()
+@as_module(lambda size: {"linear": nn.Linear(16, 16), "counts": nn.Buffer(torch.ones(size))})
+def Counted(self, x):
+    return torch.tanh(self.linear(x)) + self.counts.sum()
 
 
 def test_layers_with_buffers_of_other_sizes_are_measured_apart():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), *(Counted(8 if number % 2 else 4000) for number in range(6)))
     step, tracked = trained(model, {"input": torch.randn(64, 16)}, torch.sum)
-    blocks = Blocks([(str(number), model[number]) for number in range(1, 7)])
-    known = measure(RealStep(model, step), blocks, options(False, ["full"]))
+    known = measured_step(model, step, Counted, options(False, ["full"]))
     for plan in plans(6, 2, 4):
         assert known.model.highest(plan).peak == tracked(fields_of(known, plan)), plan
 
@@ -268,14 +255,12 @@ def test_layers_join_only_where_that_frees_what_the_one_before_returns(build, ar
         output[0].square().mean().backward()
         model.zero_grad()
 
-    real = RealStep(model, step)
-    measured = measure(real, Blocks([(f"layers.{n}", m) for n, m in enumerate(model.layers)]), NEAR)
-    planner = Planner(PolicySearch(measured), model=model)
+    planner = planner_of(model, step, "layers.*")
     choices = list(joined(planner, 8))
     assert bool(choices) == are_joined
     for choice in (*choices, *planner.search.pareto()):
         with planner.to_plan(choice, choice.peak).apply():
-            assert real.peak() == choice.peak
+            assert RealStep(model, step).peak() == choice.peak
 
 
 # ---- events
@@ -284,13 +269,8 @@ SIZES = (10, 7, 3)
 
 
 def test_an_example_to_read_first():
-    interval = [
-        PrivateRun(5, 2),
-        Change(EventKind.BORN, 1, 10),
-        Change(EventKind.HELD, 1, 10),
-        Change(EventKind.GONE, 1, 10),
-    ]
-    walked = {}
+    changes = (Change(kind, 1, 10) for kind in (EventKind.BORN, EventKind.HELD, EventKind.GONE))
+    interval, walked = [PrivateRun(5, 2), *changes], {}
     state = LiveState(100)
     state.advance(EventSeq(interval, walked))
     assert (state.level, state.peak) == (112, 112)
@@ -333,7 +313,6 @@ def test_equal_intervals_share_what_they_lead_to(monkeypatch):
     monkeypatch.setattr(EventSeq, "_simulate", lambda steps, holders: count.append(steps) or walk(steps, holders))
     walked, state = {}, LiveState()
     for storage in range(100):
-        state.advance(
-            EventSeq([PrivateRun(9, 1), Change(EventKind.BORN, storage, 4), Change(EventKind.HELD, storage, 4)], walked)
-        )
+        changes = (Change(kind, storage, 4) for kind in (EventKind.BORN, EventKind.HELD))
+        state.advance(EventSeq([PrivateRun(9, 1), *changes], walked))
     assert (state.level, state.peak, len(count)) == (500, 504, 1)

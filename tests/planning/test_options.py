@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 
 import graphckpt
@@ -45,16 +46,11 @@ def caught(monkeypatch):
     return lambda: None
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).sum()
+@as_module(lambda: {"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), "head": nn.Linear(4, 1)})
+def Model(self, x):
+    for layer in self.layers:
+        x = layer(x)
+    return self.head(x).sum()
 
 
 class Step(Graph):

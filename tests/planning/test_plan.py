@@ -11,23 +11,16 @@ import pytest
 import torch
 import yaml
 from helpers.peaks import tracked_peak
+from helpers.plans import planner_of, tiny_gpt2
 from omegaconf import OmegaConf
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import Plan
-from graphckpt.planning.candidates import NEAR
-from graphckpt.planning.plan_step import find_blocks
-from graphckpt.planning.planner import Planner
 from graphckpt.planning.plot import draw_sweep
 from graphckpt.planning.rows import PlanRow, Stage
-from graphckpt.planning.search import PolicySearch
-from graphckpt.planning.steps import RealStep
-from graphckpt.planning.sweep import measure
-from graphckpt.planning.trace import Blocks
 from graphckpt.train.policies import block_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.units import format_bytes
@@ -141,15 +134,13 @@ def test_explain_prints_policies_costs_and_notes(capsys):
 
 def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tmp_path):
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=4, n_embd=16, n_head=2, n_positions=32, vocab_size=32, use_cache=False)
-    model, ids = GPT2LMHeadModel(config), torch.randint(0, 32, (4, 24))
+    model, ids = tiny_gpt2(), torch.randint(0, 32, (4, 24))
 
     def step():
         model(input_ids=ids, labels=ids).loss.backward()
 
-    measured = measure(RealStep(model, step), Blocks(find_blocks(model, None)), NEAR)
-    planner = Planner(PolicySearch(measured), model=model)
-    found = next(choice for choice in planner.uniform().values() if choice.rows[0].option.startswith("selective(level"))
+    uniform = planner_of(model, step).uniform()
+    found = next(choice for choice in uniform.values() if choice.rows[0].option.startswith("selective(level"))
     found.save(tmp_path / "plan.yaml")
     for each in (found, Plan.load(tmp_path / "plan.yaml")):
         each.explain()

@@ -42,9 +42,9 @@ def test_the_front_of_a_plan_holds_the_plans_for_all_budgets(plan: Plan):
 def test_the_front_below_a_child_has_the_names_below_it(plan: Plan):
     named = replace(plan, rows=tuple(replace(row, block=f"model.{row.block}") for row in plan.rows))
     named = replace(named, front=lambda: [named])
-    below = named.relative_to("model")
-    assert below.front is not None
-    assert [row.block for row in below.front()[0].rows] == [row.block for row in plan.rows]
+    relative = named.relative_to("model")
+    assert relative.front is not None
+    assert [row.block for row in relative.front()[0].rows] == [row.block for row in plan.rows]
 
 
 def test_a_plan_can_be_pickled_without_its_front(plan: Plan):

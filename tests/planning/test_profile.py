@@ -166,15 +166,23 @@ class TestExtraBytes:
     query = torch.zeros(2, 8, 100, 64, dtype=torch.bfloat16, device="meta")
     op = aten._scaled_dot_product_flash_attention_backward.default
 
-    def test_flash_backward_sums_in_float32(self) -> None:
-        args = (self.query, self.query, self.query, self.query)
-        assert load_profile("h200").op_extra_bytes(self.op, args) == 4 * 2 * 8 * 128 * (64 + 1)
-        assert load_profile("cpu").op_extra_bytes(self.op, args) == 0
+    @pytest.mark.parametrize(
+        ("device", "kernel", "num_bytes"),
+        [
+            ("h200", "flash", 4 * 2 * 8 * 128 * (64 + 1)),  # sums in float32, of lengths rounded up
+            ("h100", "cudnn", 4 * 2 * 8 * 100 * (64 + 1)),
+            ("h200", "efficient", 4 * 2 * 8 * 100),
+            ("cpu", "flash", 0),
+        ],
+    )
+    def test_backward_of_attention_sums_in_float32(self, device: str, kernel: str, num_bytes: int) -> None:
+        op = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+        assert load_profile(device).op_extra_bytes(op, (self.query,) * 4) == num_bytes
 
-    def test_the_kernel_that_hopper_prefers_sums_in_float32_too(self) -> None:
-        op = aten._scaled_dot_product_cudnn_attention_backward.default
-        args = (self.query, self.query, self.query, self.query)
-        assert load_profile("h100").op_extra_bytes(op, args) == 4 * 2 * 8 * 100 * (64 + 1)
+    @pytest.mark.parametrize(("count", "num_bytes"), [(3072, 0), (3073, 32 * 3073)])
+    def test_many_indices_are_sorted_in_buffers(self, count: int, num_bytes: int) -> None:
+        args = (self.query, torch.zeros(count, dtype=torch.long, device="meta"))
+        assert load_profile("h200").op_extra_bytes(aten.embedding_dense_backward.default, args) == num_bytes
 
     def test_grouped_heads_are_spread_for_their_gradients(self) -> None:
         key = self.query[:, :2]

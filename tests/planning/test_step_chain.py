@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import nn
 
 from graphckpt.planning.candidates import options
@@ -19,13 +20,11 @@ from graphckpt.planning.trace import Blocks
 NUM_BLOCKS = 8
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+@as_module(
+    lambda width: {"up": nn.Linear(width, 4 * width, bias=False), "down": nn.Linear(4 * width, width, bias=False)}
+)
+def Layer(self, x):
+    return x + self.down(torch.relu(self.up(x)))
 
 
 class Stack(nn.Module):

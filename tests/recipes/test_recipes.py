@@ -14,6 +14,7 @@ from graphckpt.units import parse_bytes
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "examples" / "recipes"
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 RECIPES = ["bert_classification", "long_gpt2", "lora_llama", "resnet101", "vit"]
 MIB = 2**20
 EQUAL = "losses, weights and buffers: bitwise equal"
@@ -32,13 +33,9 @@ def peaks(output: str) -> dict[str, int]:
     return {name: parse_bytes(size) for name, size in re.findall(rf"^(\S.*?)  .*?({SIZE})", table, re.MULTILINE)}
 
 
-def page() -> str:
-    return (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-
-
 def assert_shown(output: str, recipe: str, *names: str) -> None:
     """Asserts that the page shows the measured peaks of these policies, which do not depend on measured times."""
-    shown = re.search(rf"```console\n\$ python examples/recipes/{recipe}\.py\n```\n\n```text\n(.*?)```", page(), re.S)
+    shown = re.search(rf"```console\n\$ python examples/recipes/{recipe}\.py\n```\n\n```text\n(.*?)```", PAGE, re.S)
     assert shown is not None
     assert {name: peaks(output)[name] for name in names} == {name: peaks(shown[1])[name] for name in names}
 
@@ -53,7 +50,7 @@ def test_help_names_the_commands_and_the_flags(recipe: str, tmp_path: Path) -> N
     assert f"python examples/recipes/{recipe}.py --size full " in text
     for flag in ("--size", "--memory-budget", "--model NAME", "--steps", "--predict DEVICE", "--deterministic"):
         assert flag in text
-    assert f"python examples/recipes/{recipe}.py --size full" in page()
+    assert f"python examples/recipes/{recipe}.py --size full" in PAGE
 
 
 def test_vit(tmp_path: Path) -> None:
@@ -112,9 +109,8 @@ def test_resnet101_updates_the_buffers_of_batch_norm_once(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_model_is_loaded_by_its_name(tmp_path: Path) -> None:
-    config = ViTConfig(
-        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "image_size": 16, "patch_size": 8}
+    config = ViTConfig(num_hidden_layers=2, num_attention_heads=2, **sizes)
     ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
     output = run(tmp_path, "vit", "--steps=3", "--model", str(tmp_path / "vit"), "--memory-budget=min")
     assert max(peaks(output).values()) < 2 * MIB, "random weights of the usual size take more"
@@ -130,9 +126,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
     assert parse_bytes(row[1]) <= 70 * MIB < parse_bytes(row[2])
 
 
-def test_other_results_are_not_called_equal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_results_are_not_called_equal(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     import comparison  # noqa: PLC0415
 

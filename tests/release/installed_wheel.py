@@ -50,23 +50,17 @@ def main(folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert [name for name in IN_WHEEL if name not in names] == []
-    assert [
-        name
-        for name in names
-        if name.split("/")[0] not in {"graphckpt", wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"}
-    ] == []
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"graphckpt", wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"}
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert [name for name in IN_SDIST if name not in inside] == []
     with tempfile.TemporaryDirectory() as elsewhere:
         place = Path(elsewhere) / "work"
-        venv.create(place, with_pip=False)
-        packages = next(place.glob("lib/python*/site-packages"))
-        borrowed = sysconfig.get_path("purelib")
+        packages = environment_at(place)
         # searched last; the editable install there, a .pth file itself, has no force
-        (packages / "borrowed.pth").write_text(borrowed + "\n")
-        pip = [sys.executable, "-m", "pip", "--python", str(place), "--disable-pip-version-check", "install", "--quiet"]
-        run([*pip, "--no-deps", "--no-index", "--force-reinstall", str(wheel.resolve())], place)
+        (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        install(wheel, place, "--no-deps", "--force-reinstall")
         config, _, usage = run([str(place / "bin" / "python"), "-c", USE], place).partition("\n")
         assert "--config-file" in usage
         output = run([str(place / "bin" / "graphckpt"), "train", "--config-file", config, "--fast-dev-run"], place)
@@ -77,20 +71,29 @@ def main(folder: Path) -> None:
 
 def bare(wheel: Path, place: Path) -> None:
     """Installs the wheel without extras: beside it there are torch, rich and what they need, and nothing else."""
-    venv.create(place, with_pip=False)
-    packages = next(place.glob("lib/python*/site-packages"))
+    packages = environment_at(place)
     for name in needed("torch", "rich"):
         found = distribution(name)
         for top in {path.parts[0] for path in found.files or () if path.parts[0] not in {"..", "__pycache__"}}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(Path(str(found.locate_file(top))))
-    pip = [sys.executable, "-m", "pip", "--python", str(place), "--disable-pip-version-check", "install", "--quiet"]
-    run([*pip, "--no-index", str(wheel.resolve())], place)
+    install(wheel, place)
     python = str(place / "bin" / "python")
     code = "import importlib.util as u; print([n for n in ('numpy', 'yaml', 'transformers') if u.find_spec(n)])"
     assert run([python, "-c", code], place) == "[]\n"
     output = run([python, "-W", "ignore", str(Path(__file__).with_name("core_only.py"))], place)
     assert "layers.0" in output, output
+
+
+def environment_at(place: Path) -> Path:
+    """Makes an environment, and returns where its packages are."""
+    venv.create(place, with_pip=False)
+    return next(place.glob("lib/python*/site-packages"))
+
+
+def install(wheel: Path, place: Path, *options: str) -> None:
+    pip = [sys.executable, "-m", "pip", "--python", str(place), "--disable-pip-version-check", "install", "--quiet"]
+    run([*pip, "--no-index", *options, str(wheel.resolve())], place)
 
 
 def needed(*names: str) -> set[str]:

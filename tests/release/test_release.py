@@ -18,9 +18,8 @@ def plain(name: str) -> str:
 
 def test_the_version_is_one_and_the_changelog_tells_of_it() -> None:
     assert graphckpt.__version__ == PROJECT["version"]
-    assert re.search(
-        rf"^## {re.escape(PROJECT['version'])}\b", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
-    )
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(PROJECT['version'])}\b", changes, re.M)
 
 
 def test_ci_installs_pinned_releases_of_all_that_is_tested() -> None:

@@ -17,16 +17,14 @@ import graphckpt
 from graphckpt.errors import ConfigError, RecomputeError
 from graphckpt.rules import Selective
 
+DISK = {"offload": "disk", "min_elements": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "full": {"block": True},
     "selective": {"block": Selective("matmul")},
-    "disk": {"block": {"activation_checkpointing": True, "offload": "disk", "min_elements": 1}},
+    "disk": {"block": {"activation_checkpointing": True, **DISK}},
     "contiguous": {"block": {"activation_checkpointing": True, "contiguous": True, "min_elements": 1}},
     "nested": {"": True, "block": True},
-    "nested, disk": {
-        "": {"activation_checkpointing": True, "offload": "disk", "min_elements": 1},
-        "block": Selective("matmul"),
-    },
+    "nested, disk": {"": {"activation_checkpointing": True, **DISK}, "block": Selective("matmul")},
     "joined": {"before": True, "block": "joined"},
 }
 
@@ -230,15 +228,12 @@ def Rrelu(self, h: Tensor) -> Tensor:
 
 RRELU_WAYS = {
     **WAYS,
-    "kept, disk": {"block": {"offload": "disk", "min_elements": 1}},
+    "kept, disk": {"block": DISK},
     "kept, contiguous": {"block": {"contiguous": True, "min_elements": 1}},
     "every op kept": {"block": Selective(lambda context, op, *args, **kwargs: True)},
     "rrelu kept": {"block": Selective(["aten.rrelu_with_noise.default"])},
     "excluded": {"block": True, "block.act": False},
-    "excluded, disk": {
-        "block": True,
-        "block.act": {"activation_checkpointing": False, "offload": "disk", "min_elements": 1},
-    },
+    "excluded, disk": {"block": True, "block.act": {"activation_checkpointing": False, **DISK}},
 }
 
 

@@ -27,8 +27,6 @@ _TOTAL_BYTES = 16 * 2**30
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Installs the bindings when `torch.cuda` is imported: `torch._C` is there by then."""
-
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname == "torch.cuda":
             sys.meta_path.remove(self)
@@ -36,6 +34,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_on_import() -> None:
+    """Installs the bindings when `torch.cuda` is imported: `torch._C` is there by then."""
     sys.meta_path.insert(0, _Finder())
 
 
@@ -72,9 +71,7 @@ class Cudart(ModuleType):
     def cudaProfilerStart() -> int:
         return 0
 
-    @staticmethod
-    def cudaProfilerStop() -> int:
-        return 0
+    cudaProfilerStop = cudaProfilerStart
 
 
 class CUDAGraph:
@@ -115,13 +112,12 @@ def new_pool() -> tuple[int, int]:
 def memory_stats(device: int) -> dict[str, Any]:
     report = json.loads(load().memory_report_json())
     names = ("current", "peak", "allocated", "freed")
-    stats: dict[str, Any] = {}
+    nothing = dict.fromkeys(names, 0)
+    stats: dict[str, Any] = {"inactive_split_bytes": dict.fromkeys(("all", "small_pool", "large_pool"), nothing)}
     for key in ("allocated_bytes", "reserved_bytes", "requested_bytes", "allocation"):
         of_all = dict(zip(names, report[key], strict=True))
-        stats[key] = {"all": of_all, "small_pool": dict.fromkeys(names, 0), "large_pool": of_all}
+        stats[key] = {"all": of_all, "small_pool": nothing, "large_pool": of_all}
     stats["active_bytes"], stats["active"] = stats["allocated_bytes"], stats["allocation"]
-    no_bytes = dict.fromkeys(names, 0)
-    stats["inactive_split_bytes"] = {"all": no_bytes, "small_pool": no_bytes, "large_pool": no_bytes}
     return stats | {key: report[key] for key in ("num_alloc_retries", "num_ooms")}
 
 
@@ -203,14 +199,7 @@ def install(torch_c: Any) -> None:
         torch.cuda.default_generators = (torch.Generator("cuda"),)
         torch.cuda._get_device_properties = lambda index: properties
         torch.UntypedStorage.clone = clone_storage
-        collectives = importlib.import_module("simulated_cuda.collectives")  # imports torch, which is there now
-        collectives.install()
-
-    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-        library.set_stream(stream_id)
-
-    def set_fraction(fraction: float, device: int) -> None:
-        library.memory_set_total(int(fraction * _TOTAL_BYTES))
+        importlib.import_module("simulated_cuda.collectives").install()  # imports torch, which is there now
 
     properties = SimpleNamespace(
         name=NAME, major=9, minor=0, total_memory=_TOTAL_BYTES, multi_processor_count=100, warp_size=32,
@@ -241,7 +230,7 @@ def install(torch_c: Any) -> None:
         "_cuda_getCurrentStream": lambda index: (library.get_stream(), 0, device_type),
         "_cuda_getCurrentRawStream": lambda index: library.get_stream(),
         "_cuda_getDefaultStream": lambda index: (0, 0, device_type),
-        "_cuda_setStream": set_stream,
+        "_cuda_setStream": lambda stream_id, device_index, device_type: library.set_stream(stream_id),
         "_cuda_synchronize": lambda: call("synchronize_all"),
         "_cuda_sleep": lambda cycles: None,
         "_cuda_isCurrentStreamCapturing": lambda: bool(library.is_capturing()),
@@ -258,7 +247,7 @@ def install(torch_c: Any) -> None:
         "_cuda_resetAccumulatedMemoryStats": lambda index: None,
         "_cuda_memorySnapshot": memory_snapshot,
         "_cuda_record_memory_history": lambda *_: None,
-        "_cuda_setMemoryFraction": set_fraction,
+        "_cuda_setMemoryFraction": lambda fraction, index: library.memory_set_total(int(fraction * _TOTAL_BYTES)),
         "_cuda_hostMemoryStats": lambda: {"allocated_bytes": {"current": library.host_num_pinned_bytes()}},
         "_cuda_resetPeakHostMemoryStats": lambda: None,
         "_cuda_getAllocatorBackend": lambda: "native",

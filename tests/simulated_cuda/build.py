@@ -22,10 +22,7 @@ class NoCompiler(RuntimeError):
 
 def torch_folder() -> Path:
     """Returns where PyTorch is installed, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(importlib.util.find_spec("torch").origin).parent
 
 
 def build() -> Path:
@@ -39,7 +36,8 @@ def build() -> Path:
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     name = f"{importlib.metadata.version('torch')}-{digest.hexdigest()[:16]}.so"
-    target = _cache_folder() / name
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    target = Path(cache) / "graphckpt" / "simulated_cuda" / name
     if not target.exists():
         compiler = shutil.which(os.environ.get("CXX", "g++"))
         if compiler is None:
@@ -49,11 +47,6 @@ def build() -> Path:
             built = _compile(compiler, Path(folder))
             built.rename(target)  # atomic: of two processes that build it, both have a library all the time
     return target
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "graphckpt" / "simulated_cuda"
 
 
 def _compile(compiler: str, folder: Path) -> Path:

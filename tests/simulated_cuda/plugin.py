@@ -16,6 +16,7 @@ from simulated_cuda.build import NoCompiler
 from simulated_cuda.library import call, load, use_schedule
 
 _NOT_HERE = "not on the simulated device"
+_IS_REQUIRED = os.environ.get("GRAPHCKPT_REQUIRE_SIMULATED_CUDA", "") not in ("", "0")
 _missing: str | None = None
 try:
     load()
@@ -23,10 +24,6 @@ except NoCompiler as error:
     _missing = str(error)
 else:
     install_on_import()
-
-
-def _is_required() -> bool:
-    return os.environ.get("GRAPHCKPT_REQUIRE_SIMULATED_CUDA", "") not in ("", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if _missing is not None:
-        pytest.exit(f"nothing is run: {_missing}", returncode=int(_is_required()))
+        pytest.exit(f"nothing is run: {_missing}", returncode=int(_IS_REQUIRED))
     use_schedule(config.getoption("--schedule"))
 
 
@@ -63,7 +60,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     is_expected = (
         not isinstance(report.longrepr, tuple) or _NOT_HERE in report.longrepr[2] or "NCCL" in report.longrepr[2]
     )
-    if _is_required() and report.skipped and not hasattr(report, "wasxfail") and not is_expected:
+    if _IS_REQUIRED and report.skipped and not hasattr(report, "wasxfail") and not is_expected:
         report.outcome = "failed"
     return report
 

@@ -177,22 +177,20 @@ def test_replays_draw_new_numbers_and_those_of_eager_ops(schedule: str, stream: 
     def step() -> None:
         out[:] = [nn.functional.dropout(x, 0.5), torch.randn(4, device="cuda")]
 
+    def draws(call: Callable[[], None]) -> list[torch.Tensor]:
+        call()
+        seen = [torch.cuda.get_rng_state()]
+        for _ in range(2):
+            call()
+            seen += [t.clone() for t in out]
+        return seen
+
     torch.cuda.manual_seed(5)
-    step()
-    eager = [torch.cuda.get_rng_state()]
-    for _ in range(2):
-        step()
-        eager += [t.clone() for t in out]
+    eager = draws(step)
     torch.cuda.manual_seed(5)
-    graph = capture(stream, step)
-    captured, replays = out, []
-    graph.replay()
-    assert torch.equal(torch.cuda.get_rng_state(), eager[0])
-    for _ in range(2):
-        graph.replay()
-        replays += [t.clone() for t in captured]
-    assert all(torch.equal(a, b) for a, b in zip(replays, eager[1:], strict=True))
-    assert not torch.equal(replays[0], replays[2])
+    replays = draws(capture(stream, step).replay)
+    assert all(torch.equal(a, b) for a, b in zip(replays, eager, strict=True))
+    assert not torch.equal(replays[1], replays[3])
 
 
 def test_the_state_can_be_put_back_in_a_capture(stream: torch.cuda.Stream) -> None:
@@ -243,10 +241,9 @@ def test_what_a_capture_does_not_permit(name: str, stream: torch.cuda.Stream) ->
         graph.pool()
 
 
-@pytest.mark.parametrize("call", ["cudaHostRegister", "cudaHostUnregister"])
-def test_pinning_in_a_capture(call: str, stream: torch.cuda.Stream) -> None:
+@pytest.mark.parametrize(("call", "arguments"), [("cudaHostRegister", (4096, 1)), ("cudaHostUnregister", ())])
+def test_pinning_in_a_capture(call: str, arguments: tuple[int, ...], stream: torch.cuda.Stream) -> None:
     flat = torch.frombuffer(bytearray(4096), dtype=torch.uint8)
-    arguments = (4096, 1) if call == "cudaHostRegister" else ()
     with failed_capture(stream):
         assert getattr(torch.cuda.cudart(), call)(flat.data_ptr(), *arguments) == 900
 
@@ -273,12 +270,6 @@ def test_unjoined_work(stream: torch.cuda.Stream, side: torch.cuda.Stream) -> No
     torch.cuda.set_stream(torch.cuda.default_stream())  # torch.cuda.graph leaves its own
 
 
-def test_an_event_of_outside(stream: torch.cuda.Stream) -> None:
-    event = torch.cuda.default_stream().record_event()
-    with failed_capture(stream), fails("dependency created on uncaptured work"):
-        stream.wait_event(event)
-
-
 def test_an_event_of_a_capture_that_has_ended(stream: torch.cuda.Stream) -> None:
     event = torch.cuda.Event()
     graph = capture(stream, lambda: event.record(stream))
@@ -300,7 +291,10 @@ def test_an_event_of_another_capture(stream: torch.cuda.Stream, side: torch.cuda
             graph.capture_end()
 
 
-def test_the_default_stream(stream: torch.cuda.Stream) -> None:
+def test_the_default_stream_and_an_event_of_outside(stream: torch.cuda.Stream) -> None:
+    event = torch.cuda.default_stream().record_event()
+    with failed_capture(stream), fails("dependency created on uncaptured work"):
+        stream.wait_event(event)
     with fails("non-default stream", RuntimeError):
         torch.cuda.CUDAGraph().capture_begin()
     with failed_capture(stream), fails("legacy stream"):

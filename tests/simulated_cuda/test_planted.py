@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from graphckpt.errors import GraphckptError
+from graphckpt.graph import capture
 from graphckpt.graph.capture import CudaGraphBackend, _CapturedCudaGraph
 from graphckpt.stores import Host, TensorGroup
 from graphckpt.stores.disk import Transfer
@@ -26,7 +27,6 @@ from simulated_cuda.steps import D, Train, bits_of_steps, is_same
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 SCHEDULES = ["lazy", *(f"random:{seed}" for seed in range(4)), "eager"]
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 # --- what shows faults: each returns whether all is right, and raises where the device does
@@ -127,120 +127,112 @@ class RecordedOnce(torch.cuda.Event):
             super().record(stream)
 
 
-def _replacing(owner: type, name: str) -> Callable[[Callable[..., Any]], Plant]:
-    """Makes a fault of a function that takes the place of a method; the method comes first among its arguments."""
-    original = getattr(owner, name)
-    return lambda function: lambda patch: patch.setattr(owner, name, lambda *args: function(original, *args))
+FAULTS: dict[str, tuple[list[Any], Callable[[], bool]]] = {}
+"""For each, the places that are replaced, and what then goes wrong under some schedule."""
 
 
-def _with_fork(event: type[torch.cuda.Event]) -> Plant:
-    @_replacing(CopyEngine, "_issue")
-    def issue(original: Any, self: Any, *arguments: Any) -> Any:
+def fault(name: str, check: Callable[[], bool], owner: Any, method: str) -> Callable[[Callable[..., Any]], None]:
+    """Registers a function that takes the place of a method, which comes first among its arguments."""
+    original = getattr(owner, method)
+
+    def register(function: Callable[..., Any]) -> None:
+        places, _ = FAULTS.setdefault(name, ([], check))
+        places.append((owner, method, lambda *args: function(original, *args)))
+
+    return register
+
+
+EVENTS = {"a copy does not wait for the step": NeverRecorded, "a fork event is recorded once": RecordedOnce}
+for name, kind in EVENTS.items():
+
+    @fault(name, steps_with("offload"), CopyEngine, "_issue")
+    def _(original: Any, self: Any, *arguments: Any, event: type[torch.cuda.Event] = kind) -> Any:
         assert isinstance(self._fork, torch.cuda.Event)
         if not isinstance(self._fork, event):
             self._fork = event()
         return original(self, *arguments)
 
-    return issue
 
-
-@_replacing(CopyEngine, "wait")
-def _wait_that_does_not(original: Any, self: Any, event: Any) -> bool:
+@fault("a wait for a copy is left out", steps_with("offload"), CopyEngine, "wait")
+def _(original: Any, self: Any, event: Any) -> bool:
     recorded, event.event = event.event, None
     if recorded is not None:
         self._idle.append(recorded)
     return True
 
 
-@_replacing(CopyEngine, "wait_in_order")
-def _source_released_early(original: Any, self: Any, events: Any) -> None:
+@fault("a source is released early", steps_with("offload, nothing in flight"), CopyEngine, "wait_in_order")
+def _(original: Any, self: Any, events: Any) -> None:
     self._idle += [event.event for event in events if event.event is not None]
 
 
-@_replacing(HostStore, "_drop_reload")
-def _reload_used_early(original: Any, self: Any, handle: Any) -> bool:
+@fault("a reload is used early", steps_with("offload, nothing in flight"), HostStore, "_drop_reload")
+def _(original: Any, self: Any, handle: Any) -> bool:
     self._reloading.pop(handle, None)
     handle.reload_buffer = handle.reload_event = None
     return True
 
 
-@_replacing(HostStore, "free")
-def _free_without_a_wait(original: Any, self: Any, handle: Any) -> None:
+@fault("memory is freed without a wait", prefetched_in_vain, HostStore, "free")
+def _(original: Any, self: Any, handle: Any) -> None:
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(CopyEngine, "wait", lambda *arguments: True)
         original(self, handle)
 
 
-@_replacing(CopyEngine, "wait")
-def _captured_event_in_eager(original: Any, self: Any, event: Any) -> Any:
+for owner, name in ((HostStore, "_wait_all"), (CudaGraphBackend, "_join_copies")):
+    unjoined = fault("copies are not joined at the end of backward", with_a_head_outside_of_the_loss, owner, name)
+    unjoined(lambda *_: None)
+
+
+@fault("a captured event is waited for in an eager step", with_a_head_outside_of_the_loss, CopyEngine, "wait")
+def _(original: Any, self: Any, event: Any) -> Any:
     event.is_captured = self.is_capturing()
     return original(self, event)
 
 
-def _no_joins_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((HostStore, "_wait_all"), (CudaGraphBackend, "_join_copies")):
-        _replacing(owner, name)(lambda *arguments: None)(patch)
+@fault("a range of the slab is freed early", steps_with("slab"), SlabStore, "put")
+def _(original: Any, self: Any, data: torch.Tensor, group: Any) -> Any:
+    handle = original(self, data, group)
+    begin, end, _ = self._in_use[max(self._in_use)]
+    self._ranges.free(begin, end)  # for the next tensor
+    return handle
 
 
-def _slab_range_freed_early(patch: pytest.MonkeyPatch) -> None:
-    @_replacing(SlabStore, "put")
-    def put(original: Any, self: Any, data: torch.Tensor, group: Any) -> Any:
-        handle = original(self, data, group)
-        begin, end, _ = self._in_use[max(self._in_use)]
-        self._ranges.free(begin, end)  # for the next tensor
-        return handle
-
-    put(patch)
-    _replacing(SlabStore, "_free_dropped")(lambda original, self: self._free.clear())(patch)
+@fault("a range of the slab is freed early", steps_with("slab"), SlabStore, "_free_dropped")
+def _(original: Any, self: Any) -> None:
+    self._free.clear()
 
 
-_disk_without_a_mark = _replacing(Transfer, "mark")(lambda *_: NeverRecorded())
+@fault("a write to disk does not wait for the step", steps_with("disk"), Transfer, "mark")
+def _(original: Any, self: Any) -> torch.cuda.Event:
+    return NeverRecorded()
 
 
-@_replacing(Transfer, "_copy")
-def _disk_chunk_used_early(
-    original: Any, self: Any, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event
-) -> None:
+@fault("a chunk is used before the copy", steps_with("disk"), Transfer, "_copy")
+def _(original: Any, self: Any, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event) -> None:
     with torch.cuda.stream(self._stream):
         self._stream.wait_event(ready)
         target.copy_(source, non_blocking=True)
 
 
-@_replacing(CudaGraphBackend, "warmup")
+@fault("a warm-up does not wait", steps_with("device", is_captured=True), CudaGraphBackend, "warmup")
 @contextlib.contextmanager
-def _replay_without_the_warm_up(original: Any, self: Any) -> Any:
+def _(original: Any, self: Any) -> Any:
     """Also of the first replay: the warm-up runs on the stream of the capture."""
     with torch.cuda.stream(self._stream):
         yield
 
 
-@_replacing(_CapturedCudaGraph, "replay")
-def _replay_that_is_not_joined(original: Any, self: Any) -> None:
+@fault("a replay is not joined", steps_with("device", is_captured=True), _CapturedCudaGraph, "replay")
+def _(original: Any, self: Any) -> None:
     with torch.cuda.stream(self._stream):
         self._graph.replay()
 
 
-def _workspaces_not_cleared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("graphckpt.graph.capture.clear_cublas_workspaces", lambda: None)
-
-
-FAULTS: dict[str, tuple[Plant, Callable[[], bool]]] = {
-    "a copy does not wait for the step": (_with_fork(NeverRecorded), steps_with("offload")),
-    "a fork event is recorded once": (_with_fork(RecordedOnce), steps_with("offload")),
-    "a wait for a copy is left out": (_wait_that_does_not, steps_with("offload")),
-    "a source is released early": (_source_released_early, steps_with("offload, nothing in flight")),
-    "a reload is used early": (_reload_used_early, steps_with("offload, nothing in flight")),
-    "memory is freed without a wait": (_free_without_a_wait, prefetched_in_vain),
-    "copies are not joined at the end of backward": (_no_joins_at_the_end, with_a_head_outside_of_the_loss),
-    "a captured event is waited for in an eager step": (_captured_event_in_eager, with_a_head_outside_of_the_loss),
-    "a range of the slab is freed early": (_slab_range_freed_early, steps_with("slab")),
-    "a write to disk does not wait for the step": (_disk_without_a_mark, steps_with("disk")),
-    "a chunk is used before the copy": (_disk_chunk_used_early, steps_with("disk")),
-    "a warm-up does not wait": (_replay_without_the_warm_up, steps_with("device", is_captured=True)),
-    "captures share cuBLAS's workspace": (_workspaces_not_cleared, one_of_two_graphs_is_released),
-    "a replay is not joined": (_replay_that_is_not_joined, steps_with("device", is_captured=True)),
-}
-"""How each is planted, and what then goes wrong under some schedule."""
+@fault("captures share cuBLAS's workspace", one_of_two_graphs_is_released, capture, "clear_cublas_workspaces")
+def _(original: Any) -> None:
+    pass
 
 
 def is_right(check: Callable[[], bool]) -> bool:
@@ -266,13 +258,14 @@ def settle() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str) -> None:
-    plant, check = FAULTS[fault]
+    places, check = FAULTS[fault]
     plain_bits()
     schedules = []
     for schedule in SCHEDULES:
         use_schedule(schedule)
         with pytest.MonkeyPatch.context() as patch:
-            plant(patch)
+            for place in places:
+                patch.setattr(*place)
             if not is_right(check):
                 schedules.append(schedule)
         settle()

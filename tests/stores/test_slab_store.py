@@ -62,11 +62,9 @@ def test_same_addresses_and_no_allocation_from_the_second_step_on(monkeypatch, c
             addresses.append([t.data_ptr() for t in kept])
             if step == 1:
                 assert allocated == [50 * 7 * 4, 50 * 300 * 4, 200, 50 * 64 * 4, arena_of(placed).slab_bytes]
-            del kept
-            while keys:
-                keys.pop()
+            del kept, keys
             assert placed.num_alive == 0
-    assert addresses[1] == addresses[2] == addresses[3] == addresses[4]
+    assert addresses[1:] == [addresses[1]] * 4
     assert len(allocated) == 5
     slab = arena_of(placed)._slab
     assert all(slab.data_ptr() <= a < slab.data_ptr() + slab.numel() for a in addresses[4])
@@ -139,7 +137,7 @@ def test_forwards_without_gradients_leave_it_alone() -> None:
             model(torch.randn(500, 16))
         loss.backward()
         model(x).sum().backward()
-        assert arena.slab_bytes == size == 3 * 300 * 16 * 4 + 2 * 0 + (-(3 * 300 * 16 * 4) % 256)
+        assert arena.slab_bytes == size == 3 * 300 * 16 * 4
 
 
 def test_no_memory_is_one_error_that_names_block_bytes_and_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,16 @@ train.evaluation.enabled = False
 """
 
 
-def test_weights_are_those_of_the_plain_run(place, capsys):
+def test_weights_are_those_of_the_plain_run_and_planning_counts_as_no_iteration(place, monkeypatch, capsys):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     assert train("train.output_dir=plain") == 0
-    assert train("train.output_dir=planned", f"{BUDGET}=0.6") == 0
+    calls = []
+    with monkeypatch.context() as patch:
+        for owner, name in ((trainer, "plan_on_batch"), (LogHook, "before_step")):
+            plain = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, f=plain, n=name: (calls.append(n), f(*args)))
+        assert train("train.output_dir=planned", f"{BUDGET}=0.6") == 0
+    assert calls == ["plan_on_batch", *["before_step"] * 3]
     assert same_weights(place / "plain", place / "planned")
     printed = capsys.readouterr().out
     assert "plan: memory budget" in printed
@@ -45,16 +51,6 @@ def test_weights_are_those_of_the_plain_run(place, capsys):
 def kept_bytes(printed: str) -> str:
     """Returns what the run kept for backward, by its table."""
     return next(line for line in printed.splitlines() if line.startswith("kept for backward"))
-
-
-def test_planning_counts_as_no_iteration(place, monkeypatch):
-    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
-    calls = []
-    for owner, name in ((trainer, "plan_on_batch"), (LogHook, "before_step")):
-        plain = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, f=plain, n=name: (calls.append(n), f(*args)))
-    assert train(f"{BUDGET}=0.6", "train.train_iter=2") == 0
-    assert calls == ["plan_on_batch", "before_step", "before_step"]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

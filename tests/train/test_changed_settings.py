@@ -79,42 +79,41 @@ def test_another_schedule_takes_effect_where_it_would_be_at_this_iteration(place
 
 
 @pytest.mark.parametrize(
-    ("before", "words", "message"),
+    ("optimizer", "gone", "faults"),
     [
-        ([], ["train.seed=7"], "train.seed: expected 1234, got 7; in another order, some samples would be repeated"),
-        ([], ["optim.amsgrad=True"], "optim.amsgrad: expected False, with which the optimizer's states were made, got"),
         (
-            ["optim._target_=torch.optim.Adam"],
-            ["optim._target_=torch.optim.Adamax"],
-            "optim: expected torch.optim.adam.Adam, whose states the snapshot has, got torch.optim.adamax.Adamax",
+            "AdamW",
+            (),
+            {
+                "train.seed=7": "train.seed: expected 1234, got 7; in another order, some samples would be repeated",
+                "optim.amsgrad=True": "optim.amsgrad: expected False, with which the optimizer's states were made, got",
+                "optim._target_=torch.optim.Adamax": "optim: expected torch.optim.adamw.AdamW, whose states the "
+                "snapshot has, got torch.optim.adamax.Adamax",
+            },
         ),
         (
-            ["optim._target_=torch.optim.RMSprop"],
-            ["optim._target_=torch.optim.RMSprop", "optim.momentum=0.9", "optim.centered=True", "train.seed=7"],
-            "repeated and others skipped\n  • optim.momentum: expected 0, with",
+            "RMSprop",
+            ("betas",),
+            {"optim.momentum=0.9 optim.centered=True train.seed=7": "skipped\n  • optim.momentum: expected 0, with"},
         ),
-        (
-            ["optim._target_=torch.optim.Rprop"],
-            ["optim._target_=torch.optim.Rprop", "optim.lr=0.1"],
-            "optim.lr: expected",
-        ),
+        ("Rprop", ("betas", "eps", "weight_decay", "params"), {"optim.lr=0.1": "optim.lr: expected"}),
     ],
 )
-def test_what_would_not_fit_the_states_is_refused(place, capsys, before, words, message):
-    if before:
-        keys = {"Adam": (), "RMSprop": ("betas",), "Rprop": ("betas", "eps", "weight_decay", "params")}
-        gone = "".join(f"optim.pop({key!r}, None)\n" for key in keys[before[0].rpartition(".")[2]])
-        (place / "tiny.py").write_text(CONFIG + gone, encoding="utf-8")
-    stopped("out", 4, *before)
+def test_what_would_not_fit_the_states_is_refused(place, capsys, optimizer, gone, faults):
+    (place / "tiny.py").write_text(CONFIG + "".join(f"del optim[{key!r}]\n" for key in gone), encoding="utf-8")
+    before = f"optim._target_=torch.optim.{optimizer}"
+    stopped("out", 4, before)
     config = (place / "out" / "config.yaml").read_text()
-    capsys.readouterr()
-    assert train("--resume", *words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: out/model_0000003: ")
-    assert message in error
-    assert "fix: resume with the former value, or start a run from the weights: train.load_weight=out/model_0" in error
-    assert (place / "out" / "config.yaml").read_text() == config
-    assert train("--resume", *before) == 0
+    for words, message in faults.items():
+        capsys.readouterr()
+        assert train("--resume", before, *words.split()) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: out/model_0000003: ")
+        assert message in error
+        fix = "fix: resume with the former value, or start a run from the weights: train.load_weight=out/model_0"
+        assert fix in error
+        assert (place / "out" / "config.yaml").read_text() == config
+    assert train("--resume", before) == 0
 
 
 def test_settings_of_the_device_are_those_of_the_run(place):

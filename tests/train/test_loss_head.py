@@ -97,28 +97,19 @@ def test_logits_of_one_slice_are_alive_at_a_time():
     for policy in (False, Tiles(NUM_TILES, reduce="sum")):
         live = LiveBytes(record_timeline=False)
         live.track(model.parameters())
-        with graphckpt.apply(model, {"loss_head": policy}), Products() as products, live:
-            task.losses(model, batch)["lm_loss"].backward()
-        model.zero_grad()
+        with graphckpt.apply(model, {"loss_head": policy}):
+            with Products() as training, live:
+                task.losses(model.train(), batch)["lm_loss"].backward()
+            model.zero_grad()
+            with torch.no_grad(), Products() as evaluation:
+                task.tally(model.eval(), batch)
         peaks.append(live.peak_bytes)
-        rows.append(products.rows)
+        rows.append((training.rows, evaluation.rows))
     num_tokens = batch["labels"].numel()
-    assert rows == [[num_tokens], [num_tokens // NUM_TILES] * 2 * NUM_TILES]  # once forward, and once again
+    tiles = [num_tokens // NUM_TILES] * NUM_TILES
+    assert rows == [([num_tokens], [num_tokens]), (2 * tiles, tiles)]  # in training once forward, and once again
     logits = 4 * num_tokens * NUM_WORDS
     assert peaks[0] - peaks[1] > logits
-
-
-def test_evaluation_makes_the_logits_of_one_slice_at_a_time():
-    model, batch = made(gpt2)
-    task = CausalLM(loss_head=True)
-    task.prepare(model)
-    rows = []
-    for policy in (False, Tiles(NUM_TILES, reduce="sum")):
-        with graphckpt.apply(model, {"loss_head": policy}), Products() as products, torch.no_grad():
-            task.tally(model.eval(), batch)
-        rows.append(products.rows)
-    num_tokens = batch["labels"].numel()
-    assert rows == [[num_tokens], [num_tokens // NUM_TILES] * NUM_TILES]
 
 
 def test_a_model_that_caps_its_logits_is_refused():

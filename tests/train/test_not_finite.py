@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,22 +102,12 @@ def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(broken
         assert {row["iteration"] for row in rows_of(broken / folder)} == {0}
 
 
-class _Event:
-    def __init__(self, device):
-        del device
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-
 @pytest.mark.parametrize(("period", "most", "ends_at"), [(4, 1000, 8), (100, 5, 6), (100, 1000, 9)])
 @pytest.mark.parametrize("device", ["cpu", "xpu"])
 def test_the_first_loss_is_named_on_any_device(monkeypatch, device, period, most, ends_at):
     """On a device its line is read one period late, and a long period is looked through before its end."""
-    monkeypatch.setattr(torch, "Event", _Event)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "Event", lambda device: event)
     monkeypatch.setattr(log, "_MOST_LOSSES", most)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     hook = LogHook(optimizer, device=torch.device(device), log_period=period, batch_size=3, seq_length=5)

@@ -6,11 +6,10 @@ import zipfile
 from pathlib import Path
 
 import torch
-from helpers.small_run import equal, rows_of
+from helpers.small_run import equal, rows_of, writer_of
 from safetensors.torch import load_file
 
 from graphckpt.config.trainer import trainer_from
-from graphckpt.train.hooks.snapshot import SnapshotHook
 from graphckpt.train.loop import HookBase
 from graphckpt.train.snapshot import folder as snapshot
 
@@ -22,8 +21,7 @@ class Look(HookBase):
     """Notes the whole state as it was read."""
 
     def before_train(self, loop):
-        (hook,) = (hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
-        state = hook._writer._state
+        state = writer_of(loop)._state
         self.weights = {name: value.clone() for name, value in state.weights().items()}
         self.states = state.states({})
         self.states["trainer"]["hooks"] = loop.hook_states()

@@ -97,6 +97,8 @@ def test_a_field_of_the_description_that_is_wrong_is_named(tmp_path, change, mes
 def test_json_that_python_cannot_read_is_one_error(tmp_path, text):
     with pytest.raises(SnapshotError, match=r"snapshot\.json: \(all of it\): expected valid JSON: [^\n]*$"):
         read_info(written(tmp_path, text))
+    with pytest.raises(SnapshotError, match=r"snapshot\.json: \(all of it\): expected .*, got \[1\]"):
+        read_info(written(tmp_path, "[1]"))
 
 
 def test_the_readers_say_what_they_expect():

@@ -28,15 +28,11 @@ def sharded(tmp_path):
     return model, folder
 
 
-def test_shards_are_read_as_one(sharded):
+def test_shards_are_read_as_one_and_one_file_wins_over_them(sharded):
     model, folder = sharded
     other = _model()
     load_weights(other, read_weights(folder), "x")
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
-
-
-def test_one_file_wins_over_an_index(sharded):
-    _, folder = sharded
     save_file({"alone": torch.ones(1)}, folder / "model.safetensors")
     assert list(read_weights(folder)) == ["alone"]
 
@@ -87,9 +83,8 @@ def test_faults_of_an_index(tmp_path, text, message):
 
 def test_a_folder_without_such_weights_says_what_it_has(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(
-        SnapshotError, match=r"has no model\.safetensors and no .*, but pytorch_model\.bin · fix: name a snapshot"
-    ):
+    message = r"has no model\.safetensors and no .*, but pytorch_model\.bin · fix: name a snapshot"
+    with pytest.raises(SnapshotError, match=message):
         read_weights(tmp_path)
     with pytest.raises(SnapshotError, match=r"pytorch_model\.bin: is a file · fix: name the folder"):
         read_weights(tmp_path / "pytorch_model.bin")

@@ -113,24 +113,29 @@ class TextData:
         counts = f"{len(corpus.train)} documents to train on, {len(corpus.heldout)} held out"
         report.line(f"data: {counts}, {format_bytes(corpus.num_bytes)}")
         user_tokenizer = read_tokenizer(self.tokenizer_file, special_tokens) if self.tokenizer_file else None
-        folder = self._cache_folder / f"tokens-{self._key(corpus, special_tokens, user_tokenizer)}"
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphckpt"
+        cache = Path(self.cache_dir).expanduser() if self.cache_dir else default
+        folder = cache / f"tokens-{self._key(corpus, special_tokens, user_tokenizer)}"
         text = open_tokens(folder, self.seq_length, special_tokens)
         if text is None:
             with new_folder(folder, lambda: open_tokens(folder, 1, special_tokens) is not None) as fresh:
                 self._write(fresh, corpus, special_tokens, user_tokenizer, report)
             text = open_tokens(folder, self.seq_length, special_tokens)
             assert text is not None
-        if faults := list(self._too_short(text)):
+        faults = [
+            f"data: {tokens.num_tokens} tokens {what}, fewer than one sequence of {self.seq_length}"
+            f" · fix: add text, lower data.seq_length{more}"
+            for tokens, what, more in (
+                (text.train, "to train on", ""),
+                (text.heldout, "held out for evaluation", " or raise data.eval_fraction"),
+            )
+            if tokens.num_tokens < self.seq_length
+        ]
+        if faults:
             raise DataError("\n".join(faults))
         counts = f"{text.train.num_tokens:,} tokens to train on, {text.heldout.num_tokens:,} held out"
         report.line(f"data: {counts}, vocabulary of {text.vocab_size:,}")
         return text
-
-    @property
-    def _cache_folder(self) -> Path:
-        if self.cache_dir:
-            return Path(self.cache_dir).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphckpt"
 
     def _corpus(self) -> Corpus:
         paths = [self.paths] if isinstance(self.paths, str) else self.paths
@@ -151,15 +156,6 @@ class TextData:
         if not documents:
             raise DataError(f"{where} · fix: name text files, folders or a data set that hold some")
         return split_documents(documents, eval_fraction=self.eval_fraction, max_bytes=self.max_bytes)
-
-    def _too_short(self, text: PreparedText) -> Iterator[str]:
-        for tokens, what, more in (
-            (text.train, "to train on", ""),
-            (text.heldout, "held out for evaluation", " or raise data.eval_fraction"),
-        ):
-            if tokens.num_tokens < self.seq_length:
-                fault = f"data: {tokens.num_tokens} tokens {what}, fewer than one sequence of {self.seq_length}"
-                yield f"{fault} · fix: add text, lower data.seq_length{more}"
 
     def _key(self, corpus: Corpus, special_tokens: Sequence[str], user_tokenizer: Tokenizer | None) -> str:
         """Returns a hash of what the tokens depend on: content, split, groups and vocabulary."""

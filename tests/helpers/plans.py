@@ -1,0 +1,39 @@
+"""Steps that are measured and planned as ``graphckpt.plan`` does, with what the planner knows in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from graphckpt.planning.candidates import NEAR, Option
+from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
+from graphckpt.planning.search import PolicySearch
+from graphckpt.planning.steps import RealStep
+from graphckpt.planning.sweep import measure
+from graphckpt.planning.trace import Blocks
+
+
+def measured_step(
+    model: nn.Module, step: Callable[[], object], blocks: Any = None, options: Sequence[Option] = NEAR
+) -> MeasuredStep:
+    return measure(RealStep(model, step), Blocks(find_blocks(model, blocks)), options)
+
+
+def planner_of(model: nn.Module, step: Callable[[], object], blocks: Any = None) -> Planner:
+    return Planner(PolicySearch(measured_step(model, step, blocks)), model=model)
+
+
+def fields_of(measured: MeasuredStep, plan: Sequence[int]) -> dict[str, Any]:
+    """Returns the policies of a plan, as ``graphckpt.apply`` takes them."""
+    return {name: own[o].fields for name, own, o in zip(measured.names, measured.options_of, plan, strict=True)}
+
+
+def tiny_gpt2(**sizes: Any) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 - takes seconds
+
+    small = {"n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 32, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(**small | sizes, bos_token_id=0, eos_token_id=0)).train()
