@@ -230,6 +230,8 @@ def test_a_rule_that_cannot_act_is_named_at_the_next_call_and_can_be_mended() ->
 
 def test_explain_after_one_two_and_three_calls() -> None:
     graph = make()
+    with pytest.raises(GraphError, match=r"explain: no step has been measured yet · fix: call the graph inside `with "):
+        graph.explain()
     flag_like_libai(graph)
     for calls in (1, 2, 3, 4):
         run_graph(graph, 1)

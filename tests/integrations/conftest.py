@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from graphckpt.planning import steps
-
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
@@ -17,9 +15,3 @@ def environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
-def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are of no interest here."""
-    monkeypatch.setattr(steps, "_TIMED_RUNS", 1)

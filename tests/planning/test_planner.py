@@ -50,10 +50,11 @@ class Case:
 
     def check_plans(self, planner, count):
         """Runs the plans of some budgets, and returns them."""
-        plans = [planner.plan(budget) for budget in budgets(planner, count)]
-        for found in plans:
+        plans = []
+        for budget in budgets(planner, count):
+            plans.append(found := planner.plan(budget))
             with found.apply():
-                assert self.peak() == found.predicted_peak_bytes <= found.budget_bytes
+                assert self.peak() == found.predicted_peak_bytes <= budget
         return plans
 
 
