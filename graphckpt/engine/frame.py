@@ -51,7 +51,7 @@ from graphckpt.tree import flatten_call, tensors_in
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-running: ContextVar[Execution | None] = ContextVar("running", default=None)
+running: ContextVar[Execution | None] = ContextVar("running", default=None)  # the innermost of this thread
 _NOTHING = nullcontext()
 
 
@@ -65,13 +65,13 @@ class Contexts:
         raise NotImplementedError
 
     def saves(self, tensor: torch.Tensor) -> None:
-        """Is called when autograd saves a tensor of the original forward."""
+        """Called when autograd saves a tensor of the original forward."""
 
     def drop_mutated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Is called when an excluded child has modified tensors in place, by ops that no context sees."""
+        """Called when an excluded child has modified tensors in place, by ops that no context sees."""
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
-        """Is called after the original forward; ``has_failed`` if it has raised an exception."""
+        """Called after the original forward; ``has_failed`` if it has raised an exception."""
 
     def run_all(self, frame: Frame) -> bool:
         """Called after a recomputation that raised: the next skips no op. Returns whether ops may have been skipped."""
@@ -152,19 +152,19 @@ class Frame(Call):
             modes = state.modes()
             self._learning = block.learns and not state.has_learnt(modes)
             self._call_state = state.take(modes, is_nested=outer is not None and outer.is_recomputation)
-            draws = self._learning or not block.learns or modes in state.host_rng_modes
-            self._random = get_rng_state(self.devices, host=draws)
+            may_draw_on_host = self._learning or not block.learns or modes in state.host_rng_modes
+            self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
-            self._early_stop &= not self._learning  # the first recomputation runs to its end: it must save no more
-            returned = last_output.get() if self._is_joined and self.outer_hooks is None else None
-            arguments.keep(self, returned, learning=self._learning)
+            self._early_stop &= not self._learning  # a first call's runs to its end, to detect extra saved tensors
+            previous = last_output.get() if self._is_joined and self.outer_hooks is None else None
+            arguments.keep(self, previous, learning=self._learning)
 
         try:
             output = self._original_forward(args, kwargs)
-        except Exception as error:  # caught by the caller, it may leave history behind: that of an argument it edits
+        except Exception as error:  # if it is caught, backward may still come by an argument modified in place
             self._failure = type(error)
             try:
-                self._end(returned)
+                self._after_forward(previous)
             except Exception as other:
                 arguments.drop(str(other))
             raise
@@ -175,7 +175,7 @@ class Frame(Call):
             block.note("its forward is a generator, which runs outside of the block, so everything is kept")
         if self._learning:
             block.ends_with_saved = self._ends_with_saved(output)
-        self._end(returned)
+        self._after_forward(previous)
         last_output.set(BlockOutput(self, output))
         return output
 
@@ -187,7 +187,7 @@ class Frame(Call):
             hooks = recorder.original_forward_began(block.name, *hooks)
         run = self.original = Execution(self, running.get(), is_recomputation=False)
         try:
-            with Guard(run, *hooks), self.contexts.original_forward(self) if self.contexts else _NOTHING:
+            with ExecutionScope(run, *hooks), self.contexts.original_forward(self) if self.contexts else _NOTHING:
                 return self._function(*args, **kwargs)
         finally:
             self.original = run.outer
@@ -211,7 +211,7 @@ class Frame(Call):
             return False
         return any(tensor.untyped_storage() is saved() for tensor in tensors_in(output) if has_storage(tensor))
 
-    def _end(self, returned: BlockOutput | None) -> None:
+    def _after_forward(self, previous: BlockOutput | None) -> None:
         block, state, learning = self.block, self._state, self._learning
         with modes_paused:
             call_state = self._call_state = state.finish(self._call_state, learning=learning)
@@ -227,7 +227,7 @@ class Frame(Call):
                 )
                 self._arguments.drop(message)
                 raise RecomputeError(message)
-            self._arguments.after_forward(self, state, call_state, returned, learning=learning)
+            self._arguments.after_forward(self, state, call_state, previous, learning=learning)
             if self._is_joined and self.before is None:
                 block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
             for call in self.excluded:
@@ -284,7 +284,7 @@ class Frame(Call):
         A recomputation would repeat it. Autograd may do its work in a thread of its own, whose context variables know
         nothing of the caller: then it shows if the tensors are those of the block itself.
         """
-        # both: in an excluded child, the former knows nothing of the block around the child
+        # Both chains: an excluded child clears `running`, which then knows nothing of the block around the child.
         for innermost in (running.get(), self.original):
             run = innermost
             while run is not None:
@@ -322,7 +322,7 @@ class Frame(Call):
                     raise RecomputeError(mismatch.mutates_argument(self.block.title, name))
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
-                self._recompute_before()
+                self._recompute_before()  # again: the first recomputation has used up its outputs
                 raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
         finally:
             if recorder is not None:
@@ -349,7 +349,7 @@ class Frame(Call):
             if before is not None:
                 before.outputs = None
             try:
-                with Guard(run, run.pack, run.unpack), ExitStack() as stack:
+                with ExecutionScope(run, run.pack, run.unpack), ExitStack() as stack:
                     state.put_in_place(call_state, undo)
                     if unread:
                         state.hide(call_state, unread, self._stand_in, undo)
@@ -459,9 +459,8 @@ class Recomputation(Execution):
             holder = self._holders[position]()
             if holder is not None and holder.value is None:
                 if holder.shape != tensor.shape or holder.dtype != tensor.dtype:
-                    self._first_fault = self._first_fault or mismatch.Fault(
-                        position, (holder.dtype, holder.shape), (tensor.dtype, tensor.shape)
-                    )
+                    kinds = (holder.dtype, holder.shape), (tensor.dtype, tensor.shape)
+                    self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
                 holder.value = tensor
                 holder.version = tensor._version
         if position >= self._last and self._stops and not fills:
@@ -470,7 +469,7 @@ class Recomputation(Execution):
 
     @never_compiled
     def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Is called by a backward inside of the block's own forward, which the original forward did not run."""
+        """Called by a backward inside of the block's own forward, which the original forward did not run."""
         raise RecomputeError(mismatch.runs_backward(self.frame.block.title))
 
     def fault(self) -> mismatch.Fault | None:
@@ -497,7 +496,7 @@ class CallMismatch(ScheduleMismatch):
 
 
 @final
-class Guard:
+class ExecutionScope:
     """Makes ``run`` the present execution of this thread, and passes what autograd saves through two hooks."""
 
     __slots__ = ("_hooks", "_outer", "_run")
@@ -645,7 +644,7 @@ def _run_kept(
         keep = recorder.original_forward_began(block.name, *keep, is_kept=True, is_stored=stored is not None)
     with modes_paused:
         try:
-            with Guard(None, *keep):
+            with ExecutionScope(None, *keep):
                 return function(*args, **kwargs)
         finally:
             if recorder is not None:

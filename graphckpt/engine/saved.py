@@ -91,7 +91,8 @@ class SavedTensor:
             self.hold(value, is_itself=copied is None)
         elif outer_hooks is not None:
             pack, self._unpack = outer_hooks
-            value = version_sharing_detach(value)  # one with history is saved by an op, which may fill another one
+            # With history, it would look to a recomputation around like the input of `rrelu`, which must not stop it.
+            value = version_sharing_detach(value)
             with _NOTHING if recorder is None else recorder.passing_on():
                 self._entry = pack(value)
             return
@@ -225,25 +226,25 @@ def _without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @never_compiled
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-KEEP_ON_DEVICE = (_without_history, _same)
+KEEP_ON_DEVICE = (_without_history, _identity)
 """The hooks of a block whose saved tensors stay on the device whatever is around it."""
 
 
 def hooks_around(block: BlockContext, hooks: Any) -> Any:
-    """Returns which of the active ``hooks`` what a block saves passes through; ``None`` if it goes to its store.
+    """Returns the hooks that receive what a block saves, given the active ``hooks``; ``None`` if its store does.
 
-    That of a placed block does where the hooks are those of a block that is not recomputed, rather than the user's or a
-    recomputed block's.
+    A placed block uses its store in spite of the hooks of a block that is not recomputed. The hooks of the user and of
+    a recomputed block come first.
     """
     if block.recorder is not None:
         hooks = block.recorder.hooks_below(hooks)
     if hooks is None or not block.is_placed:
         return hooks
-    is_kept_around = hooks[1] is _same or getattr(hooks[1], "__func__", None) is StoredCall.unpack
+    is_kept_around = hooks[1] is _identity or getattr(hooks[1], "__func__", None) is StoredCall.unpack
     return None if is_kept_around else hooks
 
 
@@ -297,13 +298,16 @@ class _OriginalArgument(NamedTuple):
 
 @final
 class Arguments:
-    __slots__ = ("_error", "_function", "_mutated", "_objects", "_originals", "_same", "_shape", "before", "leaves")
+    """The arguments of one call: ``keep``, forward, ``after_forward``; in each recomputation ``take``, ``assemble``."""
+
+    __slots__ = ("_error", "_first_of", "_function", "_mutated", "_objects", "_originals", "_shape", "before", "leaves")
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> None:
         self.leaves, self._shape = flatten_call(args, kwargs)
         self._function = function
         self._originals: Sequence[_OriginalArgument] = ()
-        self._same: dict[int, int] = {}  # `attention(x, x, x)` takes another path than three equal tensors
+        # Of each repeated tensor, the first position: `attention(x, x, x)` takes another path than three equal tensors.
+        self._first_of: dict[int, int] = {}
         self._objects: Objects = []
         self._error: str | None = None
         self._mutated: frozenset[int] = frozenset()  # positions of the tensors that forward modifies in place
@@ -313,7 +317,7 @@ class Arguments:
     def name(self, position: int) -> str:
         return self._shape.name(position, self._function)
 
-    def keep(self, call: Call, returned: BlockOutput | None, *, learning: bool) -> None:
+    def keep(self, call: Call, previous: BlockOutput | None, *, learning: bool) -> None:
         leaves = self.leaves
         first_of: dict[int, int] = {}
         originals: list[_OriginalArgument] = []
@@ -326,7 +330,7 @@ class Arguments:
                     version = None if leaf.is_inference() else leaf._version
                     originals.append(_OriginalArgument(position, leaf, version, copied))
                 else:
-                    self._same[position] = first
+                    self._first_of[position] = first
             elif type(leaf) not in ATOMS:
                 if hasattr(leaf.__class__, "__next__"):  # not `type`: that of a weak proxy has it
                     raise RecomputeError(
@@ -336,15 +340,15 @@ class Arguments:
                 self._objects = self._objects or copy_objects(leaves)
         self._originals, self._mutated = originals, call.block.mutated
         if not learning or call.outer_hooks is not None:
-            # Else at the end of the forward, which shows what is modified in place. Hooks must see the same tensors in
-            # the same order in each call.
+            # Otherwise `after_forward` keeps them, when it knows which ones forward modifies. Outer hooks must see the
+            # same tensors in the same order in each call.
             for each in originals:
-                leaves[each.position] = self._keep(call, each, each.copied, returned)
-        for position in self._same:
+                leaves[each.position] = self._keep(call, each, each.copied, previous)
+        for position in self._first_of:
             leaves[position] = None
 
     def after_forward(
-        self, call: Call, state: ModuleState, call_state: CallState, returned: BlockOutput | None, *, learning: bool
+        self, call: Call, state: ModuleState, call_state: CallState, previous: BlockOutput | None, *, learning: bool
     ) -> None:
         """Drops what the recomputation does not need, after the original forward.
 
@@ -362,18 +366,18 @@ class Arguments:
                     if attribute_of(leaf, "__dict__") and not isinstance(leaf, torch.Tensor)
                 ]
                 call.block.recorder.objects_kept(call.block.name, objects, copy_objects(objects))
-        moved = frozenset([each.position for each in originals if each.is_mutated()])
+        mutated = frozenset([each.position for each in originals if each.is_mutated()])
         if learning:
-            call.block.mutated = self._mutated = moved | call.block.mutated
-        names = self._shared_memory(state, call_state, originals) if moved or learning else None
+            call.block.mutated = self._mutated = mutated | call.block.mutated
+        names = self._shared_memory(state, call_state, originals) if mutated or learning else None
         message = None
         if names is not None:
             message = (
                 f"{call.block.title}: forward modified {' or '.join(f'`{name}`' for name in names)} in place, which "
                 "share memory; the recomputation cannot restore both · fix: pass a clone"
             )
-        elif not moved <= self._mutated:
-            message = mismatch.mutates_argument(call.block.title, self.name(min(moved - self._mutated)))
+        elif not mutated <= self._mutated:
+            message = mismatch.mutates_argument(call.block.title, self.name(min(mutated - self._mutated)))
         if message is not None:
             self.drop(message)
             raise RecomputeError(message)
@@ -382,7 +386,7 @@ class Arguments:
                 is_mutated = each.position in self._mutated
                 leaf = self.leaves[each.position]
                 if call.outer_hooks is None:
-                    self.leaves[each.position] = self._keep(call, each, each.copied if is_mutated else None, returned)
+                    self.leaves[each.position] = self._keep(call, each, each.copied if is_mutated else None, previous)
                 elif not is_mutated and leaf.stays:
                     leaf.hold(each.tensor, is_itself=True)
 
@@ -411,10 +415,10 @@ class Arguments:
                     what = f"its argument `{self.name(position)}`"
                     raise RecomputeError(mismatch.modified_in_place(call.block.title, what))
                 if position in self._mutated:
-                    with torch.enable_grad():  # no leaf, if it requires grad
+                    with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
                         leaf = leaf.clone()
                 leaves[position] = leaf
-        for position, first in self._same.items():
+        for position, first in self._first_of.items():
             leaves[position] = leaves[first]
         return leaves
 
@@ -432,34 +436,34 @@ class Arguments:
         return self._shape.assemble(leaves)
 
     def _keep(
-        self, call: Call, original: _OriginalArgument, copied: torch.Tensor | None, returned: BlockOutput | None
+        self, call: Call, original: _OriginalArgument, copied: torch.Tensor | None, previous: BlockOutput | None
     ) -> SavedTensor | _JoinedInput:
         tensor = original.tensor
         cls = class_of(tensor)
-        number = None if returned is None or copied is not None else returned.number_of(tensor)
-        if returned is None or number is None:
+        number = None if previous is None or copied is not None else previous.number_of(tensor)
+        if previous is None or number is None:
             return SavedTensor(tensor, call, cls, is_argument=True, copied=copied)
-        self.before = returned.call()
+        self.before = previous.call()
         return _JoinedInput(number, (tensor.dtype, tensor.shape), cls, tensor.requires_grad)
 
     def _shared_memory(
         self, state: ModuleState, call_state: CallState, originals: Sequence[_OriginalArgument]
     ) -> list[str] | None:
-        """Returns names of arguments and buffers that share memory, of which forward has modified one in place."""
+        """Returns the names of two that share memory, arguments or buffers, if forward has modified one in place."""
         owners: dict[int, list[str]] = {}
-        moved: set[int] = set()
+        mutated: set[int] = set()
         for each in originals:
             if has_storage(each.tensor):
                 storage = id(each.tensor.untyped_storage())
                 owners.setdefault(storage, []).append(self.name(each.position))
-                moved |= {storage} if each.position in self._mutated else set()
+                mutated |= {storage} if each.position in self._mutated else set()
         for index in call_state.copies:
             buffer = call_state.tensors[index]
             names = owners.get(id(buffer.untyped_storage())) if has_storage(buffer) else None
             # Compared last: that waits for an accelerator, which a capture forbids.
             if names is not None and has_changed(call_state, index):
                 return [names[0], state.name(index, call_state)]
-        return next((owners[storage] for storage in moved if len(owners[storage]) > 1), None)
+        return next((owners[storage] for storage in mutated if len(owners[storage]) > 1), None)
 
 
 @final

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line
-from graphckpt.planning import options as budgets
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import Budget, PlanOptions, budget_bytes, check_budget
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all
@@ -34,7 +33,7 @@ _MAX_SPREAD = 32  # of these sizes, the ratio of the largest to the smallest
 _MAX_ON_LINES = 8  # sizes that are measured where a line leads before the search bisects
 _MAX_SIZE = 2**20  # samples in a batch; memory that fits this many does not depend on the batch
 _MAX_FAILED = 4  # sizes at which the step raises before the search gives up, if it has run at none
-_MAX_STEP = 8  # of which batches have to be a multiple, for a search that misses none
+_MAX_STEP = 8  # a step may run only at multiples of a number up to this, and the search finds them
 _ROUNDING = 512  # bytes; CUDA's caching allocator
 _SLACK = 1.1  # of the available memory: a step that is predicted to need more is not run at all
 
@@ -52,7 +51,7 @@ MakeSized: TypeAlias = Callable[[int, int], SizedStep]
 def fit_steps(
     make_sized: MakeSized,
     batch_sizes: Iterable[int] | None,
-    memory_budget: budgets.Budget,
+    memory_budget: Budget,
     options: PlanOptions,
     *,
     is_real: bool,
@@ -66,19 +65,19 @@ def fit_steps(
     ``is_real`` says whether they run, so that they may need more memory than there is, and ``can_accumulate`` whether
     they can accumulate gradients. Plans mention ``notes``.
     """
-    budget = budgets.check_budget(memory_budget, for_fit=True)
+    budget = check_budget(memory_budget, for_fit=True)
     sizes = _checked_sizes(batch_sizes, global_batch)
     with Progress(is_shown=False if callable(progress) else progress) as lines:
         report = progress if callable(progress) else lines.begin
-        sized = _SizedRows(make_sized, budget, options, report, is_real=is_real, notes=notes)
-        shown = sizes if isinstance(sizes, list) else _search(sized, sizes, global_batch)
-        fit = sized.fit(shown, global_batch)
+        rows = _SizedRows(make_sized, budget, options, report, is_real=is_real, notes=notes)
+        shown = sizes if isinstance(sizes, list) else _search(rows, sizes, global_batch)
+        fit = rows.fit(shown, global_batch)
         largest = fit.largest.batch_size  # raises if there is none
         if global_batch is not None and can_accumulate:
-            sized.check_accumulating(fit, global_batch)
-            fit = sized.fit(shown, global_batch)
+            rows.check_accumulating(fit, global_batch)
+            fit = rows.fit(shown, global_batch)
     is_bounded = isinstance(sizes, list) or (sizes is not None and largest == sizes[-1])
-    return replace(fit, is_searched=not is_bounded and largest + 1 not in sized.errors)
+    return replace(fit, is_searched=not is_bounded and largest + 1 not in rows.errors)
 
 
 def _checked_sizes(sizes: Iterable[int] | None, global_batch: int | None) -> range | list[int] | None:
@@ -104,30 +103,30 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _search(sized: _SizedRows, sizes: range | None, global_batch: int | None) -> list[int]:
+def _search(rows: _SizedRows, sizes: range | None, global_batch: int | None) -> list[int]:
     """Measures until the largest size that fits is known, and some below it; returns those that fit.
 
     The largest with everything kept is searched first. It is often the fastest, and larger sizes may have to run under
     its plans.
     """
     low, high = (1, None) if sizes is None else (sizes[0], sizes[-1])
-    first = max(low, min(sized.first_size, high or sized.first_size))
-    largest(sized.plain_bytes, low, high, [first, min(2 * first, high or 2 * first)])
-    sized.check_any_ran()
-    top = largest(sized.needed_bytes, low, high, [sized.sizes[0], sized.sizes[-1]])  # far apart: their line errs least
+    first = max(low, min(rows.first_size, high or rows.first_size))
+    largest(rows.plain_bytes, low, high, [first, min(2 * first, high or 2 * first)])
+    rows.check_any_ran()
+    top = largest(rows.needed_bytes, low, high, [rows.sizes[0], rows.sizes[-1]])  # far apart: their line errs least
     if top < low:
         return [low]
     bottom = low if high is not None else max(min(first, top), top // _MAX_SPREAD)
     if global_batch is not None:
         more = [size for size in range(bottom, top + 1) if global_batch % size == 0][-_MAX_ROWS:]
     else:
-        sizes_so_far = [size for size in sized.sizes if low <= size <= top]
+        sizes_so_far = [size for size in rows.sizes if low <= size <= top]
         powers = [2**power for power in range(bottom.bit_length() - 1, top.bit_length())]
         more = [size for size in powers if bottom <= size <= top and size not in sizes_so_far]
         more = more[max(0, len(more) + len(sizes_so_far) - _MAX_ROWS) :]
     for size in [low, *more] if high is not None else more:
-        sized.row(size)
-    return [size for size in sized.sizes if low <= size <= top] or sized.sizes[:1]
+        rows.row(size)
+    return [size for size in rows.sizes if low <= size <= top] or rows.sizes[:1]
 
 
 @final
@@ -137,7 +136,7 @@ class _SizedRows:
     def __init__(
         self,
         make_sized: MakeSized,
-        budget: budgets.Budget,
+        budget: Budget,
         options: PlanOptions,
         progress: Callable[[str], None],
         *,
@@ -156,8 +155,9 @@ class _SizedRows:
         self._device_name = ""
         self._available = self._headroom = 0
         self.limit = 0
+        """The budget in bytes, once a size was measured; 0 before that."""
         self._static_bytes = 0
-        self._gradient_bytes = 0
+        self._gradient_bytes = 0  # of what the forward of the first micro-batch lacks, and that of later ones has
         self._verb = "measuring" if is_real else "simulating"
         self.first_size = _FIRST_REAL if is_real else _FIRST_FAKE
 
@@ -244,22 +244,22 @@ class _SizedRows:
         smaller = [self._rows[one] for one in self.sizes if one < size]
         failed = next((row for row in smaller if not row.fits), None)
         base = next((row for row in reversed(smaller) if row.fits and row.is_measured), None)
-        if self._is_real and failed is not None:
+        if self._is_real and failed is not None:  # a larger size does not fit either
             return replace(failed, batch_size=size, is_measured=False)
         if not self._is_real or base is None:
-            return self._measured(size)
+            return self._measure(size)
         if self._scaled(base.plain_peak_bytes, base, size) <= self._available:
             try:
-                return self._measured(size)
+                return self._measure(size)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
-        return self._run_as(base, size)
+        return self._run_under_plans_of(base, size)
 
     def _scaled(self, num_bytes: int, base: BatchFit, size: int) -> int:
         """Scales a peak to another size, with its static bytes unchanged."""
         return self._static_bytes + (num_bytes - self._static_bytes) * size // base.batch_size
 
-    def _measured(self, size: int) -> BatchFit:
+    def _measure(self, size: int) -> BatchFit:
         self._progress(f"{self._verb} the step at batch size {size}")
         sized = self._make_sized(size, 1)
         step, model = sized.step, sized.model
@@ -270,7 +270,7 @@ class _SizedRows:
                 memory = step.memory(self._static_bytes)
                 self._available = memory.available
                 self._headroom = memory.headroom if self._budget == "max" else 0
-                self.limit = budgets.budget_bytes(self._budget, memory)
+                self.limit = budget_bytes(self._budget, memory)
             self._gradient_bytes = missing[-1] if missing else 0
 
             def plan_of(planner: Planner) -> Plan:
@@ -287,15 +287,15 @@ class _SizedRows:
                 optimizer_seconds=planners.plain.measured.optimizer_seconds,
             )
             try:
-                row = self._with_plan(row, sized, planners.best_of(plan_of))
+                row = self._run_under_plan(row, sized, planners.best_of(plan_of))
                 correction = self._gradient_bytes + (0 if row.plan is None else max(0, row.plan.correction_bytes))
-                more = planners.best_of(lambda planner: planner.plan(self.limit, correction=correction))
+                accumulating_plan = planners.best_of(lambda planner: planner.plan(self.limit, correction=correction))
             except PlanError:
                 return row
-        return replace(row, accumulating_plan=more if row.fits else None)
+        return replace(row, accumulating_plan=accumulating_plan if row.fits else None)
 
-    def _with_plan(self, row: BatchFit, sized: SizedStep, plan: Plan) -> BatchFit:
-        """Runs the step under its plan, unless it is a fake one that offloads: traces do not show copies."""
+    def _run_under_plan(self, row: BatchFit, sized: SizedStep, plan: Plan) -> BatchFit:
+        """Returns the row with its plan, run under it unless the step is fake and offloads: traces show no copies."""
         if isinstance(sized.step, FakeStep) and _offloads(plan):
             return replace(row, plan=plan)
         if isinstance(sized.step, FakeStep) and not plan.blocks and sized.step.plain is not None:
@@ -308,7 +308,7 @@ class _SizedRows:
         factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
         return replace(row, plan=plan, time_factor=factor, checked_peak_bytes=peak, checked_seconds=seconds)
 
-    def _run_as(self, base: BatchFit, size: int) -> BatchFit:
+    def _run_under_plans_of(self, base: BatchFit, size: int) -> BatchFit:
         """Runs the step of a size at which it does not fit with everything kept, under the plans of a smaller size.
 
         The fastest that keeps the budget counts.
@@ -353,15 +353,16 @@ class _SizedRows:
 
         with sized.step.restoring():
             plan = fastest(self.limit)
-            more = None if plan is None else fastest(self.limit - self._gradient_bytes)
+            accumulating_plan = None if plan is None else fastest(self.limit - self._gradient_bytes)
         if plan is None:
             return replace(row, floor_bytes=run(0).predicted_peak_bytes)
-        if more is not None:
-            more = replace(more, predicted_peak_bytes=more.predicted_peak_bytes + self._gradient_bytes)
+        if accumulating_plan is not None:
+            peak = accumulating_plan.predicted_peak_bytes + self._gradient_bytes
+            accumulating_plan = replace(accumulating_plan, predicted_peak_bytes=peak)
         return replace(
             row,
             plan=plan,
-            accumulating_plan=more,
+            accumulating_plan=accumulating_plan,
             floor_bytes=min(row.floor_bytes, plan.predicted_peak_bytes),
             checked_peak_bytes=plan.predicted_peak_bytes,
             checked_seconds=plan.predicted_step_seconds,
@@ -434,7 +435,7 @@ def fit(
     make_step: MakeStep,
     *,
     batch_sizes: Iterable[int] | None = None,
-    memory_budget: budgets.Budget = "max",
+    memory_budget: Budget = "max",
     device: Device = None,
     global_batch: int | None = None,
     progress: Callable[[str], None] | bool | None = None,
@@ -481,23 +482,23 @@ def fit(
     if isinstance(make_step, nn.Module) or not callable(make_step):
         fix = "def make_step(batch_size): ...; return model, step_fn"
         raise ConfigError(f"make_step: expected a function, got {type(make_step).__name__} · fix: {fix}")
-    wanted = PlanOptions.of(options, "fit")
+    plan_options = PlanOptions.of(options, "fit")
     has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if has_group and wanted.group is not False:
+    if has_group and plan_options.group is not False:
         fix = "fit in one process and pass the batch size on, or group=False"
         raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
-    wanted = replace(wanted, group=False)
+    plan_options = replace(plan_options, group=False)
     machine = None if device is None else FakeDevice(load_profile(device))
 
     def make_sized(size: int, _: int) -> SizedStep:
         step, model = made_step(partial(make_step, size), machine, "make_step")
-        return SizedStep(step, model, find_blocks(model, wanted.blocks))
+        return SizedStep(step, model, find_blocks(model, plan_options.blocks))
 
     return fit_steps(
         make_sized,
         batch_sizes,
         memory_budget,
-        wanted,
+        plan_options,
         is_real=machine is None,
         global_batch=global_batch,
         progress=progress,

@@ -9,7 +9,7 @@ One idea: a storage that a block shares with other code is alive as long as it h
 So the events of a step are those between the blocks, and for each block those under its option::
 
     program of a block         its events, in which storages have roles such as "first argument": fits all equal blocks
-    MemoryModel.steps          the events of one interval of the step, in which storages have numbers
+    MemoryModel.events         the events of one interval of the step, in which storages have numbers
     EventSeq.outcome           their effect on the level of live bytes, given the holders before; cached
     LiveState.advance          the level after an interval, and its peak; MemoryModel.levels advances through the step
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from graphckpt.planning.candidates import Option
 
 # Note [Holders of a storage]
-# The holders of a storage are one int, so that they compare and hash fast. It is negative while blocks hold an object
-# that will reach the storage, such as a cache of keys, before it is allocated.
+# The holders of a storage are one int, so that they compare and hash fast: the lowest bit, and a count of blocks. It is
+# negative while blocks hold an object that will reach the storage, such as a cache of keys, before it is allocated.
 _OTHER = 1  # code outside of blocks
 _BLOCK = 2  # is added for each block
-_UNBORN = -(1 << 40)
+_UNBORN = -(1 << 40)  # is added until it is allocated; far below any count of blocks
 
 
 class Change(NamedTuple):
@@ -71,17 +71,17 @@ OutcomeCache: TypeAlias = "dict[tuple[PrivateRun | Change, ...], dict[tuple[int,
 class EventSeq:
     """The events of an interval, in order, compared by identity. Sequences that do the same share their outcomes."""
 
-    __slots__ = ("_outcomes", "_steps", "storages")
+    __slots__ = ("_events", "_outcomes", "storages")
 
-    def __init__(self, steps: Iterable[PrivateRun | Change], outcomes: OutcomeCache | None = None) -> None:
-        self._steps = tuple(steps)
-        self.storages = tuple(dict.fromkeys(step.storage for step in self._steps if isinstance(step, Change)))
+    def __init__(self, events: Iterable[PrivateRun | Change], outcomes: OutcomeCache | None = None) -> None:
+        self._events = tuple(events)
+        self.storages = tuple(dict.fromkeys(event.storage for event in self._events if isinstance(event, Change)))
         numbers = {storage: number for number, storage in enumerate(self.storages)}
-        key = tuple([s if isinstance(s, PrivateRun) else s._replace(storage=numbers[s.storage]) for s in self._steps])
+        key = tuple([s if isinstance(s, PrivateRun) else s._replace(storage=numbers[s.storage]) for s in self._events])
         self._outcomes = ({} if outcomes is None else outcomes).setdefault(key, {})
 
     def __iter__(self) -> Iterator[PrivateRun | Change]:
-        return iter(self._steps)
+        return iter(self._events)
 
     def outcome(self, holders: tuple[int, ...]) -> EventOutcome:
         outcome = self._outcomes.get(holders)
@@ -91,14 +91,14 @@ class EventSeq:
 
     def _simulate(self, holders: dict[int, int]) -> EventOutcome:
         level = peak = 0
-        for step in self._steps:
-            if isinstance(step, PrivateRun):
-                peak = max(peak, level + step.peak)
-                level += step.change
+        for event in self._events:
+            if isinstance(event, PrivateRun):
+                peak = max(peak, level + event.peak)
+                level += event.change
                 continue
-            before = holders[step.storage]
-            after = holders[step.storage] = _AFTER[step.kind](before)
-            level += step.num_bytes * (_is_alive(after) - _is_alive(before))
+            before = holders[event.storage]
+            after = holders[event.storage] = _AFTER[event.kind](before)
+            level += event.num_bytes * (_is_alive(after) - _is_alive(before))
             peak = max(peak, level)
         return EventOutcome(peak, level, tuple(holders.values()))
 
@@ -140,12 +140,12 @@ class LiveState:
         for storage in storages:
             self._holders[storage] = self._holders.get(storage, 0) + _BLOCK
 
-    def advance(self, steps: EventSeq) -> None:
+    def advance(self, events: EventSeq) -> None:
         holders = self._holders
-        peak, change, after = steps.outcome(tuple([holders.get(storage, 0) for storage in steps.storages]))
+        peak, change, after = events.outcome(tuple([holders.get(storage, 0) for storage in events.storages]))
         self.peak = max(self.peak, self.level + peak)
         self.level += change
-        holders.update(zip(steps.storages, after, strict=True))
+        holders.update(zip(events.storages, after, strict=True))
 
 
 class IntervalLevel(NamedTuple):
@@ -190,27 +190,27 @@ class MemoryModel:
         self._numbers: dict[tuple[Hashable, ...], int] = {}
         self._outcome_cache: OutcomeCache = {}
         self._holds: dict[tuple[int, int], frozenset[int]] = {}
-        self._steps: dict[tuple[Interval, int], EventSeq] = {}
+        self._events: dict[tuple[Interval, int], EventSeq] = {}
 
-    def steps(self, interval: Interval, option: int) -> EventSeq:
+    def events(self, interval: Interval, option: int) -> EventSeq:
         """Returns the events of an interval, with an option on its block, if it is the forward or backward of one."""
         key = interval, option if interval.is_of_block else 0
-        if key not in self._steps:
+        if key not in self._events:
             events = self._block_events(*key) if interval.is_of_block else self._outside_events(interval)
-            self._steps[key] = self.steps_of(events)
-        return self._steps[key]
+            self._events[key] = self.event_seq(events)
+        return self._events[key]
 
     def _block_events(self, interval: Interval, option: int) -> list[PrivateRun | Change]:
         call, sizes, is_forward = interval.call, self.base.sizes, interval.phase is Phase.FORWARD
         program = self._program_of(call, option)
         events: list[PrivateRun | Change] = []
         after_arguments = 0
-        for step in program.forward if is_forward else program.backward:
-            if isinstance(step, PrivateRun):
-                events.append(step)
+        for event in program.forward if is_forward else program.backward:
+            if isinstance(event, PrivateRun):
+                events.append(event)
                 continue
-            events.append(Change(step.kind, self.storage(call, step.role, option), step.num_bytes))
-            if not is_forward and step.kind is EventKind.RELEASED and step.role.kind == "argument":
+            events.append(Change(event.kind, self.storage(call, event.role, option), event.num_bytes))
+            if not is_forward and event.kind is EventKind.RELEASED and event.role.kind == "argument":
                 after_arguments = len(events)
         if self._is_recomputed(call, option):  # with its arguments it holds what the objects among them reach
             kind = EventKind.HELD if is_forward else EventKind.RELEASED
@@ -235,9 +235,9 @@ class MemoryModel:
                 yield Change(EventKind.BORN, entry.storage, entry.num_bytes)
         yield from (Change(EventKind.GONE, storage, base.sizes[storage]) for _, storage in ending)
 
-    def steps_of(self, steps: Iterable[PrivateRun | Change]) -> EventSeq:
-        """Returns events as a sequence whose outcomes are cached."""
-        return EventSeq(steps, self._outcome_cache)
+    def event_seq(self, events: Iterable[PrivateRun | Change]) -> EventSeq:
+        """Returns a sequence of events that shares its cached outcomes with all others of the model."""
+        return EventSeq(events, self._outcome_cache)
 
     def storage(self, call: int, role: Role, option: int) -> int:
         """Returns the number of a storage in ``base``, or a new number if only this option has it."""
@@ -272,8 +272,8 @@ class MemoryModel:
         for interval in self.intervals:
             option = plan[self.block_of_call[interval.call]] if interval.is_of_block else 0
             start = state.peak = state.level
-            for steps in joined.get(interval) or [self.steps(interval, option)]:
-                state.advance(steps)
+            for events in joined.get(interval) or [self.events(interval, option)]:
+                state.advance(events)
             yield IntervalLevel(interval, start, state.peak)
 
     def highest(
@@ -356,8 +356,8 @@ def with_gathers(
         if num_bytes := ahead.get((interval.call, plan[model.block_of_call[interval.call]]), 0):
             if before is not None:
                 for where, change in ((before, num_bytes), (interval, -num_bytes)):
-                    own = events.get(where) or [model.steps(where, plan[model.block_of_call[where.call]])]
-                    events[where] = [model.steps_of([PrivateRun(max(0, change), change)]), *own]
+                    own = events.get(where) or [model.events(where, plan[model.block_of_call[where.call]])]
+                    events[where] = [model.event_seq([PrivateRun(max(0, change), change)]), *own]
             before = interval
     return events
 
@@ -402,7 +402,7 @@ class JoinedRuns:
         self._model = model = measured.model
         rules = [option.rule for option in measured.options]
         self.full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
-        """The option that each block of a run has in a plan."""
+        """The option that each block of a run has in a plan: ``full`` without offload. 0 if there is none: no runs."""
         self._calls: dict[int, list[int]] = {}
         for call, block in enumerate(model.block_of_call):
             self._calls.setdefault(block, []).append(call)
@@ -411,7 +411,7 @@ class JoinedRuns:
         """By each call that can be joined to the one before it."""
         self._allocated = {call: frozenset(model.base.allocated(call)) - {self._inputs.get(call + 1)} for call in every}
         self._first = {call: self._joined_call(call, None) for call in every}
-        self._behind = {call: self._joined_call(call, storage) for call, storage in self._inputs.items()}
+        self._later = {call: self._joined_call(call, storage) for call, storage in self._inputs.items()}
         self._last = {call: self._backward_of_last(call, storage) for call, storage in self._inputs.items()}
         blocks = range(len(measured.names))
         self._can_follow = [all(call in self._inputs for call in self._calls.get(block, [-1])) for block in blocks]
@@ -427,17 +427,17 @@ class JoinedRuns:
         followers = takewhile(bool, self._can_follow[block + 1 : block + LENGTHS[-1]])
         return LENGTHS[: bisect_right(LENGTHS, 1 + sum(followers))]
 
-    def steps_of(self, runs: Runs) -> dict[Interval, Sequence[EventSeq]]:
+    def events_of(self, runs: Runs) -> dict[Interval, Sequence[EventSeq]]:
         """Returns the events of the blocks of some runs, by interval, in all passes of a step."""
         return {
-            interval: steps
+            interval: events
             for first, end in runs
             for call in self._calls[first]
-            for interval, steps in self.steps(range(call, call + end - first))
+            for interval, events in self.events(range(call, call + end - first))
         }
 
-    def steps(self, calls: range) -> Iterator[tuple[Interval, Sequence[EventSeq]]]:
-        run = [(call, self._first[call] if call == calls[0] else self._behind[call]) for call in calls]
+    def events(self, calls: range) -> Iterator[tuple[Interval, Sequence[EventSeq]]]:
+        run = [(call, self._first[call] if call == calls[0] else self._later[call]) for call in calls]
         for call, joined in run:
             yield Interval(Phase.FORWARD, call), (joined.forward,)
         if calls[0] in self._model.base.dropped:  # nothing is recomputed
@@ -453,7 +453,7 @@ class JoinedRuns:
 
     def holds(self, calls: range) -> frozenset[int]:
         """Returns the shared storages that the calls of a run hold until their backward."""
-        return self._first[calls[0]].holds.union(*(self._behind[call].holds for call in calls[1:]))
+        return self._first[calls[0]].holds.union(*(self._later[call].holds for call in calls[1:]))
 
     def _joined_call(self, call: int, passed_on: int | None) -> _JoinedCall:
         """Returns the events of the first call of a run, or of one whose input is ``passed_on``."""
@@ -463,49 +463,50 @@ class JoinedRuns:
         is_saved = passed_on in model.holds(call, _KEEP)  # by an op
         return _JoinedCall(
             holds,
-            forward=model.steps_of([*self._under_full(Phase.FORWARD, call, passed_on), *free]),
-            recomputation=model.steps_of([*self._recomputation(call), *(() if is_saved else free)]),
-            backward=model.steps_of([*self._backward(call, holds, passed_on), *free]),
+            forward=model.event_seq([*self._under_full(Phase.FORWARD, call, passed_on), *free]),
+            recomputation=model.event_seq([*self._recomputation(call), *(() if is_saved else free)]),
+            backward=model.event_seq([*self._backward(call, holds, passed_on), *free]),
         )
 
     def _backward(self, call: int, holds: frozenset[int], passed_on: int | None) -> Iterator[PrivateRun | Change]:
         if call in self._model.base.dropped:
             yield from self._under_full(Phase.BACKWARD, call, passed_on)
             return
-        for step in self._model.steps(Interval(Phase.BACKWARD, call), _KEEP):
-            yield self._recomputed(call, step) if isinstance(step, Change) and step.kind in _HOLDS else step
+        for event in self._model.events(Interval(Phase.BACKWARD, call), _KEEP):
+            yield self._recomputed(call, event) if isinstance(event, Change) and event.kind in _HOLDS else event
         yield from (self._change(EventKind.RELEASED, storage) for storage in sorted(holds))
+        # Twice: what forward has saved, and what the recomputation has restored from it.
         yield from (PrivateRun(0, -2 * private.change) for private in self._private(call))
 
     def _under_full(self, phase: Phase, call: int, passed_on: int | None) -> Iterator[PrivateRun | Change]:
         """Yields the events under ``full``, without the hold of the storage ``passed_on``."""
-        for step in self._model.steps(Interval(phase, call), self.full):
-            if isinstance(step, PrivateRun) or step.storage != passed_on or step.kind not in _HOLDS:
-                yield step
+        for event in self._model.events(Interval(phase, call), self.full):
+            if isinstance(event, PrivateRun) or event.storage != passed_on or event.kind not in _HOLDS:
+                yield event
 
     def _recomputation(self, call: int) -> list[PrivateRun | Change]:
         """It is recomputed as under ``keep``; of what leaves the block, only the input of the next one stays."""
-        steps = self._model.steps(Interval(Phase.FORWARD, call), _KEEP)
-        forward = [self._recomputed(call, step) if isinstance(step, Change) else step for step in steps]
-        born = [step for step in forward if isinstance(step, Change) and step.kind is EventKind.BORN]
-        frees = [step._replace(kind=EventKind.GONE) for step in born if step.storage != self._inputs.get(call + 1)]
+        events = self._model.events(Interval(Phase.FORWARD, call), _KEEP)
+        forward = [self._recomputed(call, event) if isinstance(event, Change) else event for event in events]
+        born = [event for event in forward if isinstance(event, Change) and event.kind is EventKind.BORN]
+        frees = [event._replace(kind=EventKind.GONE) for event in born if event.storage != self._inputs.get(call + 1)]
         return [*self._private(call), *forward, *frees]
 
-    def _recomputed(self, call: int, step: Change) -> Change:
+    def _recomputed(self, call: int, event: Change) -> Change:
         """Returns the event for what the recomputation allocates in place of a storage of the original forward."""
-        if step.storage not in self._allocated[call]:
-            return step
-        return step._replace(storage=self._model.number_of(call, step.storage))
+        if event.storage not in self._allocated[call]:
+            return event
+        return event._replace(storage=self._model.number_of(call, event.storage))
 
     def _backward_of_last(self, call: int, passed_on: int) -> EventSeq:
-        steps = self._model.steps(Interval(Phase.BACKWARD, call), self.full)
+        events = self._model.events(Interval(Phase.BACKWARD, call), self.full)
         hold, free = (self._change(kind, passed_on) for kind in (EventKind.HELD, EventKind.GONE))
-        return self._model.steps_of([hold, *steps, free])
+        return self._model.event_seq([hold, *events, free])
 
     def _private(self, call: int) -> list[PrivateRun]:
         """Returns what a call saves beside its inputs, such as copies of buffers; restoring them takes as much."""
-        steps = self._model.steps(Interval(Phase.FORWARD, call), self.full)
-        num_bytes = sum(step.change for step in steps if isinstance(step, PrivateRun))
+        events = self._model.events(Interval(Phase.FORWARD, call), self.full)
+        num_bytes = sum(event.change for event in events if isinstance(event, PrivateRun))
         return [PrivateRun(num_bytes, num_bytes)] if num_bytes > 0 else []
 
     def _change(self, kind: EventKind, storage: int) -> Change:

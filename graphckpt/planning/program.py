@@ -103,7 +103,7 @@ class ArgumentObject:
 @final
 @dataclass(frozen=True, slots=True)
 class TraceLog:
-    stretches: list[TraceSpan] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
     """Its intervals in the order of time; an interval may come several times."""
     calls: list[BlockCall] = field(default_factory=list)
     objects: list[ArgumentObject] = field(default_factory=list)
@@ -117,7 +117,7 @@ class TraceLog:
         """Returns plain values, for JSON."""
         spans = [
             (span.interval.phase.value, span.interval.call, [(e.kind.value, *e[1:]) for e in span.entries])
-            for span in self.stretches
+            for span in self.spans
         ]
         calls = [
             (c.block, c.arguments, c.outputs, [*c.gradients.items()], [*c.backwards], c.returned_before)
@@ -198,8 +198,8 @@ class StepLog:
 
     def __init__(self, trace: TraceLog) -> None:
         self.calls = trace.calls
-        self._stretches, self.dropped = _with_drops(trace.stretches)
-        self.intervals = list(dict.fromkeys(stretch.interval for stretch in self._stretches))
+        self._spans, self.dropped = _with_drops(trace.spans)
+        self.intervals = list(dict.fromkeys(span.interval for span in self._spans))
         self.sizes: dict[int, int] = {}
         self._entries: dict[Interval, list[StorageEvent]] = {}
         self._where_born: dict[int, Interval] = {}
@@ -223,7 +223,7 @@ class StepLog:
         """Where non-block code releases a shared storage, if the trace shows it; a block may still hold it."""
 
     def _events(self) -> Iterator[tuple[Interval, StorageEvent]]:
-        return ((span.interval, entry) for span in self._stretches for entry in span.entries)
+        return ((span.interval, entry) for span in self._spans for entry in span.entries)
 
     @property
     def has_backward(self) -> bool:
@@ -308,7 +308,7 @@ class StepLog:
         early: set[tuple[int, int]] = set()
         others: set[tuple[int, int]] = set()
         begun: set[int] = set()
-        for span in self._stretches:
+        for span in self._spans:
             phase, call = span.interval
             begun |= {call} if phase is Phase.BACKWARD else set()
             for entry in span.entries:
@@ -356,12 +356,12 @@ class StepLog:
 # handles backwards handles drops. A graph that is dropped in parts counts as dropped with the last of them.
 
 
-def _with_drops(stretches: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozenset[int]]:
+def _with_drops(spans: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozenset[int]]:
     """Adds a backward for each call whose graph is dropped; returns these calls too. See Note [Dropped graphs]."""
-    with_backward = {span.interval.call for span in stretches if span.interval.phase is Phase.BACKWARD}
+    with_backward = {span.interval.call for span in spans if span.interval.phase is Phase.BACKWARD}
     creator_of: dict[int, int] = {}
     ops: dict[int, set[int]] = {}
-    for (phase, call), entries in ((span.interval, span.entries) for span in stretches):
+    for (phase, call), entries in ((span.interval, span.entries) for span in spans):
         own = call if phase is Phase.FORWARD else -1
         for entry in entries:
             if entry.kind is EventKind.BORN and own >= 0:
@@ -369,7 +369,7 @@ def _with_drops(stretches: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], fr
             elif entry.kind is EventKind.RELEASED and entry.call not in (-1, own) and entry.call not in with_backward:
                 ops.setdefault(entry.call, set()).add(entry.op)
     if not ops:
-        return stretches, frozenset()
+        return spans, frozenset()
 
     def dropped_by(interval: Interval, entry: StorageEvent) -> int:
         call = creator_of.get(entry.storage, -1) if entry.kind is EventKind.GONE else entry.call
@@ -379,7 +379,7 @@ def _with_drops(stretches: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], fr
     drops = {call: TraceSpan(Interval(Phase.BACKWARD, call)) for call in ops}
     pending = set(ops)
     result: list[TraceSpan] = []
-    for span in stretches:
+    for span in spans:
         result.append(TraceSpan(span.interval))
         for entry in span.entries:
             call = dropped_by(span.interval, entry)

@@ -328,7 +328,7 @@ class RecordedStep(RealStep):
         Their gradients of parameters are added to those of the other call.
         """
         pending: dict[int, set[int]] = {}
-        for interval in (span.interval for span in self._trace.log.stretches):
+        for interval in (span.interval for span in self._trace.log.spans):
             if not interval.is_of_block:
                 continue
             own = pending.setdefault(self._calls[interval.call].block, set())

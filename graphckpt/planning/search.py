@@ -349,7 +349,7 @@ class PolicySearch:
         return extra
 
     def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[IntervalLevel]:
-        joined = {} if self.joined_runs is None else self.joined_runs.steps_of(runs)
+        joined = {} if self.joined_runs is None else self.joined_runs.events_of(runs)
         return self.measured.model.levels(plan, with_gathers(self.measured, plan, joined))
 
     def _evaluate(self, chain: StepChain, choices: Sequence[int]) -> PolicyChoice:

@@ -149,12 +149,12 @@ class StepChain:
             own, inputs = self._model.holds(calls[0], option), frozenset[int]()
             intervals = (Interval(phase, calls[0]) for phase in (Phase.FORWARD, Phase.BACKWARD))
             steps: list[tuple[Interval, Sequence[EventSeq]]] = [
-                (interval, (self._model.steps(interval, option),)) for interval in intervals if interval in self._order
+                (interval, (self._model.events(interval, option),)) for interval in intervals if interval in self._order
             ]
         else:
             assert self._joined_runs is not None
             own, inputs = self._joined_runs.holds(calls), self._joined_runs.inputs(calls)  # freed, and recomputed
-            steps = list(self._joined_runs.steps(calls))
+            steps = list(self._joined_runs.events(calls))
         with_next = [self._with_next(interval, parts) for interval, parts in steps]
         storages = frozenset(storage for parts in with_next for part in parts for storage in part.storages)
         last = self._order[self._until_next(Interval(Phase.FORWARD, calls[-1]))[-1]]
@@ -183,8 +183,8 @@ class StepChain:
         *recomputations, own = parts
         stretch = self._stretches.get(own)
         if stretch is None:
-            others = (self._model.steps(each, 0) for each in self._until_next(interval)[1:])
-            stretch = self._stretches[own] = self._model.steps_of(step for each in (own, *others) for step in each)
+            others = (self._model.events(each, 0) for each in self._until_next(interval)[1:])
+            stretch = self._stretches[own] = self._model.event_seq(step for each in (own, *others) for step in each)
         return (*recomputations, stretch)
 
     def _released_bytes(self, holds: Held, after: Interval, call: int) -> int:
@@ -248,7 +248,7 @@ class StepChain:
         releases: dict[int, _Release] = dict.fromkeys(s for s in model.base.shared if not model.base.is_gone(s))
         for number, interval in enumerate(model.intervals):
             allocations = 0
-            for step in () if interval.is_of_block else model.steps(interval, 0):
+            for step in () if interval.is_of_block else model.events(interval, 0):
                 if isinstance(step, Change) and step.kind is EventKind.GONE:
                     releases[step.storage] = (number, allocations, step.num_bytes) if number < end else None
                 else:
@@ -271,7 +271,7 @@ class StepChain:
             constants[interval] = outside + sum(sizes.get(storage, 0) for storage in alive)
             others[interval] = frozenset(alive)
             unborn[interval] = frozenset(waiting)
-            for step in self._model.steps(interval, 0):
+            for step in self._model.events(interval, 0):
                 if isinstance(step, Change):
                     if step.kind is EventKind.BORN:
                         alive.add(step.storage)
@@ -284,7 +284,7 @@ class StepChain:
 
     def _constant_peak(self, interval: Interval) -> int:
         state = LiveState(self._constants[interval], self._others[interval])
-        state.advance(self._model.steps(interval, 0))
+        state.advance(self._model.events(interval, 0))
         return state.peak
 
 

@@ -140,7 +140,11 @@ class Blocks:
 
 
 class StepMarks:
-    """The intervals of a step so far, and the calls of blocks. Hooks begin the intervals; see the map above."""
+    """The intervals of a step so far, and the calls of blocks. Hooks begin the intervals; see the map above.
+
+    A *first block* has no argument with history, whose hook would end its backward: only the gradients of its
+    parameters show how long that takes.
+    """
 
     def __init__(self) -> None:
         self.log = TraceLog([TraceSpan(Interval(Phase.BEFORE))])
@@ -159,7 +163,7 @@ class StepMarks:
 
     @property
     def _interval(self) -> Interval:
-        return self.log.stretches[-1].interval
+        return self.log.spans[-1].interval
 
     def begin_forward(
         self, block: int, stack: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -174,11 +178,11 @@ class StepMarks:
         call = self.call
         self._mark(Phase.FORWARD, call)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        at_end = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
-        for tensor in at_end:
+        with_history = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+        for tensor in with_history:
             tensor.register_hook(partial(self._end_backward, call))
-        for parameter in module.parameters():
-            if not at_end and parameter.requires_grad:  # the only sign that this backward is over
+        for parameter in () if with_history else module.parameters():  # of a first block
+            if parameter.requires_grad:
                 extend = partial(self._extend_backward, call)
                 stack.callback(parameter.register_post_accumulate_grad_hook(extend).remove)
 
@@ -211,10 +215,10 @@ class StepMarks:
             self._mark(Phase.AFTER_BACKWARD, call)
 
     def _mark(self, phase: Phase, call: int) -> None:
-        self.log.stretches.append(TraceSpan(Interval(phase, call)))
+        self.log.spans.append(TraceSpan(Interval(phase, call)))
 
     def _extend_backward(self, call: int, _: torch.Tensor) -> None:
-        """Extends the backward of a first block until its last parameter gradient, where time counts."""
+        """Extends the backward of a first block to the gradient of a parameter. Only a clock does so."""
 
     def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None: ...
 
@@ -233,17 +237,17 @@ class StepClock(StepMarks):
         self.total = 0.0
         self._device = device
         self._times = [time_mark(device)]
-        """Where each stretch begins."""
+        """Where each span begins."""
         self._extensions: set[int] = set()
-        """The stretches that begin with the gradient of a parameter of a first block."""
+        """The spans that begin with the gradient of a parameter of a first block."""
 
     def stop(self) -> None:
         self._times.append(time_mark(self._device))
-        intervals = [span.interval for span in self.log.stretches]
+        intervals = [span.interval for span in self.log.spans]
         for number, times in enumerate(pairwise(self._times)):
             interval, later = intervals[number], intervals[number + 1 :]
             if number in self._extensions and (not later or later[0].phase is Phase.OPTIMIZER):
-                # After the last gradient of a first block: its process may wait for others.
+                # Its last gradient was there: from then on a process may wait for others, which is not backward.
                 interval = Interval(Phase.AFTER_BACKWARD, interval.call)
             self.seconds[interval] += seconds_between(*times)
         self.total = seconds_between(self._times[0], self._times[-1])
@@ -289,9 +293,9 @@ class Trace(StepMarks, LiveBytes):
         self._op_seconds = op_seconds
         self._extra_bytes = extra_bytes
         self._numbers: dict[int, int] = {}
-        """By the id of each storage that is alive."""
+        """The number of each storage that is alive, by its id."""
         self._sizes: list[int] = []
-        """By number."""
+        """The bytes of each storage, by its number."""
         self._num_ops = 0
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
         """What the last call has returned, and its versions."""
@@ -301,26 +305,26 @@ class Trace(StepMarks, LiveBytes):
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         self._num_ops += 1
-        if getattr(func, "namespace", "") == "prim":  # asks for a device: of the calls of a fake step, two out of three
+        if getattr(func, "namespace", "") == "prim":  # `prim.device`: two out of three dispatches of a fake step
             return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._op_seconds is not None and result is not NotImplemented:
             self.seconds[self._interval] += self._op_seconds(func, args, kwargs or {}, result)
         if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
-            self._change(num_bytes, -1)  # not the id of a storage
+            self._change(num_bytes, -1)  # allocated and freed at once; -1 is not the id of a storage
             self._change(-num_bytes, -1)
         return result
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Logs that a store holds a tensor for the present call; returns what :meth:`release` takes."""
-        entry = self.name_of(tensor), self.call if self.is_in_block else -1
+        entry = self.storage_number(tensor), self.call if self.is_in_block else -1
         self._log(EventKind.HELD, *entry)
         return entry
 
     def release(self, entry: tuple[int, int]) -> None:
         self._log(EventKind.RELEASED, *entry)
 
-    def name_of(self, tensor: torch.Tensor) -> int:
+    def storage_number(self, tensor: torch.Tensor) -> int:
         """Tracks a tensor; returns the number of its storage, -1 if it cannot be tracked."""
         self.track([tensor])
         try:
@@ -330,10 +334,10 @@ class Trace(StepMarks, LiveBytes):
 
     def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None:
         call = self.log.calls[-1]
-        are_passed_on = not (module._backward_hooks or module._backward_pre_hooks)  # otherwise forward gets views
+        are_passed_on = not (module._backward_hooks or module._backward_pre_hooks)  # they wrap: forward gets views
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                call.arguments.append(self.name_of(leaf))
+                call.arguments.append(self.storage_number(leaf))
                 if are_passed_on and any(t() is leaf and version == leaf._version for t, version in self._returned):
                     call.returned_before.append(call.arguments[-1])
         for leaf in leaves:
@@ -362,12 +366,12 @@ class Trace(StepMarks, LiveBytes):
                 )
                 numbers = (self._numbers[id(storage)] for storage in storages if id(storage) in self._numbers)
                 entry.reached.update(dict.fromkeys(numbers))
-        self.log.calls[-1].outputs.extend(map(self.name_of, tensors))
+        self.log.calls[-1].outputs.extend(map(self.storage_number, tensors))
         self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def _log_gradient(self, call: int, output: int, gradient: torch.Tensor) -> None:
         self.log.calls[call].backwards.add(current_backward())
-        self.log.calls[call].gradients.setdefault(output, self.name_of(gradient))
+        self.log.calls[call].gradients.setdefault(output, self.storage_number(gradient))
 
     def _change(self, num_bytes: int, key: int) -> None:
         number = self._numbers.pop(key, None)
@@ -384,13 +388,13 @@ class Trace(StepMarks, LiveBytes):
 
     def _log(self, kind: EventKind, storage: int, call: int = -1) -> None:
         num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0
-        self.log.stretches[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
+        self.log.spans[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
 
 
 def items_in(value: Any) -> Iterator[Any]:
-    """Yields what the containers and objects that an object reaches contain."""
+    """Yields the items of all containers and the attributes of all objects that ``value`` reaches."""
     for _, contents in copy_objects([value]):
-        if not isinstance(contents, torch.Tensor):  # the state of a generator
+        if not isinstance(contents, torch.Tensor):  # the state of a `torch.Generator`
             yield from contents.values() if isinstance(contents, dict) else contents
 
 

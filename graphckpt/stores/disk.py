@@ -191,7 +191,7 @@ class DiskStore(ByteStore):
             self._file.free(handle)
 
     def begin_step(self) -> None:
-        if self._file is not None and self._file.ranges.end:  # an interrupt has lost a handle
+        if self._file is not None and self._file.ranges.end:  # an interrupt has lost a handle, which frees no more
             self.close()
 
     def stored_bytes(self, num_bytes: int) -> int:
@@ -221,11 +221,11 @@ class DiskStore(ByteStore):
             self.close()
             raise StoreError(text)
 
-    def _give_up(self, doing: str, num_bytes: int, group: TensorGroup, error: BaseException) -> NoReturn:
+    def _give_up(self, verb: str, num_bytes: int, group: TensorGroup, error: BaseException) -> NoReturn:
         self.close()
         if isinstance(error, StoreError) or not isinstance(error, (OSError, RuntimeError, MemoryError)):
             raise error
-        raise StoreError(_failure_message(group.block, doing, num_bytes, self._folder, error)) from error
+        raise StoreError(_failure_message(group.block, verb, num_bytes, self._folder, error)) from error
 
 
 @final
@@ -250,7 +250,7 @@ class _DiskHandle(ByteHandle):
         self.stream: Any = None
         """The stream that the memory of the last read was allocated on."""
 
-    def is_over(self) -> bool:
+    def is_obsolete(self) -> bool:
         return self.is_freed or self.file.failure is not None
 
     def release(self) -> None:
@@ -292,7 +292,7 @@ class _OpenFile:
         except BaseException:
             file.close()
             raise
-        self._threads = {doing: ThreadPoolExecutor(1, "graphckpt disk") for doing in ("write", "read")}
+        self._threads = {verb: ThreadPoolExecutor(1, "graphckpt disk") for verb in ("write", "read")}
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> _DiskHandle:
         num_bytes = data.numel()
@@ -376,14 +376,14 @@ class _OpenFile:
             self._loaded_bytes -= handle.num_bytes
 
 
-def _run(doing: str, handle: _DiskHandle, job: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs a job in a thread of the file, unless its result is not needed any more."""
+def _run(verb: str, handle: _DiskHandle, job: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a job in a thread of the file, unless its handle is obsolete."""
     started = perf_counter()
     try:
-        return None if handle.is_over() else job(handle, *arguments)
+        return None if handle.is_obsolete() else job(handle, *arguments)
     except BaseException as error:  # of any kind: it would be lost with the thread
         file = handle.file
-        text = _failure_message(handle.block, doing, handle.num_bytes, file.folder, error)
+        text = _failure_message(handle.block, verb, handle.num_bytes, file.folder, error)
         file.failure = file.failure or text
     finally:
         if handle.traffic is not None:
@@ -432,10 +432,10 @@ class Transfer:
         return target, torch.cuda.current_stream(self._device)
 
     def save(self, handle: _DiskHandle, ready: Any) -> None:
-        """Writes the tensor of ``handle``, unless it is over before, and drops it, unless it was requested."""
+        """Writes the tensor of ``handle``, unless obsolete by then, and drops it, unless it was requested."""
         data = handle.data
         for begin, size in _chunks(handle.num_bytes):
-            if handle.is_over() or data is None:
+            if handle.is_obsolete() or data is None:
                 break
             if self._is_cuda:
                 self._copy(self._pages[:size], data[begin : begin + size], ready)
@@ -448,12 +448,12 @@ class Transfer:
             handle.data = None
 
     def load(self, handle: _DiskHandle, ready: Any, target: torch.Tensor | None) -> torch.Tensor:
-        """Reads the bytes of ``handle``, unless it is over before: into ``target`` by way of the chunk, or in place."""
+        """Reads the bytes of ``handle``, unless obsolete by then: into ``target`` by way of the chunk, or in place."""
         num_bytes = handle.num_bytes
         flat = _whole_pages(in_blocks(num_bytes)) if target is None else target
         view = flat.numpy().data if target is None else self._chunk
         for begin, size in _chunks(num_bytes):
-            if handle.is_over():
+            if handle.is_obsolete():
                 break
             first = begin if target is None else 0
             self._file.read(view[first : first + in_blocks(size)], handle.offset + begin)
@@ -589,7 +589,7 @@ _FIXES = {
 }
 
 
-def _failure_message(block: str, doing: str, num_bytes: int, folder: str, error: BaseException) -> str:
+def _failure_message(block: str, verb: str, num_bytes: int, folder: str, error: BaseException) -> str:
     number = 0
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     if isinstance(error, OSError):
@@ -603,4 +603,4 @@ def _failure_message(block: str, doing: str, num_bytes: int, folder: str, error:
         fix = "raise the limit of open files (ulimit -n)"
     elif number == errno.ENOMEM or isinstance(error, (MemoryError, RuntimeError)):
         fix = "lower Disk(in_flight_bytes=...), or offload fewer blocks"
-    return f"{block}: offload: failed to {doing} {format_bytes(num_bytes)} in {folder}: {reason} · fix: {fix}"
+    return f"{block}: offload: failed to {verb} {format_bytes(num_bytes)} in {folder}: {reason} · fix: {fix}"
