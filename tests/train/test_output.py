@@ -102,7 +102,7 @@ def test_lines_that_a_full_disk_refused_come_with_the_next(tmp_path, monkeypatch
 
 def test_history_beyond_the_snapshot_is_dropped(tmp_path):
     metrics, log = tmp_path / "metrics.json", tmp_path / "log.txt"
-    metrics.write_text('{"iteration": 3}\n{"iteration": 7}\n{"iteration": 9}\n{"iterat')
+    metrics.write_text('{"iteration": 3}\n{"iteration": 7}\n{"iteration": 8}\n{"iterat')
     log.write_text("[x]: model\n[x]: eta: 0  iteration: 8/9  total\n[x]: eta: 0  iteration: 9/9  total\n[x]: a table")
     cut_metrics(metrics, 7)
     cut_log(log, 7)
