@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +17,13 @@ import graphckpt
 from graphckpt._compat import FakeTensorMode
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
 from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, put_back, swap
+
+
+class Strict(list[int]):
+    """A list that grows by ``append`` alone."""
+
+    def extend(self, values: Iterable[int]) -> None:
+        raise TypeError(f"expected append, got extend({values})")
 
 
 class Holder(nn.Module):
@@ -33,6 +40,9 @@ class Holder(nn.Module):
         self.dict: dict[str, Any] = {"a": 1}
         self.set = {1}
         self.deque = deque([1])
+        self.counter = Counter("a")
+        self.ordered = OrderedDict({"a": 1, "b": 2})
+        self.strict = Strict([1])
         self.text: str | None = "a"
 
 
@@ -48,6 +58,9 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
     "a dict": lambda m: m.dict.update({str(len(m.dict)): 1}),
     "a set": lambda m: m.set.add(len(m.set) + 5),
     "a deque": lambda m: m.deque.append(len(m.deque)),
+    "a counter": lambda m: m.counter.update("ab"),
+    "the order of an ordered dict": lambda m: m.ordered.move_to_end(next(iter(m.ordered))),
+    "a list that refuses extend": lambda m: m.strict.append(len(m.strict)),
     "several": lambda m: (m.average.add_(1), m.list.append(2), setattr(m, "count", m.count + 2)),
 }
 

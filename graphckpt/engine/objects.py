@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -34,24 +33,31 @@ Objects: TypeAlias = list[tuple[Any, Any]]
 
 
 def contents(owner: Any) -> Any:
-    return owner.get_state() if isinstance(owner, torch.Generator) else copy.copy(owner)
+    return owner.get_state() if isinstance(owner, torch.Generator) else _builtin(owner)(owner)
+
+
+def _builtin(owner: Any) -> Any:
+    """Returns the built-in type, for its methods: `Counter.update` adds, and those of a subclass may do anything."""
+    return next(kind for kind in (OrderedDict, *CONTAINERS) if isinstance(owner, kind))
 
 
 def fill(owner: Any, value: Any) -> None:
     if isinstance(owner, torch.Generator):
         owner.set_state(value)
-    elif isinstance(owner, dict):
-        value = {key: owner.get(key, ABSENT) if item is _PRESENT else item for key, item in value.items()}
+        return
+    kind = _builtin(owner)
+    if issubclass(kind, dict):
+        value = {key: kind.get(owner, key, ABSENT) if item is _PRESENT else item for key, item in value.items()}
         # Never empty in between, where it can be avoided: it may be the `__dict__` of a module, and Ctrl-C may come.
-        owner.update(value)
+        kind.update(owner, value)
         for key in [key for key in owner if key not in value]:
-            del owner[key]
+            kind.__delitem__(owner, key)
         if not all(map(is_, owner, value)):
-            owner.clear()
-            owner.update(value)
+            kind.clear(owner)
+            kind.update(owner, value)
     else:
-        owner.clear()
-        owner.update(value) if isinstance(owner, set) else owner.extend(value)
+        kind.clear(owner)
+        kind.update(owner, value) if kind is set else kind.extend(owner, value)
 
 
 def differs(now: Any, then: Any) -> bool:
@@ -69,7 +75,7 @@ def differs(now: Any, then: Any) -> bool:
         return not all(map(is_, now, then))
     if all(map(is_, now, then)) and all(map(is_, now.values(), then.values())):
         return False
-    return any(key not in now or now[key] is not value for key, value in then.items())
+    return isinstance(now, OrderedDict) or any(key not in now or now[key] is not value for key, value in then.items())
 
 
 def swap(objects: Objects) -> Objects:
@@ -98,7 +104,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
         deeply: ``False`` copies those among them that are containers, and nothing that they reach.
     """
     if not deeply:
-        return [(value, copy.copy(value)) for value in values if isinstance(value, CONTAINERS)]
+        return [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
     ids: set[int] = set()
     objects: Objects = []
     todo = list(_mutable(values))
