@@ -27,7 +27,8 @@ def main() -> None:
         percent = 100 * (count["covered_lines"] + count["covered_branches"]) / total if total else 100.0
         keys = ("num_statements", "covered_lines", "num_branches", "covered_branches")
         rows.append({"package": package, **{key: count[key] for key in keys}, "percent": round(percent, 2)})
-    head = header(tests="those of `make test`, in one process each; processes that tests start are not counted")
+    tests = "those of `make test`, also those on the simulated device; processes that tests start are not counted"
+    head = header(tests=tests)
     write("coverage", head, rows, table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
 
 
