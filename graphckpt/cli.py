@@ -328,9 +328,13 @@ def _train(parsed: argparse.Namespace) -> int:
         resume=parsed.resume,
         eval_only=parsed.eval_only,
     )
-    result = trainer.evaluate() if parsed.eval_only else trainer.train()
+    is_stopped = False
+    if parsed.eval_only:
+        trainer.evaluate()
+    else:
+        is_stopped = trainer.train().is_stopped
     trainer.ranks.close()
-    return _INTERRUPTED if getattr(result, "is_stopped", False) else 0
+    return _INTERRUPTED if is_stopped else 0
 
 
 def _plan(parsed: argparse.Namespace) -> int:

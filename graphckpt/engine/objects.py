@@ -37,7 +37,7 @@ def contents(owner: Any) -> Any:
 
 
 def _builtin(owner: Any) -> Any:
-    """Returns the built-in type, for its methods: `Counter.update` adds, and those of a subclass may do anything."""
+    """Returns the built-in type, for its methods: ``Counter.update`` adds, and a subclass may do anything."""
     return next(kind for kind in (OrderedDict, *CONTAINERS) if isinstance(owner, kind))
 
 
