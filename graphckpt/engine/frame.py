@@ -322,7 +322,6 @@ class Frame(Call):
                     raise RecomputeError(mismatch.mutates_argument(self.block.title, name))
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
-                self._recompute_before()  # again: the first recomputation has used up its outputs
                 raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
         finally:
             if recorder is not None:
@@ -336,6 +335,7 @@ class Frame(Call):
         self, on_pack: Callable[[int], None] | None = None, *, early_stop: bool = False, returns_output: bool = False
     ) -> Recomputation:
         """Runs forward in the state in which it was called, and puts back what is there now."""
+        self._recompute_before()  # in a second try again, as the first has used up their outputs
         run = Recomputation(self, on_pack, early_stop=early_stop, returns_output=returns_output)
         state, call_state = self._state, self._call_state
         undo: Objects = []

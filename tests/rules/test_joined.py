@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -231,3 +232,21 @@ def test_units_of_fsdp2_are_refused(tmp_path: Any) -> None:
             put(model, {"1": True, "[23]": "joined"})
     finally:
         dist.destroy_process_group()
+
+
+@as_module(lambda: {"linear": nn.Linear(16, 16), "norms": nn.ModuleList(nn.BatchNorm1d(16) for _ in range(2))})
+def TwoNorms(self, x: torch.Tensor) -> torch.Tensor:
+    first, second = self.norms
+    return second(first(self.linear(x)).tanh())
+
+
+def test_a_second_try_of_a_recomputation_recomputes_the_joined_blocks_too() -> None:
+    """The output of the last norm is edited only behind the block: the recomputation finds that it must repeat both."""
+    torch.manual_seed(0)
+    model = as_module(lambda: {"blocks": nn.ModuleList(TwoNorms() for _ in range(2))})(
+        lambda self, x: self.blocks[1](self.blocks[0](x)).add_(1).sin()
+    )()
+    x = torch.randn(6, 16, requires_grad=True)
+    wanted = gradients(copy.deepcopy(model), x)
+    with put(model, {"blocks.0": True, "blocks.1": "joined", "*.norms.*": False}):
+        assert all(map(torch.equal, gradients(model, x), wanted))
