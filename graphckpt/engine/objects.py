@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, TypeAlias
 from weakref import ProxyTypes
 
@@ -25,6 +25,7 @@ CONTAINERS: Final = (list, dict, set, deque)
 """What can be emptied and filled again."""
 
 _OWNERS = (*CONTAINERS, torch.Generator)
+_CODE = (nn.Module, type, FunctionType, BuiltinFunctionType)
 _STAND_INS = (*ProxyTypes, MethodType)
 _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
 
@@ -110,8 +111,12 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     todo = list(_mutable(values))
     while todo and len(objects) < _MAX_OBJECTS:
         value = todo.pop()
+        if isinstance(value, MethodType):
+            value = value.__self__
         owner = value if isinstance(value, _OWNERS) else attribute_of(value, "__dict__")
-        if owner is None or id(owner) in ids or isinstance(value, (nn.Module, type)) or callable(value):
+        if owner is None or id(owner) in ids or isinstance(value, _CODE):
+            continue
+        if callable(value) and type(value).__module__.startswith("torch."):  # ops and compiled code, with caches
             continue
         ids.add(id(owner))
         objects.append((owner, contents(owner)))

@@ -23,6 +23,11 @@ class Statistics:
         self.count = 0
         self.rows: list[int] = []
 
+    def __call__(self) -> int:
+        self.count += 1
+        self.rows.append(1)
+        return self.count + len(self.rows)
+
 
 @as_module(lambda scale, state: {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8), "scale": scale, **state})
 def Layer(self, x: Tensor) -> Tensor:
@@ -31,9 +36,7 @@ def Layer(self, x: Tensor) -> Tensor:
 
 
 def count_in_object(layer: Any) -> int:
-    layer.statistics.count += 1
-    layer.statistics.rows.append(1)
-    return layer.statistics.count + len(layer.statistics.rows)
+    return layer.statistics()
 
 
 def count_nested(layer: Any) -> int:
@@ -63,6 +66,7 @@ def sharing() -> nn.Module:
 
 KINDS = {
     "object": lambda: Layer(count_in_object, {"statistics": Statistics()}),
+    "bound method": lambda: Layer(count_in_object, {"statistics": Statistics().__call__}),
     "nested": lambda: Layer(count_nested, {"counts": {"calls": [{"number": 0}]}}),
     "growing": lambda: Layer(count_growing, {"seen": {"calls": {0: 1}}}),
     "generator": lambda: Layer(draw, {"generator": generator()}),
