@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -185,6 +186,8 @@ def _run_scheduled(seed: int, execute: Run, programme: Programme) -> Outcome:
     if is_left_out(programme):
         return Outcome("invalid", "its plain step is not determined")
     if "simulated" in sys.argv:
+        with suppress(RuntimeError):  # which the device raises late, in an invalid programme before this one
+            torch.cuda.synchronize()
         use_schedule(("lazy", "eager", f"random:{seed}", f"random:{seed + 1}")[seed % 4])
     return execute(programme)
 
