@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from graphckpt.errors import ConfigError
-from graphckpt.train.policies import block_policies
+from graphckpt.train.policies import block_policies, head_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
 
 _SMALL = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
@@ -115,6 +115,7 @@ def test_blocks_come_on_top_of_the_rule():
     assert _blocks(nn.Sequential(nn.Tanh()), blocks={"0": True}) == {"0": {"activation_checkpointing": True}}
     as_in_the_log = _blocks(Whole(), unit="model.body.0", blocks={"model.body.[12]": False})
     assert as_in_the_log == _blocks(Whole(), unit="body.0", blocks={"body.[12]": False})
+    assert head_policies(Whole(), {"model.body": "full"}) == {"body": "full"}
     assert block_policies(Whole(), ActivationCheckpointConfig(blocks={"zzz": True})) == {}
 
 
