@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_
+from functools import cache, partial
+from operator import attrgetter, is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, TypeAlias
 from weakref import ProxyTypes
@@ -24,17 +28,53 @@ _PRESENT: Final = object()  # stands for the value that is there: a tensor that 
 CONTAINERS: Final = (list, dict, set, deque)
 """What can be emptied and filled again."""
 
-_OWNERS = (*CONTAINERS, torch.Generator)
 _CODE = (nn.Module, type, FunctionType, BuiltinFunctionType)
 _STAND_INS = (*ProxyTypes, MethodType)
 _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
+_MAX_ARRAY_BYTES = 64 * 1024
 
 Objects: TypeAlias = list[tuple[Any, Any]]
-"""``(container, dictionary of attributes or generator, its contents)``."""
+"""``(container, dictionary of attributes, generator or array, its contents)``."""
+
+
+_Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
+
+
+def _accessors(value: Any) -> _Accessors | None:
+    """Returns how to read and to set the state of a generator or an array; ``None`` for any other object."""
+    return _accessors_of_types(has_numpy="numpy" in sys.modules).get(type(value))
+
+
+@cache
+def _accessors_of_types(*, has_numpy: bool) -> dict[type, _Accessors]:
+    accessors: dict[type, _Accessors] = {
+        torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+        random.Random: (random.Random.getstate, random.Random.setstate),
+    }
+    if has_numpy:
+        numpy = sys.modules["numpy"]
+        generator = attrgetter("bit_generator.state"), lambda owner, state: setattr(owner.bit_generator, "state", state)
+        accessors |= {
+            numpy.ndarray: (numpy.ndarray.copy, numpy.copyto),
+            numpy.random.Generator: generator,
+            numpy.random.RandomState: (numpy.random.RandomState.get_state, numpy.random.RandomState.set_state),
+        }
+    return accessors
+
+
+def _owner_of(value: Any) -> Any:
+    """Returns what holds the contents of an object: itself or its ``__dict__``; ``None`` for what cannot change."""
+    if isinstance(value, CONTAINERS):
+        return value
+    if _accessors(value) is None:
+        return attribute_of(value, "__dict__")
+    # A large array is data, which a copy in every first call would double.
+    return value if getattr(value, "nbytes", 0) <= _MAX_ARRAY_BYTES else None
 
 
 def contents(owner: Any) -> Any:
-    return owner.get_state() if isinstance(owner, torch.Generator) else _builtin(owner)(owner)
+    accessors = _accessors(owner)
+    return accessors[0](owner) if accessors else _builtin(owner)(owner)
 
 
 def _builtin(owner: Any) -> Any:
@@ -43,8 +83,9 @@ def _builtin(owner: Any) -> Any:
 
 
 def fill(owner: Any, value: Any) -> None:
-    if isinstance(owner, torch.Generator):
-        owner.set_state(value)
+    accessors = _accessors(owner)
+    if accessors is not None:
+        accessors[1](owner, value)
         return
     kind = _builtin(owner)
     if issubclass(kind, dict):
@@ -64,16 +105,16 @@ def fill(owner: Any, value: Any) -> None:
 def differs(now: Any, then: Any) -> bool:
     """Whether two containers hold other objects, compared by identity (the items of sets by equality).
 
-    ``then`` is the state of ``now`` if that is a generator.
+    ``then`` is the state of ``now`` if that is a generator or an array.
     """
     if isinstance(now, torch.Generator):
-        return not torch.equal(now.get_state(), then)
+        return not torch.equal(contents(now), then)
+    if not isinstance(now, CONTAINERS):  # NumPy's generators have arrays in their states
+        return pickle.dumps(contents(now)) != pickle.dumps(then)
     if len(now) != len(then):
         return True
-    if isinstance(now, set):
-        return bool(now != then)
     if not isinstance(now, dict):
-        return not all(map(is_, now, then))
+        return bool(now != then) if isinstance(now, set) else not all(map(is_, now, then))
     if all(map(is_, now, then)) and all(map(is_, now.values(), then.values())):
         return False
     return isinstance(now, OrderedDict) or any(key not in now or now[key] is not value for key, value in then.items())
@@ -113,7 +154,11 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
         value = todo.pop()
         if isinstance(value, MethodType):
             value = value.__self__
-        owner = value if isinstance(value, _OWNERS) else attribute_of(value, "__dict__")
+        elif isinstance(value, partial):
+            todo.extend(_mutable((value.func, *value.args, *value.keywords.values())))
+        elif isinstance(value, tuple):
+            todo.extend(_mutable(value))
+        owner = _owner_of(value)
         if owner is None or id(owner) in ids or isinstance(value, _CODE):
             continue
         if callable(value) and type(value).__module__.startswith("torch."):  # ops and compiled code, with caches
@@ -146,7 +191,7 @@ def drop_unchanged_tensors(objects: Objects) -> Objects:
             own = {k: _PRESENT if isinstance(v, torch.Tensor) and owner.get(k) is v else v for k, v in then.items()}
             needed.append((owner, own))
         elif (
-            isinstance(owner, torch.Generator)
+            not isinstance(owner, CONTAINERS)
             or differs(owner, then)
             or not any(isinstance(item, torch.Tensor) for item in then)
         ):

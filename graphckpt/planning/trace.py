@@ -39,7 +39,7 @@ from graphckpt._compat import call_with_autocast, current_backward, unseen_by_mo
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.objects import copy_objects
+from graphckpt.engine.objects import CONTAINERS, copy_objects
 from graphckpt.engine.saved import KEEP_ON_DEVICE
 from graphckpt.errors import PlanError
 from graphckpt.ledger.live_memory import LiveBytes, storages_of
@@ -393,8 +393,8 @@ class Trace(StepMarks, LiveBytes):
 
 def items_in(value: Any) -> Iterator[Any]:
     """Yields the items of all containers and the attributes of all objects that ``value`` reaches."""
-    for _, contents in copy_objects([value]):
-        if not isinstance(contents, torch.Tensor):  # the state of a `torch.Generator`
+    for owner, contents in copy_objects([value]):
+        if isinstance(owner, CONTAINERS):  # not a generator
             yield from contents.values() if isinstance(contents, dict) else contents
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.modules import as_module
@@ -50,6 +53,11 @@ def count_growing(layer: Any) -> int:
     return len(calls)
 
 
+def count_in_array(layer: Any) -> float:
+    layer.counts += 1
+    return float(layer.counts.sum())
+
+
 def draw(layer: Any) -> Tensor:
     return torch.rand(8, generator=layer.held[0] if hasattr(layer, "held") else layer.generator)
 
@@ -70,6 +78,12 @@ KINDS = {
     "nested": lambda: Layer(count_nested, {"counts": {"calls": [{"number": 0}]}}),
     "growing": lambda: Layer(count_growing, {"seen": {"calls": {0: 1}}}),
     "generator": lambda: Layer(draw, {"generator": generator()}),
+    "generator of Python": lambda: Layer(lambda layer: layer.source.random(), {"source": random.Random(7)}),
+    "generator of NumPy": lambda: Layer(lambda layer: layer.source.random(), {"source": np.random.default_rng(7)}),
+    "old generator of NumPy": lambda: Layer(lambda layer: layer.source.rand(), {"source": np.random.RandomState(7)}),
+    "array": lambda: Layer(count_in_array, {"counts": np.zeros(2)}),
+    "tuple": lambda: Layer(lambda layer: layer.pair[1](), {"pair": (0, Statistics())}),
+    "partial": lambda: Layer(lambda layer: layer.count(), {"count": partial(Statistics.__call__, Statistics())}),
     "held generator": lambda: Layer(draw, {"held": [generator()]}),
     "shared generator": sharing,
 }
