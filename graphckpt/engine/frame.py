@@ -168,7 +168,9 @@ class Frame(Call):
             except Exception as other:
                 arguments.drop(str(other))
             raise
-        except BaseException:
+        except BaseException:  # the end of a recomputation of a block around it, or an interrupt
+            for call in self.excluded:
+                call.remove_hooks()
             arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
             raise
         if isinstance(output, GeneratorType):

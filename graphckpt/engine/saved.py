@@ -505,12 +505,15 @@ class ExcludedCall:
 
     def after_forward(self, call_state: CallState) -> None:
         # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
-        for handle in self._handles:
-            handle.remove()
+        self.remove_hooks()
         changed = call_state.changed
         if are_mutated(self._versions) or (changed and not changed.isdisjoint(self.block.state.attribute_ids())):
             self.repeat()
-        self._versions, self._handles = [], []
+        self._versions = []
+
+    def remove_hooks(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
     def repeat(self) -> None:
         self.is_repeated = True

@@ -112,3 +112,30 @@ def test_policies_that_leave_it_alone_give_the_bits_of_the_plain_step(of: str, r
     plain = steps(model, amp=amp)
     with graphckpt.apply(model, ALLOWED[rules]):
         assert all(map(torch.equal, steps(model, amp=amp), plain))
+
+
+@as_module(lambda: {"linear": nn.Linear(8, 8)})
+def BesideInput(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    return self.linear(x), x
+
+
+@as_module(lambda: {"child": BesideInput(), "last": nn.Linear(8, 8)})
+def CallsCheckpoint(self, x: Tensor) -> Tensor:
+    """Recomputes a part of itself in which it edits what a child returns beside the part's own input."""
+
+    def part(value: Tensor) -> Tensor:
+        y, value = self.child(value)
+        return self.last(y.mul_(0.5) + value.sin()).sin()
+
+    return graphckpt.checkpoint(part, x)
+
+
+def test_a_recomputation_that_ends_within_an_inner_call_leaves_no_hook_behind() -> None:
+    model, x = model_of(CallsCheckpoint()), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    with graphckpt.apply(model, {"1": ON, "1.child": OFF, "1.last": OFF}):
+        for each in (model, plain):
+            for _ in range(2):
+                each(x)  # is dropped
+                each(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
