@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeAlias
 from weakref import ProxyTypes
 
@@ -28,14 +28,13 @@ _PRESENT: Final = object()  # stands for the value that is there: a tensor that 
 CONTAINERS: Final = (list, dict, set, deque)
 """What can be emptied and filled again."""
 
-_CODE = (nn.Module, type, FunctionType, BuiltinFunctionType)
+_CODE = (nn.Module, type, FunctionType, ModuleType)
 _STAND_INS = (*ProxyTypes, MethodType)
 _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
 _MAX_ARRAY_BYTES = 64 * 1024
 
 Objects: TypeAlias = list[tuple[Any, Any]]
 """``(container, dictionary of attributes, generator or array, its contents)``."""
-
 
 _Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
 
@@ -69,7 +68,7 @@ def _owner_of(value: Any) -> Any:
     if _accessors(value) is None:
         return attribute_of(value, "__dict__")
     # A large array is data, which a copy in every first call would double.
-    return value if getattr(value, "nbytes", 0) <= _MAX_ARRAY_BYTES else None
+    return None if hasattr(value, "dtype") and (value.dtype.hasobject or value.nbytes > _MAX_ARRAY_BYTES) else value
 
 
 def contents(owner: Any) -> Any:
@@ -152,14 +151,17 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     todo = list(_mutable(values))
     while todo and len(objects) < _MAX_OBJECTS:
         value = todo.pop()
-        if isinstance(value, MethodType):
+        if isinstance(value, (MethodType, BuiltinFunctionType)):
             value = value.__self__
         elif isinstance(value, partial):
             todo.extend(_mutable((value.func, *value.args, *value.keywords.values())))
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple) and id(value) not in ids:
+            ids.add(id(value))
             todo.extend(_mutable(value))
+        if isinstance(value, _CODE):
+            continue
         owner = _owner_of(value)
-        if owner is None or id(owner) in ids or isinstance(value, _CODE):
+        if owner is None or id(owner) in ids:
             continue
         if callable(value) and type(value).__module__.startswith("torch."):  # ops and compiled code, with caches
             continue

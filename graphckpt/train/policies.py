@@ -93,10 +93,11 @@ def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str
 def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
     names = dict(model.named_modules())
     policies = {name if name in names else name.removeprefix("model."): rules for name, rules in (head or {}).items()}
-    for name in policies.keys() - names.keys():
-        hint = did_you_mean(name, [name for name, _ in model.named_children()])
-        fix = "task.loss_head=True gives a causal language model the block 'loss_head'"
-        raise ConfigError(f"{_WHERE}.head: no block is called {name!r}{hint} · fix: {fix}")
+    for name in policies:
+        if name not in names:
+            hint = did_you_mean(name, [name for name, _ in model.named_children()])
+            fix = "task.loss_head=True gives a causal language model the block 'loss_head'"
+            raise ConfigError(f"{_WHERE}.head: no block is called {name!r}{hint} · fix: {fix}")
     return policies
 
 

@@ -80,6 +80,7 @@ KINDS = {
     "generator": lambda: Layer(draw, {"generator": generator()}),
     "generator of Python": lambda: Layer(lambda layer: layer.source.random(), {"source": random.Random(7)}),
     "generator of NumPy": lambda: Layer(lambda layer: layer.source.random(), {"source": np.random.default_rng(7)}),
+    "method of a generator": lambda: Layer(lambda layer: layer.draw(), {"draw": random.Random(7).random}),
     "old generator of NumPy": lambda: Layer(lambda layer: layer.source.rand(), {"source": np.random.RandomState(7)}),
     "array": lambda: Layer(count_in_array, {"counts": np.zeros(2)}),
     "tuple": lambda: Layer(lambda layer: layer.pair[1](), {"pair": (0, Statistics())}),
