@@ -158,12 +158,12 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
         elif isinstance(value, tuple) and id(value) not in ids:
             ids.add(id(value))
             todo.extend(_mutable(value))
-        if isinstance(value, _CODE):
+        package = type(value).__module__.partition(".")[0]
+        # Ops and compiled code have caches; a policy, the stores in which these very tensors are.
+        if isinstance(value, _CODE) or package == "graphckpt" or (package == "torch" and callable(value)):
             continue
         owner = _owner_of(value)
         if owner is None or id(owner) in ids:
-            continue
-        if callable(value) and type(value).__module__.startswith("torch."):  # ops and compiled code, with caches
             continue
         ids.add(id(owner))
         objects.append((owner, contents(owner)))

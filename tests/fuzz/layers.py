@@ -7,7 +7,9 @@ The scripts that the fuzzer prints have copies of what is defined here: it uses 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,12 +77,31 @@ def Dropout(self, x: Tensor) -> Tensor:
     return self.drop(x)
 
 
-@as_module(lambda library="python": {"linear": nn.Linear(D, D), "library": library})
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> float:
+        self.count += 1
+        return 0.1 * self.count
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": lambda: lambda: random.gauss(1.0, 0.2),
+    "numpy": lambda: lambda: float(np.random.rand()),  # noqa: NPY002
+    "own python": lambda: random.Random(7).random,
+    "own numpy": lambda: np.random.default_rng(7).random,
+    "object": Counter,
+    "partial": lambda: partial(Counter.__call__, Counter()),
+}
+
+
+@as_module(lambda source="python": {"linear": nn.Linear(D, D), "draw": DRAWS[source]()})
 def HostNoise(self, x: Tensor) -> Tensor:
-    """Noise from the global generator of Python or NumPy, in training mode."""
+    """Noise from a generator of Python or NumPy, or a number from an object, in training mode."""
     if not self.training:
         return self.linear(x)
-    scale = random.gauss(1.0, 0.2) if self.library == "python" else float(np.random.rand())  # noqa: NPY002
+    scale = self.draw()
     return torch.tanh(self.linear(x) * scale) * scale
 
 

@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "'ELU', inplace=True", "'LeakyReLU', inplace=True", "'Hardtanh', inplace=True",
     ),
     "Dropout": ("", "inplace=True", "'AlphaDropout'", "'FeatureAlphaDropout'"),
-    "HostNoise": ("'python'", "'numpy'"),
+    "HostNoise": ("'python'", "'numpy'", "'own python'", "'own numpy'", "'object'", "'partial'"),
     "Late": ("'norm'", "'buffer'", "'list'", "'number'"),
     "Recurrent": ("'GRU'", "'LSTM'", "'RNN'", "'GRU', keeps_state=True", "'LSTM', keeps_state=True"),
     "Attention": ("", "weights=True", "same=False"),
