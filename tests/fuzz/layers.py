@@ -7,7 +7,6 @@ The scripts that the fuzzer prints have copies of what is defined here: it uses 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -86,7 +85,7 @@ class Counter:
         return 0.1 * self.count
 
 
-DRAWS: dict[str, Callable[[], Any]] = {
+DRAWS = {
     "python": lambda: lambda: random.gauss(1.0, 0.2),
     "numpy": lambda: lambda: float(np.random.rand()),  # noqa: NPY002
     "own python": lambda: random.Random(7).random,
