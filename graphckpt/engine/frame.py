@@ -31,7 +31,6 @@ from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.objects import Objects, copy_objects, differs, put_back
 from graphckpt.engine.saved import (
-    KEEP_ON_DEVICE,
     Arguments,
     BlockOutput,
     Call,
@@ -44,7 +43,7 @@ from graphckpt.engine.saved import (
     versions_of,
 )
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.stores.base import DeviceStore
+from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
 from graphckpt.thread_state import RNGState, enter_ambient, get_rng_state, is_autocast, set_rng_state, take_ambient
 from graphckpt.tree import flatten_call, tensors_in
 

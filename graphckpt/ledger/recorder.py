@@ -21,7 +21,7 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import StorageLog, storages_of, when_gone
 from graphckpt.stores import Traffic
-from graphckpt.stores.base import TIERS, Total
+from graphckpt.stores.base import KEEP_ON_DEVICE, TIERS, Total
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], torch.Tensor]
@@ -223,7 +223,7 @@ class Recorder:
     @never_compiled
     def _save_plainly(self, tensor: torch.Tensor) -> _PlainlySaved:
         block = self._running[-1][0] if self._running else REST
-        saved = _PlainlySaved(block, tensor.detach() if self._outer is None else self._outer[0](tensor))
+        saved = _PlainlySaved(block, (self._outer or KEEP_ON_DEVICE)[0](tensor))
         if not self._recompute_depth:
             self._plain.add(block, tensor, saved)
             self._saved.add(block, tensor, saved)
@@ -234,7 +234,7 @@ class Recorder:
     @never_compiled
     def _give_back(self, saved: _PlainlySaved) -> torch.Tensor:
         self.backward_reads("" if saved.block == REST else saved.block)
-        tensor: torch.Tensor = saved.packed if self._outer is None else self._outer[1](saved.packed)
+        tensor: torch.Tensor = (self._outer or KEEP_ON_DEVICE)[1](saved.packed)
         return tensor
 
 
