@@ -50,13 +50,13 @@ class StepRecorder:
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         self.close()
         inputs = list(inputs)
-        existing = [*self._state(), *inputs]
         live = StorageLog()
-        live.track([*existing, *(t.grad for t in existing if t.is_leaf)])
-        live.label((t.grad for t in existing if t.is_leaf), "gradients")  # no list, which would keep them alive
+        recorder = Recorder((*self._state(), *inputs), live)
+        # No variable: it would keep gradients and buffers alive that the step replaces.
+        live.track([*self._state(), *inputs, *self._gradients(inputs)])
+        live.label(self._gradients(inputs), "gradients")
         live.label(inputs, "inputs")
         live.label(self._state(), "weights")
-        recorder = Recorder(existing, live)
         new: list[torch.optim.Optimizer] = []
 
         def see_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -76,7 +76,7 @@ class StepRecorder:
             if not name:  # not of a Graph, which passes its inputs
                 stack.callback(root.register_forward_pre_hook(see_inputs, with_kwargs=True).remove)
             yield
-        live.label((t.grad for t in self._state() if t.is_leaf), "gradients")
+        live.label(self._gradients(), "gradients")
         for optimizer in new:
             live.label(_state_of(optimizer), "optimizer states")
         recorder.has_optimizer_states = not any(map(_state_of, new))
@@ -218,6 +218,9 @@ class StepRecorder:
 
     def _state(self) -> list[torch.Tensor]:
         return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
+
+    def _gradients(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[torch.Tensor | None]:
+        return (tensor.grad for tensor in (*self._state(), *inputs) if tensor.is_leaf)
 
     def _plain_modules(self) -> list[tuple[str, nn.Module]]:
         """Returns the modules without a wrapper that get a row: selected blocks, and the modules next to them.

@@ -153,6 +153,12 @@ class Recorder:
             if self.live is not None:
                 self.live.hold(tensor, block, owner, is_kept=True, saved_by=block)
 
+    def state_kept(self, block: str, tensors: Iterable[torch.Tensor], owner: object) -> None:
+        """Notes that a block keeps what its modules held before its forward, while ``owner`` is alive."""
+        if self.live is not None and not self._recompute_depth:
+            for tensor in tensors:
+                self.live.hold(tensor, block, owner, is_kept=True, ends_early=True)
+
     def objects_kept(self, block: str, values: Iterable[object], contents: Iterable[tuple[Any, Any]]) -> None:
         """Notes that a block keeps objects among its arguments, which reach ``contents`` after its forward."""
         if self.live is not None and not self._recompute_depth:
@@ -196,16 +202,42 @@ class Recorder:
             self._running[-1][0] if self._recompute_depth else block,
         )
 
+    @contextmanager
+    def copying(self, block: str) -> Iterator[None]:
+        """Marks what ops return as copies for the recomputation of a block, which the plain step does without."""
+        if self.live is None:
+            yield
+            return
+        self.live.copied = block
+        try:
+            yield
+        finally:
+            self.live.copied = None
+
     def _enter(self, block: str) -> None:
         self.order.setdefault(block)
-        self.runs[block] += 1
+        self.runs[block] += not self._is_part_of(block)
         self.phase("forward", block)
         self._running.append((block, _now()))
 
     def _leave(self, block: str) -> None:
         _, begin = self._running.pop()
-        self.seconds[block] += _now() - begin
+        if not self._is_part_of(block):
+            self.seconds[block] += _now() - begin
         self.phase("forward", self._running[-1][0] if self._running else "")
+
+    def _is_part_of(self, block: str) -> bool:
+        """Whether ``block`` is running: what begins under its name is a segment of it."""
+        return bool(self._running) and self._running[-1][0] == block
+
+    @contextmanager
+    def running(self, block: str) -> Iterator[None]:
+        """Records a run of a block, whose saved tensors go to the hooks around it."""
+        self.enter_plain(block)
+        try:
+            yield
+        finally:
+            self.leave_plain(block)
 
     def enter_plain(self, block: str) -> None:
         if block in self.own_checkpointing and current_backward() != -1:

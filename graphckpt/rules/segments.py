@@ -73,7 +73,8 @@ class Segments(Rule):
         children = list(function.__self__)  # type: ignore[attr-defined]
         if kwargs or len(args) != 1:
             return function(*args, **kwargs)  # raises what nn.Sequential raises
-        return run_segments(block, children, self.num_segments, args[0], wrap=getattr(function, "wrap", _as_it_is))
+        with block.run_in_record():
+            return run_segments(block, children, self.num_segments, args[0], wrap=getattr(function, "wrap", _as_it_is))
 
     def graph_break(self, *, has_gradients: bool) -> str | None:
         """Returns ``None``, except for ``"log"``, whose segments lie within one another."""

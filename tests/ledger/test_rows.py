@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import graphckpt
-from graphckpt import Tiles
+from graphckpt import Segments, Tiles
 from graphckpt.ledger.explanation import Explanation
 
 
@@ -108,3 +109,20 @@ def test_a_missing_prediction_of_the_plain_peak_has_a_reason(policy: Any, why: s
     assert (seen.plain_peak_bytes is None) is (why is not None)
     line = f"no peak is predicted for the step without policies: {why}"
     assert (line in " ".join(str(seen).split())) is (why is not None)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+@pytest.mark.parametrize(("num_segments", "num_recomputed"), [(1, 0), (2, 1), (4, 3), ("log", 3)])
+def test_the_segment_that_is_kept_is_a_part_of_its_block(
+    num_segments: int | str, num_recomputed: int, is_measured: bool
+) -> None:
+    model, x = nn.Sequential(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))), torch.ones(6, 16)
+    with graphckpt.apply(model, {"0": Segments(num_segments)}) as handle:
+        with handle.measure() if is_measured else nullcontext():
+            model(x).sum().backward()
+        seen = handle.explain(show=False)
+    assert blocks(seen) == ["0"]
+    assert len(seen.rows) == 1, "nothing is saved outside of the block"
+    assert (seen.rows[0].runs, seen.rows[0].reruns) == (1, num_recomputed)
+    assert (seen.rows[0].bytes_before, seen.rows[0].bytes_after) == (seen.bytes_before, seen.bytes_after)
+    assert seen.warnings == ()
