@@ -61,6 +61,36 @@ def active_saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable
 push_saved_tensor_hooks = _push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _pop_saved_tensors_default_hooks
 
+
+@contextmanager
+def suspended_in_transforms(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
+    """Takes these hooks off during transforms of ``torch.func``, which refuse to run within any.
+
+    Each transform disables hooks by this public function, and that is the last moment before its error.
+    """
+    original = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def disable_all(error_message: str) -> Iterator[None]:
+        is_innermost = active_saved_tensor_hooks() == (pack, unpack)
+        if is_innermost:
+            pop_saved_tensor_hooks()
+        try:
+            with original(error_message):
+                yield
+        finally:
+            if is_innermost:
+                push_saved_tensor_hooks(pack, unpack)
+
+    torch.autograd.graph.disable_saved_tensors_hooks = disable_all
+    try:
+        yield
+    finally:
+        torch.autograd.graph.disable_saved_tensors_hooks = original
+
+
 autograd_sequence_number = _get_sequence_nr
 """Returns the number of autograd nodes that this thread has made: it is the same for all tensors that one op saves."""
 

@@ -33,6 +33,7 @@ from graphckpt.tree import tensors_in
 from graphckpt.units import format_bytes
 
 _IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it saves there is not counted"
+_IN_TRANSFORM = "torch.func or forward-mode AD was around the step: nothing was measured, since no policy acts in it"
 
 
 @final
@@ -45,12 +46,17 @@ class StepRecorder:
         self._bytes: Recorder | None = None
         self._times: Recorder | None = None
         self._record = ExitStack()  # in progress, without measuring
+        self._is_measuring = False
+        self._has_transforms = False  # whether a call within a transform was left out
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        if self._is_measuring:  # a part of the step that is being measured
+            yield
+            return
         self.close()
         inputs = list(inputs)
-        live = StorageLog()
+        live = StorageLog(counts_fake=self._is_meta())
         recorder = Recorder((*self._state(), *inputs), live)
         # No variable: it would keep gradients and buffers alive that the step replaces.
         live.track([*self._state(), *inputs, *self._gradients(inputs)])
@@ -65,16 +71,19 @@ class StepRecorder:
             if not state:
                 new.append(optimizer)
 
-        def see_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def see_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._has_transforms |= is_transformed()
             recorder.ignore(tensors_in((args, kwargs)))  # the caller keeps them alive anyway
 
         with ExitStack() as stack:
+            self._is_measuring = True
+            stack.callback(setattr, self, "_is_measuring", False)
             stack.callback(register_optimizer_step_pre_hook(see_optimizer).remove)
             stack.enter_context(_rows_for_modules(recorder, self._wrappers, self._plain_modules()))
             stack.enter_context(recorder.watching())
             name, root = self._roots[0]
             if not name:  # not of a Graph, which passes its inputs
-                stack.callback(root.register_forward_pre_hook(see_inputs, with_kwargs=True).remove)
+                stack.callback(root.register_forward_pre_hook(see_call, with_kwargs=True).remove)
             yield
         live.label(self._gradients(), "gradients")
         for optimizer in new:
@@ -97,6 +106,7 @@ class StepRecorder:
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         is_removed = kwargs is None  # by a hook before this one: PyTorch still calls it, but without them
+        self._has_transforms |= is_transformed()
         if is_removed or not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
@@ -117,8 +127,12 @@ class StepRecorder:
         if recorder is None or not recorder.runs:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
                 raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
+            if self._is_measuring:
+                raise GraphError(f"{self.title}: the measurement has not ended · fix: call explain() after the `with`")
+            if self._has_transforms:
+                raise GraphError(f"{self.title}: {_IN_TRANSFORM} · fix: run one step without it")
             raise GraphError(f"{self.title}: no step has been measured yet · fix: run one step")
-        elsewhere = {w.name for w in self._wrappers if w.module is not None and _is_elsewhere(w.module)}
+        elsewhere = {w.name for w in self._wrappers if w.module is not None and self._is_elsewhere(w.module)}
         wrappers = [w for w in self._wrappers if w.name not in elsewhere]
         empty = {
             name for name in recorder.weightless if not (recorder.bytes_before(name) or recorder.bytes_after(name))
@@ -234,7 +248,15 @@ class StepRecorder:
         rows: list[tuple[str, nn.Module]] = []
         for name, root in self._roots:
             _rows_below(name, root, selected, rows)
-        return [(name, module) for name, module in rows if name not in wrapped and not _is_elsewhere(module)]
+        return [(name, module) for name, module in rows if name not in wrapped and not self._is_elsewhere(module)]
+
+    def _is_elsewhere(self, module: nn.Module) -> bool:
+        """Whether a module is one of another pipeline stage: on the meta device, unlike the rest of the model."""
+        weights = list(module.parameters())
+        return bool(weights) and all(weight.is_meta for weight in weights) and not self._is_meta()
+
+    def _is_meta(self) -> bool:
+        return all(tensor.is_meta for tensor in self._state())
 
 
 def _rows_below(name: str, module: nn.Module, selected: set[str], rows: list[tuple[str, nn.Module]]) -> None:
@@ -304,11 +326,6 @@ def _rows_for_modules(
                 wrapper.context.recorder = None
         for hook in hooks:
             hook.remove()
-
-
-def _is_elsewhere(module: nn.Module) -> bool:
-    weights = list(module.parameters())
-    return bool(weights) and all(weight.is_meta for weight in weights)
 
 
 def _rule(wrapper: BlockForward | None) -> str:

@@ -267,8 +267,8 @@ class StorageLog(LiveBytes):
     [(1024, 0, 1)]
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, counts_fake: bool = False) -> None:
+        super().__init__(counts_fake=counts_fake)
         self.lives: list[StorageLife] = []
         """All storages so far, in order of allocation."""
         self.recomputed: str | None = None

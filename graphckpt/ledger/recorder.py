@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeAlias, final
@@ -15,8 +15,10 @@ import torch
 from graphckpt._compat import (
     active_saved_tensor_hooks,
     current_backward,
+    is_transformed,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    suspended_in_transforms,
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import StorageLog, storages_of, when_gone
@@ -60,6 +62,7 @@ class Recorder:
         self._recompute_depth = 0
         self._is_passing_on = False
         self._outer: Any = None
+        self._suspension = ExitStack()
         self._own: list[str] = []
         self.own_checkpointing: set[str] = set()
         """Modules that the model's own gradient checkpointing recomputes."""
@@ -96,9 +99,11 @@ class Recorder:
     def begin(self) -> None:
         self._outer = active_saved_tensor_hooks()
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
+        self._suspension.enter_context(suspended_in_transforms(self._save_plainly, self._give_back))
 
     def end(self) -> None:
         """Removes the hooks of :meth:`begin`, if they are still installed."""
+        self._suspension.close()
         hooks = active_saved_tensor_hooks()
         if hooks is not None and hooks[0] == self._save_plainly:
             pop_saved_tensor_hooks()
@@ -243,7 +248,7 @@ class Recorder:
         if block in self.own_checkpointing and current_backward() != -1:
             self.recomputation_began(block)
             self._own.append(block)
-        elif not self._recompute_depth:
+        elif not self._recompute_depth and not is_transformed():
             self._enter(block)
 
     def leave_plain(self, block: str) -> None:

@@ -126,3 +126,28 @@ def test_the_segment_that_is_kept_is_a_part_of_its_block(
     assert (seen.rows[0].runs, seen.rows[0].reruns) == (1, num_recomputed)
     assert (seen.rows[0].bytes_before, seen.rows[0].bytes_after) == (seen.bytes_before, seen.bytes_after)
     assert seen.warnings == ()
+
+
+def test_a_measurement_within_another_is_a_part_of_it() -> None:
+    model = chain("mlp")
+    whole = explain(model, {"[12]": True})
+    with graphckpt.apply(model, {"[12]": True}) as handle:
+        with handle.measure():
+            with handle.measure():
+                model(torch.ones(6, 16)).sum().backward()
+            with pytest.raises(graphckpt.GraphError, match="has not ended"):
+                handle.explain()
+        assert handle.explain(show=False).rows == whole.rows
+
+
+def test_a_model_on_the_meta_device_has_the_rows_and_peaks_of_a_real_one() -> None:
+    model = chain("mlp")
+    real = explain(model, {"[12]": True})
+    model.zero_grad()
+    model.to("meta")
+    with graphckpt.apply(model, {"[12]": True}) as handle:
+        with handle.measure():
+            model(torch.ones(6, 16, device="meta")).sum().backward()
+        seen = handle.explain(show=False)
+    assert blocks(seen) == ["0", "1", "2", "3", "4"]
+    assert (seen.rows, seen.plain_peak_bytes) == (real.rows, real.plain_peak_bytes)
