@@ -75,6 +75,9 @@ class StepRecorder:
             self._has_transforms |= is_transformed()
             recorder.ignore(tensors_in((args, kwargs)))  # the caller keeps them alive anyway
 
+        def see_end(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: object) -> None:
+            live.use(tensors_in((args, kwargs)))
+
         with ExitStack() as stack:
             self._is_measuring = True
             stack.callback(setattr, self, "_is_measuring", False)
@@ -84,6 +87,7 @@ class StepRecorder:
             name, root = self._roots[0]
             if not name:  # not of a Graph, which passes its inputs
                 stack.callback(root.register_forward_pre_hook(see_call, with_kwargs=True).remove)
+                stack.callback(root.register_forward_hook(see_end, with_kwargs=True).remove)
             yield
         live.label(self._gradients(), "gradients")
         for optimizer in new:

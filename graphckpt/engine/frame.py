@@ -191,7 +191,7 @@ class Frame(Call):
         finally:
             self.original = run.outer
             if recorder is not None:
-                recorder.original_forward_ended(block.name)
+                recorder.original_forward_ended(block.name, tensors_in((args, kwargs)))
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> object:

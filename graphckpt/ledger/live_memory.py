@@ -241,7 +241,7 @@ class StorageLife:
     """The outermost block in whose recomputation it was allocated, or for whose recomputation it is a copy."""
     end: int | None = None
     last_use: int = 0
-    """By an op of the plain step."""
+    """By an op of the plain step, or the call of a block."""
     is_resized: bool = False
     """Whether it ended because its size changed, so that nothing could have held it."""
     saved: list[Hold] = field(default_factory=list)
@@ -299,6 +299,12 @@ class StorageLog(LiveBytes):
             hold = Hold(block, begin=self._now, saved_by=saved_by, ends_early=ends_early)
             (life.for_recomputation if is_kept else life.saved).append(hold)
             when_gone(owner, tensor, _end_hold, hold, weakref.ref(self))
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Logs that a call with these arguments ends, until which its caller has held them."""
+        for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
+            if (life := self._life_of.get(id(storage))) is not None:
+                life.last_use = self._now
 
     def keep_objects(self, values: Iterable[object], tensors: Iterable[torch.Tensor], block: str) -> None:
         """Logs that ``block`` keeps objects for its recomputation, such as a KV cache, and so the tensors in them."""

@@ -148,9 +148,12 @@ class Recorder:
 
         return look_and_pack, _AttributedUnpack(self, block, unpack)
 
-    def original_forward_ended(self, block: str) -> None:
+    def original_forward_ended(self, block: str, arguments: Iterable[torch.Tensor] = ()) -> None:
+        """Ends a block's original forward, for which its caller has held ``arguments``."""
         if not self._recompute_depth:
             self._leave(block)
+            if self.live is not None:
+                self.live.use(arguments)
 
     def tensor_saved(self, block: str, tensor: torch.Tensor, owner: object) -> None:
         if not self._recompute_depth:

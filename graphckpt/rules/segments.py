@@ -105,7 +105,9 @@ def run_segments(
     starts = segment_starts(num_children=len(children), num_segments=num_segments)
     for first, end in pairwise(starts):
         value = chain.recompute(first, end, partial(_call_in_order, children[first:end]), value)
-    return wrap(_call_in_order)(children[starts[-1] :], value)
+    for child in children[starts[-1] :]:  # a call with all of them would keep its argument alive
+        value = wrap(child)(value)
+    return value
 
 
 class _Chain(NamedTuple):
@@ -122,7 +124,7 @@ class _Chain(NamedTuple):
             middle = (first + end) // 2
             value = self.recompute(first, middle, partial(self.run_halves, first, middle), value)
             first = middle
-        return self.wrap(_call_in_order)(self.children[first:end], value)
+        return self.wrap(self.children[first])(value)
 
 
 def run_segments_in_graph(

@@ -218,6 +218,7 @@ def replace_in_list(layer: Any, x: Tensor) -> None:
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()),
+    "frozen, input not saved": ZOO["frozen"],
     "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(16, 16)),
     "large buffer, edited": lambda: State(edit),
     "large buffer, replaced": lambda: State(replace_buffer),
