@@ -61,6 +61,44 @@ def active_saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable
 push_saved_tensor_hooks = _push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = _pop_saved_tensors_default_hooks
 
+
+_disable_saved_tensor_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+_suspendable: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = []
+
+
+@contextmanager
+def suspended_in_transforms(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
+    """Takes these hooks off during transforms of ``torch.func``, which refuse to run within any.
+
+    Each transform disables hooks by one public function, and that is the last moment before its error.
+    """
+    _suspendable.append((pack, unpack))
+    torch.autograd.graph.disable_saved_tensors_hooks = _suspend_and_disable
+    try:
+        yield
+    finally:
+        _suspendable.remove((pack, unpack))
+        if not _suspendable:  # several models may be measured at a time
+            torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensor_hooks
+
+
+@contextmanager
+def _suspend_and_disable(error_message: str) -> Iterator[None]:
+    hooks = active_saved_tensor_hooks()
+    if hooks not in _suspendable:
+        hooks = None
+    if hooks is not None:
+        pop_saved_tensor_hooks()
+    try:
+        with _disable_saved_tensor_hooks(error_message):
+            yield
+    finally:
+        if hooks is not None:
+            push_saved_tensor_hooks(*hooks)
+
+
 autograd_sequence_number = _get_sequence_nr
 """Returns the number of autograd nodes that this thread has made: it is the same for all tensors that one op saves."""
 

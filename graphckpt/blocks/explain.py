@@ -33,6 +33,7 @@ from graphckpt.tree import tensors_in
 from graphckpt.units import format_bytes
 
 _IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it saves there is not counted"
+_IN_TRANSFORM = "torch.func or forward-mode AD was around the step: nothing was measured, since no policy acts in it"
 
 
 @final
@@ -45,18 +46,23 @@ class StepRecorder:
         self._bytes: Recorder | None = None
         self._times: Recorder | None = None
         self._record = ExitStack()  # in progress, without measuring
+        self._is_measuring = False
+        self._has_transforms = False  # whether a call within a transform was left out
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        if self._is_measuring:  # a part of the step that is being measured
+            yield
+            return
         self.close()
         inputs = list(inputs)
-        existing = [*self._state(), *inputs]
-        live = StorageLog()
-        live.track([*existing, *(t.grad for t in existing if t.is_leaf)])
-        live.label((t.grad for t in existing if t.is_leaf), "gradients")  # no list, which would keep them alive
+        live = StorageLog(counts_fake=self._is_meta())
+        recorder = Recorder((*self._state(), *inputs), live)
+        # No variable: it would keep gradients and buffers alive that the step replaces.
+        live.track([*self._state(), *inputs, *self._gradients(inputs)])
+        live.label(self._gradients(inputs), "gradients")
         live.label(inputs, "inputs")
         live.label(self._state(), "weights")
-        recorder = Recorder(existing, live)
         new: list[torch.optim.Optimizer] = []
 
         def see_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -65,18 +71,25 @@ class StepRecorder:
             if not state:
                 new.append(optimizer)
 
-        def see_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def see_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._has_transforms |= is_transformed()
             recorder.ignore(tensors_in((args, kwargs)))  # the caller keeps them alive anyway
 
+        def see_end(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: object) -> None:
+            live.use(tensors_in((args, kwargs)))
+
         with ExitStack() as stack:
+            self._is_measuring = True
+            stack.callback(setattr, self, "_is_measuring", False)
             stack.callback(register_optimizer_step_pre_hook(see_optimizer).remove)
             stack.enter_context(_rows_for_modules(recorder, self._wrappers, self._plain_modules()))
             stack.enter_context(recorder.watching())
             name, root = self._roots[0]
             if not name:  # not of a Graph, which passes its inputs
-                stack.callback(root.register_forward_pre_hook(see_inputs, with_kwargs=True).remove)
+                stack.callback(root.register_forward_pre_hook(see_call, with_kwargs=True).remove)
+                stack.callback(root.register_forward_hook(see_end, with_kwargs=True).remove)
             yield
-        live.label((t.grad for t in self._state() if t.is_leaf), "gradients")
+        live.label(self._gradients(), "gradients")
         for optimizer in new:
             live.label(_state_of(optimizer), "optimizer states")
         recorder.has_optimizer_states = not any(map(_state_of, new))
@@ -97,6 +110,7 @@ class StepRecorder:
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         is_removed = kwargs is None  # by a hook before this one: PyTorch still calls it, but without them
+        self._has_transforms |= is_transformed()
         if is_removed or not torch.is_grad_enabled() or is_transformed():
             return
         self.close()
@@ -117,8 +131,12 @@ class StepRecorder:
         if recorder is None or not recorder.runs:
             if any(wrapper.is_in_graph for wrapper in self._wrappers):
                 raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
+            if self._is_measuring:
+                raise GraphError(f"{self.title}: the measurement has not ended · fix: call explain() after the `with`")
+            if self._has_transforms:
+                raise GraphError(f"{self.title}: {_IN_TRANSFORM} · fix: run one step without it")
             raise GraphError(f"{self.title}: no step has been measured yet · fix: run one step")
-        elsewhere = {w.name for w in self._wrappers if w.module is not None and _is_elsewhere(w.module)}
+        elsewhere = {w.name for w in self._wrappers if w.module is not None and self._is_elsewhere(w.module)}
         wrappers = [w for w in self._wrappers if w.name not in elsewhere]
         empty = {
             name for name in recorder.weightless if not (recorder.bytes_before(name) or recorder.bytes_after(name))
@@ -219,6 +237,9 @@ class StepRecorder:
     def _state(self) -> list[torch.Tensor]:
         return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
 
+    def _gradients(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[torch.Tensor | None]:
+        return (tensor.grad for tensor in (*self._state(), *inputs) if tensor.is_leaf)
+
     def _plain_modules(self) -> list[tuple[str, nn.Module]]:
         """Returns the modules without a wrapper that get a row: selected blocks, and the modules next to them.
 
@@ -231,7 +252,15 @@ class StepRecorder:
         rows: list[tuple[str, nn.Module]] = []
         for name, root in self._roots:
             _rows_below(name, root, selected, rows)
-        return [(name, module) for name, module in rows if name not in wrapped and not _is_elsewhere(module)]
+        return [(name, module) for name, module in rows if name not in wrapped and not self._is_elsewhere(module)]
+
+    def _is_elsewhere(self, module: nn.Module) -> bool:
+        """Whether a module is one of another pipeline stage: on the meta device, unlike the rest of the model."""
+        weights = list(module.parameters())
+        return bool(weights) and all(weight.is_meta for weight in weights) and not self._is_meta()
+
+    def _is_meta(self) -> bool:
+        return all(tensor.is_meta for tensor in self._state())
 
 
 def _rows_below(name: str, module: nn.Module, selected: set[str], rows: list[tuple[str, nn.Module]]) -> None:
@@ -301,11 +330,6 @@ def _rows_for_modules(
                 wrapper.context.recorder = None
         for hook in hooks:
             hook.remove()
-
-
-def _is_elsewhere(module: nn.Module) -> bool:
-    weights = list(module.parameters())
-    return bool(weights) and all(weight.is_meta for weight in weights)
 
 
 def _rule(wrapper: BlockForward | None) -> str:

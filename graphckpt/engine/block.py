@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from graphckpt.ledger.recorder import Recorder
     from graphckpt.stores.base import Store
+
+_NOTHING = nullcontext()
 
 
 @final
@@ -92,6 +95,14 @@ class BlockContext:
     def open_group(self) -> TensorGroup | None:
         traffic = self.recorder.traffic[self.name] if self.recorder is not None else None
         return self.store.open_group(TensorGroup(self.title, self.tensors, self.note, traffic))
+
+    def run_in_record(self) -> AbstractContextManager[None]:
+        """Records a run of the block, whose saved tensors go to the hooks around it."""
+        return _NOTHING if self.recorder is None else self.recorder.running(self.name)
+
+    def copy_in_record(self) -> AbstractContextManager[None]:
+        """Records ops as those of the engine, which the plain step does without."""
+        return _NOTHING if self.recorder is None else self.recorder.copying(self.name)
 
     def _modules(self) -> Iterable[nn.Module]:
         modules = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())

@@ -13,7 +13,7 @@ RNG states, autocast and the other settings of a thread are the subject of :mod:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, starmap
 from operator import is_
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from graphckpt.engine.objects import (
     swap,
 )
 from graphckpt.thread_state import rng_devices
-from graphckpt.tree import ATOMS
+from graphckpt.tree import ATOMS, tensors_in
 
 _OWN = frozenset(nn.Module().__dict__)  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
@@ -291,8 +291,19 @@ class ModuleState:
         for _, _, objects in state.reached:
             undo += swap(objects)
 
+    def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
+        """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
+        for (owner, key), tensor in zip(self._slots_of(state), state.tensors, strict=True):
+            if tensor is not None and owner.get(key) is not tensor:
+                yield tensor
+        for *_, objects in state.reached:
+            yield from tensors_in([contents for _, contents in objects])
+
+    def _slots_of(self, state: CallState) -> list[tuple[dict[str, Any], str]]:
+        return self._slots + [(_fields(ref), key) for ref, key in state.names]
+
     def _put_tensors(self, state: CallState, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        slots = self._slots + [(_fields(ref), key) for ref, key in state.names]
+        slots = self._slots_of(state)
         if not all(map(is_, starmap(dict.get, slots), state.tensors)):
             for (owner, key), tensor in zip(slots, state.tensors, strict=True):
                 present = owner.get(key)

@@ -31,7 +31,6 @@ from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.objects import Objects, copy_objects, differs, put_back
 from graphckpt.engine.saved import (
-    KEEP_ON_DEVICE,
     Arguments,
     BlockOutput,
     Call,
@@ -44,7 +43,7 @@ from graphckpt.engine.saved import (
     versions_of,
 )
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.stores.base import DeviceStore
+from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
 from graphckpt.thread_state import RNGState, enter_ambient, get_rng_state, is_autocast, set_rng_state, take_ambient
 from graphckpt.tree import flatten_call, tensors_in
 
@@ -148,7 +147,7 @@ class Frame(Call):
         arguments = self._arguments = Arguments(args, kwargs, self._function)
         self.devices = state.devices(arguments.leaves)  # whose RNG state the call may use, beside that of the CPU
         outer = running.get()
-        with modes_paused:
+        with modes_paused, block.copy_in_record():
             modes = state.modes()
             self._learning = block.learns and not state.has_learnt(modes)
             self._call_state = state.take(modes, is_nested=outer is not None and outer.is_recomputation)
@@ -194,7 +193,7 @@ class Frame(Call):
         finally:
             self.original = run.outer
             if recorder is not None:
-                recorder.original_forward_ended(block.name)
+                recorder.original_forward_ended(block.name, tensors_in((args, kwargs)))
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> object:
@@ -215,8 +214,10 @@ class Frame(Call):
 
     def _after_forward(self, previous: BlockOutput | None) -> None:
         block, state, learning = self.block, self._state, self._learning
-        with modes_paused:
+        with modes_paused, block.copy_in_record():
             call_state = self._call_state = state.finish(self._call_state, learning=learning)
+            if block.recorder is not None:
+                block.recorder.state_kept(block.name, state.replaced(call_state), self)
             if learning:
                 self._learn_host_rng()
             mutated = state.mutated(call_state, self._unread_parameters() if self.excluded else ())
@@ -596,12 +597,13 @@ def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence
     """Runs a block that is in no recomputed block: what it saves goes to its store."""
     if not block.is_placed and block.recorder is None:
         return function(*args, **kwargs)
-    hooks = active_saved_tensor_hooks()
-    if hooks is None or hooks_around(block, hooks) is None:
-        return _run_kept(None, block, function, args, kwargs)
     if block.is_placed:
+        hooks = active_saved_tensor_hooks()
+        if hooks is None or hooks_around(block, hooks) is None:
+            return _run_kept(None, block, function, args, kwargs)
         block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
-    return function(*args, **kwargs)
+    with block.run_in_record():
+        return function(*args, **kwargs)
 
 
 def _runs_around() -> list[Execution]:

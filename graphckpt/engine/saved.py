@@ -23,7 +23,7 @@ from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
 from graphckpt.engine.objects import Objects, attribute_of, copy_objects, drop_unchanged_tensors, swap
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.stores.base import DeviceStore
+from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
 from graphckpt.thread_state import RNGState
 from graphckpt.tree import ATOMS, build_value, flatten_call, flatten_value, tensors_in
 
@@ -220,20 +220,6 @@ class StoredCall(Call):
         return tensor
 
 
-@never_compiled
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()  # a node that holds its own output would never be freed
-
-
-@never_compiled
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-KEEP_ON_DEVICE = (_without_history, _identity)
-"""The hooks of a block whose saved tensors stay on the device whatever is around it."""
-
-
 def hooks_around(block: BlockContext, hooks: Any) -> Any:
     """Returns the hooks that receive what a block saves, given the active ``hooks``; ``None`` if its store does.
 
@@ -244,7 +230,7 @@ def hooks_around(block: BlockContext, hooks: Any) -> Any:
         hooks = block.recorder.hooks_below(hooks)
     if hooks is None or not block.is_placed:
         return hooks
-    is_kept_around = hooks[1] is _identity or getattr(hooks[1], "__func__", None) is StoredCall.unpack
+    is_kept_around = hooks[1] is KEEP_ON_DEVICE[1] or getattr(hooks[1], "__func__", None) is StoredCall.unpack
     return None if is_kept_around else hooks
 
 

@@ -227,6 +227,8 @@ class Hold:
     """The number of changes when it began."""
     saved_by: str | None = None
     """The block that really saves the tensor; ``None`` for what the plain step alone would save."""
+    ends_early: bool = False
+    """Whether its owner holds several tensors, which are freed one by one after its end."""
 
 
 @dataclass(slots=True)
@@ -236,10 +238,10 @@ class StorageLife:
     begin: int
     num_bytes: int
     recomputed_by: str | None = None
-    """The outermost block in whose recomputation it was allocated."""
+    """The outermost block in whose recomputation it was allocated, or for whose recomputation it is a copy."""
     end: int | None = None
     last_use: int = 0
-    """By an op that is not a recomputed one."""
+    """By an op of the plain step, or the call of a block."""
     is_resized: bool = False
     """Whether it ended because its size changed, so that nothing could have held it."""
     saved: list[Hold] = field(default_factory=list)
@@ -265,15 +267,18 @@ class StorageLog(LiveBytes):
     [(1024, 0, 1)]
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, counts_fake: bool = False) -> None:
+        super().__init__(counts_fake=counts_fake)
         self.lives: list[StorageLife] = []
         """All storages so far, in order of allocation."""
         self.recomputed: str | None = None
         """The outermost block that is being recomputed."""
+        self.copied: str | None = None
+        """The block that is copying for its recomputation."""
         self._life_of: dict[int, StorageLife] = {}
         self._kept_by: dict[int, tuple[set[str], dict[int, StorageLife]]] = {}  # by id of an argument object
         self._is_old = False
+        self._last_allocation = 0
 
     @property
     def _now(self) -> int:
@@ -287,12 +292,19 @@ class StorageLog(LiveBytes):
         *,
         is_kept: bool = False,
         saved_by: str | None = None,
+        ends_early: bool = False,
     ) -> None:
         """Logs who holds ``tensor`` while ``owner`` is alive; see :class:`Hold`."""
         for life in filter(None, (self._life_of.get(id(storage)) for storage in storages_of(tensor))):
-            hold = Hold(block, begin=self._now, saved_by=saved_by)
+            hold = Hold(block, begin=self._now, saved_by=saved_by, ends_early=ends_early)
             (life.for_recomputation if is_kept else life.saved).append(hold)
             when_gone(owner, tensor, _end_hold, hold, weakref.ref(self))
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Logs that a call with these arguments ends, until which its caller has held them."""
+        for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
+            if (life := self._life_of.get(id(storage))) is not None:
+                life.last_use = self._now
 
     def keep_objects(self, values: Iterable[object], tensors: Iterable[torch.Tensor], block: str) -> None:
         """Logs that ``block`` keeps objects for its recomputation, such as a KV cache, and so the tensors in them."""
@@ -342,7 +354,7 @@ class StorageLog(LiveBytes):
         life = None if storage is None else self._life_of.get(id(storage))
         if life is None:
             return storage
-        if self.recomputed is None:
+        if self.recomputed is None and self.copied is None:
             life.last_use = self._now
         if not life.origin:
             life.origin = {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
@@ -357,9 +369,15 @@ class StorageLog(LiveBytes):
         life = self._life_of.pop(key, None)
         if life is not None:
             life.end = now
+            for hold in life.for_recomputation:
+                if hold.ends_early and hold.end is not None and hold.end > self._last_allocation:
+                    hold.end = now
             num_bytes += life.num_bytes  # of a storage that was resized
         if num_bytes > 0:
-            self._life_of[key] = StorageLife(now, num_bytes, self.recomputed, is_old=self._is_old or not self._depth)
+            is_result = self.op is not None  # what an op takes may have existed before
+            block = self.copied if self.recomputed is None and is_result else self.recomputed
+            self._last_allocation = now
+            self._life_of[key] = StorageLife(now, num_bytes, block, is_old=self._is_old or not self._depth)
             self.lives.append(self._life_of[key])
 
     def _resize(self, alive: Any, num_bytes: int) -> None:

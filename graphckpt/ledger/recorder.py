@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeAlias, final
@@ -15,13 +15,15 @@ import torch
 from graphckpt._compat import (
     active_saved_tensor_hooks,
     current_backward,
+    is_transformed,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    suspended_in_transforms,
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import StorageLog, storages_of, when_gone
 from graphckpt.stores import Traffic
-from graphckpt.stores.base import TIERS, Total
+from graphckpt.stores.base import KEEP_ON_DEVICE, TIERS, Total
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], torch.Tensor]
@@ -60,6 +62,7 @@ class Recorder:
         self._recompute_depth = 0
         self._is_passing_on = False
         self._outer: Any = None
+        self._suspension = ExitStack()
         self._own: list[str] = []
         self.own_checkpointing: set[str] = set()
         """Modules that the model's own gradient checkpointing recomputes."""
@@ -96,9 +99,11 @@ class Recorder:
     def begin(self) -> None:
         self._outer = active_saved_tensor_hooks()
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
+        self._suspension.enter_context(suspended_in_transforms(self._save_plainly, self._give_back))
 
     def end(self) -> None:
         """Removes the hooks of :meth:`begin`, if they are still installed."""
+        self._suspension.close()
         hooks = active_saved_tensor_hooks()
         if hooks is not None and hooks[0] == self._save_plainly:
             pop_saved_tensor_hooks()
@@ -143,15 +148,24 @@ class Recorder:
 
         return look_and_pack, _AttributedUnpack(self, block, unpack)
 
-    def original_forward_ended(self, block: str) -> None:
+    def original_forward_ended(self, block: str, arguments: Iterable[torch.Tensor] = ()) -> None:
+        """Ends a block's original forward, for which its caller has held ``arguments``."""
         if not self._recompute_depth:
             self._leave(block)
+            if self.live is not None:
+                self.live.use(arguments)
 
     def tensor_saved(self, block: str, tensor: torch.Tensor, owner: object) -> None:
         if not self._recompute_depth:
             self._saved.add(block, tensor, owner)
             if self.live is not None:
                 self.live.hold(tensor, block, owner, is_kept=True, saved_by=block)
+
+    def state_kept(self, block: str, tensors: Iterable[torch.Tensor], owner: object) -> None:
+        """Notes that a block keeps what its modules held before its forward, while ``owner`` is alive."""
+        if self.live is not None and not self._recompute_depth:
+            for tensor in tensors:
+                self.live.hold(tensor, block, owner, is_kept=True, ends_early=True)
 
     def objects_kept(self, block: str, values: Iterable[object], contents: Iterable[tuple[Any, Any]]) -> None:
         """Notes that a block keeps objects among its arguments, which reach ``contents`` after its forward."""
@@ -196,22 +210,48 @@ class Recorder:
             self._running[-1][0] if self._recompute_depth else block,
         )
 
+    @contextmanager
+    def copying(self, block: str) -> Iterator[None]:
+        """Marks what ops return as copies for the recomputation of a block, which the plain step does without."""
+        if self.live is None:
+            yield
+            return
+        self.live.copied = block
+        try:
+            yield
+        finally:
+            self.live.copied = None
+
     def _enter(self, block: str) -> None:
         self.order.setdefault(block)
-        self.runs[block] += 1
+        self.runs[block] += not self._is_part_of(block)
         self.phase("forward", block)
         self._running.append((block, _now()))
 
     def _leave(self, block: str) -> None:
         _, begin = self._running.pop()
-        self.seconds[block] += _now() - begin
+        if not self._is_part_of(block):
+            self.seconds[block] += _now() - begin
         self.phase("forward", self._running[-1][0] if self._running else "")
+
+    def _is_part_of(self, block: str) -> bool:
+        """Whether ``block`` is running: what begins under its name is a segment of it."""
+        return bool(self._running) and self._running[-1][0] == block
+
+    @contextmanager
+    def running(self, block: str) -> Iterator[None]:
+        """Records a run of a block, whose saved tensors go to the hooks around it."""
+        self.enter_plain(block)
+        try:
+            yield
+        finally:
+            self.leave_plain(block)
 
     def enter_plain(self, block: str) -> None:
         if block in self.own_checkpointing and current_backward() != -1:
             self.recomputation_began(block)
             self._own.append(block)
-        elif not self._recompute_depth:
+        elif not self._recompute_depth and not is_transformed():
             self._enter(block)
 
     def leave_plain(self, block: str) -> None:
@@ -223,7 +263,7 @@ class Recorder:
     @never_compiled
     def _save_plainly(self, tensor: torch.Tensor) -> _PlainlySaved:
         block = self._running[-1][0] if self._running else REST
-        saved = _PlainlySaved(block, tensor.detach() if self._outer is None else self._outer[0](tensor))
+        saved = _PlainlySaved(block, (self._outer or KEEP_ON_DEVICE)[0](tensor))
         if not self._recompute_depth:
             self._plain.add(block, tensor, saved)
             self._saved.add(block, tensor, saved)
@@ -234,7 +274,7 @@ class Recorder:
     @never_compiled
     def _give_back(self, saved: _PlainlySaved) -> torch.Tensor:
         self.backward_reads("" if saved.block == REST else saved.block)
-        tensor: torch.Tensor = saved.packed if self._outer is None else self._outer[1](saved.packed)
+        tensor: torch.Tensor = (self._outer or KEEP_ON_DEVICE)[1](saved.packed)
         return tensor
 
 

@@ -40,7 +40,6 @@ from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.objects import CONTAINERS, copy_objects
-from graphckpt.engine.saved import KEEP_ON_DEVICE
 from graphckpt.errors import PlanError
 from graphckpt.ledger.live_memory import LiveBytes, storages_of
 from graphckpt.planning.candidates import OpTimes, Option
@@ -57,7 +56,7 @@ from graphckpt.planning.program import (
 )
 from graphckpt.rules.base import Rule
 from graphckpt.rules.ops import is_counted
-from graphckpt.stores.base import Store, TensorGroup
+from graphckpt.stores.base import KEEP_ON_DEVICE, Store, TensorGroup
 from graphckpt.tree import ATOMS, flatten_value, tensors_in
 
 

@@ -73,7 +73,8 @@ class Segments(Rule):
         children = list(function.__self__)  # type: ignore[attr-defined]
         if kwargs or len(args) != 1:
             return function(*args, **kwargs)  # raises what nn.Sequential raises
-        return run_segments(block, children, self.num_segments, args[0], wrap=getattr(function, "wrap", _as_it_is))
+        with block.run_in_record():
+            return run_segments(block, children, self.num_segments, args[0], wrap=getattr(function, "wrap", _as_it_is))
 
     def graph_break(self, *, has_gradients: bool) -> str | None:
         """Returns ``None``, except for ``"log"``, whose segments lie within one another."""
@@ -104,7 +105,9 @@ def run_segments(
     starts = segment_starts(num_children=len(children), num_segments=num_segments)
     for first, end in pairwise(starts):
         value = chain.recompute(first, end, partial(_call_in_order, children[first:end]), value)
-    return wrap(_call_in_order)(children[starts[-1] :], value)
+    for child in children[starts[-1] :]:  # a call with all of them would keep its argument alive
+        value = wrap(child)(value)
+    return value
 
 
 class _Chain(NamedTuple):
@@ -121,7 +124,7 @@ class _Chain(NamedTuple):
             middle = (first + end) // 2
             value = self.recompute(first, middle, partial(self.run_halves, first, middle), value)
             first = middle
-        return self.wrap(_call_in_order)(self.children[first:end], value)
+        return self.wrap(self.children[first])(value)
 
 
 def run_segments_in_graph(

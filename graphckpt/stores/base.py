@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast, final
 
-from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt._compat_compiler import never_compiled
+from graphckpt.errors import ConfigError, MutatedError, did_you_mean
 from graphckpt.extras import Registry
 
 if TYPE_CHECKING:
@@ -94,6 +95,35 @@ class DeviceStore(Store):
     def get(self, key: object) -> torch.Tensor:
         """Returns the alias."""
         return cast("torch.Tensor", key)
+
+
+@final
+class KeptTensor:
+    """An alias of a saved tensor in autograd's place, without history: a node that holds its output is never freed.
+
+    Where there are hooks, PyTorch leaves it to them to see that the tensor was modified in place since.
+    """
+
+    __slots__ = ("__weakref__", "_tensor", "_version")
+
+    @never_compiled
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._version = self._tensor._version
+
+    @never_compiled
+    def get(self) -> torch.Tensor:
+        """Returns the alias; raises an error if it was modified in place since."""
+        if self._tensor._version != self._version:
+            what = (
+                f"a saved tensor of shape {list(self._tensor.shape)} was modified in place between forward and backward"
+            )
+            raise MutatedError(f"{what} · fix: modify a clone, or modify after backward()")
+        return self._tensor
+
+
+KEEP_ON_DEVICE = (KeptTensor, KeptTensor.get)
+"""The saved-tensor hooks of what stays on the device whatever is around it."""
 
 
 class ByteHandle:

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from helpers.architectures import ARCHITECTURES
 from helpers.hard_modules import ZOO, chain
 from helpers.modules import as_module
+from helpers.peaks import tracked_peak
 from helpers.thinning import slow_unless
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt import Selective, Tiles
+from graphckpt import Segments, Selective, Tiles
 from graphckpt.blocks.config import fields_of
 from graphckpt.blocks.select import select
 from graphckpt.ledger.explanation import Explanation
@@ -119,7 +120,7 @@ CASES = {
         lambda model: model(torch.ones(64, 16), TOKENS),
         {"layers.*": True, "loss_head": Tiles(4, reduce="sum")},
     ),
-    "segments": Case(lambda: chain("mlp", 9), lambda m: m(torch.ones(99, 16)).sum(), {"": graphckpt.Segments("sqrt")}),
+    "segments": Case(lambda: chain("mlp", 9), lambda m: m(torch.ones(99, 16)).sum(), {"": Segments("sqrt")}),
     "whole model": Case(lambda: chain("mlp", 6), lambda m: m(torch.ones(99, 16)).sum(), {"": True}, torch.optim.SGD),
     "joined": Case(
         lambda: chain("mlp", 6), lambda m: m(torch.ones(99, 16)).sum(), {"[14]": True, "[2356]": "joined"}, None
@@ -184,6 +185,80 @@ def test_the_predicted_plain_peak_counts_a_cache_only_while_the_caller_holds_it(
     case.loss = loss
     plain = replace(case, policies=dict.fromkeys(case.policies, False)).explain()
     assert case.explain().plain_peak_bytes == plain.peak_bytes
+
+
+class State(nn.Module):
+    """A layer that changes what it holds, from call to call."""
+
+    def __init__(self, change: Callable[[nn.Module, Tensor], None], num_rows: int = 999) -> None:
+        super().__init__()
+        self.change, self.linear, self.seen = change, nn.Linear(16, 16), [torch.zeros(1)]
+        self.total = nn.Buffer(torch.zeros(num_rows, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x.detach())
+        return self.linear(x).tanh()
+
+
+def edit(layer: Any, x: Tensor) -> None:
+    layer.total.add_(1)
+
+
+def replace_buffer(layer: Any, x: Tensor) -> None:
+    layer.total = layer.total + x.mean(0)
+
+
+def replace_attribute(layer: Any, x: Tensor) -> None:
+    layer.last = getattr(layer, "last", 0) + x
+
+
+def replace_in_list(layer: Any, x: Tensor) -> None:
+    layer.seen[0] = layer.seen[0] + x
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()),
+    "frozen, input not saved": ZOO["frozen"],
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(16, 16)),
+    "large buffer, edited": lambda: State(edit),
+    "large buffer, replaced": lambda: State(replace_buffer),
+    "small buffer, replaced": lambda: State(replace_buffer, 9),
+    "attribute, replaced": lambda: State(replace_attribute),
+    "item of a list, replaced": lambda: State(replace_in_list),
+}
+RULES: dict[str, dict[str, Any]] = {
+    "full": {"[0-3]": True},
+    "selective": {"[0-3]": "selective"},
+    "joined": {"[02]": True, "[13]": "joined"},
+    "segments": {"": Segments(2)},
+    "halves": {"": Segments("log")},
+    "one block": {"": True},
+}
+WIDE = torch.ones(99, 16)
+
+
+def two_calls(model: nn.Module) -> Tensor:
+    return (model(WIDE) * model(WIDE + 1)).sum()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated")
+@pytest.mark.parametrize("loss", [lambda model: model(WIDE).pow(2).mean(), two_calls], ids=["one call", "two calls"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_predicted_plain_peak_has_no_copies_for_the_recomputation(layer: str, loss: Step) -> None:
+    plain = Case(lambda: nn.Sequential(*(LAYERS[layer]() for _ in range(4))), loss, {})
+    for steps in (1, 3):  # a first call copies more
+        peak_bytes = plain.explain(steps=steps).peak_bytes
+        for rule, policies in RULES.items():
+            assert replace(plain, policies=policies).explain(steps=steps).plain_peak_bytes == peak_bytes, (rule, steps)
+
+
+def test_measuring_keeps_no_buffer_alive_that_the_step_replaces() -> None:
+    model = nn.Sequential(State(replace_buffer), State(replace_buffer))
+    peak_bytes = tracked_peak(model, lambda: model(WIDE).sum().backward())
+    with graphckpt.apply(model, {}) as handle:
+        with handle.measure():
+            model(WIDE).sum().backward()
+        assert handle.explain(show=False).peak_bytes == peak_bytes
 
 
 def test_the_first_step_that_creates_gradients_and_optimizer_state_gets_no_worse_advice() -> None:

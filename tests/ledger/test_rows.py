@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import graphckpt
-from graphckpt import Tiles
+from graphckpt import Segments, Tiles
 from graphckpt.ledger.explanation import Explanation
 
 
@@ -108,3 +109,45 @@ def test_a_missing_prediction_of_the_plain_peak_has_a_reason(policy: Any, why: s
     assert (seen.plain_peak_bytes is None) is (why is not None)
     line = f"no peak is predicted for the step without policies: {why}"
     assert (line in " ".join(str(seen).split())) is (why is not None)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+@pytest.mark.parametrize(("num_segments", "num_recomputed"), [(1, 0), (2, 1), (4, 3), ("log", 3)])
+def test_the_segment_that_is_kept_is_a_part_of_its_block(
+    num_segments: int | str, num_recomputed: int, is_measured: bool
+) -> None:
+    model, x = nn.Sequential(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))), torch.ones(6, 16)
+    with graphckpt.apply(model, {"0": Segments(num_segments)}) as handle:
+        with handle.measure() if is_measured else nullcontext():
+            model(x).sum().backward()
+        seen = handle.explain(show=False)
+    assert blocks(seen) == ["0"]
+    assert len(seen.rows) == 1, "nothing is saved outside of the block"
+    assert (seen.rows[0].runs, seen.rows[0].reruns) == (1, num_recomputed)
+    assert (seen.rows[0].bytes_before, seen.rows[0].bytes_after) == (seen.bytes_before, seen.bytes_after)
+    assert seen.warnings == ()
+
+
+def test_a_measurement_within_another_is_a_part_of_it() -> None:
+    model = chain("mlp")
+    whole = explain(model, {"[12]": True})
+    with graphckpt.apply(model, {"[12]": True}) as handle:
+        with handle.measure():
+            with handle.measure():
+                model(torch.ones(6, 16)).sum().backward()
+            with pytest.raises(graphckpt.GraphError, match="has not ended"):
+                handle.explain()
+        assert handle.explain(show=False).rows == whole.rows
+
+
+def test_a_model_on_the_meta_device_has_the_rows_and_peaks_of_a_real_one() -> None:
+    model = chain("mlp")
+    real = explain(model, {"[12]": True})
+    model.zero_grad()
+    model.to("meta")
+    with graphckpt.apply(model, {"[12]": True}) as handle:
+        with handle.measure():
+            model(torch.ones(6, 16, device="meta")).sum().backward()
+        seen = handle.explain(show=False)
+    assert blocks(seen) == ["0", "1", "2", "3", "4"]
+    assert (seen.rows, seen.plain_peak_bytes) == (real.rows, real.plain_peak_bytes)

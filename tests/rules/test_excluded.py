@@ -213,3 +213,22 @@ def test_hooks_of_the_caller_may_pack_a_tuple() -> None:
         with torch.autograd.graph.save_on_cpu():
             loss = model(x).square().sum()
         assert all(map(torch.equal, torch.autograd.grad(loss, list(model.parameters())), expected))
+
+
+@as_module(lambda: {"child": nn.Sequential(nn.Linear(D, D), nn.ReLU())})
+def EditsWhatTheChildSaves(self, x: Tensor) -> Tensor:
+    return self.child(x).add_(1)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+@pytest.mark.parametrize("policies", [{}, {"0": False}, {"0": True, "0.child": False}])
+def test_a_saved_tensor_that_is_edited_is_an_error_as_in_the_plain_step(
+    policies: dict[str, Any], is_measured: bool
+) -> None:
+    model = nn.Sequential(EditsWhatTheChildSaves(), nn.Linear(D, D))
+    with (
+        graphckpt.apply(model, policies) as handle,
+        handle.measure() if is_measured else contextlib.nullcontext(),
+        pytest.raises(RuntimeError, match=r"modified in place|modified by an inplace"),
+    ):
+        model(torch.ones(3, D)).sum().backward()

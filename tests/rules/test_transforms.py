@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 import graphckpt
@@ -172,6 +174,40 @@ def test_explain_says_so() -> None:
         torch.func.grad(lambda x: loss(model, x))(rows())
         loss(model, rows()).backward()
         assert "torch.func or forward-mode AD is around it" in str(handle.explain(show=False).rows)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+@pytest.mark.parametrize("rules", [{}, RULES["full"], RULES["segments"]])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_measuring_leaves_them_alone_and_says_so(transform: str, rules: dict[str, Any], is_measured: bool) -> None:
+    expected, model, disable = outcome(transform, built()), built(), disable_saved_tensors_hooks
+    with graphckpt.apply(model, rules) as handle:
+        with handle.measure() if is_measured else nullcontext():
+            assert is_right(outcome(transform, model), expected)
+        assert torch.autograd.graph.disable_saved_tensors_hooks is disable
+        with pytest.raises(graphckpt.GraphError, match=r"torch.func or forward-mode AD was around the step"):
+            handle.explain()
+        with handle.measure():
+            loss(model, rows()).backward()
+            assert is_right(outcome(transform, model), expected)
+            loss(model, rows()).backward()
+        assert all(row.runs == 2 for row in handle.explain(show=False).rows if not row.block.startswith("("))
+
+
+@pytest.mark.parametrize("policy", [True, False, "selective"])
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_transform_outside_of_the_blocks_does_not_stop_a_record(policy: Any, is_measured: bool) -> None:
+    @as_module(lambda: {"layers": built()})
+    def HasForces(self, x: Tensor) -> Tensor:
+        force = torch.func.grad(lambda x: x.square().sum())
+        return self.layers(x) * torch.func.vmap(force)(x)
+
+    model = HasForces()
+    with graphckpt.apply(model, {"layers.*": policy}) as handle:
+        with handle.measure() if is_measured else nullcontext():
+            loss(model, rows()).backward()
+        assert [row.runs for row in handle.explain(show=False).rows[:3]] == [1, 1, 1]
+        assert handle.explain(show=False).bytes_before > 0
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap", "forward mode", "backward of forward mode"])
