@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import gcd, inf
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line
+from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line, shown, without_repeats
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
-from graphckpt.planning.options import Budget, PlanOptions, budget_bytes, check_budget
+from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, budget_bytes, check_budget
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all
@@ -32,8 +33,8 @@ _MAX_ROWS = 8  # of sizes that were not listed
 _MAX_SPREAD = 32  # of these sizes, the ratio of the largest to the smallest
 _MAX_ON_LINES = 8  # sizes that are measured where a line leads before the search bisects
 _MAX_SIZE = 2**20  # samples in a batch; memory that fits this many does not depend on the batch
-_MAX_FAILED = 4  # sizes at which the step raises before the search gives up, if it has run at none
-_MAX_STEP = 8  # a step may run only at multiples of a number up to this, and the search finds them
+_MAX_STEP = 32  # a step may run only at multiples of a number up to this, and the search finds them
+_MAX_GAPS = 2  # errors at multiples of a number, with larger sizes that run, until it is not that one
 _ROUNDING = 512  # bytes; CUDA's caching allocator
 _SLACK = 1.1  # of the available memory: a step that is predicted to need more is not run at all
 
@@ -66,51 +67,56 @@ def fit_steps(
     they can accumulate gradients. Plans mention ``notes``.
     """
     budget = check_budget(memory_budget, for_fit=True)
-    sizes = _checked_sizes(batch_sizes, global_batch)
+    samples = None if global_batch is None else _size_of(global_batch)
+    if samples == 0:
+        raise ConfigError(f"global_batch: expected an int of 1 or more, got {global_batch!r} · fix: global_batch=512")
+    sizes = None if batch_sizes is None else _range_or_list(batch_sizes, samples)
+    low, high = (1, None) if sizes is None else (sizes[0], sizes[-1])
     with Progress(is_shown=False if callable(progress) else progress) as lines:
         report = progress if callable(progress) else lines.begin
-        rows = _SizedRows(make_sized, budget, options, report, is_real=is_real, notes=notes)
-        shown = sizes if isinstance(sizes, list) else _search(rows, sizes, global_batch)
-        fit = rows.fit(shown, global_batch)
+        rows = _SizedRows(make_sized, budget, options, report, low, is_real, notes)
+        listed = sizes if isinstance(sizes, list) else _search(rows, low, high, samples)
+        fit = rows.fit(listed, samples)
         largest = fit.largest.batch_size  # raises if there is none
-        if global_batch is not None and can_accumulate:
-            rows.check_accumulating(fit, global_batch)
-            fit = rows.fit(shown, global_batch)
-    is_bounded = isinstance(sizes, list) or (sizes is not None and largest == sizes[-1])
-    return replace(fit, is_searched=not is_bounded and largest + 1 not in rows.errors)
+        if samples is not None and can_accumulate:
+            rows.check_accumulating(fit, samples)
+            fit = rows.fit(listed, samples)
+    return replace(fit, is_searched=largest + 1 in rows.sizes)
 
 
-def _checked_sizes(sizes: Iterable[int] | None, global_batch: int | None) -> range | list[int] | None:
-    if global_batch is not None and not _is_size(global_batch):
-        raise ConfigError(f"global_batch: expected an int of 1 or more, got {global_batch!r} · fix: global_batch=512")
-    if sizes is None:
-        return None
+def _range_or_list(sizes: Iterable[int], global_batch: int | None) -> range | list[int]:
+    """Returns a range to search in, or else all sizes to plan."""
     fix = "fix: batch_sizes=[1, 2, 4, 8], or range(1, 65)"
-    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
-        raise ConfigError(f"batch_sizes: expected a list or a range of ints, got {sizes!r} · {fix}")
-    if isinstance(sizes, range):
-        if sizes.start < 1 or sizes.step != 1 or not sizes:
-            raise ConfigError(f"batch_sizes: expected a range from 1 or more with step 1, got {sizes!r} · {fix}")
+    if isinstance(sizes, range) and sizes.step == 1:
+        if sizes.start < 1 or not sizes:
+            raise ConfigError(f"batch_sizes: expected a range from 1 or more, got {sizes!r} · {fix}")
         return sizes
-    listed = list(sizes)
-    if not (listed and all(map(_is_size, listed))):
-        raise ConfigError(f"batch_sizes: expected ints of 1 or more, got {listed!r} · {fix}")
+    values: Iterator[Any] = iter(())
+    with suppress(TypeError):  # of what is not iterable, such as an array without a dimension
+        values = iter(() if isinstance(sizes, (str, bytes)) else sizes)
+    entries = list(values)
+    listed = {*map(_size_of, entries)}
+    if not listed or 0 in listed:
+        what = "expected a list or a range of ints of 1 or more"
+        raise ConfigError(f"batch_sizes: {what}, got {shown(entries or sizes)} · {fix}")
     between = range(min(listed), max(listed) + 1) if global_batch is not None else ()
-    return sorted({*listed, *(size for size in between if (global_batch or 1) % size == 0)})
+    return sorted(listed.union(size for size in between if (global_batch or 1) % size == 0))
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _size_of(value: Any) -> int:
+    """Returns an int of Python, NumPy or torch as one of Python; 0 if it is not an int of 1 or more."""
+    size = value.tolist() if hasattr(value, "tolist") else value
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 0
 
 
-def _search(rows: _SizedRows, sizes: range | None, global_batch: int | None) -> list[int]:
+def _search(rows: _SizedRows, low: int, high: int | None, global_batch: int | None) -> list[int]:
     """Measures until the largest size that fits is known, and some below it; returns those that fit.
 
     The largest with everything kept is searched first. It is often the fastest, and larger sizes may have to run under
     its plans.
     """
-    low, high = (1, None) if sizes is None else (sizes[0], sizes[-1])
-    first = max(low, min(rows.first_size, high or rows.first_size))
+    first_size = _FIRST_REAL if rows.is_real else _FIRST_FAKE
+    first = max(low, min(first_size, high or first_size))
     largest(rows.plain_bytes, low, high, [first, min(2 * first, high or 2 * first)])
     rows.check_any_ran()
     top = largest(rows.needed_bytes, low, high, [rows.sizes[0], rows.sizes[-1]])  # far apart: their line errs least
@@ -120,66 +126,71 @@ def _search(rows: _SizedRows, sizes: range | None, global_batch: int | None) -> 
     if global_batch is not None:
         more = [size for size in range(bottom, top + 1) if global_batch % size == 0][-_MAX_ROWS:]
     else:
-        sizes_so_far = [size for size in rows.sizes if low <= size <= top]
+        num_rows = sum(size <= top for size in rows.sizes)
         powers = [2**power for power in range(bottom.bit_length() - 1, top.bit_length())]
-        more = [size for size in powers if bottom <= size <= top and size not in sizes_so_far]
-        more = more[max(0, len(more) + len(sizes_so_far) - _MAX_ROWS) :]
+        more = [size for size in powers if bottom <= size <= top and size not in rows.sizes]
+        more = more[max(0, len(more) + num_rows - _MAX_ROWS) :]
     for size in [low, *more] if high is not None else more:
-        rows.row(size)
-    return [size for size in rows.sizes if low <= size <= top] or rows.sizes[:1]
+        rows.nearest(size)
+    return [size for size in rows.sizes if rows.rows[size].fits] or rows.sizes[:1]
+
+
+class _Memory(NamedTuple):
+    """What the first measurement of a step says about all sizes, in bytes."""
+
+    device: str
+    static: int
+    gradients: int
+    """Those that the forward of the first micro-batch lacks, and that of later ones has."""
+    total: DeviceMemory
+    limit: int
 
 
 @final
+@dataclass(eq=False)
 class _SizedRows:
     """The rows of batch sizes. Each step is measured, planned, and runs under its plan."""
 
-    def __init__(
-        self,
-        make_sized: MakeSized,
-        budget: Budget,
-        options: PlanOptions,
-        progress: Callable[[str], None],
-        *,
-        is_real: bool,
-        notes: Sequence[str],
-    ) -> None:
-        self._make_sized = make_sized
-        self._is_real = is_real
-        self._notes = notes
-        self._budget = budget
-        self._options = options
-        self._progress = progress
-        self._rows: dict[int, BatchFit] = {}
-        self.errors: dict[int, ValueError] = {}
-        """Those of sizes at which the step cannot run, as with BatchNorm and one sample."""
-        self._device_name = ""
-        self._available = self._headroom = 0
-        self.limit = 0
-        """The budget in bytes, once a size was measured; 0 before that."""
-        self._static_bytes = 0
-        self._gradient_bytes = 0  # of what the forward of the first micro-batch lacks, and that of later ones has
-        self._verb = "measuring" if is_real else "simulating"
-        self.first_size = _FIRST_REAL if is_real else _FIRST_FAKE
+    make_sized: MakeSized
+    budget: Budget
+    options: PlanOptions
+    progress: Callable[[str], None]
+    low: int
+    is_real: bool
+    notes: Sequence[str]
+    rows: dict[int, BatchFit] = field(default_factory=dict)
+    errors: dict[int, ValueError] = field(default_factory=dict)
+    """Those of sizes at which the step cannot run, as with BatchNorm and one sample."""
+    end: float = inf
+    """A size from which on the step cannot run, if one is known."""
+    memory: _Memory = field(init=False)
+    """Known as soon as there is a row."""
 
     @property
     def sizes(self) -> list[int]:
-        return sorted(self._rows)
+        return sorted(self.rows)
+
+    @property
+    def measured_sizes(self) -> list[int]:
+        return [size for size in self.sizes if self.rows[size].is_measured]
+
+    @property
+    def verb(self) -> str:
+        return "measuring" if self.is_real else "simulating"
 
     def fit(self, sizes: Iterable[int], global_batch: int | None) -> Fit:
         rows = tuple(row for row in map(self.row, sizes) if row is not None)
         self.check_any_ran()
         notes = dict.fromkeys(note for row in rows if row.plan is not None for note in row.plan.notes)
-        if self.errors:
-            left_out = ", ".join(map(str, sorted(self.errors)))
-            notes[f"left out: {left_out}, since the step cannot run at {self._first_error()}"] = None
+        notes |= {f"left out: the step cannot run at {fault}": None for fault in self._faults(sorted(self.errors))}
         return Fit(
             rows=rows,
-            budget_bytes=self.limit,
-            device=self._device_name,
-            is_simulated=not self._is_real,
-            headroom_bytes=self._headroom,
+            budget_bytes=self.memory.limit,
+            device=self.memory.device,
+            is_simulated=not self.is_real,
+            headroom_bytes=self.memory.total.headroom if self.budget == "max" else 0,
             global_batch=global_batch,
-            measured_sizes=tuple(size for size in self.sizes if self._rows[size].is_measured),
+            measured_sizes=tuple(self.measured_sizes),
             notes=tuple(notes),
         )
 
@@ -192,38 +203,57 @@ class _SizedRows:
     def _bytes_above_limit(self, size: int, bytes_of: Callable[[BatchFit], tuple[int, bool]]) -> int:
         """Returns the bytes of a size beyond the limit, as :func:`largest` takes them: 0 or less if it fits.
 
-        The step may run only at some sizes, such as even ones: the nearest smaller size at which it runs counts. If
-        none is near, the search goes on towards sizes at which it has run: to smaller ones if there are any.
+        The nearest smaller size at which the step runs counts. If none is near, the search goes on towards sizes at
+        which it has run: to smaller ones if there are any.
         """
-        for candidate in range(size, max(0, size - _MAX_STEP), -1):
-            if (row := self.row(candidate)) is not None:
-                num_bytes, may_fit = bytes_of(row)
-                return num_bytes - self.limit if may_fit else max(1, num_bytes - self.limit)
-        if len(self.errors) >= _MAX_FAILED:
+        if size >= self.end:
+            return 1
+        if (row := self.nearest(size)) is not None:
+            num_bytes, may_fit = bytes_of(row)
+            excess = num_bytes - self.memory.limit
+            return excess if may_fit else max(1, excess)
+        if self.rows and size > self.sizes[0]:
+            self.end = size
+            return 1
+        if len(self.errors) >= _MAX_STEP:
             self.check_any_ran()
-        return 1 if any(other < size for other in self._rows) else 0
+        return 0
+
+    def nearest(self, size: int) -> BatchFit | None:
+        """Returns the row of a size, or of a smaller one near it at which the step runs; ``None`` if none is found.
+
+        The step may run only at multiples of a unit, which divides all sizes at which it has run.
+        """
+        candidates: Iterable[int] = range(size, size - _MAX_STEP, -1)
+        if sizes := self.measured_sizes:
+            common = gcd(*sizes)
+            gaps = [error for error in self.errors if sizes[0] < error < sizes[-1]]
+            units = [unit for unit in range(1, _MAX_STEP + 1) if common % unit == 0]
+            units = [unit for unit in units if sum(gap % unit == 0 for gap in gaps) < _MAX_GAPS]
+            candidates = [*(size - size % unit for unit in units or [1]), size - 1]
+        return next((row for one in candidates if one >= self.low and (row := self.row(one)) is not None), None)
 
     def row(self, size: int) -> BatchFit | None:
         """Returns the row of a size; ``None`` if the step cannot run at it."""
-        if size not in self._rows and size not in self.errors:
+        if size not in self.rows and size not in self.errors:
             try:
-                self._rows[size] = self._new_row(size)
-            except GraphckptError:
-                raise
-            except ValueError as error:
+                self.rows[size] = self._new_row(size)
+            except Exception as error:
+                if not isinstance(error, ValueError) or isinstance(error, GraphckptError):
+                    error.add_note(f"fit: raised at batch size {size}")
+                    raise
                 self.errors[size] = error
-        return self._rows.get(size)
+        return self.rows.get(size)
 
     def check_any_ran(self) -> None:
         """Raises the first error of the step, if it ran at no size."""
-        if not self._rows:
+        if not self.rows:
             cause = next(iter(self.errors.values()))
             fix = "fix: batch_sizes at which it runs"
-            raise PlanError(f"fit: the step cannot run at {self._first_error()} · {fix}") from cause
+            raise PlanError(f"fit: the step cannot run at {self._faults(self.errors)[0]} · {fix}") from cause
 
-    def _first_error(self) -> str:
-        size, error = next(iter(self.errors.items()))
-        return f"batch size {size}: {first_line(error)}"
+    def _faults(self, sizes: Iterable[int]) -> list[str]:
+        return without_repeats(f"batch size {size}: {first_line(self.errors[size])}" for size in sizes)
 
     def check_accumulating(self, fit: Fit, global_batch: int) -> None:
         """Runs a step of two micro-batches, since any more take as much memory."""
@@ -234,21 +264,21 @@ class _SizedRows:
         if row.accumulation == 1 or row.plan is None or _offloads(row.plan):
             return
         size = row.batch_size
-        self._progress(f"{self._verb} two steps of batch size {size} for one update")
-        sized = self._make_sized(size, 2)
+        self.progress(f"{self.verb} two steps of batch size {size} for one update")
+        sized = self.make_sized(size, 2)
         with row.plan.apply(sized.model):
             peak, _ = sized.step.run()
-        self._rows[size] = replace(self._rows[size], checked_accumulating_bytes=peak)
+        self.rows[size] = replace(self.rows[size], checked_accumulating_bytes=peak)
 
     def _new_row(self, size: int) -> BatchFit:
-        smaller = [self._rows[one] for one in self.sizes if one < size]
+        smaller = [self.rows[one] for one in self.sizes if one < size]
         failed = next((row for row in smaller if not row.fits), None)
         base = next((row for row in reversed(smaller) if row.fits and row.is_measured), None)
-        if self._is_real and failed is not None:  # a larger size does not fit either
+        if self.is_real and failed is not None:  # a larger size does not fit either
             return replace(failed, batch_size=size, is_measured=False)
-        if not self._is_real or base is None:
+        if not self.is_real or base is None:
             return self._measure(size)
-        if self._scaled(base.plain_peak_bytes, base, size) <= self._available:
+        if self._scaled(base.plain_peak_bytes, base, size) <= self.memory.total.available:
             try:
                 return self._measure(size)
             except torch.OutOfMemoryError:
@@ -257,26 +287,24 @@ class _SizedRows:
 
     def _scaled(self, num_bytes: int, base: BatchFit, size: int) -> int:
         """Scales a peak to another size, with its static bytes unchanged."""
-        return self._static_bytes + (num_bytes - self._static_bytes) * size // base.batch_size
+        return self.memory.static + (num_bytes - self.memory.static) * size // base.batch_size
 
     def _measure(self, size: int) -> BatchFit:
-        self._progress(f"{self._verb} the step at batch size {size}")
-        sized = self._make_sized(size, 1)
+        self.progress(f"{self.verb} the step at batch size {size}")
+        sized = self.make_sized(size, 1)
         step, model = sized.step, sized.model
         with step.restoring(), _gradients_missing_in_forward(model, sized.blocks[0][1]) as missing:
-            planners = measure_all(step, model, sized.blocks, self._options, PlanGroup(), self._notes)
-            if not self.limit:
-                self._device_name, self._static_bytes = step.device_name, planners.plain.measured.model.static_bytes
-                memory = step.memory(self._static_bytes)
-                self._available = memory.available
-                self._headroom = memory.headroom if self._budget == "max" else 0
-                self.limit = budget_bytes(self._budget, memory)
-            self._gradient_bytes = missing[-1] if missing else 0
+            planners = measure_all(step, model, sized.blocks, self.options, PlanGroup(), self.notes)
+            if not self.rows:
+                static, gradients = planners.plain.measured.model.static_bytes, missing[-1] if missing else 0
+                memory = step.memory(static)
+                self.memory = _Memory(step.device_name, static, gradients, memory, budget_bytes(self.budget, memory))
+            limit = self.memory.limit
 
             def plan_of(planner: Planner) -> Plan:
                 if isinstance(step, FakeStep):
-                    return planner.plan(self.limit)
-                return plan_and_check(planner, step, self.limit, PlanGroup())
+                    return planner.plan(limit)
+                return plan_and_check(planner, step, limit, PlanGroup())
 
             row = BatchFit(
                 batch_size=size,
@@ -288,8 +316,8 @@ class _SizedRows:
             )
             try:
                 row = self._run_under_plan(row, sized, planners.best_of(plan_of))
-                correction = self._gradient_bytes + (0 if row.plan is None else max(0, row.plan.correction_bytes))
-                accumulating_plan = planners.best_of(lambda planner: planner.plan(self.limit, correction=correction))
+                correction = self.memory.gradients + (0 if row.plan is None else max(0, row.plan.correction_bytes))
+                accumulating_plan = planners.best_of(lambda planner: planner.plan(limit, correction=correction))
             except PlanError:
                 return row
         return replace(row, accumulating_plan=accumulating_plan if row.fits else None)
@@ -303,8 +331,8 @@ class _SizedRows:
         else:
             with plan.apply(sized.model):
                 peak, seconds = sized.step.run()
-        if peak > self.limit:
-            return replace(row, floor_bytes=max(row.floor_bytes, self.limit + 1))
+        if peak > self.memory.limit:
+            return replace(row, floor_bytes=max(row.floor_bytes, self.memory.limit + 1))
         factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
         return replace(row, plan=plan, time_factor=factor, checked_peak_bytes=peak, checked_seconds=seconds)
 
@@ -324,10 +352,10 @@ class _SizedRows:
             is_measured=False,
             optimizer_seconds=base.optimizer_seconds,
         )
-        if row.floor_bytes > _SLACK * self._available:
+        if row.floor_bytes > _SLACK * self.memory.total.available:
             return row
-        self._progress(f"running the step at batch size {size} under plans of batch size {base.batch_size}")
-        sized = self._make_sized(size, 1)
+        self.progress(f"running the step at batch size {size} under plans of batch size {base.batch_size}")
+        sized = self.make_sized(size, 1)
 
         @cache
         def run(number: int) -> Plan:
@@ -335,12 +363,12 @@ class _SizedRows:
                 with plans[number].apply(sized.model):
                     peak, seconds = sized.step.run()
             except torch.OutOfMemoryError:
-                peak, seconds = max(self._available, self.limit) + 1, float("inf")
+                peak, seconds = max(self.memory.total.available, self.memory.limit) + 1, float("inf")
             return replace(
                 plans[number],
                 predicted_peak_bytes=peak,
                 predicted_step_seconds=seconds,
-                budget_bytes=self.limit,
+                budget_bytes=self.memory.limit,
                 model=sized.model,
                 stages=(),
                 front=None,
@@ -352,12 +380,12 @@ class _SizedRows:
             return next((run(n) for n in reversed(candidates) if run(n).predicted_peak_bytes <= limit), None)
 
         with sized.step.restoring():
-            plan = fastest(self.limit)
-            accumulating_plan = None if plan is None else fastest(self.limit - self._gradient_bytes)
+            plan = fastest(self.memory.limit)
+            accumulating_plan = None if plan is None else fastest(self.memory.limit - self.memory.gradients)
         if plan is None:
             return replace(row, floor_bytes=run(0).predicted_peak_bytes)
         if accumulating_plan is not None:
-            peak = accumulating_plan.predicted_peak_bytes + self._gradient_bytes
+            peak = accumulating_plan.predicted_peak_bytes + self.memory.gradients
             accumulating_plan = replace(accumulating_plan, predicted_peak_bytes=peak)
         return replace(
             row,
@@ -409,7 +437,8 @@ def largest(bytes_of: Callable[[int], int], low: int, high: int | None, start: I
     >>> largest(lambda size: size * size - 1000, 1, None, [8, 16]), largest(lambda size: size - 3, 4, None, [8])
     (31, 3)
     """
-    fits, above = low - 1, (_MAX_SIZE if high is None else high) + 1
+    end = (_MAX_SIZE if high is None else high) + 1
+    fits, above = low - 1, end
     points: list[tuple[int, int]] = []
     queue = list(start)
     while above - fits > 1:
@@ -421,7 +450,7 @@ def largest(bytes_of: Callable[[int], int], low: int, high: int | None, start: I
             (before, value_before), (size, value) = points[-2:]
             size -= value * (size - before) // (value - value_before)
         else:
-            size = 2 * max(fits, 1) if above > _MAX_SIZE else (fits + above) // 2
+            size = 2 * max(fits, 1) if above == end else (fits + above) // 2
         size = min(max(size, fits + 1), above - 1)
         points.append((size, bytes_of(size)))
         if points[-1][1] <= 0:
@@ -450,8 +479,8 @@ def fit(
     Args:
         make_step: called with a batch size; returns the model and a function that runs one training step of that many
             samples, as :func:`graphckpt.plan` takes them. The model may be the same each time, which takes less memory.
-        batch_sizes: the micro-batch sizes to plan. A ``range`` bounds a search for the largest that fits, and ``None``
-            searches from 1; the rows are then the sizes of the search and some powers of two.
+        batch_sizes: the micro-batch sizes to plan, as any ints. A ``range`` with step 1 bounds a search for the largest
+            that fits, and ``None`` searches from 1; the rows are then the sizes of the search and some powers of two.
         memory_budget: the peak of the whole step in bytes, or as ``"12GiB"``; ``"50%"`` is half of the device's memory,
             and ``"max"`` all of it less a headroom.
         device: ``None`` runs the steps on the device of the model. The name of a device profile such as ``"h200"``, a
@@ -466,7 +495,8 @@ def fit(
     Raises:
         ConfigError: an argument cannot be used, or no layers were found in the model.
         PlanError: not even the smallest batch fits, or the step runs at no size. Sizes at which it raises a ValueError,
-            as with BatchNorm and one sample, are left out.
+            as with BatchNorm and one sample, are left out; a search finds multiples of a number up to 32. Any other
+            error of the step is raised as it is, with a note of the batch size.
 
     >>> import torch
     >>> from torch import nn

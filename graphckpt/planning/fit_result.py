@@ -163,7 +163,8 @@ class Fit:
     """The batch sizes at which the step was measured, in rows or not."""
     notes: tuple[str, ...] = ()
     is_searched: bool = True
-    """Whether with one sample more than in the largest batch no plan fits. If not, larger batches were not tried."""
+    """Whether with one sample more than in the largest batch no plan fits. If not, larger batches were not tried, or
+    the step cannot run with it."""
 
     @property
     def largest(self) -> BatchFit:
