@@ -41,14 +41,16 @@ _Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]
 
 def _accessors(value: Any) -> _Accessors | None:
     """Returns how to read and to set the state of a generator or an array; ``None`` for any other object."""
-    return _accessors_of_types(has_numpy="numpy" in sys.modules).get(type(value))
+    accessors = _accessors_of_types(has_numpy="numpy" in sys.modules)
+    return next((accessors[kind] for kind in type(value).__mro__ if kind in accessors), None)
 
 
 @cache
-def _accessors_of_types(*, has_numpy: bool) -> dict[type, _Accessors]:
-    accessors: dict[type, _Accessors] = {
+def _accessors_of_types(*, has_numpy: bool) -> dict[type, _Accessors | None]:
+    accessors: dict[type, _Accessors | None] = {
         torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
         random.Random: (random.Random.getstate, random.Random.setstate),
+        random.SystemRandom: None,  # has no state
     }
     if has_numpy:
         numpy = sys.modules["numpy"]
@@ -72,7 +74,7 @@ def _owner_of(value: Any) -> Any:
 
 
 def contents(owner: Any) -> Any:
-    accessors = _accessors(owner)
+    accessors = None if isinstance(owner, CONTAINERS) else _accessors(owner)
     return accessors[0](owner) if accessors else _builtin(owner)(owner)
 
 
@@ -82,7 +84,7 @@ def _builtin(owner: Any) -> Any:
 
 
 def fill(owner: Any, value: Any) -> None:
-    accessors = _accessors(owner)
+    accessors = None if isinstance(owner, CONTAINERS) else _accessors(owner)
     if accessors is not None:
         accessors[1](owner, value)
         return

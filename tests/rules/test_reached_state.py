@@ -38,6 +38,10 @@ def Layer(self, x: Tensor) -> Tensor:
     return self.down((self.up(x) * self.scale(self)).tanh()) * self.scale(self)
 
 
+class Source(random.Random):
+    """A generator of a class of its own."""
+
+
 def count_in_object(layer: Any) -> int:
     return layer.statistics()
 
@@ -78,7 +82,7 @@ KINDS = {
     "nested": lambda: Layer(count_nested, {"counts": {"calls": [{"number": 0}]}}),
     "growing": lambda: Layer(count_growing, {"seen": {"calls": {0: 1}}}),
     "generator": lambda: Layer(draw, {"generator": generator()}),
-    "generator of Python": lambda: Layer(lambda layer: layer.source.random(), {"source": random.Random(7)}),
+    "generator of Python": lambda: Layer(lambda layer: layer.source.random(), {"source": Source(7)}),
     "generator of NumPy": lambda: Layer(lambda layer: layer.source.random(), {"source": np.random.default_rng(7)}),
     "method of a generator": lambda: Layer(lambda layer: layer.draw(), {"draw": random.Random(7).random}),
     "old generator of NumPy": lambda: Layer(lambda layer: layer.source.rand(), {"source": np.random.RandomState(7)}),
