@@ -86,17 +86,16 @@ def suspended_in_transforms(
 
 @contextmanager
 def _suspend_and_disable(error_message: str) -> Iterator[None]:
-    hooks = active_saved_tensor_hooks()
-    if hooks not in _suspendable:
-        hooks = None
-    if hooks is not None:
+    suspended = []
+    while (hooks := active_saved_tensor_hooks()) is not None and hooks in _suspendable:
         pop_saved_tensor_hooks()
+        suspended.append(hooks)
     try:
         with _disable_saved_tensor_hooks(error_message):
             yield
     finally:
-        if hooks is not None:
-            push_saved_tensor_hooks(*hooks)
+        while suspended:
+            push_saved_tensor_hooks(*suspended.pop())
 
 
 autograd_sequence_number = _get_sequence_nr

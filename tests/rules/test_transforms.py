@@ -194,6 +194,16 @@ def test_measuring_leaves_them_alone_and_says_so(transform: str, rules: dict[str
         assert all(row.runs == 2 for row in handle.explain(show=False).rows if not row.block.startswith("("))
 
 
+def test_transforms_run_within_measurements_of_two_models() -> None:
+    handles = [graphckpt.apply(built(), RULES["full"]) for _ in range(2)]
+    disable, x = disable_saved_tensors_hooks, rows()
+    with handles[0].measure():
+        with handles[1].measure():
+            assert torch.equal(torch.func.grad(lambda x: x.sum())(x), torch.ones_like(x))
+        assert torch.equal(torch.func.grad(lambda x: x.sum())(x), torch.ones_like(x))
+    assert torch.autograd.graph.disable_saved_tensors_hooks is disable
+
+
 @pytest.mark.parametrize("policy", [True, False, "selective"])
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_a_transform_outside_of_the_blocks_does_not_stop_a_record(policy: Any, is_measured: bool) -> None:
