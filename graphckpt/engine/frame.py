@@ -606,6 +606,11 @@ def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence
         return function(*args, **kwargs)
 
 
+def run_kept(block: BlockContext, function: Callable[..., Any], argument: Any) -> Any:
+    """Runs a part of a block that is not recomputed, unless a block around it is."""
+    return _run_alone(block, function, (argument,), {}) if running.get() is None else function(argument)
+
+
 def _runs_around() -> list[Execution]:
     """Returns the executions that are going on in this thread, from the innermost up to one for a recomputation."""
     runs: list[Execution] = []

@@ -180,6 +180,14 @@ def test_segments_keep_few_boundaries(runs: str, count: int) -> None:
         assert explanation.peak_bytes / x.untyped_storage().nbytes() <= 2 * limit + 6
 
 
+@pytest.mark.parametrize("runs", [1, 3, "sqrt", "log"])
+def test_the_segment_that_is_kept_goes_to_the_store_too(runs: int | str) -> None:
+    model = nn.Sequential(*[Tanh() for _ in range(6)])
+    policy = {"activation_checkpointing": Segments(runs), "offload": "disk", "min_elements": 1}
+    with graphckpt.apply(model, {"": policy}):
+        assert bytes_after_forward(model, torch.randn(10, 10, requires_grad=True)) == 0
+
+
 def test_log_segments_run_each_layer_at_most_log_times() -> None:
     count = 64
     calls = [0]
