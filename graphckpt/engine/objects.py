@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from operator import attrgetter, is_
+from operator import is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeAlias
 from weakref import ProxyTypes
@@ -31,7 +31,7 @@ CONTAINERS: Final = (list, dict, set, deque)
 _CODE = (nn.Module, type, FunctionType, ModuleType)
 _STAND_INS = (*ProxyTypes, MethodType)
 _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
-_MAX_ARRAY_BYTES = 64 * 1024
+_MAX_ARRAY_BYTES = 4096
 
 Objects: TypeAlias = list[tuple[Any, Any]]
 """``(container, dictionary of attributes, generator or array, its contents)``."""
@@ -54,23 +54,38 @@ def _accessors_of_types(*, has_numpy: bool) -> dict[type, _Accessors | None]:
     }
     if has_numpy:
         numpy = sys.modules["numpy"]
-        generator = attrgetter("bit_generator.state"), lambda owner, state: setattr(owner.bit_generator, "state", state)
         accessors |= {
             numpy.ndarray: (numpy.ndarray.copy, numpy.copyto),
-            numpy.random.Generator: generator,
-            numpy.random.RandomState: (numpy.random.RandomState.get_state, numpy.random.RandomState.set_state),
+            numpy.random.BitGenerator: (_bit_state, _set_bit_state),
+            numpy.random.Generator: (_bit_state, _set_bit_state),
+            numpy.random.RandomState: (methodcaller("get_state", legacy=False), numpy.random.RandomState.set_state),
         }
     return accessors
 
 
-def _owner_of(value: Any) -> Any:
-    """Returns what holds the contents of an object: itself or its ``__dict__``; ``None`` for what cannot change."""
+def _bit_state(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", generator).state
+
+
+def _set_bit_state(generator: Any, state: Any) -> None:
+    getattr(generator, "bit_generator", generator).state = state
+
+
+def _owners_of(value: Any) -> Iterator[Any]:
+    """Yields what holds the contents of an object: the object itself, or its ``__dict__``, or both."""
     if isinstance(value, CONTAINERS):
-        return value
-    if _accessors(value) is None:
-        return attribute_of(value, "__dict__")
-    # A large array is data, which a copy in every first call would double.
-    return None if hasattr(value, "dtype") and (value.dtype.hasobject or value.nbytes > _MAX_ARRAY_BYTES) else value
+        yield value
+        return
+    if _accessors(value) is not None and (not hasattr(value, "flags") or _is_own_small_array(value)):
+        yield value
+    if isinstance(attributes := attribute_of(value, "__dict__"), dict):
+        yield attributes
+
+
+def _is_own_small_array(array: Any) -> bool:
+    """Whether nothing else owns the memory of an array, such as a tensor, and it is a counter rather than data."""
+    is_own = array.flags.owndata and array.flags.writeable and type(array).__module__ == "numpy"
+    return bool(is_own and not array.dtype.hasobject and array.nbytes <= _MAX_ARRAY_BYTES)
 
 
 def contents(owner: Any) -> Any:
@@ -155,22 +170,21 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
         value = todo.pop()
         if isinstance(value, (MethodType, BuiltinFunctionType)):
             value = value.__self__
-        elif isinstance(value, partial):
+        if isinstance(value, partial):
             todo.extend(_mutable((value.func, *value.args, *value.keywords.values())))
         elif isinstance(value, tuple) and id(value) not in ids:
             ids.add(id(value))
             todo.extend(_mutable(value))
-        package = type(value).__module__.partition(".")[0]
+        package = str(type(value).__module__).partition(".")[0]
         # Ops and compiled code have caches; a policy, the stores in which these very tensors are.
         if isinstance(value, _CODE) or package == "graphckpt" or (package == "torch" and callable(value)):
             continue
-        owner = _owner_of(value)
-        if owner is None or id(owner) in ids:
-            continue
-        ids.add(id(owner))
-        objects.append((owner, contents(owner)))
-        if isinstance(owner, CONTAINERS):
-            todo.extend(_mutable(owner.values() if isinstance(owner, dict) else owner))
+        for owner in _owners_of(value):
+            if id(owner) not in ids:
+                ids.add(id(owner))
+                objects.append((owner, contents(owner)))
+                if isinstance(owner, CONTAINERS):
+                    todo.extend(_mutable(owner.values() if isinstance(owner, dict) else owner))
     return objects
 
 

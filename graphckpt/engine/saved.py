@@ -307,6 +307,7 @@ class Arguments:
         leaves = self.leaves
         first_of: dict[int, int] = {}
         originals: list[_OriginalArgument] = []
+        has_objects = False
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 first = first_of.setdefault(id(leaf), position)
@@ -323,7 +324,9 @@ class Arguments:
                         f"{call.block.title}: argument `{self.name(position)}` is an iterator, which the recomputation "
                         "would find exhausted · fix: pass a list"
                     )
-                self._objects = self._objects or copy_objects(leaves)
+                has_objects = True
+        if has_objects:
+            self._objects = copy_objects(leaves)
         self._originals, self._mutated = originals, call.block.mutated
         if not learning or call.outer_hooks is not None:
             # Otherwise `after_forward` keeps them, when it knows which ones forward modifies. Outer hooks must see the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -42,6 +42,27 @@ class Source(random.Random):
     """A generator of a class of its own."""
 
 
+class Congruential(random.Random):
+    """A generator whose state is an attribute."""
+
+    def random(self) -> float:
+        self.state = (getattr(self, "state", 1) * 1103515245 + 12345) % 2**31
+        return self.state / 2**31
+
+
+class Named(NamedTuple):
+    statistics: Statistics
+
+    def count(self) -> int:
+        return self.statistics()
+
+
+class Counts(np.ndarray):
+    """An array with an attribute."""
+
+    number = 0
+
+
 def count_in_object(layer: Any) -> int:
     return layer.statistics()
 
@@ -60,6 +81,17 @@ def count_growing(layer: Any) -> int:
 def count_in_array(layer: Any) -> float:
     layer.counts += 1
     return float(layer.counts.sum())
+
+
+def count_in_attribute(layer: Any) -> int:
+    layer.counts.number += 1
+    return layer.counts.number
+
+
+def view_of_buffer() -> nn.Module:
+    """Returns a layer with an array in the memory of a buffer, which it does not change."""
+    buffer = nn.Buffer(torch.ones(1))
+    return Layer(lambda layer: float(layer.array[0]), {"buffer": buffer, "array": buffer.numpy()})
 
 
 def draw(layer: Any) -> Tensor:
@@ -85,6 +117,11 @@ KINDS = {
     "generator of Python": lambda: Layer(lambda layer: layer.source.random(), {"source": Source(7)}),
     "generator of NumPy": lambda: Layer(lambda layer: layer.source.random(), {"source": np.random.default_rng(7)}),
     "method of a generator": lambda: Layer(lambda layer: layer.draw(), {"draw": random.Random(7).random}),
+    "generator with attributes": lambda: Layer(lambda layer: layer.source.random(), {"source": Congruential()}),
+    "bit generator": lambda: Layer(lambda layer: layer.bits.random_raw() / 2**64, {"bits": np.random.PCG64(7)}),
+    "method of a named tuple": lambda: Layer(lambda layer: layer.count(), {"count": Named(Statistics()).count}),
+    "array with attributes": lambda: Layer(count_in_attribute, {"counts": np.zeros(2).view(Counts)}),
+    "view of a buffer": view_of_buffer,
     "old generator of NumPy": lambda: Layer(lambda layer: layer.source.rand(), {"source": np.random.RandomState(7)}),
     "array": lambda: Layer(count_in_array, {"counts": np.zeros(2)}),
     "tuple": lambda: Layer(lambda layer: layer.pair[1](), {"pair": (0, Statistics())}),
