@@ -246,13 +246,16 @@ class StepChain:
         model = self._model
         end = self._order.get(Interval(Phase.BACKWARD, self._calls[0]), len(model.intervals))
         releases: dict[int, _Release] = dict.fromkeys(s for s in model.base.shared if not model.base.is_gone(s))
+        last = {Interval(Phase.BACKWARD, call): block for block, call in enumerate(self._calls)}
         for number, interval in enumerate(model.intervals):
             allocations = 0
-            for step in () if interval.is_of_block else model.events(interval, 0):
-                if isinstance(step, Change) and step.kind is EventKind.GONE:
-                    releases[step.storage] = (number, allocations, step.num_bytes) if number < end else None
-                else:
+            for step in model.events(interval, 0):
+                if not isinstance(step, Change) or step.kind is not EventKind.GONE:
                     allocations += isinstance(step, Change) or step.peak > 0
+                elif not interval.is_of_block:
+                    releases[step.storage] = (number, allocations, step.num_bytes) if number < end else None
+                elif last.get(interval, self.num_blocks) <= self._last_use.get(step.storage, -1):
+                    releases[step.storage] = None  # in the backward of its last user, after those of all later blocks
         return releases
 
     def _simulate_constants(self) -> tuple[dict[Interval, int], dict[Interval, Held], dict[Interval, Held]]:
