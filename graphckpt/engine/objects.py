@@ -41,6 +41,8 @@ _Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]
 
 def _accessors(value: Any) -> _Accessors | None:
     """Returns how to read and to set the state of a generator or an array; ``None`` for any other object."""
+    if isinstance(value, CONTAINERS):
+        return None
     accessors = _accessors_of_types(has_numpy="numpy" in sys.modules)
     return next((accessors[kind] for kind in type(value).__mro__ if kind in accessors), None)
 
@@ -89,7 +91,7 @@ def _is_own_small_array(array: Any) -> bool:
 
 
 def contents(owner: Any) -> Any:
-    accessors = None if isinstance(owner, CONTAINERS) else _accessors(owner)
+    accessors = _accessors(owner)
     return accessors[0](owner) if accessors else _builtin(owner)(owner)
 
 
@@ -99,7 +101,7 @@ def _builtin(owner: Any) -> Any:
 
 
 def fill(owner: Any, value: Any) -> None:
-    accessors = None if isinstance(owner, CONTAINERS) else _accessors(owner)
+    accessors = _accessors(owner)
     if accessors is not None:
         accessors[1](owner, value)
         return
