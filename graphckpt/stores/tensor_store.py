@@ -62,7 +62,7 @@ class TensorStore(Store):
         self._next_number: dict[int, int] = {}  # of the group that was requested after this one the last time
         self._last_number: int | None = None  # of the group that was requested last, in this step
         self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
-        self._num_alive = 0
+        self._alive: set[int] = set()  # `id` of the handles that are not freed yet
         self._lock = threading.RLock()  # backward runs in threads of its own, one for each device
 
     @property
@@ -77,9 +77,9 @@ class TensorStore(Store):
     def num_alive(self) -> int:
         with self._lock:
             self._free_dropped()
-            if self._num_alive and all(ref() is None for ref in self._groups):
-                self._num_alive = 0  # an interrupt ended the constructor or destructor of a piece
-            return self._num_alive
+            if self._alive and all(ref() is None for ref in self._groups):
+                self._alive.clear()  # an interrupt ended a piece's constructor or destructor, or a thread is within one
+            return len(self._alive)
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
         with self._lock:
@@ -209,7 +209,7 @@ class TensorStore(Store):
         piece = Piece(store, handle, VersionGuard(tensor), begin, end, self._freed)
         if group.traffic is not None:
             group.traffic.count(store.tier, store.stored_bytes(end - begin), piece)
-        self._num_alive += 1
+        self._alive.add(id(handle))
         return piece
 
     def _prefetch_from(self, group: TensorGroup) -> None:
@@ -248,7 +248,7 @@ class TensorStore(Store):
     def _free_dropped(self) -> None:
         while self._freed:
             store, handle = self._freed.popleft()
-            self._num_alive -= 1
+            self._alive.discard(id(handle))
             store.free(handle)
 
 

@@ -512,6 +512,23 @@ def test_several_threads(tmp_path):
     assert len(disk_threads()) == 2
 
 
+def test_a_thread_stores_while_another_one_is_in_the_destructor_of_a_piece(store, monkeypatch):
+    key = put_one(store, torch.zeros(3000))
+    others = []
+
+    def release(handle):
+        monkeypatch.undo()
+        others.append(put_one(store, torch.full((3000,), 1.0)))
+
+    monkeypatch.setattr(disk_store._DiskHandle, "release", release)
+    del key
+    others.append(put_one(store, torch.full((3000,), 2.0)))
+    assert store.num_alive == 2
+    for number in (2.0, 1.0):
+        assert torch.equal(store.get(others.pop()), torch.full((3000,), number))
+    assert store.num_alive == 0
+
+
 def test_the_time_of_copies_and_the_bytes_are_counted(store):
     traffic = Traffic()
     key = store.put(torch.randn(5000), store.open_group(group(traffic=traffic)))
