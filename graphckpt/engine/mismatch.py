@@ -116,6 +116,13 @@ def mutates_argument(block: str, name: str) -> str:
     )
 
 
+def modifies_held_tensor(block: str) -> str:
+    return (
+        f"{block}: forward modified a tensor in place that only a container or an object holds, and the recomputation "
+        "has no copy of it · fix: make it a buffer or an attribute of a module, or assign a new tensor to its place"
+    )
+
+
 def excluded_differ(block: str, expected: str | None, got: str) -> RecomputeError:
     was = f"a call of {expected}" if expected else "no further call of an excluded child"
     return RecomputeError(f"{block}: expected {was}, got one of {got} in the recomputation · {_FIX}")

@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from operator import is_, methodcaller
+from operator import attrgetter, is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeAlias
 from weakref import ProxyTypes
@@ -34,7 +34,10 @@ _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program,
 _MAX_ARRAY_BYTES = 4096
 
 Objects: TypeAlias = list[tuple[Any, Any]]
-"""``(container, dictionary of attributes, generator or array, its contents)``."""
+"""``(container, dictionary of attributes, generator or array, its contents)``, or ``(tensor in one, its version)``.
+
+A version is compared, and cannot be put back: see :func:`modifies_held_tensor`.
+"""
 
 _Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
 
@@ -53,6 +56,7 @@ def _accessors_of_types(*, has_numpy: bool) -> dict[type, _Accessors | None]:
         torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
         random.Random: (random.Random.getstate, random.Random.setstate),
         random.SystemRandom: None,  # has no state
+        torch.Tensor: (attrgetter("_version"), lambda tensor, version: None),
     }
     if has_numpy:
         numpy = sys.modules["numpy"]
@@ -125,8 +129,8 @@ def differs(now: Any, then: Any) -> bool:
 
     ``then`` is the state of ``now`` if that is a generator or an array.
     """
-    if isinstance(now, torch.Generator):
-        return not torch.equal(contents(now), then)
+    if isinstance(now, (torch.Tensor, torch.Generator)):
+        return now._version != then if isinstance(now, torch.Tensor) else not torch.equal(contents(now), then)
     if not isinstance(now, CONTAINERS):  # NumPy's generators have arrays in their states
         return pickle.dumps(contents(now)) != pickle.dumps(then)
     if len(now) != len(then):
@@ -164,30 +168,46 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
         deeply: ``False`` copies those among them that are containers, and nothing that they reach.
     """
     if not deeply:
-        return [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
+        objects = [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
+        return objects + _versions(item for value, _ in objects for item in _items(value))
     ids: set[int] = set()
-    objects: Objects = []
-    todo = list(_mutable(values))
+    objects, tensors = [], []
+    todo = [value for value in values if _is_mutable(value)]
     while todo and len(objects) < _MAX_OBJECTS:
         value = todo.pop()
         if isinstance(value, (MethodType, BuiltinFunctionType)):
             value = value.__self__
+        items: Iterable[Any] = ()
         if isinstance(value, partial):
-            todo.extend(_mutable((value.func, *value.args, *value.keywords.values())))
+            items = (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, tuple) and id(value) not in ids:
             ids.add(id(value))
-            todo.extend(_mutable(value))
+            items = value
         package = str(type(value).__module__).partition(".")[0]
         # Ops and compiled code have caches; a policy, the stores in which these very tensors are.
-        if isinstance(value, _CODE) or package == "graphckpt" or (package == "torch" and callable(value)):
-            continue
-        for owner in _owners_of(value):
-            if id(owner) not in ids:
-                ids.add(id(owner))
-                objects.append((owner, contents(owner)))
-                if isinstance(owner, CONTAINERS):
-                    todo.extend(_mutable(owner.values() if isinstance(owner, dict) else owner))
-    return objects
+        if not (isinstance(value, _CODE) or package == "graphckpt" or (package == "torch" and callable(value))):
+            for owner in _owners_of(value):
+                if id(owner) not in ids:
+                    ids.add(id(owner))
+                    objects.append((owner, contents(owner)))
+                    items = (*items, *_items(owner))
+        tensors += [item for item in items if isinstance(item, torch.Tensor)]
+        todo += filter(_is_mutable, items)
+    return objects + _versions(tensors)
+
+
+def _is_mutable(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and type(value) not in ATOMS
+
+
+def _items(owner: Any) -> Iterable[Any]:
+    if isinstance(owner, dict):
+        return owner.values()
+    return owner if isinstance(owner, CONTAINERS) else ()
+
+
+def _versions(items: Iterable[Any]) -> Objects:
+    return [(item, item._version) for item in items if isinstance(item, torch.Tensor) and not item.is_inference()]
 
 
 def attribute_of(value: Any, name: str) -> Any:
@@ -200,10 +220,6 @@ def attribute_of(value: Any, name: str) -> Any:
         return None
 
 
-def _mutable(values: Iterable[Any]) -> Iterator[Any]:
-    return (value for value in values if not isinstance(value, torch.Tensor) and type(value) not in ATOMS)
-
-
 def drop_unchanged_tensors(objects: Objects) -> Objects:
     needed: Objects = []
     for owner, then in objects:
@@ -211,12 +227,18 @@ def drop_unchanged_tensors(objects: Objects) -> Objects:
             own = {k: _PRESENT if isinstance(v, torch.Tensor) and owner.get(k) is v else v for k, v in then.items()}
             needed.append((owner, own))
         elif (
-            not isinstance(owner, CONTAINERS)
-            or differs(owner, then)
-            or not any(isinstance(item, torch.Tensor) for item in then)
+            differs(owner, then)
+            or not isinstance(owner, (*CONTAINERS, torch.Tensor))
+            or (isinstance(owner, CONTAINERS) and not any(isinstance(item, torch.Tensor) for item in then))
         ):
             needed.append((owner, then))
     return needed
+
+
+def modifies_held_tensor(changes: Iterable[Objects], tensors: Iterable[Any]) -> bool:
+    """Whether a tensor other than ``tensors`` is among objects that have changed."""
+    held = [owner for objects in changes for owner, then in objects if isinstance(owner, torch.Tensor)]
+    return bool(held) and not {id(tensor) for tensor in held} <= {id(tensor) for tensor in tensors}
 
 
 def may_reach(value: Any) -> bool:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -21,7 +22,14 @@ from graphckpt._compat import version_sharing_detach
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
-from graphckpt.engine.objects import Objects, attribute_of, copy_objects, drop_unchanged_tensors, swap
+from graphckpt.engine.objects import (
+    Objects,
+    attribute_of,
+    copy_objects,
+    drop_unchanged_tensors,
+    modifies_held_tensor,
+    swap,
+)
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
 from graphckpt.thread_state import RNGState
@@ -378,6 +386,9 @@ class Arguments:
                     self.leaves[each.position] = self._keep(call, each, each.copied if is_mutated else None, previous)
                 elif not is_mutated and leaf.stays:
                     leaf.hold(each.tensor, is_itself=True)
+        changes = [self._objects, *(objects for *_, objects in call_state.reached)]
+        if modifies_held_tensor(changes, chain(call_state.tensors, (each.tensor for each in originals))):
+            self.drop(mismatch.modifies_held_tensor(call.block.title))
 
     def drop(self, error: str) -> None:
         """Drops all tensors after an error, which :meth:`take` raises from now on.

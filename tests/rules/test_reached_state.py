@@ -14,7 +14,7 @@ from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt import Segments
+from graphckpt import RecomputeError, Segments
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -165,6 +165,54 @@ def test_what_attributes_reach_changes_once(kind: str, policy: str, micro_batche
     recomputed = run(KINDS[kind], POLICIES[policy], micro_batches)
     assert len(plain) == len(recomputed) > 40
     assert all(map(torch.equal, plain, recomputed))
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.tensor = torch.ones(8)
+
+
+@as_module(lambda find, **state: {"linear": nn.Linear(8, 8), "find": find, **state})
+def Editing(self, x: Tensor, holder: Holder) -> Tensor:
+    """Modifies a tensor in place that a container or an object holds."""
+    held = self.find(self, holder)
+    held += x.detach().mean(0)
+    return (self.linear(x) * held).tanh()
+
+
+HELD: dict[str, Callable[[], nn.Module]] = {
+    "list": lambda: Editing(lambda layer, _: layer.held[0], held=[torch.ones(8)]),
+    "list in a dict": lambda: Editing(lambda layer, _: layer.held["a"][0], held={"a": [torch.ones(8)]}),
+    "tuple": lambda: Editing(lambda layer, _: layer.held[0], held=(torch.ones(8),)),
+    "object": lambda: Editing(lambda layer, _: layer.held.tensor, held=Holder()),
+    "argument": lambda: Editing(lambda _, holder: holder.tensor),
+}
+
+
+@pytest.mark.parametrize("rule", [True, "selective"])
+@pytest.mark.parametrize("kind", HELD)
+def test_the_recomputation_of_a_modified_tensor_that_is_only_held_is_refused(kind: str, rule: Any) -> None:
+    model, holder = HELD[kind](), Holder()
+    with graphckpt.apply(model, {"": rule}):
+        for _ in range(2):
+            loss = model(X, holder).sum()
+            with pytest.raises(RecomputeError, match="modified a tensor in place that only a container or an object"):
+                loss.backward()
+
+
+def test_a_held_tensor_may_be_a_buffer_an_argument_or_modified_behind_the_block() -> None:
+    found = []
+    for policies in ({}, {"": True}):
+        torch.manual_seed(0)
+        model, holder, x = Editing(lambda layer, _: layer.buffer, buffer=nn.Buffer(torch.ones(8))), Holder(), X.clone()
+        model.held, holder.tensor = [model.buffer, behind := torch.ones(8)], x
+        with graphckpt.apply(model, policies):
+            for _ in range(2):
+                loss = model(x, holder).sum()
+                behind.add_(1)
+                loss.backward()
+        found.append([model.linear.weight.grad, model.buffer])
+    assert all(map(torch.equal, *found))
 
 
 @as_module(lambda: {"linear": nn.Linear(8, 8)})
