@@ -85,6 +85,14 @@ class Counter:
         return 0.1 * self.count
 
 
+class Sum:
+    def __init__(self) -> None:
+        self.total = torch.zeros((), device="cpu")
+
+    def __call__(self) -> float:
+        return self.total.add_(0.1).item()
+
+
 DRAWS = {
     "python": lambda: lambda: random.gauss(1.0, 0.2),
     "numpy": lambda: lambda: float(np.random.rand()),  # noqa: NPY002
@@ -92,6 +100,7 @@ DRAWS = {
     "own numpy": lambda: np.random.default_rng(7).random,
     "object": Counter,
     "partial": lambda: partial(Counter.__call__, Counter()),
+    "held tensor": Sum,
 }
 
 

@@ -29,7 +29,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "'ELU', inplace=True", "'LeakyReLU', inplace=True", "'Hardtanh', inplace=True",
     ),
     "Dropout": ("", "inplace=True", "'AlphaDropout'", "'FeatureAlphaDropout'"),
-    "HostNoise": ("'python'", "'numpy'", "'own python'", "'own numpy'", "'object'", "'partial'"),
+    "HostNoise": (
+        "'python'", "'numpy'", "'own python'", "'own numpy'", "'object'", "'partial'", "'held tensor'",
+    ),
     "Late": ("'norm'", "'buffer'", "'list'", "'number'"),
     "Recurrent": ("'GRU'", "'LSTM'", "'RNN'", "'GRU', keeps_state=True", "'LSTM', keeps_state=True"),
     "Attention": ("", "weights=True", "same=False"),
