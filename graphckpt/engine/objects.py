@@ -226,11 +226,9 @@ def drop_unchanged_tensors(objects: Objects) -> Objects:
         if isinstance(owner, dict):
             own = {k: _PRESENT if isinstance(v, torch.Tensor) and owner.get(k) is v else v for k, v in then.items()}
             needed.append((owner, own))
-        elif (
-            differs(owner, then)
-            or not isinstance(owner, (*CONTAINERS, torch.Tensor))
-            or (isinstance(owner, CONTAINERS) and not any(isinstance(item, torch.Tensor) for item in then))
-        ):
+            continue
+        tensors = [each for each in (owner, *_items(then)) if isinstance(each, torch.Tensor)]
+        if not tensors or differs(owner, then):
             needed.append((owner, then))
     return needed
 
