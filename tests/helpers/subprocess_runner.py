@@ -22,7 +22,7 @@ PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 )
-_SECONDS = 300
+_SECONDS = 600
 
 
 class Done(NamedTuple):
