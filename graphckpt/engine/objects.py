@@ -235,8 +235,8 @@ def drop_unchanged_tensors(objects: Objects) -> Objects:
 
 def modifies_held_tensor(changes: Iterable[Objects], tensors: Iterable[Any]) -> bool:
     """Whether a tensor other than ``tensors`` is among objects that have changed."""
-    held = [owner for objects in changes for owner, then in objects if isinstance(owner, torch.Tensor)]
-    return bool(held) and not {id(tensor) for tensor in held} <= {id(tensor) for tensor in tensors}
+    ids = {id(owner) for objects in changes for owner, then in objects if isinstance(owner, torch.Tensor)}
+    return bool(ids) and not ids <= {id(tensor) for tensor in tensors}
 
 
 def may_reach(value: Any) -> bool:
