@@ -67,6 +67,10 @@ def count_in_object(layer: Any) -> int:
     return layer.statistics()
 
 
+def count_in_training(layer: Any) -> int:
+    return layer.statistics() if layer.training else 1
+
+
 def count_nested(layer: Any) -> int:
     layer.counts["calls"][0]["number"] += 1
     return layer.counts["calls"][0]["number"]
@@ -110,6 +114,7 @@ def sharing() -> nn.Module:
 
 KINDS = {
     "object": lambda: Layer(count_in_object, {"statistics": Statistics()}),
+    "object, in training mode": lambda: Layer(count_in_training, {"statistics": Statistics()}),
     "bound method": lambda: Layer(count_in_object, {"statistics": Statistics().__call__}),
     "nested": lambda: Layer(count_nested, {"counts": {"calls": [{"number": 0}]}}),
     "growing": lambda: Layer(count_growing, {"seen": {"calls": {0: 1}}}),
@@ -145,6 +150,7 @@ def run(kind: Callable[[], nn.Module], policies: dict[str, Any], micro_batches: 
     found = []
     with graphckpt.apply(model, policies):
         for step in range(4):
+            model.train(step > 0)  # each mode learns on its own
             model.zero_grad()
             if step == 2:
                 for layer in model.modules():
