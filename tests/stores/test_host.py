@@ -287,12 +287,6 @@ def test_a_step_of_another_shape_fits_or_grows_with_one_line(copies, caplog, pla
     assert place.host_bytes == copies.live_bytes == 3 * 4096
 
 
-def test_order_of_freeing_may_change(copies: WatchedCopies, place: HostStore) -> None:
-    for order in ([3, 2, 1, 0], [3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
-        run_step(place, [700, 20, 5000, 256], order)
-    assert copies.num_buffers == 5
-
-
 def test_steps_without_puts_change_nothing(copies: WatchedCopies, place: HostStore) -> None:
     run_step(place, [5000, 256])
     for _ in range(3):
@@ -372,15 +366,6 @@ def test_garbage_gives_everything_back(copies: WatchedCopies) -> None:
     del place, handle
     gc.collect()
     assert copies.live_bytes == 0
-
-
-def test_hundreds_of_steps_do_not_grow(copies: WatchedCopies, place: HostStore) -> None:
-    for _ in range(200):
-        run_step(place, [1000, 300])
-    assert copies.num_buffers == 3
-    memory = place._memory
-    assert (memory._ranges.end, len(memory._spare), len(memory._buffers), len(memory._captured)) == (0, 0, 0, 0)
-    assert (len(place._offloading), len(place._reloading), place._num_alive) == (0, 0, 0)
 
 
 @bound(0)
