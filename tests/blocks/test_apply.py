@@ -530,6 +530,14 @@ def test_selectors_with_an_effect_on_some_blocks_or_fields() -> None:
         graphckpt.apply(build(), policies).remove()
 
 
+def test_items_of_a_list_inherit_its_settings() -> None:
+    model = build()
+    with graphckpt.apply(model, {"encoder": {"contiguous": True, "min_elements": 1}, "encoder.1": True}) as handle:
+        run(model)
+        rows = {row.block: (row.rule, row.place) for row in handle.explain(show=False).rows}
+    assert [rows[f"encoder.{number}"] for number in range(3)] == [("keep", "slab"), ("full", "slab"), ("keep", "slab")]
+
+
 def test_no_rules_an_empty_model_and_no_step() -> None:
     graphckpt.apply(nn.Identity(), {"": True}).remove()
     for policies in ({}, {"encoder.*": True}):

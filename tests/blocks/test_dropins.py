@@ -357,15 +357,6 @@ def late(reached: list[bool]) -> nn.Module:
     return Late()
 
 
-def test_early_stop() -> None:
-    module = late(reached := [])
-    for early_stop, expected in ((True, [False]), (False, [False, True])):
-        checkpoint(module, torch.ones(2, requires_grad=True)).sum().backward()  # a first call is run to its end
-        reached.clear()
-        checkpoint(module, torch.ones(2, requires_grad=True), early_stop=early_stop).sum().backward()
-        assert reached == expected
-
-
 @pytest.mark.parametrize("rule", [None, True, "selective"])
 def test_early_stop_as_torchs_context_manager_sets_it(rule: Any) -> None:
     module = late(reached := [])
@@ -385,6 +376,7 @@ def test_early_stop_as_torchs_context_manager_sets_it(rule: Any) -> None:
         with set_checkpoint_early_stop(True):
             assert run(False) == [False]
         assert run(True) == [False]
+        assert rule is not None or run(False) == [False, True]
 
 
 class Called:

@@ -157,32 +157,6 @@ def test_several_optimizers_step_and_schedule_each() -> None:
     assert [s.last_epoch for s in schedulers] == [4, 4]
 
 
-class Adversarial(Train):
-    """Several backward calls in one build."""
-
-    def build(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        first = super().build(x, y)
-        second = self.model(-x).pow(2).mean()
-        second.backward()
-        return {"first": first, "second": second}
-
-
-def test_several_backwards_add_up() -> None:
-    ours, optimizer, plain, plain_optimizer = pair()
-    graph = Adversarial(ours, optimizer)
-    graph.model[1].config.activation_checkpointing = True
-    torch.manual_seed(3)
-    for x, y in batches(4):
-        graph(x, y)
-    torch.manual_seed(3)
-    for x, y in batches(4):
-        nn.functional.cross_entropy(plain(x), y).backward()
-        plain(-x).pow(2).mean().backward()
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-    assert same(ours, plain)
-
-
 MISSPELT = {
     "clip_grad_norm": "clip_grad_max_norm",
     "clip_grad_norm_": "clip_grad_max_norm",

@@ -16,7 +16,6 @@ import torch
 from fuzz.bench import differing as differing_steps
 from helpers.contract import seen_in
 from helpers.hard_modules import ZOO, chain, differing, plain_steps, run_steps
-from helpers.modules import as_module
 from helpers.policies import HOLES, NESTED, ON_CHAIN, put
 from helpers.thinning import is_chosen, slow_unless
 from torch import nn
@@ -219,24 +218,6 @@ def test_a_hundred_steps_leave_no_more_than_forty(store: str) -> None:
     assert (files_later, threads_later) == (files, threads)
     assert rss_later - rss < 2 << 20
     assert threading.active_count() <= threads
-
-
-def test_items_of_a_list_inherit_its_flags() -> None:
-    @as_module(lambda: {"layers": nn.ModuleList(ZOO["mlp"]() for _ in range(3))})
-    def Model(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    model = Model()
-    with graphckpt.apply(model, {"layers": {"contiguous": True}, "layers.1": True}) as handle:
-        model(torch.randn(300, 16)).sum().backward()
-        rows = handle.explain(show=False).rows
-    assert [(row.block, row.rule, row.place) for row in rows] == [
-        ("layers.0", "keep", "slab"),
-        ("layers.1", "full", "slab"),
-        ("layers.2", "keep", "slab"),
-    ]
 
 
 SHAPES_OF_STEPS = (

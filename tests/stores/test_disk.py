@@ -79,6 +79,12 @@ def until_written(store):
     until(lambda: all(handle.write is None or handle.write.done() for handle in io_of(store)._unwritten))
 
 
+def put_written(store, tensor, block="h.0"):
+    key = put_one(store, tensor, block)
+    until_written(store)
+    return key
+
+
 def same(a, b):
     def bits(x):
         return x.contiguous().flatten().view(torch.uint8) if x.numel() else x
@@ -114,8 +120,7 @@ class Gate:
 def with_held_writes(folder, monkeypatch, **settings):
     """Returns a store whose file is open, and the gate that its next writes wait for."""
     store = opened(folder, **settings)
-    put_one(store, torch.zeros(10))
-    until_written(store)
+    put_written(store, torch.zeros(10))
     writes = Gate(monkeypatch, "pwritev")
     writes.is_open.clear()
     return store, writes
@@ -187,8 +192,7 @@ def test_it_really_leaves_memory_and_really_comes_from_the_file(store, tmp_path)
     tensor = torch.arange(5000.0)
     gone = []
     weakref.finalize(tensor.untyped_storage(), gone.append, 1)
-    key = put_one(store, tensor)
-    until_written(store)
+    key = put_written(store, tensor)
     del tensor
     assert gone
     offset = key.piece.handle.offset
@@ -203,8 +207,7 @@ def test_it_really_leaves_memory_and_really_comes_from_the_file(store, tmp_path)
 
 
 def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store):
-    key = put_one(store, torch.arange(5000.0))
-    until_written(store)
+    key = put_written(store, torch.arange(5000.0))
     back = store.get(key)
     freed = []
     weakref.finalize(back.untyped_storage(), freed.append, 1)
@@ -276,8 +279,7 @@ def test_nothing_is_opened_before_the_first_put(tmp_path):
 @pytest.mark.parametrize("how", ["close", "collected"])
 def test_file_and_thread_end_with_the_place_even_while_it_writes(tmp_path, monkeypatch, how):
     store = opened(tmp_path)
-    key = put_one(store, torch.randn(3000))
-    until_written(store)
+    key = put_written(store, torch.randn(3000))
     writes = Gate(monkeypatch, "pwritev")
     writes.is_open.clear()
     busy = put_one(store, torch.randn(3000))
@@ -505,8 +507,7 @@ WRITE_FAULTS = {
 @pytest.mark.parametrize(("fault", "says"), WRITE_FAULTS.values(), ids=WRITE_FAULTS)
 @pytest.mark.parametrize("asks", ["put", "seal", "get"])
 def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(store, tmp_path, monkeypatch, fault, says, asks):
-    good = put_one(store, torch.zeros(10), "h.6")
-    until_written(store)
+    good = put_written(store, torch.zeros(10), "h.6")
     with monkeypatch.context() as broken:
         failing(broken, "pwritev", fault)
         mine = store.open_group(group("h.7"))
@@ -535,8 +536,7 @@ def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(store, tm
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left on device"), SystemExit("killed")])
 def test_a_put_that_waits_for_room_learns_of_the_failure(tmp_path, monkeypatch, fault):
     store = opened(tmp_path, in_flight_bytes=1)
-    put_one(store, torch.zeros(10))
-    until_written(store)
+    put_written(store, torch.zeros(10))
     failing(monkeypatch, "pwritev", fault)
     mine = store.open_group(group("h.7"))
     keys = []
@@ -556,8 +556,7 @@ READ_FAULTS = {
 
 @pytest.mark.parametrize(("owner", "name", "fault", "says"), READ_FAULTS.values(), ids=READ_FAULTS)
 def test_a_read_that_fails_is_one_error(store, tmp_path, monkeypatch, owner, name, fault, says):
-    key = put_one(store, torch.randn(5000), "h.7")
-    until_written(store)
+    key = put_written(store, torch.randn(5000), "h.7")
     with monkeypatch.context() as broken:
         failing(broken, name, fault, owner=owner)
         with pytest.raises(StoreError, match=says) as caught:
@@ -586,8 +585,7 @@ def test_after_an_interrupt_the_next_step_is_right(tmp_path, monkeypatch, where)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         store = opened(tmp_path, in_flight_bytes=1)
-        put_one(store, torch.zeros(10))
-        until_written(store)
+        put_written(store, torch.zeros(10))
         mine = store.open_group(group("h.7"))
         keys = [store.put(torch.randn(5000), mine)]
         until_written(store)
@@ -672,8 +670,7 @@ def test_a_folder_that_is_missing(tmp_path):
 
 
 def test_a_forked_child_has_a_file_of_its_own(store, tmp_path):
-    key = put_one(store, torch.arange(5000.0))
-    until_written(store)
+    key = put_written(store, torch.arange(5000.0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
         child = os.fork()
@@ -725,8 +722,7 @@ def test_a_file_system_that_refuses_direct_writes(store, monkeypatch, name):
     monkeypatch.setattr(os, name, refuses)
     settled = []
     monkeypatch.setattr(os, "fdatasync", settled.append)
-    key = put_one(store, torch.arange(5000.0))
-    until_written(store)
+    key = put_written(store, torch.arange(5000.0))
     assert count
     assert settled
     assert torch.equal(store.get(key), torch.arange(5000.0))
@@ -737,8 +733,7 @@ def test_writes_and_reads_that_stop_half_way_go_on(store, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda number, data, offset: min(pwritev(number, data, offset), 2 * BLOCK + 100))
     monkeypatch.setattr(os, "preadv", lambda number, data, offset: min(preadv(number, data, offset), BLOCK + 7))
     tensor = torch.randn(50_000)
-    key = put_one(store, tensor)
-    until_written(store)
+    key = put_written(store, tensor)
     assert torch.equal(store.get(key), tensor)
 
 
