@@ -436,9 +436,7 @@ def test_a_function_that_returns_a_cached_result_is_refused() -> None:
 
 def test_a_function_that_edits_its_argument_is_told_what_is_true() -> None:
     h = torch.ones(4, requires_grad=True) * 2
-    with pytest.raises(
-        RecomputeError, match=r"modified its argument `argument 0` in place, and the recomputation has no copy .* fix: "
-    ) as caught:
+    with pytest.raises(RecomputeError, match=r"modified its argument `argument 0` in place, and the") as caught:
         checkpoint(torch.relu_, h)
     assert "did not do on its first call" not in str(caught.value)
 

@@ -169,9 +169,7 @@ def test_faults_name_the_fix_and_leave_all_as_it_was():
     assert step._update.optimizers[0].param_groups[0]["lr"] == 1e-2
     with pytest.raises(ConfigError, match="memory_budget: 'much'"):
         step.config.memory_budget = "much"
-    with pytest.raises(
-        ConfigError, match=r"memory_budget: expected a float greater than 0 and at most 1, .*, got 2\.0"
-    ):
+    with pytest.raises(ConfigError, match=r"memory_budget: expected a float greater than 0 and at most 1, .*, got"):
         step.plan(X, memory_budget=2.0)
     with pytest.raises(ConfigError, match="plan_options: unknown option 'ofload' · did you mean 'offload'"):
         step.config.plan_options = {"ofload": True}

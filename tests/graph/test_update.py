@@ -445,9 +445,7 @@ def test_a_scaler_with_two_optimizers_of_which_one_is_not_reached() -> None:
 def test_what_set_grad_scaler_refuses_and_unset() -> None:
     ours, optimizer, plain, plain_optimizer = pair()
     graph = Train(ours, optimizer)
-    with pytest.raises(
-        GraphError, match=r"set_grad_scaler: expected a GradScaler, got str · fix: pass a torch.amp.GradScaler"
-    ):
+    with pytest.raises(GraphError, match=r"set_grad_scaler: expected a GradScaler, got str · fix: pass a"):
         graph.set_grad_scaler("dynamic")
     graph.set_grad_scaler(scaler())
     graph.set_grad_scaler(None)
@@ -531,9 +529,7 @@ def test_micro_batches_must_return_the_same_structure() -> None:
     model = mlp()
     graph = Odd(model, adamw(model))
     graph.config.set_gradient_accumulation_steps(2)
-    with pytest.raises(
-        GraphError, match="build returned 1, 2 values for the micro-batches · fix: return the same ones for each"
-    ):
+    with pytest.raises(GraphError, match="build returned 1, 2 values for the micro-batches · fix: return the same"):
         run_graph(graph, 1)
     assert same(list(model.parameters()), list(mlp().parameters()))
 

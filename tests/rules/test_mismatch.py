@@ -72,9 +72,7 @@ def test_a_forward_that_begins_to_edit_its_argument() -> None:
     with graphckpt.apply(nn.Sequential(block), {"0": True}):
         block(torch.randn(3, requires_grad=True) * 1).sum().backward()
         block.edits = True
-        with pytest.raises(
-            RecomputeError, match="0: forward modified its argument `x` in place, and the recomputation"
-        ):
+        with pytest.raises(RecomputeError, match="0: forward modified its argument `x` in place, and the"):
             block(torch.randn(3, requires_grad=True) * 1)
 
 
