@@ -139,6 +139,7 @@ UNMATCHED: list[tuple[Any, str]] = [
 WRONG_FIELDS: list[tuple[Any, str]] = [
     ({1: True}, r"1: unknown field · fix: use one of"),
     ({None: True}, r"None: unknown field · "),
+    ({"compile": "yes"}, r"compile: expected a bool or a dict of options, got 'yes'"),
     ({"cpu_checkpointing": True}, r"cpu_checkpointing: unknown field · fix: write offload"),
     ({"contiguous": "yes"}, r"contiguous: expected a bool or None, got 'yes' · fix: use True, False or None"),
     ({"min_elements": -1}, r"min_elements: expected a non-negative int, got -1 · fix"),
@@ -170,6 +171,7 @@ REFUSED: list[tuple[Any, str]] = [
         r"(?s)^- encoder.0: segments: expected an nn.Sequential, got Mlp · fix.*- decoder: segments: expected at most",
     ),
     ({"encoder": True}, r"^'encoder': ModuleList has no forward, so .* has no effect · fix: use 'encoder\.\*'$"),
+    ({"encoder": {"compile": True}}, r"^'encoder': ModuleList has no forward, so this policy has no effect"),
     ({nn.ModuleList: "selective"}, r"^'ModuleList': ModuleList has no forward.*use 'encoder\.\*'$"),
     (
         {"encoder.0": False, "encoder.*": True},
