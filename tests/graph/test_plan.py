@@ -7,35 +7,16 @@ from weakref import ref
 
 import pytest
 import torch
-from helpers.modules import as_module
+from helpers.layer_stacks import Listed
 from helpers.train_graphs import SquareGraph
 from torch import nn
 
 from graphckpt import ConfigError, Graph, GraphError, PlanError
 
 
-@as_module(lambda: {"up": nn.Linear(32, 128), "down": nn.Linear(128, 32), "drop": nn.Dropout(0.1)})
-def Layer(self, x):
-    return x + self.drop(self.down(torch.tanh(self.up(x))))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(16, 32)
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
-        self.last = nn.Linear(32, 4)
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
-
-
 def made():
     torch.manual_seed(0)
-    model = Net()
+    model = Listed(6, norm=nn.LayerNorm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = SquareGraph(model, {}, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n))
     torch.manual_seed(1)
