@@ -178,10 +178,6 @@ def test_device_bytes_fall_by_exactly_what_explain_says(store: str, policy: str,
         assert (told.bytes_host if store == "cpu" else told.bytes_disk) > 0
 
 
-def grads(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
 @pytest.mark.parametrize("rule", [True, False])
 def test_an_edit_of_what_is_kept_raises(rule: bool, flags: dict[str, Any], device: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(device)
