@@ -89,6 +89,16 @@ def test_hooks_on_tensors_and_modules_fire_as_ever(rules: dict[str, Any]) -> Non
     both(rules, act)
 
 
+def test_modes_that_change_before_backward_are_those_of_the_forward(rules: dict[str, Any]) -> None:
+    def act(model: nn.Module) -> list[torch.Tensor]:
+        loss = model(torch.randn(6, 16)).sum()
+        model.eval()
+        loss.backward()
+        return grads(model)
+
+    both(rules, act)
+
+
 def test_inside_of_torchs_own_checkpoint(rules: dict[str, Any]) -> None:
     def act(model: nn.Module) -> list[torch.Tensor]:
         out = torch.utils.checkpoint.checkpoint(model, torch.randn(6, 16), use_reentrant=False)

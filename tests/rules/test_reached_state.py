@@ -87,6 +87,10 @@ def count_in_array(layer: Any) -> float:
     return float(layer.counts.sum())
 
 
+def count_in_tensor(layer: Any) -> Tensor:
+    return layer.calls.add_(1).clone()
+
+
 def count_in_attribute(layer: Any) -> int:
     layer.counts.number += 1
     return layer.counts.number
@@ -128,6 +132,7 @@ KINDS = {
     "array with attributes": lambda: Layer(count_in_attribute, {"counts": np.zeros(2).view(Counts)}),
     "view of a buffer": view_of_buffer,
     "old generator of NumPy": lambda: Layer(lambda layer: layer.source.rand(), {"source": np.random.RandomState(7)}),
+    "tensor": lambda: Layer(count_in_tensor, {"calls": torch.zeros(())}),
     "array": lambda: Layer(count_in_array, {"counts": np.zeros(2)}),
     "tuple": lambda: Layer(lambda layer: layer.pair[1](), {"pair": (0, Statistics())}),
     "partial": lambda: Layer(lambda layer: layer.count(), {"count": partial(Statistics.__call__, Statistics())}),
