@@ -102,6 +102,19 @@ def view_of_buffer() -> nn.Module:
     return Layer(lambda layer: float(layer.array[0]), {"buffer": buffer, "array": buffer.numpy()})
 
 
+def hooked() -> nn.Module:
+    """Returns a module of PyTorch's, whose hook scales by an attribute that it changes."""
+
+    def scale(layer: Any, args: tuple[Tensor]) -> Tensor:
+        layer.calls += 1
+        return args[0] * layer.calls
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    module[0].calls = 0
+    module[0].register_forward_pre_hook(scale)
+    return module
+
+
 def draw(layer: Any) -> Tensor:
     return torch.rand(8, generator=layer.held[0] if hasattr(layer, "held") else layer.generator)
 
@@ -131,6 +144,7 @@ KINDS = {
     "method of a named tuple": lambda: Layer(lambda layer: layer.count(), {"count": Named(Statistics()).count}),
     "array with attributes": lambda: Layer(count_in_attribute, {"counts": np.zeros(2).view(Counts)}),
     "view of a buffer": view_of_buffer,
+    "attribute that a hook changes": hooked,
     "old generator of NumPy": lambda: Layer(lambda layer: layer.source.rand(), {"source": np.random.RandomState(7)}),
     "tensor": lambda: Layer(count_in_tensor, {"calls": torch.zeros(())}),
     "array": lambda: Layer(count_in_array, {"counts": np.zeros(2)}),
