@@ -91,26 +91,6 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_checkpoint_changes_no_bit_and_runs_twice(case: str) -> None:
-    runs = []
-
-    def counted(run: Any) -> Any:
-        def call(model: nn.Module, x: Tensor) -> Tensor:
-            hook = model[4].register_forward_pre_hook(lambda *_: runs.append(is_recomputing()))
-            x.register_hook(lambda _: hook.remove())
-            return CALLS[case](model, x, run)
-
-        return call
-
-    plain = result(counted(lambda function, *args, **kwargs: function(*args, **kwargs)))
-    assert runs == [False] * 3
-    runs.clear()
-    ours = result(counted(checkpoint))
-    assert runs == [False, True] * 3
-    assert equal(ours, plain)
-
-
 def set_current(model: nn.Module) -> None:
     globals()["current"] = model
 
@@ -199,10 +179,24 @@ def apply_all(layers: list[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("case", REACHED)
-def test_buffers_of_modules_that_a_function_reaches_move_once(case: str) -> None:
-    plain = result(lambda m, x: m(x))
-    assert equal(result(lambda m, x: REACHED[case](m, x, checkpoint)), plain)
+@pytest.mark.parametrize("case", CALLS | REACHED)
+def test_checkpoint_changes_no_bit_and_runs_twice(case: str) -> None:
+    runs = []
+
+    def counted(run: Any) -> Any:
+        def call(model: nn.Module, x: Tensor) -> Tensor:
+            hook = model[4].register_forward_pre_hook(lambda *_: runs.append(is_recomputing()))
+            x.register_hook(lambda _: hook.remove())
+            return (CALLS | REACHED)[case](model, x, run)
+
+        return call
+
+    plain = result(counted(lambda function, *args, **kwargs: function(*args, **kwargs)))
+    assert runs == [False] * 3
+    runs.clear()
+    ours = result(counted(checkpoint))
+    assert runs == [False, True] * 3
+    assert equal(ours, plain)
 
 
 class Counter:
@@ -357,15 +351,6 @@ def late(reached: list[bool]) -> nn.Module:
     return Late()
 
 
-def test_early_stop() -> None:
-    module = late(reached := [])
-    for early_stop, expected in ((True, [False]), (False, [False, True])):
-        checkpoint(module, torch.ones(2, requires_grad=True)).sum().backward()  # a first call is run to its end
-        reached.clear()
-        checkpoint(module, torch.ones(2, requires_grad=True), early_stop=early_stop).sum().backward()
-        assert reached == expected
-
-
 @pytest.mark.parametrize("rule", [None, True, "selective"])
 def test_early_stop_as_torchs_context_manager_sets_it(rule: Any) -> None:
     module = late(reached := [])
@@ -385,6 +370,7 @@ def test_early_stop_as_torchs_context_manager_sets_it(rule: Any) -> None:
         with set_checkpoint_early_stop(True):
             assert run(False) == [False]
         assert run(True) == [False]
+        assert rule is not None or run(False) == [False, True]
 
 
 class Called:
@@ -444,9 +430,7 @@ def test_a_function_that_returns_a_cached_result_is_refused() -> None:
 
 def test_a_function_that_edits_its_argument_is_told_what_is_true() -> None:
     h = torch.ones(4, requires_grad=True) * 2
-    with pytest.raises(
-        RecomputeError, match=r"modified its argument `argument 0` in place, and the recomputation has no copy .* fix: "
-    ) as caught:
+    with pytest.raises(RecomputeError, match=r"modified its argument `argument 0` in place, and the") as caught:
         checkpoint(torch.relu_, h)
     assert "did not do on its first call" not in str(caught.value)
 

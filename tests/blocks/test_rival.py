@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import graphckpt
-from graphckpt import Graph
 
 GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
 ACTS = "the model's own gradient checkpointing is on as well: this policy replaces it"
@@ -105,34 +104,6 @@ def test_a_policy_around_layers_that_checkpoint_themselves_acts_alone(holes: dic
         assert handle.explain(show=False).rows[0].note == ACTS
     assert equal(ours, plain)
     assert ran == runs
-
-
-@checkpoints_in_forward
-def test_in_a_graph() -> None:
-    plain, _ = train(GPT2, GPT2.build())
-    model = GPT2.build()
-    enable(model)
-
-    class Losses(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-            for block in self.model.transformer.h:
-                block.config.activation_checkpointing = True
-            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-
-        def build(self, **batch: Tensor) -> Tensor:
-            loss = GPT2.loss(self.model(**batch, use_cache=False))
-            loss.backward()
-            return loss
-
-    graph = Losses()
-    torch.manual_seed(3)
-    losses = [graph(**GPT2.inputs()) for _ in range(2)]
-    assert [torch.equal(loss, plain[f"loss {n}"]) for n, loss in enumerate(losses)] == [True, True]
-    rows = [row for row in graph.explain(show=False).rows if row.rule == "full"]
-    assert [(row.reruns, row.note) for row in rows] == [(1, ACTS)] * 3
-    assert train(GPT2, model)[1] == [2, 2, 2]
 
 
 def test_evaluation_and_layers_that_are_not_flagged_are_left_alone() -> None:

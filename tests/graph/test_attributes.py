@@ -155,20 +155,6 @@ def test_build_can_neither_add_nor_remove_modules() -> None:
     assert type(removes.model) is Block
 
 
-def test_build_can_set_plain_attributes() -> None:
-    class Counts(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-
-        def build(self) -> int:
-            self.calls += 1
-            return self.calls
-
-    graph = Counts()
-    assert [graph(), graph(), graph()] == [1, 2, 3]
-
-
 def test_build_must_be_defined() -> None:
     class Empty(Graph):
         pass

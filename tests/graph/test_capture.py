@@ -184,14 +184,6 @@ def test_shapes_change() -> None:
     assert captured(graph).num_replays == 5
 
 
-def test_recordings_are_bounded() -> None:
-    inputs = [batch for rows in (2, 3, 4) * 4 for batch in batches(1, rows)]
-
-    graph = both(None, inputs=inputs, set_up=with_two_captures)
-    assert len(captured(graph)._entries) == 2
-    assert num_alive(captured(graph)) == 2
-
-
 def cycled_betas(number: int, graph: Graph) -> None:
     """As OneCycleLR and CyclicLR do."""
     graph._update.optimizers[0].param_groups[0]["betas"] = 0.9 - number / 100, 0.999
@@ -226,6 +218,7 @@ def test_shapes_that_push_each_other_out_leave_one_without_capture() -> None:
     assert same(ours, plain)
     assert "1 of 3 kinds of calls run without capture" in graph.explain(show=False).capture
     assert captured(graph).num_captured < 14
+    assert len(captured(graph)._entries) == num_alive(captured(graph)) == 2
     assert captured(graph).num_replays > 20
 
 
@@ -237,20 +230,6 @@ def test_replays_do_not_walk_the_modules(monkeypatch: pytest.MonkeyPatch) -> Non
     graph(batches(1)[0])
     assert captured(graph).num_replays == 8
     assert not walks
-
-
-def test_a_loaded_state_is_active() -> None:
-    saved: dict[str, Any] = {}
-
-    def between(number: int, graph: Graph) -> None:
-        if number == 4:
-            saved["model"] = {k: v.clone() for k, v in graph._roots["model"].state_dict().items()}
-            saved["optimizer"] = copy.deepcopy(graph._update.optimizers[0].state_dict())
-        if number == 7:
-            graph._roots["model"].load_state_dict(saved["model"])
-            graph._update.optimizers[0].load_state_dict(saved["optimizer"])
-
-    both(between=between, schedule=False)
 
 
 def test_planning_gives_the_memory_of_captures_back_first() -> None:
@@ -386,36 +365,6 @@ def test_what_a_recording_returns_is_cut_off_from_autograd() -> None:
     assert entry.capture.output[0].grad_fn is None
 
 
-def test_another_setting_of_the_scaler_records_again() -> None:
-    scalers = []
-
-    def set_up(graph: Train) -> None:
-        scalers.append(scaler(growth_interval=3))
-        graph.set_grad_scaler(scalers[-1])
-
-    def between(number: int, graph: Graph) -> None:
-        if number == 6:
-            scalers[-1].set_growth_interval(1)
-
-    graph = both(set_up=set_up, between=between)
-    assert captured(graph).num_captured == 2
-
-
-def test_an_attribute_of_the_graph_that_is_set_later_is_active() -> None:
-    class Scaled(Train):
-        scale = 1.0
-
-        def build(self, x: Tensor) -> Tensor:
-            return super().build(x * self.scale)
-
-    def between(number: int, graph: Graph) -> None:
-        if number == 6:
-            graph.scale = 3.0
-
-    graph = both(None, between=between, graph_class=Scaled)
-    assert captured(graph).num_replays == 1
-
-
 def test_inputs_that_lie_elsewhere_are_no_part_of_a_recording() -> None:
     """A number on the host would be read once, when the step is recorded."""
     model = model_of()
@@ -462,6 +411,22 @@ def set_gradient(number: int, graph: Graph) -> None:
     graph._roots["model"][0].weight.grad = torch.ones(16, 16, device="cuda")
 
 
+class Scaled(Train):
+    scale = 1.0
+
+    def build(self, x: Tensor) -> Tensor:
+        return super().build(x * self.scale)
+
+
+def load_state(number: int, graph: Graph) -> None:
+    model, optimizer = graph._roots["model"], graph._update.optimizers[0]
+    if number == 4:
+        graph.saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if number == 7:
+        for part, state in zip((model, optimizer), graph.saved, strict=True):
+            part.load_state_dict(state)
+
+
 CHANGES: dict[str, tuple[Callable[[int, Any], None], dict[str, Any], int | None]] = {
     "a rate that the user sets": (set_rate, {"schedule": False}, 1),
     "another setting of a group": (at_6(lambda graph: group_of(graph).update(weight_decay=0.3)), {}, 2),
@@ -474,6 +439,17 @@ CHANGES: dict[str, tuple[Callable[[int, Any], None], dict[str, Any], int | None]
     "a module in the place of another": (put_modules_in_place, {"num_replays": 10 - 5}, 2),
     "a flag": (set_flag, {"num_replays": None}, None),
     "gradients of others": (set_gradient, {}, 1),
+    "a state that is loaded": (load_state, {"schedule": False, "num_replays": None}, None),
+    "an attribute of the graph": (
+        at_6(lambda graph: setattr(graph, "scale", 3.0)),
+        {"graph_class": Scaled, "num_replays": 1},
+        1,
+    ),
+    "another setting of the scaler": (
+        at_6(lambda graph: graph._update.scaler.set_growth_interval(1)),
+        {"set_up": lambda graph: graph.set_grad_scaler(scaler(growth_interval=3))},
+        2,
+    ),
 }
 
 

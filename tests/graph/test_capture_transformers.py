@@ -75,27 +75,31 @@ def run(
     return [*losses, *(p.detach().clone() for p in model.parameters())], graph
 
 
+def masks_of_both(
+    architecture: Architecture, masks: list[bool], **settings: Any
+) -> tuple[list[bool], list[bool], Train]:
+    """Compares captured steps with plain ones, and returns the masks of both."""
+    plain, _ = run(architecture, "eager", **settings)
+    masks_of_plain, masks[:] = masks[:], []
+    ours, graph = run(architecture, "cuda_graph", **settings)
+    assert same(ours, plain)
+    return masks_of_plain, masks, graph
+
+
 @pytest.mark.parametrize("architecture", MODELS, ids=lambda a: a.name)
 @pytest.mark.parametrize(("rule", "autocast"), [(None, False), (True, False), ("selective", False), (True, True)])
 def test_captured_is_eager(architecture: Architecture, rule: Any, autocast: bool, masks: list[bool]) -> None:
-    plain, _ = run(architecture, "eager", rule=rule, autocast=autocast)
-    of_a_step = masks[: len(masks) // 6]
-    masks.clear()
-    ours, graph = run(architecture, "cuda_graph", rule=rule, autocast=autocast)
-    assert same(ours, plain)
-    assert masks == 4 * of_a_step, "three steps and the recording"
+    plain, ours, graph = masks_of_both(architecture, masks, rule=rule, autocast=autocast)
+    assert ours == 4 * plain[: len(plain) // 6], "three steps and the recording"
     assert graph.explain(show=False).capture.startswith("cuda_graph, 1 capture, 3 replays, ")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_no_mask_without_a_cache(name: str, masks: list[bool]) -> None:
+@pytest.mark.parametrize("architecture", MODELS[:2], ids=lambda a: a.name)
+def test_no_mask_without_a_cache(architecture: Architecture, masks: list[bool]) -> None:
     """Without a cache, the plain step looks whether a row holds several sequences."""
-    architecture = next(a for a in MODELS if a.name == name)
-    plain, _ = run(architecture, "eager", rule=True, more={"use_cache": False})
-    ours, _ = run(architecture, "cuda_graph", rule=True, more={"use_cache": False})
-    assert same(ours, plain)
-    assert masks
-    assert not any(masks)
+    plain, ours, _ = masks_of_both(architecture, masks, rule=True, more={"use_cache": False})
+    assert plain
+    assert not any(plain + ours)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
@@ -108,23 +112,15 @@ def test_no_mask_where_transformers_takes_a_missing_one_for_traced(name, masks, 
             return not masking_utils.is_tracing(padding_mask) and skips(padding_mask, *args, **kwargs)
 
         monkeypatch.setattr(masking_utils, function, older)
-    architecture = next(a for a in MODELS if a.name == name)
-    plain, _ = run(architecture, "eager", rule=True)
-    of_a_step = masks[: len(masks) // 6]
-    masks.clear()
-    ours, _ = run(architecture, "cuda_graph", rule=True)
-    assert same(ours, plain)
-    assert masks == 4 * of_a_step
+    plain, ours, _ = masks_of_both(next(a for a in MODELS if a.name == name), masks, rule=True)
+    assert ours == 4 * plain[: len(plain) // 6]
 
 
 def test_rows_of_several_sequences_keep_their_mask(masks: list[bool]) -> None:
     llama = next(a for a in MODELS if a.name == "llama")
     position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)
-    more = {"use_cache": False, "position_ids": position_ids}
-    plain, _ = run(llama, "eager", rule=None, more=more)
-    ours, _ = run(llama, "cuda_graph", rule=None, more=more)
-    assert same(ours, plain)
-    assert all(masks)
+    plain, ours, _ = masks_of_both(llama, masks, rule=None, more={"use_cache": False, "position_ids": position_ids})
+    assert all(plain + ours)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])

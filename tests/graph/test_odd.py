@@ -14,7 +14,7 @@ from helpers.modules import as_module
 from helpers.train_graphs import Predict, SquareGraph, Train, adamw, batches, mlp, run_graph, same
 from torch import Tensor, nn
 
-from graphckpt import Graph, GraphError
+from graphckpt import GraphError
 
 
 class WithLists(nn.Module):
@@ -141,24 +141,6 @@ def test_keyword_arguments_of_any_name() -> None:
     graph = SquareGraph(Names(), {"": True})
     for _ in range(5):
         graph(fields=torch.ones(2, 8), build=2.0, args=1)
-
-
-def test_an_optimizer_over_the_blocks_of_the_graph() -> None:
-    class Inside(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = mlp()
-            groups = [{"params": self.model[0].parameters()}, {"params": self.model[2].parameters(), "lr": 0.01}]
-            self.add_optimizer(torch.optim.Adam(groups))
-
-        def build(self, x: Tensor) -> Tensor:
-            loss = self.model(x).sum()
-            loss.backward()
-            return loss
-
-    graph = Inside()
-    graph(batches(1)[0][0])
-    assert not torch.equal(graph.model[0].weight, mlp()[0].weight)
 
 
 def test_an_error_in_the_optimizer_leaves_nothing() -> None:

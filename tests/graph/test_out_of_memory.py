@@ -89,21 +89,19 @@ def made(**settings):
 
 
 def run(step, limit=None):
-    """Returns all that training has changed, the limit, and the live bytes around the step that is limited."""
-    losses, memory, levels = [], MemoryLimit(), []
+    """Returns all that training has changed, the limit, and the live bytes before the step that is limited."""
+    losses, memory = [], MemoryLimit()
     memory.track([X, *step.model.origin.parameters(), *step.model.origin.buffers()])
     for number in range(STEPS):
         if number == FAILED:
             memory.track(t for o in step._update.optimizers for s in o.state.values() for t in s.values())
             gc.collect()
-            levels.append(memory.live_bytes)
+            at_rest = memory.live_bytes
             memory.limit = limit
             memory.peak_bytes = 0
             with memory:
                 losses.append(step(X))
             memory.limit = None
-            gc.collect()
-            levels.append(memory.live_bytes)
         else:
             losses.append(step(X))
     model = step.model.origin
@@ -116,7 +114,13 @@ def run(step, limit=None):
         None if step._update.scaler is None else step._update.scaler.state_dict()["scale"],
     ]  # fmt: skip
     tensors = [*losses, *model.parameters(), *model.buffers(), model.mean, *states, *random_state]
-    return tensors, numbers, memory, levels
+    return tensors, numbers, memory, at_rest
+
+
+def limit_at(share, of_run):
+    """Returns a limit at a share of the bytes by which the step raises the live bytes."""
+    _, _, memory, at_rest = of_run
+    return at_rest + int(share * (memory.peak_bytes - at_rest))
 
 
 def is_same(one, other):
@@ -134,14 +138,12 @@ def is_same(one, other):
 )
 def test_training_is_the_same_wherever_memory_runs_out(settings, shares):
     expected = run(made(**settings))
-    at_rest, _ = expected[3]
-    peak = expected[2].peak_bytes
     num_replanned = 0
     for share in shares:
         step = made(**settings)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            got = run(step, at_rest + int(share * (peak - at_rest)))
+            got = run(step, limit_at(share, expected))
         assert is_same(got, expected), share
         assert got[2].num_raised == 1
         text, *others = [str(w.message) for w in seen]
@@ -169,10 +171,9 @@ def made_selective():
 
 def test_memory_runs_out_in_a_recomputation():
     expected = run(made())
-    at_rest, _ = expected[3]
-    peak = run(made_selective())[2].peak_bytes
+    limit = limit_at(0.85, run(made_selective()))
     with pytest.warns(UserWarning, match=r"repeated: 4x selective\(matmul\+attention\) -> "):
-        got = run(made_selective(), at_rest + int(0.85 * (peak - at_rest)))
+        got = run(made_selective(), limit)
     assert is_same(got, expected)
     assert {"backward", "_recompute"} <= got[2].functions
 
@@ -205,11 +206,9 @@ def test_second_error_is_the_first_one_with_a_note_and_nothing_stays_alive():
 def test_lowest_plan_is_tried_before_the_step_fails(monkeypatch):
     """Another process takes memory that was free when the first plan was made."""
     expected = run(made())
-    at_rest, _ = expected[3]
-    peak = expected[2].peak_bytes
-    monkeypatch.setattr(options, "available_bytes", lambda *_: at_rest + int(0.85 * (peak - at_rest)))
+    monkeypatch.setattr(options, "available_bytes", lambda *_: limit_at(0.85, expected))
     with pytest.warns(UserWarning, match="repeated: ") as caught:
-        got = run(made(), at_rest + int(0.55 * (peak - at_rest)))
+        got = run(made(), limit_at(0.55, expected))
     assert is_same(got, expected)
     texts = [str(warning.message) for warning in caught if "repeated: " in str(warning.message)]
     assert [text.endswith("the lowest") for text in texts] == [False, True]

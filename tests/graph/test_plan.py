@@ -7,55 +7,25 @@ from weakref import ref
 
 import pytest
 import torch
-from helpers.modules import as_module
+from helpers.layer_stacks import Listed
+from helpers.train_graphs import SquareGraph
 from torch import nn
 
 from graphckpt import ConfigError, Graph, GraphError, PlanError
 
 
-@as_module(lambda: {"up": nn.Linear(32, 128), "down": nn.Linear(128, 32), "drop": nn.Dropout(0.1)})
-def Layer(self, x):
-    return x + self.drop(self.down(torch.tanh(self.up(x))))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(16, 32)
-        self.layers = nn.ModuleList(Layer() for _ in range(6))
-        self.last = nn.Linear(32, 4)
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
-
-
-class Step(Graph):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        self.add_optimizer(optimizer, lr_sch=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n))
-        self.optimizer = lambda: optimizer
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
-
-
 def made():
     torch.manual_seed(0)
-    step = Step(Net())
+    model = Listed(6, norm=nn.LayerNorm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = SquareGraph(model, {}, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n))
     torch.manual_seed(1)
     return step
 
 
 def trained(step, x, steps=4):
     losses = [step(x) for _ in range(steps)]
-    return [*losses, *step.model.origin.parameters()], step.optimizer().param_groups[0]["lr"]
+    return [*losses, *step.model.origin.parameters()], step._update.optimizers[0].param_groups[0]["lr"]
 
 
 def same(one, other):
@@ -176,13 +146,11 @@ def test_faults_name_the_fix_and_leave_all_as_it_was():
     with pytest.raises(PlanError, match=r"no plan fits · the lowest possible peak is .* reached .* · fix: "):
         step.plan(X, memory_budget="210KiB")
     assert all(torch.equal(a, b) for a, b in zip(before, step.model.origin.parameters(), strict=True))
-    assert step.optimizer().state == {}
-    assert step.optimizer().param_groups[0]["lr"] == 1e-2
+    assert step._update.optimizers[0].state == {}
+    assert step._update.optimizers[0].param_groups[0]["lr"] == 1e-2
     with pytest.raises(ConfigError, match="memory_budget: 'much'"):
         step.config.memory_budget = "much"
-    with pytest.raises(
-        ConfigError, match=r"memory_budget: expected a float greater than 0 and at most 1, .*, got 2\.0"
-    ):
+    with pytest.raises(ConfigError, match=r"memory_budget: expected a float greater than 0 and at most 1, .*, got"):
         step.plan(X, memory_budget=2.0)
     with pytest.raises(ConfigError, match="plan_options: unknown option 'ofload' · did you mean 'offload'"):
         step.config.plan_options = {"ofload": True}

@@ -318,10 +318,6 @@ def test_impossible_settings_say_what_to_use_instead(knob: str, instead: str) ->
 
 def test_unknown_settings_and_wrong_values() -> None:
     config = Train(mlp()).config
-    with pytest.raises(
-        ConfigError, match=r"has no field 'strict_statik' · did you mean 'strict_static'\? · fix: use strict_static, "
-    ):
-        config.strict_statik = True
     with pytest.raises(AttributeError, match=r"has no attribute 'enable_ampp' · did you mean 'enable_amp'"):
         config.enable_ampp(True)
     for name in ("strict_static", "measure"):

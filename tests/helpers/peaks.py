@@ -1,8 +1,9 @@
-"""The peak of a step, counted apart from the planner."""
+"""The bytes that a step saves, and its peak, counted apart from what explain() and the planner say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,3 +21,25 @@ def tracked_peak(model: nn.Module, step: Callable[[], object], optimizers: Itera
     with live:
         step()
     return live.peak_bytes
+
+
+def saved_bytes(model: nn.Module, x: Any, loss_of: Callable[[Any], torch.Tensor] = torch.sum) -> int:
+    """Returns the bytes that a forward adds, without the loss of its output; a step before it learns.
+
+    ``x`` is the input, or a dictionary of keyword arguments.
+    """
+
+    def loss() -> torch.Tensor:
+        return loss_of(model(**x) if isinstance(x, dict) else model(x))
+
+    model.zero_grad()
+    loss().backward()
+    model.zero_grad()
+    with LiveBytes(record_timeline=False) as live:
+        inputs = x.values() if isinstance(x, dict) else [x]
+        live.track(t for t in (*model.parameters(), *model.buffers(), *inputs) if isinstance(t, torch.Tensor))
+        before = live.live_bytes
+        value = loss()
+        added = live.live_bytes - before - value.untyped_storage().nbytes()
+    value.backward()
+    return added

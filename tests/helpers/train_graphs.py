@@ -46,12 +46,14 @@ class Train(Graph):
 class SquareGraph(Graph):
     """Trains a model by the mean square of its output, with SGD unless another optimizer is given."""
 
-    def __init__(self, model: nn.Module, flags: dict[str, Any] | None = None, optimizer: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, flags: dict[str, Any] | None = None, optimizer: Any = None, scheduler: Any = None
+    ) -> None:
         super().__init__()
         self.model = model
         for name, flag in (flags or {}).items():
             self.model.get_submodule(name).config.activation_checkpointing = flag
-        self.add_optimizer(optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
+        self.add_optimizer(optimizer or torch.optim.SGD(model.parameters(), lr=0.1), lr_sch=scheduler)
 
     def build(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.model(*args, **kwargs).float().pow(2).mean()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import io
 import weakref
 from typing import Any
 
@@ -91,32 +89,21 @@ def test_hooks_on_tensors_and_modules_fire_as_ever(rules: dict[str, Any]) -> Non
     both(rules, act)
 
 
-def test_inside_of_torchs_own_checkpoint(rules: dict[str, Any]) -> None:
+def test_modes_that_change_before_backward_are_those_of_the_forward(rules: dict[str, Any]) -> None:
     def act(model: nn.Module) -> list[torch.Tensor]:
-        out = torch.utils.checkpoint.checkpoint(model, torch.randn(6, 16), use_reentrant=False)
-        out.sum().backward()
+        loss = model(torch.randn(6, 16)).sum()
+        model.eval()
+        loss.backward()
         return grads(model)
 
     both(rules, act)
 
 
-def test_copies_and_pickles_follow_their_own_module(rules: dict[str, Any]) -> None:
+def test_inside_of_torchs_own_checkpoint(rules: dict[str, Any]) -> None:
     def act(model: nn.Module) -> list[torch.Tensor]:
-        twin = copy.deepcopy(model)
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()  # a copy that called the original's forward would show it
-        found = []
-        for other in (twin, loaded):
-            torch.manual_seed(3)
-            other(torch.randn(6, 16)).sum().backward()
-            found += grads(other)
-        assert grads(model) == []
-        return found
+        out = torch.utils.checkpoint.checkpoint(model, torch.randn(6, 16), use_reentrant=False)
+        out.sum().backward()
+        return grads(model)
 
     both(rules, act)
 

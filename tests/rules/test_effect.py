@@ -14,6 +14,7 @@ from helpers.architectures import ARCHITECTURES
 from helpers.count_ops import CountOps
 from helpers.hard_modules import Mlp, chain
 from helpers.modules import as_module
+from helpers.peaks import saved_bytes
 from torch import nn
 
 import graphckpt
@@ -21,19 +22,6 @@ from graphckpt import Segments, Selective, Tiles
 from graphckpt.ledger.live_memory import LiveBytes
 
 GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
-
-
-def bytes_after_forward(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that a forward has added, by weak references to every storage, without its output."""
-    model(x).sum().backward()  # a first call learns
-    model.zero_grad()
-    with LiveBytes() as live:
-        live.track([*model.parameters(), *model.buffers(), x])
-        before = live.live_bytes
-        loss = model(x).sum()
-        added = live.live_bytes - before - loss.untyped_storage().nbytes()
-    loss.backward()
-    return added
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -53,10 +41,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_fall_by_exactly_what_explain_says(policy: str) -> None:
     x = torch.randn(30, 16)
-    plain = bytes_after_forward(chain("mlp", length=6), x)
+    plain = saved_bytes(chain("mlp", length=6), x)
     model = chain("mlp", length=6)
     with graphckpt.apply(model, POLICIES[policy]) as handle:
-        ours = bytes_after_forward(model, x)
+        ours = saved_bytes(model, x)
         with handle.measure():
             model(x).sum().backward()
         explanation = handle.explain(show=False)
@@ -69,24 +57,13 @@ def test_bytes_fall_by_exactly_what_explain_says(policy: str) -> None:
 
 @pytest.mark.parametrize("rule", [True, Selective("matmul")])
 def test_bytes_fall_on_a_transformer(rule: Any) -> None:
-    inputs = GPT2.inputs()
-
-    def added(model: nn.Module) -> int:
-        GPT2.loss(model(**inputs, use_cache=False)).backward()
-        with LiveBytes() as live:
-            live.track([*model.parameters(), *model.buffers(), *inputs.values()])
-            before = live.live_bytes
-            loss = GPT2.loss(model(**inputs, use_cache=False))
-            added = live.live_bytes - before
-        loss.backward()
-        return added
-
-    plain = added(GPT2.build())
+    inputs = GPT2.inputs() | {"use_cache": False}
+    plain = saved_bytes(GPT2.build(), inputs, GPT2.loss)
     model = GPT2.build()
     with graphckpt.apply(model, {GPT2.layers: rule}) as handle:
-        ours = added(model)
+        ours = saved_bytes(model, inputs, GPT2.loss)
         with handle.measure():
-            GPT2.loss(model(**inputs, use_cache=False)).backward()
+            GPT2.loss(model(**inputs)).backward()
         assert plain - ours == handle.explain(show=False).bytes_saved > 0
 
 

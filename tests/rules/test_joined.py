@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from helpers.hard_modules import Mlp, chain, run_steps
 from helpers.modules import as_module
+from helpers.peaks import saved_bytes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import graphckpt
-from graphckpt.ledger.live_memory import LiveBytes
 
 JOINED = {"1": True, "[2-6]": "joined"}  # of a chain whose first and last block are layers without a policy
 
@@ -24,25 +24,13 @@ def put(model: nn.Module, policies: dict[str, Any] | None = None) -> graphckpt.H
     return graphckpt.apply(model, {k: {"activation_checkpointing": v} for k, v in (policies or JOINED).items()})
 
 
-def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that a forward adds, without its output."""
-    model(x).sum().backward()  # a first call learns
-    with LiveBytes(record_timeline=False) as live:
-        live.track([*model.parameters(), *(p.grad for p in model.parameters()), x])
-        before = live.live_bytes
-        loss = model(x).sum()
-        kept = live.live_bytes - before - loss.untyped_storage().nbytes()
-    loss.backward()
-    return kept
-
-
 def test_only_the_input_of_the_first_block_is_kept() -> None:
     x = torch.randn(6, 16, requires_grad=True)
     model = chain("mlp", length=6)
     with put(model, {"[1-6]": True}):
-        full = kept_bytes(model, x)
+        full = saved_bytes(model, x)
     with put(model):
-        joined = kept_bytes(model, x)
+        joined = saved_bytes(model, x)
     assert full - joined == 5 * x.untyped_storage().nbytes()  # the inputs of blocks 2 to 6
 
 
@@ -123,11 +111,11 @@ def test_it_keeps_its_input_where_the_block_before_is_not_recomputed() -> None:
     model = chain("mlp", length=4)
     x = torch.randn(6, 16)
     with put(model, {"[1234]": True}):
-        full = kept_bytes(model, x)
+        full = saved_bytes(model, x)
     with put(model, {"[13]": True, "[24]": "joined"}):
-        assert full - kept_bytes(model, x) == 2 * x.untyped_storage().nbytes()
+        assert full - saved_bytes(model, x) == 2 * x.untyped_storage().nbytes()
     with put(model, {"[1234]": "joined"}):  # what is before the first is no block
-        assert full - kept_bytes(model, x) == 3 * x.untyped_storage().nbytes()
+        assert full - saved_bytes(model, x) == 3 * x.untyped_storage().nbytes()
 
 
 def test_the_first_call_keeps_no_more_than_others() -> None:

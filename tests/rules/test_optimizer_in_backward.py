@@ -58,7 +58,5 @@ def test_weights_are_those_of_the_plain_loop(child, rule):
 
 def test_a_parent_that_reads_a_weight_after_its_step_is_an_error():
     policies = {"[01]": True, "[01].last": {"activation_checkpointing": False}}
-    with pytest.raises(
-        graphckpt.RecomputeError, match=r"^1: a parameter of an excluded child, which its parent reads, was"
-    ):
+    with pytest.raises(graphckpt.RecomputeError, match=r"^1: a parameter of an excluded child, which its parent reads"):
         train(policies, reads_weight=True)

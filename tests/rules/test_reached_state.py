@@ -67,6 +67,10 @@ def count_in_object(layer: Any) -> int:
     return layer.statistics()
 
 
+def count_in_training(layer: Any) -> int:
+    return layer.statistics() if layer.training else 1
+
+
 def count_nested(layer: Any) -> int:
     layer.counts["calls"][0]["number"] += 1
     return layer.counts["calls"][0]["number"]
@@ -83,6 +87,10 @@ def count_in_array(layer: Any) -> float:
     return float(layer.counts.sum())
 
 
+def count_in_tensor(layer: Any) -> Tensor:
+    return layer.calls.add_(1).clone()
+
+
 def count_in_attribute(layer: Any) -> int:
     layer.counts.number += 1
     return layer.counts.number
@@ -92,6 +100,19 @@ def view_of_buffer() -> nn.Module:
     """Returns a layer with an array in the memory of a buffer, which it does not change."""
     buffer = nn.Buffer(torch.ones(1))
     return Layer(lambda layer: float(layer.array[0]), {"buffer": buffer, "array": buffer.numpy()})
+
+
+def hooked() -> nn.Module:
+    """Returns a module of PyTorch's, whose hook scales by an attribute that it changes."""
+
+    def scale(layer: Any, args: tuple[Tensor]) -> Tensor:
+        layer.calls += 1
+        return args[0] * layer.calls
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    module[0].calls = 0
+    module[0].register_forward_pre_hook(scale)
+    return module
 
 
 def draw(layer: Any) -> Tensor:
@@ -110,6 +131,7 @@ def sharing() -> nn.Module:
 
 KINDS = {
     "object": lambda: Layer(count_in_object, {"statistics": Statistics()}),
+    "object, in training mode": lambda: Layer(count_in_training, {"statistics": Statistics()}),
     "bound method": lambda: Layer(count_in_object, {"statistics": Statistics().__call__}),
     "nested": lambda: Layer(count_nested, {"counts": {"calls": [{"number": 0}]}}),
     "growing": lambda: Layer(count_growing, {"seen": {"calls": {0: 1}}}),
@@ -122,7 +144,9 @@ KINDS = {
     "method of a named tuple": lambda: Layer(lambda layer: layer.count(), {"count": Named(Statistics()).count}),
     "array with attributes": lambda: Layer(count_in_attribute, {"counts": np.zeros(2).view(Counts)}),
     "view of a buffer": view_of_buffer,
+    "attribute that a hook changes": hooked,
     "old generator of NumPy": lambda: Layer(lambda layer: layer.source.rand(), {"source": np.random.RandomState(7)}),
+    "tensor": lambda: Layer(count_in_tensor, {"calls": torch.zeros(())}),
     "array": lambda: Layer(count_in_array, {"counts": np.zeros(2)}),
     "tuple": lambda: Layer(lambda layer: layer.pair[1](), {"pair": (0, Statistics())}),
     "partial": lambda: Layer(lambda layer: layer.count(), {"count": partial(Statistics.__call__, Statistics())}),
@@ -145,6 +169,7 @@ def run(kind: Callable[[], nn.Module], policies: dict[str, Any], micro_batches: 
     found = []
     with graphckpt.apply(model, policies):
         for step in range(4):
+            model.train(step > 0)  # each mode learns on its own
             model.zero_grad()
             if step == 2:
                 for layer in model.modules():

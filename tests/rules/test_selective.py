@@ -7,10 +7,10 @@ import pytest
 import torch
 from helpers.count_ops import CountOps
 from helpers.modules import as_module
+from helpers.peaks import saved_bytes, tracked_peak
 from torch import nn
 
 import graphckpt
-from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.rules import Selective
 
 # Legend: N rows, D width, H hidden width
@@ -49,11 +49,9 @@ def counted(model, x, save, **more):
             step(model, x)
         with CountOps() as counts:
             found = step(model, x)
-        with LiveBytes(record_timeline=False) as live:
-            live.track(model.parameters())
-            step(model, x)
+        peak_bytes = tracked_peak(model, lambda: step(model, x))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    return {name.removeprefix("aten."): count for name, count in counts.counts.items()}, live.peak_bytes
+    return {name.removeprefix("aten."): count for name, count in counts.counts.items()}, peak_bytes
 
 
 TANH = ["aten.addmm.default[0]", "aten.tanh.default"]
@@ -231,13 +229,7 @@ def kept_bytes(save):
     model, x = made(rows=256)
     expected = step(model, x)
     with under(model, save):
-        step(model, x)  # learns
-        with LiveBytes(record_timeline=False) as live:
-            live.track([*model.parameters(), x])
-            before = live.live_bytes
-            loss = model(x).square().sum()
-            kept = live.live_bytes - before
-        loss.backward()
+        kept = saved_bytes(model, x, lambda y: y.square().sum())
         assert all(torch.equal(a, b) for a, b in zip(expected, step(model, x), strict=True))
     return kept
 

@@ -16,7 +16,6 @@ import torch
 from fuzz.bench import differing as differing_steps
 from helpers.contract import seen_in
 from helpers.hard_modules import ZOO, chain, differing, plain_steps, run_steps
-from helpers.modules import as_module
 from helpers.policies import HOLES, NESTED, ON_CHAIN, put
 from helpers.thinning import is_chosen, slow_unless
 from torch import nn
@@ -179,10 +178,6 @@ def test_device_bytes_fall_by_exactly_what_explain_says(store: str, policy: str,
         assert (told.bytes_host if store == "cpu" else told.bytes_disk) > 0
 
 
-def grads(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
 @pytest.mark.parametrize("rule", [True, False])
 def test_an_edit_of_what_is_kept_raises(rule: bool, flags: dict[str, Any], device: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(device)
@@ -219,59 +214,6 @@ def test_a_hundred_steps_leave_no_more_than_forty(store: str) -> None:
     assert (files_later, threads_later) == (files, threads)
     assert rss_later - rss < 2 << 20
     assert threading.active_count() <= threads
-
-
-def test_flags_that_cannot_act_say_so() -> None:
-    model, x = chain("mlp", length=3), torch.randn(300, 16)
-    rules = {
-        "1": {"activation_checkpointing": True, "offload": True},
-        "1.up": {"offload": "disk"},
-        "2": {"offload": "cpu"},
-        "3": {"contiguous": True, "min_elements": 10**9},
-    }
-    with graphckpt.apply(model, rules) as handle:
-        model(x).sum().backward()
-        told = handle.explain(show=False)
-    notes = {row.block: row.note for row in told.rows}
-    assert notes["1"] == notes["2"] == "offload to 'cpu' has no effect: the tensors are in host memory already"
-    said = "\n".join(told.warnings)
-    assert "1 and 1 more: offload to 'cpu' has no effect" in said
-    assert str(told).count("offload to 'cpu' has no effect") == 1
-    assert "1.up: offload has no effect here" in said
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"offload": "gpu"}, r"1\.offload: expected an offload target, got 'gpu' · did you mean 'cpu'\? · fix"),
-        ({"offload": 3}, r"1\.offload: expected an offload target, got 3 · fix: use one of 'cpu', 'disk', or False"),
-        ({"offload": "cpu:/tmp"}, r"1\.offload: 'cpu': expected nothing after a colon, got '/tmp' · fix: use 'cpu'"),
-        ({"contiguous": "yes"}, r"1\.contiguous: expected a bool or None, got 'yes' · fix: use True, False or None"),
-        ({"min_elements": -1}, r"1\.min_elements: expected a non-negative int, got -1 · fix"),
-        ({"cpu_checkpointing": True}, r"1\.cpu_checkpointing: unknown field · fix: write offload"),
-    ],
-)  # fmt: skip
-def test_wrong_values_fail_where_they_are_set(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(graphckpt.ConfigError, match=message):
-        graphckpt.apply(chain("mlp"), {"1": fields})
-
-
-def test_items_of_a_list_inherit_its_flags() -> None:
-    @as_module(lambda: {"layers": nn.ModuleList(ZOO["mlp"]() for _ in range(3))})
-    def Model(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    model = Model()
-    with graphckpt.apply(model, {"layers": {"contiguous": True}, "layers.1": True}) as handle:
-        model(torch.randn(300, 16)).sum().backward()
-        rows = handle.explain(show=False).rows
-    assert [(row.block, row.rule, row.place) for row in rows] == [
-        ("layers.0", "keep", "slab"),
-        ("layers.1", "full", "slab"),
-        ("layers.2", "keep", "slab"),
-    ]
 
 
 SHAPES_OF_STEPS = (
