@@ -409,6 +409,7 @@ class JoinedRuns:
         every = range(len(model.block_of_call) if self.full else 0)
         self._inputs = {call: storage for call in every if (storage := self._input_of(call)) is not None}
         """By each call that can be joined to the one before it."""
+        self.passed_on = frozenset(self._inputs.values())
         self._allocated = {call: frozenset(model.base.allocated(call)) - {self._inputs.get(call + 1)} for call in every}
         self._first = {call: self._joined_call(call, None) for call in every}
         self._later = {call: self._joined_call(call, storage) for call, storage in self._inputs.items()}

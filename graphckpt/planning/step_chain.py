@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, groupby, product
 from math import fsum
 from typing import final
 
 from graphckpt.planning.frontier import COVERED, Move
 from graphckpt.planning.memory_model import LENGTHS, Change, EventSeq, JoinedRuns, LiveState, MeasuredStep, Runs
-from graphckpt.planning.program import EventKind, Interval, Phase
+from graphckpt.planning.program import EventKind, Interval, Phase, PrivateRun
 
 Held = frozenset[int]
 
@@ -72,6 +72,7 @@ class StepChain:
         self._spans: dict[tuple[int, int], _Span] = {}
         self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
         self._effects: dict[tuple[int, int, Held], tuple[int, int, int]] = {}
+        self._passed_on = frozenset[int]() if joined_runs is None else joined_runs.passed_on
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
         self._last_use = {
             storage: block
@@ -80,9 +81,8 @@ class StepChain:
             for storage in model.holds(call, option)
         }
         self._release_of = self._releases()
-        self._released: dict[_Release, list[int]] = {}
-        for storage, release in sorted(self._release_of.items()):  # by birth: those that live come first
-            self._released.setdefault(release, []).append(storage)
+        self._later_uses = self._later_uses_by_block(range(len(measured.options)))
+        self._kinds: dict[int, tuple[dict[int, Hashable], dict[Hashable, list[int]]]] = {}
         first = self._order[Interval(Phase.FORWARD, self._calls[0])]
         last = Interval(Phase.BACKWARD, self._calls[0])
         after = self._order[last] if last in self._order else len(model.intervals) - 1
@@ -222,38 +222,58 @@ class StepChain:
         return sum(self._model.base.sizes.get(storage, 0) for storage in holds if storage not in not_only)
 
     def _still_of_use(self, holds: Held, block: int, after: Interval) -> Held:
-        """Drops storages that later blocks do not use and only blocks hold: they count as private from here on.
+        """Returns the storages that matter to later blocks; of those of one kind only the number, so the first ones."""
+        if block not in self._kinds:
+            kind_of = {storage: self._kind(storage, block, after) for storage in sorted(self._last_use)}
+            alike: dict[Hashable, list[int]] = {}
+            for storage, kind in kind_of.items():
+                alike.setdefault(kind, []).append(storage)
+            self._kinds[block] = kind_of, alike
+        kind_of, alike = self._kinds[block]
+        counts = Counter(kind_of[storage] for storage in holds)
+        return frozenset(s for kind, count in counts.items() if kind is not None for s in alike[kind][:count])
 
-        What later blocks do not use and other code holds as well matters only where that code releases it. Of such
-        storages with equal bytes that are released at one place, the number matters, and the first ones stand for them.
+    def _kind(self, storage: int, block: int, after: Interval) -> Hashable:
+        """Returns a key that is equal for storages whose holds matter alike after a block; ``None``: they do not.
+
+        What later blocks do not use and only blocks hold counts as private from here on. If other code holds it as
+        well, it matters only where that code releases it.
         """
-        others = self._others[after]
-        used = {s for s in holds if self._last_use.get(s, -1) > block}
-        counts = Counter(self._release_of.get(s, s) for s in (holds & others) - used)
-        for release, count in counts.items():
-            if release is not None:
-                alike = self._released.get(release, (release,))
-                unused = (s for s in alike if s in others and self._last_use.get(s, -1) <= block)
-                used.update(islice(unused, count))
-        return frozenset(used)
+        is_others, release = storage in self._others[after], self._release_of.get(storage, storage)
+        if self._last_use[storage] <= block:
+            return release if is_others else None
+        if storage in self._unborn[after] or storage in self._passed_on:
+            return storage
+        return is_others, release, self._later_uses[block][storage]
+
+    def _later_uses_by_block(self, options: Sequence[int]) -> list[dict[int, int]]:
+        """Returns, by block, a number for each storage: equal if all later blocks do the same to it."""
+        numbers: dict[Hashable, int] = {}
+        later: list[dict[int, int]] = [{}]
+        for call in reversed(self._calls[1:]):
+            uses: dict[int, list[Hashable]] = {storage: [number] for storage, number in later[-1].items()}
+            for phase, option in product((Phase.FORWARD, Phase.BACKWARD), options):
+                for place, event in _places(self._model.events(Interval(phase, call), option)):
+                    if isinstance(event, Change):
+                        uses.setdefault(event.storage, [-1]).append((phase, option, place, event.kind, event.num_bytes))
+            later.append({storage: numbers.setdefault(tuple(use), len(numbers)) for storage, use in uses.items()})
+        return later[::-1]
 
     def _releases(self) -> dict[int, _Release]:
         """Returns where code outside of blocks releases each storage: the interval, the place there, and the bytes.
 
-        Releases have one place if nothing is allocated between them. After the backward of the first block the place
-        does not matter.
+        After the backward of the first block the place does not matter.
         """
         model = self._model
         end = self._order.get(Interval(Phase.BACKWARD, self._calls[0]), len(model.intervals))
         releases: dict[int, _Release] = dict.fromkeys(s for s in model.base.shared if not model.base.is_gone(s))
         last = {Interval(Phase.BACKWARD, call): block for block, call in enumerate(self._calls)}
         for number, interval in enumerate(model.intervals):
-            allocations = 0
-            for step in model.events(interval, 0):
+            for place, step in _places(model.events(interval, 0)):
                 if not isinstance(step, Change) or step.kind is not EventKind.GONE:
-                    allocations += isinstance(step, Change) or step.peak > 0
-                elif not interval.is_of_block:
-                    releases[step.storage] = (number, allocations, step.num_bytes) if number < end else None
+                    continue
+                if not interval.is_of_block:
+                    releases[step.storage] = (number, place, step.num_bytes) if number < end else None
                 elif last.get(interval, self.num_blocks) <= self._last_use.get(step.storage, -1):
                     releases[step.storage] = None  # in the backward of its last user, after those of all later blocks
         return releases
@@ -289,6 +309,16 @@ class StepChain:
         state = LiveState(self._constants[interval], self._others[interval])
         state.advance(self._model.events(interval, 0))
         return state.peak
+
+
+def _places(events: Iterable[PrivateRun | Change]) -> Iterator[tuple[int, PrivateRun | Change]]:
+    """Yields events with the number of their place: releases have one place if nothing is allocated between them."""
+    for place, (_, group) in enumerate(groupby(events, _allocates)):
+        yield from ((place, event) for event in group)
+
+
+def _allocates(event: PrivateRun | Change) -> bool:
+    return event.peak > 0 if isinstance(event, PrivateRun) else event.kind in (EventKind.BORN, EventKind.HELD)
 
 
 def last_pass(intervals: Sequence[Interval]) -> list[int]:
