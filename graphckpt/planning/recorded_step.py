@@ -31,7 +31,8 @@ from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.program import Phase, StepLog
 from graphckpt.planning.steps import RealStep
-from graphckpt.planning.trace import Blocks, TracedStore, items_in
+from graphckpt.planning.trace import Blocks, items_in
+from graphckpt.planning.traced_stores import TracedStore, traced
 from graphckpt.rules.basic import Full
 from graphckpt.thread_state import Ambient, enter_ambient, rng_devices, take_ambient
 from graphckpt.training_state import ModuleTree, TrainingState
@@ -241,7 +242,7 @@ class RecordedStep(RealStep):
             for number, module in enumerate(self._blocks.modules):
                 hook = module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
                 stack.callback(hook.remove)
-            stack.enter_context(self._blocks.traced(self._trace, [store]))
+            stack.enter_context(traced(self._blocks, self._trace, [store]))
             yield
         self._calls = recorder.calls
         self.has_new_states = self._num_states() != num_states

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, final
@@ -14,27 +13,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.candidates import KEEP, OpTimes, Option
+from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
+from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.program import Interval
-from graphckpt.planning.trace import (
-    Blocks,
-    HeldKey,
-    PathError,
-    RecordingStore,
-    StepClock,
-    Trace,
-    TracedStore,
-    now,
-    record_ops,
-)
+from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace, now
+from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
 from graphckpt.planning.write_profile import copy_rates
-from graphckpt.stores.base import Offload, Store, TensorGroup
-from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
-from graphckpt.stores.placement import Placement
-from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
+from graphckpt.stores.base import Offload
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.training_state import TrainingState
 
@@ -84,7 +72,7 @@ class RealStep:
             self._step()
             settle(parts.values(), self._step)
             trace = self.new_trace()
-            with blocks.traced(trace, stores):
+            with traced(blocks, trace, stores):
                 self._step()
             clocks, plain = [], []
             are_compiled = any("compile" in option.fields for option in options)
@@ -244,84 +232,6 @@ def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
         hook.remove()
 
 
-_MOST_RUNS = 3  # of a step that keeps something new each time
-
-
-@final
-class PartitionStore(RecordingStore):
-    """Partitions saved tensors, with a store for each block, and records in a trace what blocks hold whole.
-
-    A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
-    backward runs. Here each block has its own, so that a trace shows what the block alone does;
-    :func:`~graphckpt.planning.memory_model.with_gathers` then adds what is prefetched.
-    """
-
-    label = "part"
-
-    def __init__(self, partition: Any) -> None:
-        self._partition = parse_partition(partition)
-        self._stores: dict[str, Store] = {}
-        self.has_compared = False
-        """Whether a tensor was kept whole until the ranks had compared it; they do so once for equal tensors."""
-
-    def open_group(self, group: TensorGroup) -> TensorGroup | None:
-        if group.block not in self._stores:
-            self._stores[group.block] = Placement(None, self._partition).store
-        return self._stores[group.block].open_group(group)
-
-    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
-        assert group is not None
-        store = self._stores[group.block]
-        key = store.put(tensor, group)
-        return HeldKey((store, key), _full_tensors(key), self.trace)
-
-    def get(self, key: object) -> torch.Tensor | None:
-        assert isinstance(key, HeldKey)
-        store, inner = key.value
-        result: torch.Tensor | None = store.get(inner)
-        return result
-
-    def close_group(self, group: TensorGroup | None) -> None:
-        assert group is not None
-        num_whole = len(_pieces(group, is_cut=False))
-        with warnings.catch_warnings():  # an option that partitions little shows in its bytes
-            warnings.filterwarnings("ignore", message=".*already sharded, left whole")
-            self._stores[group.block].close_group(group)
-        self.has_compared |= len(_pieces(group, is_cut=False)) < num_whole
-        parts = _pieces(group, is_cut=True)
-        sizes = [p.store.gathered_bytes(p.handle.num_bytes) for p in parts if isinstance(p.store, ShardedStore)]
-        if len(sizes) > 1:
-            sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # as one buffer
-        if sizes and self.trace is not None:
-            self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
-
-
-def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
-    """Runs a step until the ranks have compared all of its tensors; they do so equally often."""
-    for _ in range(_MOST_RUNS):
-        if not any(store.has_compared for store in stores):
-            break
-        for store in stores:
-            store.has_compared = False
-        step()
-
-
-def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
-    return [piece for piece in pieces_of(group) if (unsplit_bytes(piece.handle) is None) == is_cut]
-
-
-def _full_tensors(key: object) -> Iterator[torch.Tensor]:
-    if isinstance(key, torch.Tensor):
-        yield key
-    elif isinstance(key, WrappedKey):
-        for inner in key.keys:
-            yield from _full_tensors(inner)
-    elif isinstance(key, TensorKey):
-        tensor = unsplit_bytes(key.piece.handle)
-        if tensor is not None:
-            yield tensor
-
-
 MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Callable[[], object]]]
 """Returns a model and a function that runs one training step of it."""
 
@@ -398,7 +308,7 @@ class FakeStep:
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
             trace = self._trace()
-            with blocks.traced(trace, [store]):
+            with traced(blocks, trace, [store]):
                 self._step_fn()
         seconds = sum(trace.seconds.values())
         if self.plain is None and all(option is KEEP for option in options):  # later ones may have a policy on the head

@@ -8,8 +8,9 @@ from statistics import median
 from typing import Any, final
 
 from graphckpt.errors import PlanError
-from graphckpt.planning.candidates import KEEP, Option, with_levels
+from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
+from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, TraceLog, with_holds
 from graphckpt.planning.recorded_step import RecordedStep
