@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch.distributed as dist
 from torch import nn
 
 from graphckpt.blocks.compiled import SHARE, CompiledForward, share_of, takes_share
 from graphckpt.blocks.config import BlockConfig
-from graphckpt.engine.block import BlockContext
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule, parse_rule
 from graphckpt.rules.basic import Full, Joined, Keep
+from graphckpt.rules.selective import Selective
 from graphckpt.stores.base import parse_offload
 from graphckpt.stores.partition import parse_partition
 
@@ -94,6 +94,8 @@ class Option:
     """Seconds of the recomputation, timed op by op; ``None`` if not timed."""
     is_part: bool = False
     """Whether saved tensors are partitioned over ranks."""
+    level: int | None = None
+    """The number of a level of ``selective`` that :mod:`graphckpt.planning.op_levels` finds; 0 keeps most."""
 
 
 KEEP = Option("keep", {"activation_checkpointing": False}, Keep())
@@ -102,27 +104,12 @@ JOINED = Option("joined", {"activation_checkpointing": "joined"}, Joined())
 """The option of the blocks of a run after the first."""
 
 
-@final
-@dataclass(frozen=True)
-class SelectiveLevel(Rule, is_registered=False):
-    """A placeholder for a level of ``selective`` that :mod:`graphckpt.planning.op_levels` finds; level 0 keeps most."""
-
-    name: ClassVar[str] = "level"
-    number: int = 0
-
-    def describe(self) -> str:
-        return f"selective(level {self.number + 1})"
-
-    def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-
 _FLAG = "activation_checkpointing"
 
 NEAR: tuple[Option, ...] = (
     KEEP,
     Option("full", {_FLAG: True}, Full()),
-    *(Option(SelectiveLevel(number).describe(), {}, SelectiveLevel(number)) for number in range(MOST)),
+    *(Option(f"selective(level {n + 1})", {}, Selective(label=f"level {n + 1}"), level=n) for n in range(MOST)),
 )
 """The options without offloading: ``keep``, ``full``, and the levels of ``selective``."""
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from graphckpt._compat import call_with_autocast
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.block import BlockContext
-from graphckpt.planning.candidates import MOST, Option, SelectiveLevel
+from graphckpt.planning.candidates import MOST, Option
 from graphckpt.planning.program import OpSeconds
 from graphckpt.planning.trace import Blocks, TimeMark, seconds_between, time_mark
 from graphckpt.rules.base import Rule
@@ -223,41 +223,38 @@ def with_levels(
     broadcast: Callable[[Any], Any] = lambda value: value,
 ) -> tuple[list[Option], dict[int, list[Option]]]:
     """Replaces levels of ``selective`` by those found for the blocks; returns the options, and those of each class."""
-    if not any(isinstance(option.rule, SelectiveLevel) for option in options):
+    if all(option.level is None for option in options):
         return list(options), {kind: list(options) for kind in kinds}
     runs: dict[int, list[OpTimes]] = {}
     for kind, calls in zip(kinds, look(), strict=True):
         runs.setdefault(kind, []).extend(calls)
     levels = dict(zip(runs, broadcast([selective_levels(calls) or _BY_HAND for calls in runs.values()]), strict=True))
     count = max(map(len, levels.values())) - 1
-    some = [o for o in options if not isinstance(o.rule, SelectiveLevel) or o.rule.number < count]
+    some = [option for option in options if option.level is None or option.level < count]
     return some, {kind: [_own(option, own) for option in some] for kind, own in levels.items()}
 
 
 def _own(option: Option, levels: Sequence[tuple[Sequence[str], float | None]]) -> Option:
     """Returns an option for a block with these levels; the last level replaces those that the block does not have."""
-    value: Any
-    rule: Rule
     *between, (_, full_seconds) = levels
     is_near = not (option.is_far or option.is_part)
-    if option.rule == Full() and is_near:
-        return replace(option, recompute_seconds=full_seconds)
-    if not isinstance(option.rule, SelectiveLevel):
-        return option
-    label, value, rule, seconds = "full", True, Full(), full_seconds  # a block without levels
+    if option.level is None:
+        return replace(option, recompute_seconds=full_seconds) if option.rule == Full() and is_near else option
+    value: Any = True
+    rule: Rule = Full()  # of a block without levels
+    seconds = full_seconds
     if between:
-        number = min(option.rule.number, len(between) - 1)
+        number = min(option.level, len(between) - 1)
         names, seconds = between[number]
-        save = names[0] if names[0] in PRESETS else list(names)
-        value, rule = {"rule": "selective", "save": save}, Selective(save)
-        if not isinstance(save, str):
+        value = {"rule": "selective", "save": names[0] if names[0] in PRESETS else list(names)}
+        if names[0] not in PRESETS:
             value["label"] = f"level {number + 1} of {len(between)}"
-            rule = Selective(save, label=value["label"])
-        label = rule.describe()
+        rule = Selective(value["save"], label=value.get("label", ""))
     return replace(
         option,
-        name=option.name.replace(option.rule.describe(), label),
+        name=option.name.replace(option.rule.describe(), rule.describe()),
         fields={"activation_checkpointing": value, **option.fields},
         rule=rule,
         recompute_seconds=seconds if is_near else None,
+        level=None,
     )
