@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from graphckpt.blocks.compiled import SHARE, CompiledForward, share_of, takes_share
 from graphckpt.blocks.config import BlockConfig
+from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule, parse_rule
 from graphckpt.rules.basic import Full, Joined, Keep
@@ -62,18 +63,10 @@ def without_share(value: bool | dict[str, Any] | None) -> bool | dict[str, Any] 
 @contextmanager
 def compiled_forwards(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> Iterator[None]:
     """Compiles the forward of each module within the ``with`` block, inside of policies that are set there."""
-    before: list[tuple[dict[str, Any], Any]] = []
-    try:
+    with ExitStack() as stack:
         for module in modules if options is not None else ():
-            fields, forward = module.__dict__, CompiledForward(module.forward, options or {})
-            before.append((fields, fields.get("forward")))
-            fields["forward"] = forward
+            stack.enter_context(replaced([module], "forward", CompiledForward(module.forward, options or {})))
         yield
-    finally:
-        for fields, forward in before:
-            del fields["forward"]
-            if forward is not None:
-                fields["forward"] = forward
 
 
 MOST = 4

@@ -265,8 +265,9 @@ class RecordedStep(RealStep):
         """The peak of live bytes of the step as it ran, with every block recomputed."""
         return self._trace.peak_bytes
 
-    def base(self, options: Sequence[Option]) -> tuple[StepSample, int]:
+    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
         """Returns the step as it ran, and the number of the option that its blocks had; -1 if it is not among them."""
+        del blocks
         return StepSample(self._trace.log, self._trace.peak_bytes, {}, self._step_seconds), self.option_of(options)
 
     @staticmethod
