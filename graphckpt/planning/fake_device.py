@@ -177,8 +177,8 @@ def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
         indices = original(*args, **kwargs)
         return None if is_fake(indices) else indices
 
-    def without_padding(original: Callable[..., Any], mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return original(None if is_fake(mask) else mask, *args, **kwargs)
+    def without_padding(original: Callable[..., Any], padding_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(None if is_fake(padding_mask) else padding_mask, *args, **kwargs)
 
     with swapped_masks(without_packing, PACKED), swapped_masks(without_padding, *([] if is_padded else PADDED)):
         yield

@@ -38,11 +38,6 @@ class CopyTiming:
     back_rate: float
     """Bytes per second from the host."""
 
-    def __post_init__(self) -> None:
-        if not (self.out_rate > 0 and self.back_rate > 0):
-            got = f"{self.out_rate}, {self.back_rate}"
-            raise ConfigError(f"rates: expected above 0, got {got} · fix: give bytes per second")
-
 
 @final
 @dataclass(frozen=True, slots=True)

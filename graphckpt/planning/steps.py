@@ -35,10 +35,9 @@ class RealStep:
     is_simulated = False
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
-    def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
+    def __init__(self, model: nn.Module, step_fn: Callable[[], object]) -> None:
         self._model = model
         self._step_fn = step_fn
-        self._min_elements = min_elements
         self.device = next((t.device for t in self._model_tensors()), torch.device("cpu"))
         self._optimizers: dict[int, Optimizer] = {}
         self._parts: dict[str, PartitionStore] = {}
@@ -70,7 +69,7 @@ class RealStep:
 
         Each timed run is paired with one without policies, so that other load affects both alike.
         """
-        store = TracedStore(_far_blocks(blocks, options), self._min_elements)
+        store = TracedStore(_far_blocks(blocks, options))
         parts = self._parts_of(options)
         stores = [parts[option.name] if option.is_part else store for option in options]
         with on_optimizer_step(self.remember), blocks.under(options, stores) as without:

@@ -19,6 +19,7 @@ from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_by
 from graphckpt.stores.placement import Placement
 from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
 
+_MIN_ELEMENTS = 1024  # of a tensor to offload, as in stores by default
 _MOST_RUNS = 3  # of a step that keeps something new each time
 
 
@@ -50,14 +51,12 @@ class TracedStore(RecordingStore):
         far_blocks: simulate offloading of these blocks while a trace records: the bytes of a tensor do not count until
             it is reloaded. The copies here are synchronous, to pageable memory, and must not be timed: plans add the
             time of copies from the rates of the device.
-        min_elements: smaller tensors are not offloaded.
     """
 
     label = "device"
 
-    def __init__(self, far_blocks: Collection[str] = (), min_elements: int = 1024) -> None:
+    def __init__(self, far_blocks: Collection[str] = ()) -> None:
         self._far_blocks = frozenset(far_blocks)
-        self._min_elements = min_elements
         self._offloaded: dict[int, ref[_OffloadedStorage]] = {}
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
@@ -69,7 +68,7 @@ class TracedStore(RecordingStore):
         if (
             trace is None
             or group.block not in self._far_blocks
-            or tensor.numel() < self._min_elements
+            or tensor.numel() < _MIN_ELEMENTS
             or isinstance(tensor, nn.Parameter)
             or any(tensor.untyped_storage() is own.untyped_storage() for own in group.own())
         ):
