@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, product
+from itertools import chain, groupby
 from math import fsum
 from typing import final
 
@@ -14,9 +15,6 @@ from graphckpt.planning.memory_model import LENGTHS, Change, EventSeq, JoinedRun
 from graphckpt.planning.program import EventKind, Interval, Phase, PrivateRun
 
 Held = frozenset[int]
-
-_Release = int | tuple[int, int, int] | None
-"""Where a storage is released: the interval, the place in it, and the bytes; itself if unknown; ``None``: too late."""
 
 
 @final
@@ -74,15 +72,9 @@ class StepChain:
         self._effects: dict[tuple[int, int, Held], tuple[int, int, int]] = {}
         self._passed_on = frozenset[int]() if joined_runs is None else joined_runs.passed_on
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
-        self._last_use = {
-            storage: block
-            for block, call in enumerate(self._calls)
-            for option in range(len(measured.options))
-            for storage in model.holds(call, option)
-        }
-        self._release_of = self._releases()
-        self._later_uses = self._later_uses_by_block(range(len(measured.options)))
-        self._kinds: dict[int, tuple[dict[int, Hashable], dict[Hashable, list[int]]]] = {}
+        self._events_of = self._events_by_storage(range(len(measured.options)))
+        self._alike: dict[int, dict[int, list[int]]] = {}
+        """By block: the storages that are equivalent after it, by each of them."""
         first = self._order[Interval(Phase.FORWARD, self._calls[0])]
         last = Interval(Phase.BACKWARD, self._calls[0])
         after = self._order[last] if last in self._order else len(model.intervals) - 1
@@ -222,61 +214,48 @@ class StepChain:
         return sum(self._model.base.sizes.get(storage, 0) for storage in holds if storage not in not_only)
 
     def _still_of_use(self, holds: Held, block: int, after: Interval) -> Held:
-        """Returns the storages that matter to later blocks; of those of one kind only the number, so the first ones."""
-        if block not in self._kinds:
-            kind_of = {storage: self._kind(storage, block, after) for storage in sorted(self._last_use)}
-            alike: dict[Hashable, list[int]] = {}
-            for storage, kind in kind_of.items():
-                alike.setdefault(kind, []).append(storage)
-            self._kinds[block] = kind_of, alike
-        kind_of, alike = self._kinds[block]
-        counts = Counter(kind_of[storage] for storage in holds)
-        return frozenset(s for kind, count in counts.items() if kind is not None for s in alike[kind][:count])
+        """Returns the storages that matter to later blocks; of equivalent ones the number does, so the first ones."""
+        if block not in self._alike:
+            groups: dict[Hashable, list[int]] = {}
+            for storage in sorted(self._events_of):
+                if (kind := self._kind(storage, block, after)) is not None:
+                    groups.setdefault(kind, []).append(storage)
+            self._alike[block] = {storage: group for group in groups.values() for storage in group}
+        alike = self._alike[block]
+        counts = Counter(alike[storage][0] for storage in holds if storage in alike)
+        return frozenset(storage for first, count in counts.items() for storage in alike[first][:count])
 
     def _kind(self, storage: int, block: int, after: Interval) -> Hashable:
-        """Returns a key that is equal for storages whose holds matter alike after a block; ``None``: they do not.
+        """Returns a key that is equal for storages of which it does not matter which one earlier blocks hold.
 
-        What later blocks do not use and only blocks hold counts as private from here on. If other code holds it as
-        well, it matters only where that code releases it.
+        Other code holds both or neither of them, and the same happens to them until the backward of the block; what
+        happens later is the matter of earlier states. If nothing happens, it is ``None``: they count as private.
         """
-        is_others, release = storage in self._others[after], self._release_of.get(storage, storage)
-        if self._last_use[storage] <= block:
-            return release if is_others else None
-        if storage in self._unborn[after] or storage in self._passed_on:
+        events, end = self._events_of[storage], Interval(Phase.BACKWARD, self._calls[block])
+        last = bisect_left(events, (self._order[end], 0)) if end in self._order else len(events)
+        later = tuple(events[bisect_left(events, (self._order[after], 0)) : last])
+        if later and storage in self._passed_on:
             return storage
-        return is_others, release, self._later_uses[block][storage]
+        return (storage in self._others[after], later) if later else None
 
-    def _later_uses_by_block(self, options: Sequence[int]) -> list[dict[int, int]]:
-        """Returns, by block, a number for each storage: equal if all later blocks do the same to it."""
-        numbers: dict[Hashable, int] = {}
-        later: list[dict[int, int]] = [{}]
-        for call in reversed(self._calls[1:]):
-            uses: dict[int, list[Hashable]] = {storage: [number] for storage, number in later[-1].items()}
-            for phase, option in product((Phase.FORWARD, Phase.BACKWARD), options):
-                for place, event in _places(self._model.events(Interval(phase, call), option)):
-                    if isinstance(event, Change):
-                        uses.setdefault(event.storage, [-1]).append((phase, option, place, event.kind, event.num_bytes))
-            later.append({storage: numbers.setdefault(tuple(use), len(numbers)) for storage, use in uses.items()})
-        return later[::-1]
+    def _events_by_storage(self, options: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+        """Returns, by storage, the intervals with events of it, and a number for these events: equal for equal ones.
 
-    def _releases(self) -> dict[int, _Release]:
-        """Returns where code outside of blocks releases each storage: the interval, the place there, and the bytes.
-
-        After the backward of the first block the place does not matter.
+        Releases are equal if nothing is allocated between them.
         """
-        model = self._model
-        end = self._order.get(Interval(Phase.BACKWARD, self._calls[0]), len(model.intervals))
-        releases: dict[int, _Release] = dict.fromkeys(s for s in model.base.shared if not model.base.is_gone(s))
-        last = {Interval(Phase.BACKWARD, call): block for block, call in enumerate(self._calls)}
-        for number, interval in enumerate(model.intervals):
-            for place, step in _places(model.events(interval, 0)):
-                if not isinstance(step, Change) or step.kind is not EventKind.GONE:
-                    continue
-                if not interval.is_of_block:
-                    releases[step.storage] = (number, place, step.num_bytes) if number < end else None
-                elif last.get(interval, self.num_blocks) <= self._last_use.get(step.storage, -1):
-                    releases[step.storage] = None  # in the backward of its last user, after those of all later blocks
-        return releases
+        numbers: dict[Hashable, int] = {}
+        events_of: dict[int, list[tuple[int, int]]] = {}
+        for interval, at in self._order.items():
+            own: dict[int, list[Hashable]] = {}
+            for option in options if interval.is_of_block else options[:1]:
+                for place, (_, group) in enumerate(groupby(self._model.events(interval, option), _allocates)):
+                    for event in group:
+                        if isinstance(event, Change):
+                            own.setdefault(event.storage, []).append((option, place, event.kind, event.num_bytes))
+            for storage, events in own.items():
+                number = numbers.setdefault(tuple(events), len(numbers))
+                events_of.setdefault(storage, []).append((at, number))
+        return events_of
 
     def _simulate_constants(self) -> tuple[dict[Interval, int], dict[Interval, Held], dict[Interval, Held]]:
         """Returns, for the start of each interval, the bytes alive under any plan, and the shared storages in them.
@@ -309,12 +288,6 @@ class StepChain:
         state = LiveState(self._constants[interval], self._others[interval])
         state.advance(self._model.events(interval, 0))
         return state.peak
-
-
-def _places(events: Iterable[PrivateRun | Change]) -> Iterator[tuple[int, PrivateRun | Change]]:
-    """Yields events with the number of their place: releases have one place if nothing is allocated between them."""
-    for place, (_, group) in enumerate(groupby(events, _allocates)):
-        yield from ((place, event) for event in group)
 
 
 def _allocates(event: PrivateRun | Change) -> bool:
