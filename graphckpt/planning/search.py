@@ -298,13 +298,14 @@ class PolicySearch:
             plans += [(a,) * end + (b,) * (num_blocks - end) for a, b in permutations(options, 2) for end in ends]
         return [self.evaluate(plan) for plan in plans]
 
+    @cached_property
     def floor(self) -> PolicyChoice:
         choices = [self._evaluate(chain, front.least_peak()) for chain, front in self.fronts]
         return min(choices + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def fastest(self, budget: int) -> PolicyChoice | None:
         fitting = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget))]
-        fitting += [choice for choice in (self.floor(), *self.baselines) if choice.peak <= budget]
+        fitting += [choice for choice in (self.floor, *self.baselines) if choice.peak <= budget]
         best = min(fitting, key=_better, default=None)
         if self.rates is None:
             return best

@@ -91,8 +91,7 @@ class TracedStore(RecordingStore):
         value.flat = value.storage.reload()
         return value.flat.view(value.dtype).as_strided(*value.layout)
 
-    def close_group(self, group: TensorGroup | None) -> None:
-        """Does nothing: blocks hold the tensors."""
+    def close_group(self, group: TensorGroup | None) -> None: ...  # blocks hold the tensors
 
 
 @final
