@@ -249,8 +249,8 @@ class MemoryModel:
 
     def holds(self, call: int, option: int) -> frozenset[int]:
         """Returns the shared storages that a call holds until its backward."""
-        held = frozenset(self.storage(call, role, option) for role in self._program_of(call, option).holds)
-        return held.union(self._reached[call]) if self._is_recomputed(call, option) else held
+        own = frozenset(self.storage(call, role, option) for role in self._program_of(call, option).holds)
+        return own.union(self._reached[call]) if self._is_recomputed(call, option) else own
 
     @property
     def static_bytes(self) -> int:
