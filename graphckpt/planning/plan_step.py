@@ -296,7 +296,9 @@ def measure_all(
             try:
                 measured = measure(step, Blocks(blocks), candidates, on_run, group)
             except PathError as error:
-                if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
+                if group.size > 1 or isinstance(step, (FakeStep, RecordedStep)):  # both repeat one path
+                    raise
+                if not step.repeat_longest(Blocks(blocks), error.orders):
                     raise
                 notes.append(_ALL_BLOCKS)
                 measured = measure(step, Blocks(blocks), candidates, on_run)

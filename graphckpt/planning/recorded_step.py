@@ -281,11 +281,6 @@ class RecordedStep(RealStep):
         self._numbers = numbers
         yield True
 
-    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
-        """Returns False: the calls are recorded, so their order does not change."""
-        del blocks, orders
-        return False
-
     @contextmanager
     def standing_alone(self) -> Iterator[None]:
         """Gives the blocks parameters of their own within the ``with`` block, so that their calls change nothing else.

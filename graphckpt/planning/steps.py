@@ -343,11 +343,6 @@ class FakeStep:
         with self._device:
             return record_ops(blocks, self._step_fn, torch.device("cpu"), self._device.machine.op_seconds)
 
-    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
-        """Returns False: a fake step draws no numbers."""
-        del blocks, orders
-        return False
-
     @contextmanager
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
         """Removes the other blocks from their ``nn.ModuleList``; yields whether it could. The step may fail then."""
