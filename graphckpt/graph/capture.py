@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import traceback
 import weakref
 from abc import ABC, abstractmethod
@@ -17,6 +16,7 @@ from torch import nn
 
 from graphckpt._compat import abandon_capture, assert_on_device, clear_cublas_workspaces, override_stale_capture_stream
 from graphckpt.errors import ConfigError, GraphckptError, GraphError
+from graphckpt.planning.fake_device import PACKED, PADDED, swapped_masks
 from graphckpt.stores.pinned import streams_of
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 from graphckpt.training_state import ModuleTree, TrainingState
@@ -372,10 +372,7 @@ def check_not_drawn(host_random: RNGState) -> None:
 # Transformers' mask code checks whether a stream is being captured, because it must not read a tensor then: it makes a
 # full mask where the eager step finds that none is needed, and a mask rules out the flash kernel.
 
-_MODULE = "transformers.masking_utils"
-_PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
 _TRACING = "is_tracing"  # of a tensor: whether its values must not be read
-_PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True: the mask is all ones
 _NOTE = (
     "Transformers makes the attention mask in every captured step, as it cannot check whether it is all ones "
     "(fix: pass no attention_mask for batches without padding)"
@@ -408,7 +405,7 @@ class AttentionMasks:
             self._skips_padding |= mask is not None and bool(skips)
             return skips
 
-        with _replaced_functions(packed, _PACKED), _replaced_functions(padded, *_PADDED):
+        with swapped_masks(packed, PACKED), swapped_masks(padded, *PADDED):
             yield
 
     @contextmanager
@@ -426,23 +423,5 @@ class AttentionMasks:
             return tensor is not None and original(tensor)  # before Transformers 5.23 also for a missing mask
 
         finds_none = bool(self._is_packed) and not any(self._is_packed)
-        with _replaced_functions(tracing, _TRACING), _replaced_functions(packed, *[_PACKED] if finds_none else []):
+        with swapped_masks(tracing, _TRACING), swapped_masks(packed, *[PACKED] if finds_none else []):
             yield
-
-
-@contextmanager
-def _replaced_functions(function: Callable[..., Any], *names: str) -> Iterator[None]:
-    """Replaces the named functions by ``function``, which gets the original as its first argument."""
-    module = sys.modules.get(_MODULE)
-    originals = {name: getattr(module, name) for name in names if hasattr(module, name)}
-
-    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: function(original, *args, **kwargs)
-
-    for name, original in originals.items():
-        setattr(module, name, replacement(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)

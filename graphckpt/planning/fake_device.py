@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from types import ModuleType
 from typing import Any, Self, final
@@ -141,7 +142,7 @@ def _is_elsewhere(value: Any) -> bool:
 
 
 @contextmanager
-def swapped(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[None]:
+def swapped(owner: ModuleType | type | None, values: dict[str, Any]) -> Iterator[None]:
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -152,35 +153,34 @@ def swapped(owner: ModuleType | type, values: dict[str, Any]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
+PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True: the mask is all ones
+
+
+@contextmanager
+def swapped_masks(function: Callable[..., Any], *names: str) -> Iterator[None]:
+    """Replaces functions of Transformers' mask code by ``function``, which gets the original as its first argument."""
+    module = sys.modules.get("transformers.masking_utils")
+    originals = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    with swapped(module, {name: partial(function, original) for name, original in originals.items()}):
+        yield
+
+
 @contextmanager
 def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
     """Makes Transformers' mask code take the branch for masks that can be read: no packed sequences.
 
     See :mod:`graphckpt.graph.capture`, which does so for captures.
     """
-    module = sys.modules.get("transformers.masking_utils")
-    if module is None:
-        yield
-        return
 
-    def without_packing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def find(*args: Any, **kwargs: Any) -> Any:
-            indices = original(*args, **kwargs)
-            return None if is_fake(indices) else indices
+    def without_packing(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        indices = original(*args, **kwargs)
+        return None if is_fake(indices) else indices
 
-        return find
+    def without_padding(original: Callable[..., Any], padding_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(None if is_fake(padding_mask) else padding_mask, *args, **kwargs)
 
-    def without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-        def is_left_out(padding_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-            return original(None if is_fake(padding_mask) else padding_mask, *args, **kwargs)
-
-        return is_left_out
-
-    changes = {"find_packed_sequence_indices": without_packing}
-    if not is_padded:
-        changes |= dict.fromkeys(("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"), without_padding)
-    functions = {name: change(getattr(module, name)) for name, change in changes.items() if hasattr(module, name)}
-    with swapped(module, functions):
+    with swapped_masks(without_packing, PACKED), swapped_masks(without_padding, *([] if is_padded else PADDED)):
         yield
 
 

@@ -27,7 +27,7 @@ from graphckpt.ledger.plot import (
 )
 from graphckpt.ledger.table import Column, bullet, show, table_of, text_of
 from graphckpt.planning.plot import LEVEL_AT_START
-from graphckpt.planning.rows import budget_line, device_text
+from graphckpt.planning.rows import Budgeted, budget_line, device_text
 from graphckpt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -146,17 +146,11 @@ class BatchFit:
 
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Fit:
+class Fit(Budgeted):
     """The result of :func:`graphckpt.fit`: the best plan of each micro-batch size, with its peak and throughput."""
 
     rows: tuple[BatchFit, ...]
     """One for each micro-batch size, in ascending order."""
-    budget_bytes: int
-    device: str
-    is_simulated: bool = False
-    """Whether the device is a profile, on which no step has run."""
-    headroom_bytes: int = 0
-    """Bytes of the device's memory that the budget ``"max"`` leaves free."""
     global_batch: int | None = None
     """The ``global_batch`` of the call."""
     measured_sizes: tuple[int, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING, Protocol, final
@@ -142,30 +142,22 @@ class Frontier:
         self._chain = chain
         self.is_exact = True
         """Whether no label was dropped."""
-        self._moves, highest = _reach(chain)
-        num_blocks = chain.num_blocks
-        ends = {state: chain.head_peak(state) for state in highest[num_blocks]}
-        lowest_need = _least_need(self._moves, ends)
-        if lowest_need is None:
-            raise ConfigError("no plan of the chain is allowed · fix: let each block have one option that always is")
-        lowest_peak = max(chain.fixed_peak, chain.base + lowest_need)
-        self._labels: list[dict[Hashable, _Labels]] = [{} for _ in range(num_blocks + 1)]
-        self._labels[num_blocks] = {
-            state: (np.array([need], np.int64), np.zeros(1, np.int64)) for state, need in ends.items()
-        }
-        for block in reversed(range(num_blocks)):
-            labels = self._labels[block]
-            for state, moves in self._moves[block].items():
-                # Every plan reaches the lowest peak, so needs that stay below it from the highest possible level here
-                # are equivalent.
-                alike = lowest_peak - chain.base - highest[block][state]
-                merged = _merge(
-                    [_before(move, ticks, alike, self._labels[block + move.length]) for _, ticks, move in moves]
-                )
-                if len(merged[0]) > most_labels:
+        self._moves, ends = _reach(chain)
+        self._labels: list[dict[Hashable, _Labels]] = [{} for _ in self._moves]
+        self._labels.append(
+            {state: (np.array([chain.head_peak(state)], np.int64), np.zeros(1, np.int64)) for state in ends}
+        )
+        for block, moves_of in reversed(list(enumerate(self._moves))):
+            for state, moves in moves_of.items():
+                labels = _merge([_before(move, ticks, self._labels[block + move.length]) for _, ticks, move in moves])
+                if len(labels[0]) > most_labels:
                     self.is_exact = False
-                    merged = _thin(merged, most_labels)
-                labels[state] = merged
+                    labels = _thin(labels, most_labels)
+                self._labels[block][state] = labels
+        needs, ticks = self._labels[0][chain.start]
+        if not len(needs):
+            raise ConfigError("no plan of the chain is allowed · fix: let each block have one option that always is")
+        self._labels[0][chain.start] = _merge([(np.maximum(needs, chain.fixed_peak - chain.base), ticks)])
 
     def fastest(self, budget: int) -> ChainPlan | None:
         """Returns the plan of least seconds whose peak is at most ``budget`` bytes; ``None``: no plan fits.
@@ -196,7 +188,7 @@ class Frontier:
         """Follows a label from the first block to the last, taking the first option that leads to its seconds."""
         chain = self._chain
         needs, all_ticks = self._labels[0][chain.start]
-        limit, remaining = max(chain.fixed_peak, chain.base + int(needs[label])), int(all_ticks[label])
+        limit, remaining = chain.base + int(needs[label]), int(all_ticks[label])
         level, state = chain.base, chain.start
         plan: list[int] = []
         while len(plan) < chain.num_blocks:
@@ -218,69 +210,34 @@ class Frontier:
 _Moves = list[dict[Hashable, list[tuple[int, int, Move]]]]
 
 
-def _reach(chain: Chain) -> tuple[_Moves, list[dict[Hashable, int]]]:
-    """Returns option, ticks and move by block and state, and the highest level above the base that each state has."""
+def _reach(chain: Chain) -> tuple[_Moves, Collection[Hashable]]:
+    """Returns option, ticks and move by block and state, and the states after the last block."""
     all_moves: list[dict[Hashable, list[tuple[int, float, Move]]]] = []
-    highest: list[dict[Hashable, int]] = [{chain.start: 0}, *({} for _ in range(chain.num_blocks))]
+    states: list[dict[Hashable, None]] = [{chain.start: None}, *({} for _ in range(chain.num_blocks))]
     slowest = []
     for block in range(chain.num_blocks):
         options = chain.options(block)
         moves_of: dict[Hashable, list[tuple[int, float, Move]]] = {}
-        for state, level in highest[block].items():
+        for state in states[block]:
             moves_of[state] = [
                 (option, duration + move.waits, move)
                 for option, duration in enumerate(options)
                 if (move := chain.move(block, option, state)) is not None
             ]
             for _, _, move in moves_of[state]:
-                after = highest[block + move.length]
-                after[move.state] = max(level + move.change, after.get(move.state, level + move.change))
+                states[block + move.length][move.state] = None
         slowest.append(max((spent / m.length for moves in moves_of.values() for _, spent, m in moves), default=0.0))
         all_moves.append(moves_of)
     tick = max(_TICK, fsum(slowest) / _MOST_TICKS)
     return [
-        {
-            state: _worth([(option, round(spent / tick), move) for option, spent, move in moves])
-            for state, moves in moves_of.items()
-        }
-        for moves_of in all_moves
-    ], highest
+        {state: [(option, round(spent / tick), move) for option, spent, move in moves] for state, moves in each.items()}
+        for each in all_moves
+    ], states[-1]
 
 
-def _worth(moves: list[tuple[int, int, Move]]) -> list[tuple[int, int, Move]]:
-    return [row for row in moves if not any(_dominates(other, row) for other in moves)]
-
-
-def _dominates(one: tuple[int, int, Move], other: tuple[int, int, Move]) -> bool:
-    """Whether a plan with ``other`` is always slower than the same plan with ``one``, and needs no less."""
-    (_, ticks, a), (_, other_ticks, b) = one, other
-    return (
-        ticks < other_ticks
-        and a.change <= b.change
-        and a.forward_peak <= b.forward_peak
-        and a.change + a.backward_peak <= b.change + b.backward_peak
-        and a.state == b.state
-        and a.length == b.length
-    )
-
-
-def _least_need(all_moves: _Moves, ends: dict[Hashable, int]) -> int | None:
-    needs_of: list[dict[Hashable, int]] = [{} for _ in all_moves] + [dict(ends)]
-    for block, moves_of in reversed(list(enumerate(all_moves))):
-        for state, moves in moves_of.items():
-            needs = [
-                max(move.forward_peak, move.change + move.backward_peak, move.change + after[move.state])
-                for _, _, move in moves
-                if move.state in (after := needs_of[block + move.length])
-            ]
-            if needs:
-                needs_of[block][state] = min(needs)
-    return next(iter(needs_of[0].values()), None)
-
-
-def _before(move: Move, ticks: int, alike: int, after: dict[Hashable, _Labels]) -> _Labels:
+def _before(move: Move, ticks: int, after: dict[Hashable, _Labels]) -> _Labels:
     needs, all_ticks = after[move.state]
-    bound = max(move.forward_peak, move.change + move.backward_peak, alike)
+    bound = max(move.forward_peak, move.change + move.backward_peak)
     first = max(0, int(np.searchsorted(needs, bound - move.change, "right")) - 1)  # those before need the bound as well
     return np.maximum(needs[first:] + move.change, bound), all_ticks[first:] + ticks
 

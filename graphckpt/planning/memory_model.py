@@ -189,7 +189,6 @@ class MemoryModel:
         self._storages = [{role: storage for storage, role in base.roles(call).items()} for call in calls]
         self._numbers: dict[tuple[Hashable, ...], int] = {}
         self._outcome_cache: OutcomeCache = {}
-        self._holds: dict[tuple[int, int], frozenset[int]] = {}
         self._events: dict[tuple[Interval, int], EventSeq] = {}
 
     def events(self, interval: Interval, option: int) -> EventSeq:
@@ -250,12 +249,8 @@ class MemoryModel:
 
     def holds(self, call: int, option: int) -> frozenset[int]:
         """Returns the shared storages that a call holds until its backward."""
-        key = call, option
-        if key not in self._holds:
-            program = self._program_of(call, option)
-            own = {self.storage(call, role, option) for role in program.holds}
-            self._holds[key] = frozenset(own).union(self._reached[call] if self._is_recomputed(call, option) else ())
-        return self._holds[key]
+        own = frozenset(self.storage(call, role, option) for role in self._program_of(call, option).holds)
+        return own.union(self._reached[call]) if self._is_recomputed(call, option) else own
 
     @property
     def static_bytes(self) -> int:
@@ -409,6 +404,7 @@ class JoinedRuns:
         every = range(len(model.block_of_call) if self.full else 0)
         self._inputs = {call: storage for call in every if (storage := self._input_of(call)) is not None}
         """By each call that can be joined to the one before it."""
+        self.passed_on = frozenset(self._inputs.values())
         self._allocated = {call: frozenset(model.base.allocated(call)) - {self._inputs.get(call + 1)} for call in every}
         self._first = {call: self._joined_call(call, None) for call in every}
         self._later = {call: self._joined_call(call, storage) for call, storage in self._inputs.items()}

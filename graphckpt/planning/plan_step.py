@@ -117,8 +117,13 @@ def plan_step(
     *,
     notes: Sequence[str] = (),
     on_measured: Callable[[Planners], None] = lambda _: None,
+    choose: Callable[[Planner, int | None], Plan] | None = None,
 ) -> Plan:
-    """Plans a step on all processes of ``group``. It runs the step; the caller restores what that changes."""
+    """Plans a step on all processes of ``group``. It runs the step; the caller restores what that changes.
+
+    ``choose`` returns the plan for a limit in bytes, ``None`` for the lowest possible peak; by default one under which
+    the step has run, if ``options.check`` is set.
+    """
     budget = budgets.check_budget(memory_budget)
     group.check_equal(memory_budget=budgets.budget_kind(budget), check=options.check)
     _check_parameters(model, budget)
@@ -127,21 +132,23 @@ def plan_step(
         raise ConfigError(
             f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
         )
+
+    def choose_and_check(planner: Planner, limit: int | None) -> Plan:
+        if isinstance(step, FakeStep) or not options.check:
+            return planner.plan(planner.floor.peak if limit is None else limit)
+        if limit is None:
+            return lowest_and_check(planner, step, group)
+        return plan_and_check(planner, step, limit, group)
+
     with _progress_of(options, group) as progress:
         progress.begin("running the step to measure it")
-        planners = measure_all(step, model, blocks, options, group, notes, progress)
+        with step.standing_alone() if isinstance(step, RecordedStep) else nullcontext():
+            planners = measure_all(step, model, blocks, options, group, notes, progress)
         on_measured(planners)
         progress.begin(f"choosing the policies of {len(blocks)} blocks")
         limit, headroom = _limit_of(budget, planners.plain, step, group)
-
-        def choose(planner: Planner) -> Plan:
-            if isinstance(step, FakeStep) or not options.check:
-                return planner.plan(planner.floor.peak if limit is None else limit)
-            if limit is None:
-                return lowest_and_check(planner, step, group)
-            return plan_and_check(planner, step, limit, group)
-
-        plan = planners.best_of(choose, is_least=limit is None)
+        choice = choose or choose_and_check
+        plan = planners.best_of(lambda planner: choice(planner, limit), is_least=limit is None)
     return replace(plan, memory_budget=budget, headroom_bytes=headroom)
 
 
@@ -162,15 +169,8 @@ def plan_recorded(
     ``extra_bytes`` is what an earlier plan took beyond its prediction. If no plan fits, ``or_lowest`` returns the plan
     with the lowest peak, with a warning.
     """
-    budget = budgets.check_budget(memory_budget)
-    group.check_equal(memory_budget=budgets.budget_kind(budget))
-    _check_parameters(model, budget)
-    with step.standing_alone(), _progress_of(options, group) as progress:
-        progress.begin("measuring the layers")
-        planners = measure_all(step, model, blocks, options, group, notes, progress)
-    limit, headroom = _limit_of(budget, planners.plain, step, group)
 
-    def choose(planner: Planner) -> Plan:
+    def choose(planner: Planner, limit: int | None) -> Plan:
         option = step.option_of(planner.measured.options)
         predicted = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
         correction = group.max(max(0, step.peak_bytes - predicted)) + extra_bytes
@@ -184,7 +184,7 @@ def plan_recorded(
             warnings.warn(text, stacklevel=2)
             return planner.lowest(bound, correction)
 
-    return replace(planners.best_of(choose), memory_budget=budget, headroom_bytes=headroom)
+    return plan_step(step, model, blocks, memory_budget, options, group, notes=notes, choose=choose)
 
 
 def _check_parameters(model: nn.Module, budget: Budget) -> None:
@@ -296,7 +296,9 @@ def measure_all(
             try:
                 measured = measure(step, Blocks(blocks), candidates, on_run, group)
             except PathError as error:
-                if group.size > 1 or not step.repeat_longest(Blocks(blocks), error.orders):
+                if group.size > 1 or isinstance(step, (FakeStep, RecordedStep)):  # both repeat one path
+                    raise
+                if not step.repeat_longest(Blocks(blocks), error.orders):
                     raise
                 notes.append(_ALL_BLOCKS)
                 measured = measure(step, Blocks(blocks), candidates, on_run)

@@ -51,9 +51,9 @@ class Planner:
     def plain(self) -> PolicyChoice:
         return self.search.evaluate((0,) * len(self.measured.names))
 
-    @cached_property
+    @property
     def floor(self) -> PolicyChoice:
-        return self.search.floor()
+        return self.search.floor
 
     def plan(self, budget: int, correction: int = 0) -> Plan:
         """Returns the fastest plan whose peak is at most ``budget`` bytes; raises PlanError if there is none."""

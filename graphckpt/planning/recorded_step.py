@@ -31,7 +31,8 @@ from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.program import Phase, StepLog
 from graphckpt.planning.steps import RealStep
-from graphckpt.planning.trace import Blocks, TracedStore, items_in
+from graphckpt.planning.trace import Blocks, items_in
+from graphckpt.planning.traced_stores import TracedStore, traced
 from graphckpt.rules.basic import Full
 from graphckpt.thread_state import Ambient, enter_ambient, rng_devices, take_ambient
 from graphckpt.training_state import ModuleTree, TrainingState
@@ -241,7 +242,7 @@ class RecordedStep(RealStep):
             for number, module in enumerate(self._blocks.modules):
                 hook = module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
                 stack.callback(hook.remove)
-            stack.enter_context(self._blocks.traced(self._trace, [store]))
+            stack.enter_context(traced(self._blocks, self._trace, [store]))
             yield
         self._calls = recorder.calls
         self.has_new_states = self._num_states() != num_states
@@ -264,8 +265,9 @@ class RecordedStep(RealStep):
         """The peak of live bytes of the step as it ran, with every block recomputed."""
         return self._trace.peak_bytes
 
-    def base(self, options: Sequence[Option]) -> tuple[StepSample, int]:
+    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
         """Returns the step as it ran, and the number of the option that its blocks had; -1 if it is not among them."""
+        del blocks
         return StepSample(self._trace.log, self._trace.peak_bytes, {}, self._step_seconds), self.option_of(options)
 
     @staticmethod
@@ -278,11 +280,6 @@ class RecordedStep(RealStep):
         del blocks
         self._numbers = numbers
         yield True
-
-    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
-        """Returns False: the calls are recorded, so their order does not change."""
-        del blocks, orders
-        return False
 
     @contextmanager
     def standing_alone(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -43,7 +43,19 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanData:
+class Budgeted:
+    """What has a memory budget on a device: a plan, or a fit."""
+
+    budget_bytes: int
+    device: str = "cpu"
+    is_simulated: bool = False
+    """Whether the device is a profile, on which no step has run."""
+    headroom_bytes: int = 0
+    """What the budget ``"max"`` leaves of the device's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanData(Budgeted):
     """What tables and pictures show of a plan."""
 
     rows: tuple[PlanRow, ...]
@@ -56,35 +68,16 @@ class PlanData:
     """The interval of the step that sets the peak, such as ``"backward of transformer.h.3"``."""
     floor_bytes: int
     """The lowest peak that the candidates can reach."""
-    budget_bytes: int
     plain_peak_bytes: int
     """The peak when everything is kept."""
     plain_step_seconds: float
     correction_bytes: int = 0
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""
-    device: str = "cpu"
-    is_simulated: bool = False
-    """Whether the device is a profile, on which no step has run."""
-    headroom_bytes: int = 0
-    """What the budget ``"max"`` leaves of the device's memory."""
     memory_budget: Budget | None = field(default=None, compare=False)
     """The budget as it was given to this process, such as ``0.6`` or ``"50%"``."""
 
 
 _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
-
-
-class Budgeted(Protocol):
-    """What has a memory budget on a device: a plan, or a fit."""
-
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def is_simulated(self) -> bool: ...
-    @property
-    def headroom_bytes(self) -> int: ...
 
 
 def device_text(of: Budgeted) -> str:

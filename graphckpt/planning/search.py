@@ -14,7 +14,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
 from graphckpt.planning.memory_model import IntervalLevel, JoinedRuns, MeasuredStep, Runs, with_gathers
 from graphckpt.planning.program import Interval
-from graphckpt.planning.step_chain import StepChain
+from graphckpt.planning.step_chain import StepChain, last_pass
 
 
 @final
@@ -37,11 +37,6 @@ class CopyTiming:
     """Bytes per second to the host, during a computation."""
     back_rate: float
     """Bytes per second from the host."""
-
-    def __post_init__(self) -> None:
-        if not (self.out_rate > 0 and self.back_rate > 0):
-            got = f"{self.out_rate}, {self.back_rate}"
-            raise ConfigError(f"rates: expected above 0, got {got} · fix: give bytes per second")
 
 
 @final
@@ -279,7 +274,9 @@ class PolicySearch:
         offloading = [number for number, option in enumerate(measured.options) if option.is_far]
         self._offloading = frozenset(product(range(len(measured.names)), offloading))
         """Blocks and options that offload, to ban where nothing should be offloaded."""
-        self._repeated = [block for block, count in Counter(StepChain(measured).blocks).items() if count > 1]
+        self._blocks = [measured.model.block_of_call[call] for call in last_pass(measured.model.intervals)]
+        """In the order of a chain."""
+        self._repeated = [block for block, count in Counter(self._blocks).items() if count > 1]
 
     @cached_property
     def fronts(self) -> list[tuple[StepChain, Frontier]]:
@@ -301,13 +298,14 @@ class PolicySearch:
             plans += [(a,) * end + (b,) * (num_blocks - end) for a, b in permutations(options, 2) for end in ends]
         return [self.evaluate(plan) for plan in plans]
 
+    @cached_property
     def floor(self) -> PolicyChoice:
         choices = [self._evaluate(chain, front.least_peak()) for chain, front in self.fronts]
         return min(choices + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def fastest(self, budget: int) -> PolicyChoice | None:
         fitting = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget))]
-        fitting += [choice for choice in (self.floor(), *self.baselines) if choice.peak <= budget]
+        fitting += [choice for choice in (self.floor, *self.baselines) if choice.peak <= budget]
         best = min(fitting, key=_better, default=None)
         if self.rates is None:
             return best
@@ -374,9 +372,8 @@ class PolicySearch:
         for _ in range(len(self.measured.names) + 1):
             best_moved = None
             for chain in self._chains(frozenset(banned)):
-                timing = self._timing(chain)
-                start = None if best is None or best.runs else [best.plan[block] for block in chain.blocks]
-                improved = search_offload(chain, timing, budget, start)
+                start = None if best is None or best.runs else [best.plan[block] for block in self._blocks]
+                improved = search_offload(chain, self._timing, budget, start)
                 if improved is not None and (best_moved is None or improved.seconds < best_moved.seconds):
                     plan = chain.plan(improved.plan)
                     highest = max(self.levels(plan, ()), key=lambda level: level.peak)
@@ -398,13 +395,14 @@ class PolicySearch:
         allowed = [o for o in range(len(self.measured.options)) if (self._repeated[0], o) not in banned]
         return [StepChain(self.measured, dict.fromkeys(self._repeated, option), banned) for option in allowed]
 
-    def _timing(self, chain: StepChain) -> CopyTiming:
+    @cached_property
+    def _timing(self) -> CopyTiming:
         assert self.rates is not None
         measured = self.measured
         return CopyTiming(
-            forward_seconds=[measured.forward_seconds[block] for block in chain.blocks],
-            backward_seconds=[measured.backward_seconds[block] for block in chain.blocks],
-            moved_bytes=[measured.far_bytes[block] for block in chain.blocks],
+            forward_seconds=[measured.forward_seconds[block] for block in self._blocks],
+            backward_seconds=[measured.backward_seconds[block] for block in self._blocks],
+            moved_bytes=[measured.far_bytes[block] for block in self._blocks],
             out_rate=self.rates.out,
             back_rate=self.rates.back,
         )
@@ -413,8 +411,7 @@ class PolicySearch:
         """Returns the seconds of all blocks, and the most bytes that copies hold on the device."""
         measured = self.measured
         if self.rates is not None and any(measured.far_bytes[b][o] for b, o in enumerate(plan)):
-            chain = StepChain(measured)
-            times = schedule_copies(self._timing(chain), [plan[block] for block in chain.blocks])
+            times = schedule_copies(self._timing, [plan[block] for block in self._blocks])
             return times.seconds, max(times.in_flight, default=0)
         return sum(measured.forward_seconds[b][o] + measured.backward_seconds[b][o] for b, o in enumerate(plan)), 0
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, groupby
 from math import fsum
 from typing import final
 
 from graphckpt.planning.frontier import COVERED, Move
 from graphckpt.planning.memory_model import LENGTHS, Change, EventSeq, JoinedRuns, LiveState, MeasuredStep, Runs
-from graphckpt.planning.program import EventKind, Interval, Phase
+from graphckpt.planning.program import EventKind, Interval, Phase, PrivateRun
 
 Held = frozenset[int]
-
-_Release = int | tuple[int, int, int] | None
-"""Where a storage is released: the interval, the place in it, and the bytes; itself if unknown; ``None``: too late."""
 
 
 @final
@@ -72,17 +70,11 @@ class StepChain:
         self._spans: dict[tuple[int, int], _Span] = {}
         self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
         self._effects: dict[tuple[int, int, Held], tuple[int, int, int]] = {}
+        self._passed_on = frozenset[int]() if joined_runs is None else joined_runs.passed_on
         self._order = {interval: number for number, interval in enumerate(model.intervals)}
-        self._last_use = {
-            storage: block
-            for block, call in enumerate(self._calls)
-            for option in range(len(measured.options))
-            for storage in model.holds(call, option)
-        }
-        self._release_of = self._releases()
-        self._released: dict[_Release, list[int]] = {}
-        for storage, release in sorted(self._release_of.items()):  # by birth: those that live come first
-            self._released.setdefault(release, []).append(storage)
+        self._events_of = self._events_by_storage(range(len(measured.options)))
+        self._alike: dict[int, dict[int, list[int]]] = {}
+        """By block: the storages that are equivalent after it, by each of them."""
         first = self._order[Interval(Phase.FORWARD, self._calls[0])]
         last = Interval(Phase.BACKWARD, self._calls[0])
         after = self._order[last] if last in self._order else len(model.intervals) - 1
@@ -222,41 +214,48 @@ class StepChain:
         return sum(self._model.base.sizes.get(storage, 0) for storage in holds if storage not in not_only)
 
     def _still_of_use(self, holds: Held, block: int, after: Interval) -> Held:
-        """Drops storages that later blocks do not use and only blocks hold: they count as private from here on.
+        """Returns the storages that matter to later blocks; of equivalent ones the number does, so the first ones."""
+        if block not in self._alike:
+            groups: dict[Hashable, list[int]] = {}
+            for storage in sorted(self._events_of):
+                if (kind := self._kind(storage, block, after)) is not None:
+                    groups.setdefault(kind, []).append(storage)
+            self._alike[block] = {storage: group for group in groups.values() for storage in group}
+        alike = self._alike[block]
+        counts = Counter(alike[storage][0] for storage in holds if storage in alike)
+        return frozenset(storage for first, count in counts.items() for storage in alike[first][:count])
 
-        What later blocks do not use and other code holds as well matters only where that code releases it. Of such
-        storages with equal bytes that are released at one place, the number matters, and the first ones stand for them.
+    def _kind(self, storage: int, block: int, after: Interval) -> Hashable:
+        """Returns a key that is equal for storages of which it does not matter which one earlier blocks hold.
+
+        Other code holds both or neither of them, and the same happens to them until the backward of the block; what
+        happens later is the matter of earlier states. If nothing happens, it is ``None``: they count as private.
         """
-        others = self._others[after]
-        used = {s for s in holds if self._last_use.get(s, -1) > block}
-        counts = Counter(self._release_of.get(s, s) for s in (holds & others) - used)
-        for release, count in counts.items():
-            if release is not None:
-                alike = self._released.get(release, (release,))
-                unused = (s for s in alike if s in others and self._last_use.get(s, -1) <= block)
-                used.update(islice(unused, count))
-        return frozenset(used)
+        events, end = self._events_of[storage], Interval(Phase.BACKWARD, self._calls[block])
+        last = bisect_left(events, (self._order[end], 0)) if end in self._order else len(events)
+        later = tuple(events[bisect_left(events, (self._order[after], 0)) : last])
+        if later and storage in self._passed_on:
+            return storage
+        return (storage in self._others[after], later) if later else None
 
-    def _releases(self) -> dict[int, _Release]:
-        """Returns where code outside of blocks releases each storage: the interval, the place there, and the bytes.
+    def _events_by_storage(self, options: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+        """Returns, by storage, the intervals with events of it, and a number for these events: equal for equal ones.
 
-        Releases have one place if nothing is allocated between them. After the backward of the first block the place
-        does not matter.
+        Releases are equal if nothing is allocated between them.
         """
-        model = self._model
-        end = self._order.get(Interval(Phase.BACKWARD, self._calls[0]), len(model.intervals))
-        releases: dict[int, _Release] = dict.fromkeys(s for s in model.base.shared if not model.base.is_gone(s))
-        last = {Interval(Phase.BACKWARD, call): block for block, call in enumerate(self._calls)}
-        for number, interval in enumerate(model.intervals):
-            allocations = 0
-            for step in model.events(interval, 0):
-                if not isinstance(step, Change) or step.kind is not EventKind.GONE:
-                    allocations += isinstance(step, Change) or step.peak > 0
-                elif not interval.is_of_block:
-                    releases[step.storage] = (number, allocations, step.num_bytes) if number < end else None
-                elif last.get(interval, self.num_blocks) <= self._last_use.get(step.storage, -1):
-                    releases[step.storage] = None  # in the backward of its last user, after those of all later blocks
-        return releases
+        numbers: dict[Hashable, int] = {}
+        events_of: dict[int, list[tuple[int, int]]] = {}
+        for interval, at in self._order.items():
+            own: dict[int, list[Hashable]] = {}
+            for option in options if interval.is_of_block else options[:1]:
+                for place, (_, group) in enumerate(groupby(self._model.events(interval, option), _allocates)):
+                    for event in group:
+                        if isinstance(event, Change):
+                            own.setdefault(event.storage, []).append((option, place, event.kind, event.num_bytes))
+            for storage, events in own.items():
+                number = numbers.setdefault(tuple(events), len(numbers))
+                events_of.setdefault(storage, []).append((at, number))
+        return events_of
 
     def _simulate_constants(self) -> tuple[dict[Interval, int], dict[Interval, Held], dict[Interval, Held]]:
         """Returns, for the start of each interval, the bytes alive under any plan, and the shared storages in them.
@@ -289,6 +288,10 @@ class StepChain:
         state = LiveState(self._constants[interval], self._others[interval])
         state.advance(self._model.events(interval, 0))
         return state.peak
+
+
+def _allocates(event: PrivateRun | Change) -> bool:
+    return event.peak > 0 if isinstance(event, PrivateRun) else event.kind in (EventKind.BORN, EventKind.HELD)
 
 
 def last_pass(intervals: Sequence[Interval]) -> list[int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, final
@@ -14,27 +13,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.errors import ConfigError
-from graphckpt.planning.candidates import KEEP, OpTimes, Option
+from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
+from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.program import Interval
-from graphckpt.planning.trace import (
-    Blocks,
-    HeldKey,
-    PathError,
-    RecordingStore,
-    StepClock,
-    Trace,
-    TracedStore,
-    now,
-    record_ops,
-)
+from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace, now
+from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
 from graphckpt.planning.write_profile import copy_rates
-from graphckpt.stores.base import Offload, Store, TensorGroup
-from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
-from graphckpt.stores.placement import Placement
-from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
+from graphckpt.stores.base import Offload
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.training_state import TrainingState
 
@@ -47,10 +35,9 @@ class RealStep:
     is_simulated = False
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
-    def __init__(self, model: nn.Module, step_fn: Callable[[], object], *, min_elements: int = 1024) -> None:
+    def __init__(self, model: nn.Module, step_fn: Callable[[], object]) -> None:
         self._model = model
         self._step_fn = step_fn
-        self._min_elements = min_elements
         self.device = next((t.device for t in self._model_tensors()), torch.device("cpu"))
         self._optimizers: dict[int, Optimizer] = {}
         self._parts: dict[str, PartitionStore] = {}
@@ -72,19 +59,24 @@ class RealStep:
         is_there = self.device.type == "cpu" and target.tier == "host"
         return None if is_there else copy_rates(self.device, target.tier)
 
+    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
+        """Runs the step to which others are compared; returns also the number of the option that its blocks have."""
+        del options
+        return self.sample(blocks, [KEEP] * len(blocks.names)), 0
+
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
         """Runs the step with one option on each block: once to warm up, once traced, and a few times to time it.
 
         Each timed run is paired with one without policies, so that other load affects both alike.
         """
-        store = TracedStore(_far_blocks(blocks, options), self._min_elements)
+        store = TracedStore(_far_blocks(blocks, options))
         parts = self._parts_of(options)
         stores = [parts[option.name] if option.is_part else store for option in options]
         with on_optimizer_step(self.remember), blocks.under(options, stores) as without:
             self._step()
             settle(parts.values(), self._step)
             trace = self.new_trace()
-            with blocks.traced(trace, stores):
+            with traced(blocks, trace, stores):
                 self._step()
             clocks, plain = [], []
             are_compiled = any("compile" in option.fields for option in options)
@@ -244,84 +236,6 @@ def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
         hook.remove()
 
 
-_MOST_RUNS = 3  # of a step that keeps something new each time
-
-
-@final
-class PartitionStore(RecordingStore):
-    """Partitions saved tensors, with a store for each block, and records in a trace what blocks hold whole.
-
-    A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
-    backward runs. Here each block has its own, so that a trace shows what the block alone does;
-    :func:`~graphckpt.planning.memory_model.with_gathers` then adds what is prefetched.
-    """
-
-    label = "part"
-
-    def __init__(self, partition: Any) -> None:
-        self._partition = parse_partition(partition)
-        self._stores: dict[str, Store] = {}
-        self.has_compared = False
-        """Whether a tensor was kept whole until the ranks had compared it; they do so once for equal tensors."""
-
-    def open_group(self, group: TensorGroup) -> TensorGroup | None:
-        if group.block not in self._stores:
-            self._stores[group.block] = Placement(None, self._partition).store
-        return self._stores[group.block].open_group(group)
-
-    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
-        assert group is not None
-        store = self._stores[group.block]
-        key = store.put(tensor, group)
-        return HeldKey((store, key), _full_tensors(key), self.trace)
-
-    def get(self, key: object) -> torch.Tensor | None:
-        assert isinstance(key, HeldKey)
-        store, inner = key.value
-        result: torch.Tensor | None = store.get(inner)
-        return result
-
-    def close_group(self, group: TensorGroup | None) -> None:
-        assert group is not None
-        num_whole = len(_pieces(group, is_cut=False))
-        with warnings.catch_warnings():  # an option that partitions little shows in its bytes
-            warnings.filterwarnings("ignore", message=".*already sharded, left whole")
-            self._stores[group.block].close_group(group)
-        self.has_compared |= len(_pieces(group, is_cut=False)) < num_whole
-        parts = _pieces(group, is_cut=True)
-        sizes = [p.store.gathered_bytes(p.handle.num_bytes) for p in parts if isinstance(p.store, ShardedStore)]
-        if len(sizes) > 1:
-            sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # as one buffer
-        if sizes and self.trace is not None:
-            self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
-
-
-def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
-    """Runs a step until the ranks have compared all of its tensors; they do so equally often."""
-    for _ in range(_MOST_RUNS):
-        if not any(store.has_compared for store in stores):
-            break
-        for store in stores:
-            store.has_compared = False
-        step()
-
-
-def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
-    return [piece for piece in pieces_of(group) if (unsplit_bytes(piece.handle) is None) == is_cut]
-
-
-def _full_tensors(key: object) -> Iterator[torch.Tensor]:
-    if isinstance(key, torch.Tensor):
-        yield key
-    elif isinstance(key, WrappedKey):
-        for inner in key.keys:
-            yield from _full_tensors(inner)
-    elif isinstance(key, TensorKey):
-        tensor = unsplit_bytes(key.piece.handle)
-        if tensor is not None:
-            yield tensor
-
-
 MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Callable[[], object]]]
 """Returns a model and a function that runs one training step of it."""
 
@@ -391,6 +305,10 @@ class FakeStep:
         rates = target.rates(self._device.machine)
         return rates if min(rates) > 0 else None
 
+    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
+        del options
+        return self.sample(blocks, [KEEP] * len(blocks.names)), 0
+
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
         store = TracedStore(_far_blocks(blocks, options))
         learns = any(b.is_floating_point() for module in blocks.modules for b in module.buffers())
@@ -398,7 +316,7 @@ class FakeStep:
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
             trace = self._trace()
-            with blocks.traced(trace, [store]):
+            with traced(blocks, trace, [store]):
                 self._step_fn()
         seconds = sum(trace.seconds.values())
         if self.plain is None and all(option is KEEP for option in options):  # later ones may have a policy on the head
@@ -424,11 +342,6 @@ class FakeStep:
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         with self._device:
             return record_ops(blocks, self._step_fn, torch.device("cpu"), self._device.machine.op_seconds)
-
-    def repeat_longest(self, blocks: Blocks, orders: Sequence[Sequence[int]]) -> bool:
-        """Returns False: a fake step draws no numbers."""
-        del blocks, orders
-        return False
 
     @contextmanager
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:

@@ -8,11 +8,11 @@ from statistics import median
 from typing import Any, final
 
 from graphckpt.errors import PlanError
-from graphckpt.planning.candidates import KEEP, Option, with_levels
+from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.memory_model import MeasuredStep, MemoryModel, StepSample
+from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.program import BlockProgram, Interval, Phase, StepLog, StorageEnd, TraceLog, with_holds
-from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.basic import Keep
@@ -44,11 +44,8 @@ def measure(
         message = group.from_leader(own.trace.to_message() if group.rank == group.leader else None)
         return replace(own, trace=TraceLog.from_message(message))
 
-    if isinstance(step, RecordedStep):
-        run, option = step.base(options)
-    else:
-        run, option = step.sample(blocks, [KEEP] * len(every)), 0
-    run = shared(run)
+    own_run, option = step.base(blocks, options)
+    run = shared(own_run)
     base = StepLog(run.trace)
     if not base.calls:
         raise PlanError("no block ran with gradients enabled · fix: run forward and backward of this model in step_fn")

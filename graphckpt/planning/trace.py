@@ -9,40 +9,35 @@
 :meth:`Blocks.marked` registers these hooks, which are methods of :class:`StepMarks`. Its subclasses are used in runs of
 their own, since a dispatch mode slows a step down:
 
-- :class:`Trace`, a dispatch mode, logs which storages are allocated and freed in each interval. A store that is a
-  :class:`RecordingStore` tells it which ones blocks hold.
+- :class:`Trace`, a dispatch mode, logs which storages are allocated and freed in each interval. The stores of
+  :mod:`graphckpt.planning.traced_stores` tell it which ones blocks hold.
 - :class:`StepClock` times the intervals. On CUDA it reads events once the step has ended: to wait for the device at
   each of them would add the time of a launch, 15 to 25 us.
-
-:func:`record_ops` times op by op.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from time import perf_counter, process_time
 from types import SimpleNamespace
-from typing import Any, ClassVar, TypeAlias, cast, final
+from typing import Any, TypeAlias, cast, final
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphckpt._compat import call_with_autocast, current_backward, unseen_by_modes
-from graphckpt._compat_compiler import DispatchMode, never_compiled
+from graphckpt._compat import current_backward
+from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.engine.block import BlockContext
 from graphckpt.engine.objects import CONTAINERS, copy_objects
 from graphckpt.errors import PlanError
 from graphckpt.ledger.live_memory import LiveBytes, storages_of
-from graphckpt.planning.candidates import OpTimes, Option
+from graphckpt.planning.candidates import Option
 from graphckpt.planning.program import (
     ArgumentObject,
     BlockCall,
@@ -54,9 +49,7 @@ from graphckpt.planning.program import (
     TraceLog,
     TraceSpan,
 )
-from graphckpt.rules.base import Rule
-from graphckpt.rules.ops import is_counted
-from graphckpt.stores.base import KEEP_ON_DEVICE, Store, TensorGroup
+from graphckpt.stores.base import Store
 from graphckpt.tree import ATOMS, flatten_value, tensors_in
 
 
@@ -110,18 +103,6 @@ class Blocks:
             yield without
         finally:
             uninstall()
-
-    @contextmanager
-    def traced(self, trace: Trace, stores: Iterable[Store | None]) -> Iterator[None]:
-        recording = [store for store in stores if isinstance(store, RecordingStore)]
-        for store in recording:
-            store.trace = trace
-        try:
-            with self.marked(trace), trace:
-                yield
-        finally:
-            for store in recording:
-                store.trace = None
 
     @contextmanager
     def marked(self, marks: StepMarks) -> Iterator[None]:
@@ -427,182 +408,3 @@ def seconds_between(begin: TimeMark, end: TimeMark) -> float:
         return cast("float", end) - cast("float", begin)
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-class RecordingStore(Store):
-    """Records how long blocks hold tensors in the store, while it has a trace."""
-
-    trace: Trace | None = None
-
-
-@final
-class TracedStore(RecordingStore):
-    """Keeps tensors on the device, or simulates offloading them, and records how long blocks hold them.
-
-    Args:
-        far_blocks: simulate offloading of these blocks while a trace records: the bytes of a tensor do not count until
-            it is reloaded. The copies here are synchronous, to pageable memory, and must not be timed: plans add the
-            time of copies from the rates of the device.
-        min_elements: smaller tensors are not offloaded.
-    """
-
-    label = "device"
-
-    def __init__(self, far_blocks: Collection[str] = (), min_elements: int = 1024) -> None:
-        self._far_blocks = frozenset(far_blocks)
-        self._min_elements = min_elements
-        self._offloaded: dict[int, ref[_OffloadedStorage]] = {}
-
-    def open_group(self, group: TensorGroup) -> TensorGroup:
-        return group
-
-    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
-        assert group is not None
-        trace = self.trace
-        if (
-            trace is None
-            or group.block not in self._far_blocks
-            or tensor.numel() < self._min_elements
-            or isinstance(tensor, nn.Parameter)
-            or any(tensor.untyped_storage() is own.untyped_storage() for own in group.own())
-        ):
-            return HeldKey(tensor.detach(), [tensor], trace)
-        storage = tensor.untyped_storage()  # which sparse tensors lack
-        reference = self._offloaded.get(id(storage))
-        copy = reference() if reference is not None else None
-        if copy is None or copy.storage() is not storage:
-            copy = _OffloadedStorage(tensor)
-            self._offloaded[id(storage)] = ref(copy)
-            trace.log.far_bytes[trace.call] += copy.num_bytes
-        layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return HeldKey(_OffloadedView(copy, tensor.dtype, layout), [], trace)
-
-    def get(self, key: object) -> torch.Tensor | None:
-        assert isinstance(key, HeldKey)
-        value: torch.Tensor | _OffloadedView = key.value
-        if isinstance(value, torch.Tensor):
-            return value
-        value.flat = value.storage.reload()
-        return value.flat.view(value.dtype).as_strided(*value.layout)
-
-    def close_group(self, group: TensorGroup | None) -> None:
-        """Does nothing: blocks hold the tensors."""
-
-
-@final
-class HeldKey:
-    """The key of saved tensors. A trace records how long it lives."""
-
-    __slots__ = ("__weakref__", "_entries", "_trace", "value")
-
-    def __init__(self, value: Any, tensors: Iterable[torch.Tensor], trace: Trace | None) -> None:
-        self.value = value
-        self._trace = trace
-        self._entries = [] if trace is None else [trace.hold(tensor) for tensor in tensors]
-        if trace is not None and isinstance(value, _OffloadedView):
-            self._entries.append((-1, trace.call))  # no bytes, but it shows when the graph of the call is dropped
-
-    def __del__(self) -> None:
-        for entry in self._entries:
-            assert self._trace is not None
-            self._trace.release(entry)
-
-
-@final
-class _OffloadedStorage:
-    """An offloaded storage: a copy that no trace counts, until it is reloaded."""
-
-    __slots__ = ("__weakref__", "_copy", "_device", "_reloaded", "num_bytes", "storage")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.storage = ref(storage)
-        self.num_bytes = storage.nbytes()
-        self._device = tensor.device
-        with unseen_by_modes():
-            self._copy = None if storage.device.type == "meta" else storage.cpu().clone()
-        self._reloaded: ref[torch.Tensor] | None = None
-
-    def reload(self) -> torch.Tensor:
-        flat = self._reloaded() if self._reloaded is not None else None
-        if flat is None:
-            flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
-            if self._copy is not None:
-                with unseen_by_modes():
-                    flat.untyped_storage().copy_(self._copy)
-            self._reloaded = ref(flat)
-        return flat
-
-
-@final
-@dataclass(slots=True)
-class _OffloadedView:
-    storage: _OffloadedStorage
-    dtype: torch.dtype
-    layout: tuple[tuple[int, ...], tuple[int, ...], int]
-    flat: torch.Tensor | None = None
-    """The reloaded storage, which lives as long as one of its views."""
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _OpObserver(Rule, is_registered=False):
-    """Logs the ops of a block with their inputs, their times, and whether autograd saves their results."""
-
-    name: ClassVar[str] = "observe"
-    calls: list[OpTimes]
-    marks: list[tuple[OpTimes, TimeMark, TimeMark]]
-    """The begin and the end of each op."""
-    device: torch.device
-    op_seconds: OpSeconds | None = None
-
-    def run(self, context: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        del context
-        ops = OpTimes()
-        self.calls.append(ops)
-
-        @never_compiled
-        def pack(tensor: Any) -> Any:
-            ops.log.saves(tensor)
-            return KEEP_ON_DEVICE[0](tensor)
-
-        with saved_tensors_hooks(pack, KEEP_ON_DEVICE[1]), _OpTimer(ops, self):
-            output = function(*args, **kwargs)
-        ops.log.close()
-        return output
-
-
-@final
-class _OpTimer(DispatchMode):
-    def __init__(self, ops: OpTimes, observer: _OpObserver) -> None:
-        super().__init__()
-        self._ops = ops
-        self._observer = observer
-        self._calls: dict[Any, int] = defaultdict(int)
-
-    @never_compiled
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs, device, seconds_of = kwargs or {}, self._observer.device, self._observer.op_seconds
-        begin: TimeMark = time_mark(device) if seconds_of is None else 0.0
-        output = call_with_autocast(func, args, kwargs)
-        end: TimeMark = time_mark(device) if seconds_of is None else 0.0
-        if is_counted(func, args, kwargs):
-            end = end if seconds_of is None else seconds_of(func, args, kwargs, output)
-            self._observer.marks.append((self._ops, begin, end))
-            self._ops.log.add(func, self._calls[func], args, kwargs, output)
-            self._calls[func] += 1
-        return output
-
-
-def record_ops(
-    blocks: Blocks, run: Callable[[], object], device: torch.device, op_seconds: OpSeconds | None = None
-) -> list[list[OpTimes]]:
-    """Returns the ops of each call of each block while ``run`` runs, timed on the device, or by ``op_seconds``."""
-    ops_of_blocks: list[list[OpTimes]] = [[] for _ in blocks.names]
-    marks: list[tuple[OpTimes, TimeMark, TimeMark]] = []
-    observers = [_OpObserver(ops, marks, device, op_seconds) for ops in ops_of_blocks]
-    with blocks.under([Option("observe", {}, each) for each in observers], [None] * len(observers)):
-        run()
-    for ops, begin, end in marks:
-        ops.seconds.append(seconds_between(begin, end))
-    return ops_of_blocks

@@ -94,8 +94,7 @@ class DeviceBenchmark:
             times.append(perf_counter() - begin)
         return median(times)
 
-    def wait(self) -> None:
-        """Does nothing: the host computes."""
+    def wait(self) -> None: ...  # the host computes
 
     def _rate(self, run: Callable[[], Any]) -> float:
         with _flop_counter() as counter:

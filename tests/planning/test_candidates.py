@@ -10,8 +10,9 @@ from helpers.plans import fields_of, measured_step, tiny_gpt2
 from torch import nn
 
 import graphckpt
-from graphckpt.planning import candidates
-from graphckpt.planning.candidates import NEAR, OpTimes, options, selective_levels, with_levels
+from graphckpt.planning import candidates, op_levels
+from graphckpt.planning.candidates import NEAR, options
+from graphckpt.planning.op_levels import OpTimes, selective_levels, with_levels
 from graphckpt.rules import Selective
 from graphckpt.rules.ops import OpCall, OpGraph
 
@@ -43,7 +44,7 @@ def test_a_cut_is_the_cheapest_choice_for_its_price(seed):
             num_bytes = sum(round(price * log.calls[number].num_bytes) for number in kept)
             return num_bytes + sum(ticks[number] for number in again)
 
-        chosen = candidates._cheapest_at(log, ticks, price)
+        chosen = op_levels._cheapest_at(log, ticks, price)
         subsets = itertools.chain.from_iterable(itertools.combinations(able, n) for n in range(len(able) + 1))
         assert cost(chosen.results) == min(cost(frozenset(subset)) for subset in subsets)
         again = log.needed(lambda call, kept=chosen.results: call.number in kept) - chosen.results
@@ -59,7 +60,7 @@ def test_a_storage_with_the_id_of_one_that_is_freed_has_no_producer():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed):
-    front = candidates._cheapest(*drawn(seed))[:-1]
+    front = op_levels._cheapest(*drawn(seed))[:-1]
     assert all(one.num_bytes > other.num_bytes for one, other in itertools.pairwise(front[1:]))
     assert all(one.ticks < other.ticks for one, other in itertools.pairwise(front[1:]))
     slopes = [(b.ticks - a.ticks) / (a.num_bytes - b.num_bytes) for a, b in itertools.pairwise(front[1:])]
@@ -121,7 +122,7 @@ def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
 
 def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
     log, ticks = drawn(3)
-    seen = [[OpTimes(log, [tick / candidates._TICKS for tick in ticks])]]
+    seen = [[OpTimes(log, [tick / op_levels._TICKS for tick in ticks])]]
     told = []
 
     def tell(value):

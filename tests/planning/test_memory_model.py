@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphckpt
+from graphckpt.planning import traced_stores
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.frontier import COVERED, peak
 from graphckpt.planning.memory_model import Change, EventSeq, LiveState
@@ -153,13 +154,14 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_odd_chains_are_predicted_near_and_far(seed):
+def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
+    monkeypatch.setattr(traced_stores, "_MIN_ELEMENTS", 1)
     torch.manual_seed(seed)
     model = Odd(seed)
     x = torch.randn(160, 8)
     step, tracked = trained(model, {"x": x}, lambda y: y.square().mean())
     blocks = Blocks(find_blocks(model, "layers.*"))
-    whole = RealStep(model, step, min_elements=1)
+    whole = RealStep(model, step)
     known = measure(whole, blocks, options("disk"))
     assert not known.notes
     chain = StepChain(known)

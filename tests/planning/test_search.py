@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from helpers.tables import Table, cheapest
 
-from graphckpt.errors import ConfigError
 from graphckpt.planning.frontier import Move, levels, peak, seconds
 from graphckpt.planning.search import CopyTiming, OffloadChain, schedule_copies, search_offload
 
@@ -276,8 +275,3 @@ def test_the_windowed_chain_is_exact_for_equal_blocks() -> None:
 def test_a_budget_below_all_plans_gives_none() -> None:
     chain, timing = a_chain(np.random.default_rng(1), 4)
     assert search_offload(chain, timing, 11, (0,) * 4) is None
-
-
-def test_a_rate_of_nothing_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"rates: expected above 0, got 0\.0, 1\.0 · fix"):
-        a_timing([[0, 0, 1]], out_rate=0.0)

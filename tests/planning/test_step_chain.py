@@ -71,8 +71,12 @@ def test_tensors_that_other_code_holds_do_not_multiply_the_states(measured):
     assert_few_states(StepChain(measured[2]))
 
 
-def test_inputs_that_blocks_may_offload_do_not_multiply_the_states(monkeypatch):
-    """On a GPU, the norms of a layer save its input, which the code around it holds until its backward."""
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_tensors_that_blocks_may_offload_do_not_multiply_the_states(use_cache, monkeypatch):
+    """On a GPU, the norms of a layer save its input, which the code around it holds until its backward.
+
+    A cache of keys and values is an argument of all layers, and holds tensors that each of them may offload.
+    """
     chains: list[StepChain] = []
     make = StepChain.__init__
     monkeypatch.setattr(StepChain, "__init__", lambda self, *a, **k: (make(self, *a, **k), chains.append(self))[0])
@@ -83,7 +87,7 @@ def test_inputs_that_blocks_may_offload_do_not_multiply_the_states(monkeypatch):
         tokens = torch.randint(0, 100, (4, 64), device="cuda")
 
         def step():
-            model(tokens, labels=tokens, use_cache=False).loss.backward()
+            model(tokens, labels=tokens, use_cache=use_cache).loss.backward()
 
         return model, step
 

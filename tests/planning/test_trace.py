@@ -9,7 +9,7 @@ import torch
 from helpers.cpu_burn import be_busy
 from torch import nn
 
-from graphckpt.planning import trace
+from graphckpt.planning import traced_stores
 from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.program import Interval, Phase, TraceLog
@@ -107,13 +107,13 @@ def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
     """They are synchronous, and to pageable memory; what a plan's own copies take follows from the device's rates."""
     copied = []
 
-    class Slowly(trace._OffloadedStorage):
+    class Slowly(traced_stores._OffloadedStorage):
         def __init__(self, tensor):
             super().__init__(tensor)
             copied.append(tensor)
             be_busy(BUSY)
 
-    monkeypatch.setattr(trace, "_OffloadedStorage", Slowly)
+    monkeypatch.setattr(traced_stores, "_OffloadedStorage", Slowly)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
     x = torch.ones(64, 32)
     step = RealStep(model, lambda: model(x).sum().backward())

@@ -1,0 +1,224 @@
+"""Stores that tell a trace how long blocks hold tensors, while a step is measured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+from weakref import ref
+
+import torch
+from torch import nn
+
+from graphckpt._compat import unseen_by_modes
+from graphckpt.planning.trace import Blocks, Trace
+from graphckpt.stores.base import Store, TensorGroup
+from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
+from graphckpt.stores.placement import Placement
+from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
+
+_MIN_ELEMENTS = 1024  # of a tensor to offload, as in stores by default
+_MOST_RUNS = 3  # of a step that keeps something new each time
+
+
+class RecordingStore(Store):
+    """Records how long blocks hold tensors in the store, while it has a trace."""
+
+    trace: Trace | None = None
+
+
+@contextmanager
+def traced(blocks: Blocks, trace: Trace, stores: Iterable[Store | None]) -> Iterator[None]:
+    """Traces the step within the ``with`` block, and what these stores of blocks hold."""
+    recording = [store for store in stores if isinstance(store, RecordingStore)]
+    for store in recording:
+        store.trace = trace
+    try:
+        with blocks.marked(trace), trace:
+            yield
+    finally:
+        for store in recording:
+            store.trace = None
+
+
+@final
+class TracedStore(RecordingStore):
+    """Keeps tensors on the device, or simulates offloading them, and records how long blocks hold them.
+
+    Args:
+        far_blocks: simulate offloading of these blocks while a trace records: the bytes of a tensor do not count until
+            it is reloaded. The copies here are synchronous, to pageable memory, and must not be timed: plans add the
+            time of copies from the rates of the device.
+    """
+
+    label = "device"
+
+    def __init__(self, far_blocks: Collection[str] = ()) -> None:
+        self._far_blocks = frozenset(far_blocks)
+        self._offloaded: dict[int, ref[_OffloadedStorage]] = {}
+
+    def open_group(self, group: TensorGroup) -> TensorGroup:
+        return group
+
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
+        assert group is not None
+        trace = self.trace
+        if (
+            trace is None
+            or group.block not in self._far_blocks
+            or tensor.numel() < _MIN_ELEMENTS
+            or isinstance(tensor, nn.Parameter)
+            or any(tensor.untyped_storage() is own.untyped_storage() for own in group.own())
+        ):
+            return HeldKey(tensor.detach(), [tensor], trace)
+        storage = tensor.untyped_storage()  # which sparse tensors lack
+        reference = self._offloaded.get(id(storage))
+        copy = reference() if reference is not None else None
+        if copy is None or copy.storage() is not storage:
+            copy = _OffloadedStorage(tensor)
+            self._offloaded[id(storage)] = ref(copy)
+            trace.log.far_bytes[trace.call] += copy.num_bytes
+        layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return HeldKey(_OffloadedView(copy, tensor.dtype, layout), [], trace)
+
+    def get(self, key: object) -> torch.Tensor | None:
+        assert isinstance(key, HeldKey)
+        value: torch.Tensor | _OffloadedView = key.value
+        if isinstance(value, torch.Tensor):
+            return value
+        value.flat = value.storage.reload()
+        return value.flat.view(value.dtype).as_strided(*value.layout)
+
+    def close_group(self, group: TensorGroup | None) -> None: ...  # blocks hold the tensors
+
+
+@final
+class HeldKey:
+    """The key of saved tensors. A trace records how long it lives."""
+
+    __slots__ = ("__weakref__", "_entries", "_trace", "value")
+
+    def __init__(self, value: Any, tensors: Iterable[torch.Tensor], trace: Trace | None) -> None:
+        self.value = value
+        self._trace = trace
+        self._entries = [] if trace is None else [trace.hold(tensor) for tensor in tensors]
+        if trace is not None and isinstance(value, _OffloadedView):
+            self._entries.append((-1, trace.call))  # no bytes, but it shows when the graph of the call is dropped
+
+    def __del__(self) -> None:
+        for entry in self._entries:
+            assert self._trace is not None
+            self._trace.release(entry)
+
+
+@final
+class _OffloadedStorage:
+    """An offloaded storage: a copy that no trace counts, until it is reloaded."""
+
+    __slots__ = ("__weakref__", "_copy", "_device", "_reloaded", "num_bytes", "storage")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.storage = ref(storage)
+        self.num_bytes = storage.nbytes()
+        self._device = tensor.device
+        with unseen_by_modes():
+            self._copy = None if storage.device.type == "meta" else storage.cpu().clone()
+        self._reloaded: ref[torch.Tensor] | None = None
+
+    def reload(self) -> torch.Tensor:
+        flat = self._reloaded() if self._reloaded is not None else None
+        if flat is None:
+            flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+            if self._copy is not None:
+                with unseen_by_modes():
+                    flat.untyped_storage().copy_(self._copy)
+            self._reloaded = ref(flat)
+        return flat
+
+
+@final
+@dataclass(slots=True)
+class _OffloadedView:
+    storage: _OffloadedStorage
+    dtype: torch.dtype
+    layout: tuple[tuple[int, ...], tuple[int, ...], int]
+    flat: torch.Tensor | None = None
+    """The reloaded storage, which lives as long as one of its views."""
+
+
+@final
+class PartitionStore(RecordingStore):
+    """Partitions saved tensors, with a store for each block, and records in a trace what blocks hold whole.
+
+    A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
+    backward runs. Here each block has its own, so that a trace shows what the block alone does;
+    :func:`~graphckpt.planning.memory_model.with_gathers` then adds what is prefetched.
+    """
+
+    label = "part"
+
+    def __init__(self, partition: Any) -> None:
+        self._partition = parse_partition(partition)
+        self._stores: dict[str, Store] = {}
+        self.has_compared = False
+        """Whether a tensor was kept whole until the ranks had compared it; they do so once for equal tensors."""
+
+    def open_group(self, group: TensorGroup) -> TensorGroup | None:
+        if group.block not in self._stores:
+            self._stores[group.block] = Placement(None, self._partition).store
+        return self._stores[group.block].open_group(group)
+
+    def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
+        assert group is not None
+        store = self._stores[group.block]
+        key = store.put(tensor, group)
+        return HeldKey((store, key), _full_tensors(key), self.trace)
+
+    def get(self, key: object) -> torch.Tensor | None:
+        assert isinstance(key, HeldKey)
+        store, inner = key.value
+        result: torch.Tensor | None = store.get(inner)
+        return result
+
+    def close_group(self, group: TensorGroup | None) -> None:
+        assert group is not None
+        num_whole = len(_pieces(group, is_cut=False))
+        with warnings.catch_warnings():  # an option that partitions little shows in its bytes
+            warnings.filterwarnings("ignore", message=".*already sharded, left whole")
+            self._stores[group.block].close_group(group)
+        self.has_compared |= len(_pieces(group, is_cut=False)) < num_whole
+        parts = _pieces(group, is_cut=True)
+        sizes = [p.store.gathered_bytes(p.handle.num_bytes) for p in parts if isinstance(p.store, ShardedStore)]
+        if len(sizes) > 1:
+            sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # as one buffer
+        if sizes and self.trace is not None:
+            self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
+
+
+def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
+    """Runs a step until the ranks have compared all of its tensors; they do so equally often."""
+    for _ in range(_MOST_RUNS):
+        if not any(store.has_compared for store in stores):
+            break
+        for store in stores:
+            store.has_compared = False
+        step()
+
+
+def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
+    return [piece for piece in pieces_of(group) if (unsplit_bytes(piece.handle) is None) == is_cut]
+
+
+def _full_tensors(key: object) -> Iterator[torch.Tensor]:
+    if isinstance(key, torch.Tensor):
+        yield key
+    elif isinstance(key, WrappedKey):
+        for inner in key.keys:
+            yield from _full_tensors(inner)
+    elif isinstance(key, TensorKey):
+        tensor = unsplit_bytes(key.piece.handle)
+        if tensor is not None:
+            yield tensor
