@@ -42,9 +42,6 @@ from graphckpt.ledger.live_memory import LiveBytes
 LAYERS = 4
 NAMES = {field.name for field in fields(TrainingArguments)}
 OWN = "activation_checkpointing" if "activation_checkpointing" in NAMES else "gradient_checkpointing"
-PEFT_ASKS = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # asked by PEFT
 
 
 class RandomTokens(Dataset[dict[str, Tensor]]):
@@ -143,9 +140,7 @@ def test_a_memory_budget_is_planned_for_on_the_second_step(tmp_path: Path, capsy
     plan, seen = callback.plan, callback.explanation
     assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
     assert seen.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
-    assert {row.block: row.rule != "keep" for row in seen.rows if row.block in plan.blocks} == dict.fromkeys(
-        plan.blocks, True
-    )
+    assert {row.block for row in seen.rows if row.rule != "keep"} >= plan.blocks.keys()
     printed = capsys.readouterr().out
     assert "graphckpt: plan\n" in printed
     assert "kept for backward: " in printed
@@ -353,21 +348,15 @@ def test_an_error_in_a_step_removes_all_and_the_next_training_is_right(
     assert callback.plan is not None
 
 
-@pytest.mark.parametrize("is_shown", [False, True])
 def test_planning_says_how_far_it_is_as_its_option_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, is_shown: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
-    train(gpt2(), tmp_path, GraphckptCallback(memory_budget="min", report=False, progress=is_shown), max_steps=3)
-    assert bool(re.search(r"planning, \d+ s: run 1 of ", capsys.readouterr().err)) is is_shown
-    done: list[int] = []
-    train(
-        gpt2(),
-        tmp_path,
-        GraphckptCallback(memory_budget="min", report=False, progress=lambda now, _: done.append(now)),
-        max_steps=3,
-    )
-    assert done[0] == 1 < len(done)
+    calls: list[int] = []
+    for option in (False, True, lambda done, _: calls.append(done)):
+        train(gpt2(), tmp_path, GraphckptCallback(memory_budget="min", report=False, progress=option))
+        assert bool(re.search(r"planning, \d+ s: run 1 of ", capsys.readouterr().err)) is (option is True)
+    assert calls[0] == 1 < len(calls)
 
 
 class Interrupts(TrainerCallback):
@@ -391,18 +380,17 @@ def test_remove_ends_a_plan_whose_training_was_interrupted(tmp_path: Path) -> No
     train(copy.deepcopy(model), tmp_path, GraphckptCallback(memory_budget="min", report=False), max_steps=3)
 
 
-def test_evaluation_and_resuming_beside_a_budget(tmp_path: Path) -> None:
-    seen = []
-    for number, callback in enumerate((None, GraphckptCallback(memory_budget="min", report=False))):
-        more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize("keys", [{}, {"memory_budget": "min"}], ids=["rule", "budget"])
+def test_evaluation_accumulation_and_resuming_change_no_bit(tmp_path: Path, keys: dict[str, Any]) -> None:
+    more = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 3}
+    data, seen = RandomTokens(classify=False), []
+    for number, callbacks in enumerate(([], [GraphckptCallback(**keys, report=False)])):
         for steps, resume in ((3, None), (6, True)):
-            args = arguments(tmp_path / str(number), max_steps=steps, **more)
-            data = RandomTokens(classify=False)
-            callbacks = [] if callback is None else [callback]
+            args = arguments(tmp_path / str(number), max_steps=steps, gradient_accumulation_steps=2, **more)
             trainer = Trainer(gpt2(), args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
             trainer.train(resume_from_checkpoint=resume)
         seen.append(weights(trainer.model))
-        assert callback is None or callback.plan is not None
+    assert (callbacks[0].plan is not None) == ("memory_budget" in keys)
     assert_equal(seen[1], seen[0])
 
 
@@ -431,28 +419,28 @@ def test_a_table_and_a_picture_of_a_step(tmp_path: Path, capsys: Any, num_steps:
     assert "<svg" in (tmp_path / "step.svg").read_text()
 
 
-def test_keys_name_units_blocks_and_places(tmp_path: Path) -> None:
-    model = gpt2()
-    callback = GraphckptCallback(
-        rule="selective",
-        unit="GPT2Block",
-        blocks={"transformer.h.0": False, "*.h.1": {"offload": "disk"}},
-        report=False,
-    )
-    train(model, tmp_path, callback)
-    rows = {row.block: (row.rule, row.place) for row in callback.explanation.rows}
-    assert rows["transformer.h.0"] == ("keep", "device")
-    assert rows["transformer.h.1"] == ("selective(matmul+attention)", "disk")
-    assert rows["transformer.h.2"] == ("selective(matmul+attention)", "device")
+SELECTIVE = "selective(matmul+attention)"
 
 
-def test_a_pattern_of_blocks_replaces_the_rule_of_its_layers(tmp_path: Path) -> None:
-    callback = GraphckptCallback(blocks={"*.h.[13]": False}, report=False)
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            {
+                "rule": "selective",
+                "unit": "GPT2Block",
+                "blocks": {"transformer.h.0": False, "*.h.1": {"offload": "disk"}},
+            },
+            [("keep", "device"), (SELECTIVE, "disk"), (SELECTIVE, "device"), (SELECTIVE, "device")],
+        ),
+        ({"blocks": {"*.h.[13]": False}}, [("full", "device"), ("keep", "device")] * 2),
+    ],
+)
+def test_blocks_replace_fields_of_their_units(tmp_path: Path, keys: dict[str, Any], expected: Any) -> None:
+    callback = GraphckptCallback(**keys, report=False)
     train(gpt2(), tmp_path, callback)
-    rules = {row.block: row.rule for row in callback.explanation.rows if ".h." in row.block}
-    assert [rules[f"transformer.h.{number}"] for number in range(4)] == ["full", "keep", "full", "keep"]
-    with pytest.raises(ConfigError, match=r"'\*\.g\.1' matches no module"):
-        train(gpt2(), tmp_path, GraphckptCallback(blocks={"*.g.1": False}))
+    rows = {row.block: (row.rule, row.place) for row in callback.explanation.rows}
+    assert [rows[f"transformer.h.{number}"] for number in range(LAYERS)] == expected
 
 
 def test_transformers_own_checkpointing_is_noticed_and_set_aside(tmp_path: Path) -> None:
@@ -510,18 +498,6 @@ def test_a_training_that_ended_in_an_error_can_be_started_again(tmp_path: Path) 
     assert not has_policies(model)
 
 
-def test_evaluation_in_between_and_accumulation_change_no_bit(tmp_path: Path) -> None:
-    more = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
-    seen = []
-    for callbacks in ([], [GraphckptCallback()]):
-        model = gpt2()
-        data = RandomTokens(classify=False)
-        args = arguments(tmp_path, **more)
-        Trainer(model=model, args=args, train_dataset=data, eval_dataset=data, callbacks=callbacks).train()
-        seen.append(weights(model))
-    assert_equal(seen[1], seen[0])
-
-
 def lora(model: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
@@ -533,34 +509,7 @@ def lora(model: nn.Module) -> nn.Module:
     return adapted
 
 
-@PEFT_ASKS
-def test_lora_on_a_frozen_base_has_the_right_gradients_and_less_memory() -> None:
-    tokens = RandomTokens(classify=False).tokens[:4]
-    seen: dict[str, Any] = {}
-    for name in ("plain", "full"):
-        model = lora(gpt2()).train()
-        handle = GraphckptCallback(report=False)
-        if name == "full":
-            handle.on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
-        torch.manual_seed(2)
-        with LiveBytes() as live:
-            live.track(model.parameters())
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            after_forward = live.live_bytes
-            loss.backward()
-        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
-        assert all("lora_" in n for n in grads)
-        assert len(grads) == 2 * LAYERS
-        assert len(frozen) > len(grads)
-        assert all(grad.abs().sum() > 0 for grad in grads.values())
-        seen[name] = (grads, after_forward, live.peak_bytes)
-    assert_equal(seen["full"][0], seen["plain"][0])
-    assert seen["full"][1] < seen["plain"][1] / 2
-    assert seen["full"][2] < seen["plain"][2]
-
-
-@PEFT_ASKS
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # asked by PEFT
 def test_lora_in_trainer_needs_no_gradient_of_the_inputs(tmp_path: Path) -> None:
     plain_model, model = lora(gpt2()), lora(gpt2())
     train(plain_model, tmp_path)
@@ -596,7 +545,6 @@ def test_blocks_that_are_no_mapping_are_one_error(text: str, message: str) -> No
         ({"offload": "gpu"}, r"^GraphckptCallback\.offload: expected an offload target, got 'gpu' · .*fix: "),
         ({"blocks": {"h": {"tiles": 0}}}, r"^GraphckptCallback\.blocks\['h'\]\.tiles: "),
         ({"cpu_checkpointing": True}, r"^GraphckptCallback\.cpu_checkpointing: .* · fix: write offload, "),
-        ({"memory_budget": 60}, r"memory_budget: expected at least 1 KiB, got 60 B · did you mean '60GiB'"),
         ({"rule": "ful"}, r"\.rule: expected a rule, got 'ful' · did you mean 'full'"),
         ({"rule": "12GiB"}, r"\.rule: expected a rule, got '12GiB' · fix: memory_budget='12GiB'"),
         ({"rule": "*.h.0"}, r"\.rule: expected a rule, got '\*\.h\.0' · fix: unit='\*\.h\.0'"),
@@ -632,9 +580,16 @@ def test_a_picture_that_cannot_be_drawn_leaves_no_policies(tmp_path: Path) -> No
     assert not has_policies(model)
 
 
-def test_a_misspelt_unit_names_the_class(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'GPT2Blok' matches no module .* did you mean 'GPT2Block'"):
-        train(gpt2(), tmp_path, GraphckptCallback(unit="GPT2Blok"))
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"unit": "GPT2Blok"}, r"'GPT2Blok' matches no module .* did you mean 'GPT2Block'"),
+        ({"blocks": {"*.g.1": False}}, r"'\*\.g\.1' matches no module"),
+    ],
+)
+def test_a_selector_that_matches_nothing_is_an_error(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(gpt2(), tmp_path, GraphckptCallback(**keys))
 
 
 def test_a_model_without_a_stack_of_layers_says_what_to_name(tmp_path: Path) -> None:
