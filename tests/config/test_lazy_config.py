@@ -97,10 +97,7 @@ def test_relative_imports_go_by_file_and_every_load_is_fresh(tmp_path):
         ("from . import inner\n", r"main\.py:1: from \. import inner: 'from \. import' names a folder"),
         ("from .main import x\n", r"main\.py:1: .*imports this file"),
         ("import no_such_package\n", r"main\.py:1: import no_such_package: ModuleNotFoundError"),
-        (
-            "from graphckpt.config import LazyCall as L\na = L(3)\n",
-            r"main\.py:2: a = L\(3\): LazyCall: expected",
-        ),
+        ("from graphckpt.config import LazyCall as L\na = L(3)\n", r"main\.py:2: a = L\(3\): LazyCall: expected"),
     ],
 )
 def test_config_that_raises_shows_its_own_line(tmp_path, text, message):
