@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +201,3 @@ def test_an_error_takes_the_policies_off(tmp_path: Path) -> None:
 def test_a_selector_that_matches_nothing_fails_before_the_first_batch(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'net\.\*\.body'"):
         fit(tmp_path, GraphckptCallback(unit="net.*.boddy"))
-
-
-def test_without_lightning_it_is_one_line(monkeypatch: Any) -> None:
-    monkeypatch.delitem(sys.modules, "graphckpt.integrations.lightning")
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    fix = r"lightning\.pytorch is not installed · fix: pip install 'graphckpt\[lightning\]'$"
-    with pytest.raises(ModuleNotFoundError, match=fix):
-        __import__("graphckpt.integrations.lightning")
