@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from graphckpt.train.hooks.metrics import tag_of
 from graphckpt.train.hooks.snapshot import BestHook
 from graphckpt.train.snapshot import folder as snapshot
-from graphckpt.train.snapshot.run_state import RunState
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -91,15 +90,6 @@ def test_the_scaler_of_float16_goes_on_where_it_was(place):
     assert len(scales) == 2
     assert "System-Train-GradScaler" in str(scales[0])
     assert str(scales[0]) == str(scales[1])
-
-
-def test_without_the_rng_state_it_would_not_be_the_same(place, monkeypatch):
-    """The test above sees what a resume leaves out."""
-    assert train("train.output_dir=whole") == 0
-    stopped("parts", 5)
-    monkeypatch.setattr(RunState, "_set_random", lambda self, state: None)
-    assert train("train.output_dir=parts", "--resume") == 0
-    assert not same_weights(place / "whole", place / "parts")
 
 
 def test_another_batch_size_goes_on_with_the_samples_that_come_next(place):
