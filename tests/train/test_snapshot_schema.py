@@ -69,11 +69,8 @@ def test_every_field_of_the_description_has_a_type(tmp_path, field):
     ("change", "message"),
     [
         ({"format": 99}, "format: expected 2, got 99"),
-        ({"consumed_samples": -1}, "consumed_samples: expected at least 0, got -1"),
         ({"consumed_samples": 3}, "done: expected iteration + 1, and at most consumed_samples, got 4"),
         ({"consumed_samples": 10**30}, "consumed_samples: expected at most 9007199254740992, got 1000"),
-        ({"done": -5}, "done: expected at least 1, got -5"),
-        ({"done": 1e9}, "done: expected a valid integer, got 1000000000.0"),
         ({"iteration": 4}, "done: expected iteration + 1, and at most consumed_samples, got 4"),
         ({"files": {"graph.pt": "x"}}, "files.graph.pt: expected an object, got 'x'"),
         ({"files": {"../graph.pt": ENTRY}}, "files: expected the name of a file in the folder or in shares, not '../g"),
@@ -141,10 +138,7 @@ def numpy_state(position):
         (trainer_state(random={}), "random.cpu: expected a value, got nothing"),
         (trainer_state(random=numpy_state(-1)), "random.numpy[2]: expected at least 0, got -1"),
         (trainer_state(random=numpy_state(625)), "random.numpy[2]: expected at most 624, got 625"),
-        (
-            trainer_state(settings={**trainer_state()["settings"], "seed": -1}),
-            "settings.seed: expected at least 0, got",
-        ),
+        (trainer_state(settings={**trainer_state()["settings"], "seed": -1}), "settings.seed: expected at least 0"),
         (trainer_state(random_of_each=[numpy_state(0)] * 2), "random_of_each: expected the generators of 1 processes"),
         (trainer_state(pipeline_parallel_size=2), "pipeline_parallel_size: expected 1, got 2"),
         (trainer_state(buffers={}), "buffers.mask: expected a tensor of torch.float32 and shape [2], got nothing"),
