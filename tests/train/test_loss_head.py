@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from helpers.small_run import CONFIG, train
+from helpers.small_run import CONFIG, rows_of, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -166,5 +164,4 @@ def test_several_processes_are_refused():
 
 
 def last_loss(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
-    return [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
+    return [row["eval_loss"] for row in rows_of(folder) if "eval_loss" in row][-1]
