@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.memory_model import MeasuredStep
@@ -15,6 +17,19 @@ from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
+
+
+def stepped_once(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> tuple[Callable[[], None], list[Optimizer]]:
+    """Returns a step that updates a model by AdamW, and its optimizers."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+
+    def step() -> None:
+        torch.manual_seed(5)
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, [optimizer]
 
 
 def measured_step(
