@@ -172,6 +172,7 @@ def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(p
         (["train", "--config-file", "tiny.py", "--fast-dev-rnu"], 2, "--fast-dev-rnu · did you mean '--fast"),
         (["plan", "--memory-budgt", "10GiB"], 2, r"plan: .* --memory-budgt · did you mean '--memory-budget'"),
         (["train", "--config-file", "tiny.py", "--resum"], 2, "unknown option --resum"),
+        (["fit", "--config-file", "tiny.py", "--batch-size", "1,2"], 2, "unknown option --batch-size"),
         (["train"], 2, "required: --config-file"),
         ([], 2, "required: command"),
     ],
