@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers.small_run import rows_of, same_weights, stopped, train
+from helpers.small_run import Calls, rows_of, same_weights, stopped, train, trainer_of
 from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
@@ -15,7 +15,6 @@ from graphckpt.cli import main
 from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import TrainGraph
-from graphckpt.train.loop import HookBase
 from graphckpt.train.snapshot import folder as snapshot
 
 BRIEF = ["train.train_iter=3", "train.evaluation.enabled=False"]
@@ -29,22 +28,15 @@ def content(folder):
     }
 
 
-class Break(HookBase):
+def broken_off(done):
     """Ends a run by an error after some iterations."""
 
-    def __init__(self, done):
-        self.done = done
-
-    def after_step(self, loop):
-        if loop.done == self.done:
+    def fail(loop):
+        if loop.done == done:
             raise OSError("the machine is gone")
 
-
-def broken_off(done):
-    trainer = trainer_from("tiny.py")
-    trainer._more_hooks = (Break(done),)
     with pytest.raises(OSError, match="the machine is gone"):
-        trainer.train()
+        trainer_of("out", hooks=[Calls(after_step=fail)]).train()
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
@@ -204,20 +196,16 @@ def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place):
     stopped("out", 2)
     before = content(place / "out")
 
-    class Look(HookBase):
-        seen = None
+    seen = []
 
-        def before_step(self, loop):
-            if loop.done == 0:
-                self.seen = content(place / "out")
+    def look(loop):
+        if loop.done == 0:
+            seen.append(content(place / "out"))
 
-    trainer = trainer_from("tiny.py", ["train.overwrite=True", *BRIEF])
-    look = Look()
-    trainer._more_hooks = (look,)
-    trainer.train()
-    for found in (look.seen, before):
+    trainer_of("out", "train.overwrite=True", *BRIEF, hooks=[Calls(before_step=look)]).train()
+    for found in (*seen, before):
         found.pop(Path("run.lock"))
-    assert look.seen == before
+    assert seen == [before]
     assert not (place / "out" / "model_0000001").exists()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, STILL, rows_of, train
+from helpers.small_run import CONFIG, STILL, Calls, rows_of, train, trainer_of
 from helpers.subprocess_runner import run_script
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +20,6 @@ from graphckpt.cli import main
 from graphckpt.config.files import existing
 from graphckpt.config.trainer import trainer_from
 from graphckpt.train.build_model import TrainGraph
-from graphckpt.train.loop import HookBase
 from graphckpt.train.output import Report
 
 LARGER = """
@@ -152,13 +151,11 @@ def test_memory_that_runs_out_is_one_clear_error(monkeypatch, capsys, error, wor
 
 
 def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(place):
-    class Remove(HookBase):
-        def after_step(self, loop):
-            if loop.done == 4:
-                shutil.rmtree(place / "out")
+    def remove(loop):
+        if loop.done == 4:
+            shutil.rmtree(place / "out")
 
-    trainer = trainer_from("tiny.py", ["train.checkpointer.period=3"])
-    trainer._more_hooks = (Remove(),)
+    trainer = trainer_of("out", "train.checkpointer.period=3", hooks=[Calls(after_step=remove)])
     assert trainer.train().iterations == 12
     assert AutoModelForCausalLM.from_pretrained(place / "out" / "model_final") is not None
     assert train("--resume") == 0
