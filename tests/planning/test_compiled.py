@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.layer_stacks import Listed
 from helpers.peaks import tracked_peak
-from helpers.plans import tiny_gpt2
+from helpers.plans import gpt2_step
 from helpers.train_graphs import SquareGraph
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -50,19 +50,7 @@ def stack():
     return model, step
 
 
-def gpt2():
-    torch.manual_seed(0)
-    model = tiny_gpt2(n_layer=3)
-    ids = torch.randint(0, 32, (4, 24))
-
-    def step():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-
-    return model, step
-
-
-@pytest.mark.parametrize("build", [stack, pytest.param(gpt2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("build", [stack, pytest.param(gpt2_step, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_a_plan_takes_what_it_says(build, share):
     model, step = build()

@@ -8,10 +8,9 @@ import re
 import textwrap
 
 import pytest
-import torch
 from helpers.layer_stacks import mlp_step
 from helpers.peaks import tracked_peak
-from helpers.plans import planner_of, tiny_gpt2
+from helpers.plans import gpt2_step, planner_of
 
 import graphckpt
 from graphckpt.errors import ConfigError
@@ -111,12 +110,7 @@ def test_explain_prints_policies_costs_and_notes(capsys):
 
 
 def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tmp_path):
-    torch.manual_seed(0)
-    model, ids = tiny_gpt2(), torch.randint(0, 32, (4, 24))
-
-    def step():
-        model(input_ids=ids, labels=ids).loss.backward()
-
+    model, step = gpt2_step()
     uniform = planner_of(model, step).uniform()
     found = next(choice for choice in uniform.values() if choice.rows[0].option.startswith("selective(level"))
     found.save(tmp_path / "plan.yaml")
