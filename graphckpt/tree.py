@@ -108,11 +108,15 @@ pytree.register_pytree_node(
 )
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size  # which pytree would put together again as a tuple
+
+
 def _split(value: Any) -> tuple[list[Any], Any]:
     try:
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
         if any(map(dataclasses.is_dataclass, leaves)):
-            return pytree.tree_flatten(_with_records(value, {}))
+            return pytree.tree_flatten(_with_records(value, {}), is_leaf=_is_size)
     except RecursionError:
         raise _contains_itself("a container") from None
     return leaves, spec
@@ -147,7 +151,7 @@ def _with_records(value: Any, is_ring: dict[int, bool]) -> Any:
             raise _contains_itself(f"a {type(leaf).__name__}")
         return _Record(_twin(leaf, dict.fromkeys(names)), fields)
 
-    return pytree.tree_map(record_or_leaf, value)
+    return pytree.tree_map(record_or_leaf, value, is_leaf=_is_size)
 
 
 def _twin(record: Any, fields: dict[str, Any]) -> Any:

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from helpers.layer_stacks import mlp_step
 
 import graphckpt
 from graphckpt import progress
@@ -51,14 +50,8 @@ def test_the_notebook_runs_and_has_the_stored_outputs(monkeypatch: pytest.Monkey
         assert data["text/html"].count('src="data:image/png;base64,') == 1
 
 
-def model_and_step() -> tuple[nn.Module, Any]:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
-    x = torch.ones(512, 8)
-    return model, lambda: model(x).sum().backward()
-
-
 def test_a_cell_that_applies_a_plan_can_run_again() -> None:
-    model, step = model_and_step()
+    model, step = mlp_step(num_layers=3)
     plan = graphckpt.plan(model, step, memory_budget="min", check=False)
     first = plan.apply()
     with pytest.raises(ConfigError, match=r"it already has a policy .*fix: .*apply\(\.\.\., replace=True\)"):
@@ -71,7 +64,7 @@ def test_a_cell_that_applies_a_plan_can_run_again() -> None:
 
 
 def test_an_explanation_without_matplotlib_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, step = model_and_step()
+    model, step = mlp_step(num_layers=3)
     with graphckpt.apply(model, {"*": True}) as handle:
         with handle.measure():
             step()
@@ -89,7 +82,7 @@ def test_progress_shows_where_somebody_watches(place, is_shown, monkeypatch, cap
     monkeypatch.setattr(sys.stderr, "isatty", lambda: place == "terminal")
     shell = SimpleNamespace(kernel=None) if place == "notebook" else None
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    model, step = model_and_step()
+    model, step = mlp_step(num_layers=3)
     graphckpt.plan(model, step, memory_budget="1GiB", check=False)
     graphckpt.fit(lambda size: (model, step), batch_sizes=[1], memory_budget="1GiB")
     out, err = capsys.readouterr()
@@ -109,7 +102,7 @@ def test_progress_that_is_set_asks_no_stream(monkeypatch):
 
 
 def test_progress_is_silent_when_quick_and_when_not_wanted(monkeypatch, capsys):
-    model, step = model_and_step()
+    model, step = mlp_step(num_layers=3)
     with Progress() as quick:
         quick.begin("one")
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -90,6 +90,15 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
+@contextmanager
+def in_place(state: ModuleState, call_state: CallState) -> Iterator[None]:
+    """Puts a state in place, as for a recomputation, and then what was there before."""
+    undo: Objects = []
+    state.put_in_place(call_state, undo)
+    yield
+    put_back(undo)
+
+
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_recomputation_sees_what_the_first_saw_and_moves_nothing(case: str) -> None:
     change, module = CHANGES[case], Holder()
@@ -101,13 +110,11 @@ def test_a_recomputation_sees_what_the_first_saw_and_moves_nothing(case: str) ->
         after = contents(module)
         assert not same(before, after)
         for _ in range(2):  # a recomputation may come twice, with retain_graph
-            undo: Objects = []
-            state.put_in_place(call_state, undo)
-            assert same(contents(module), before)
-            change(module)
-            assert same(contents(module), after)
-            change(module)
-            put_back(undo)
+            with in_place(state, call_state):
+                assert same(contents(module), before)
+                change(module)
+                assert same(contents(module), after)
+                change(module)
             assert same(contents(module), after)
 
 
@@ -142,10 +149,8 @@ def test_an_attribute_that_is_changed_after_the_forward_is_what_it_was() -> None
     for count in range(3):
         call_state = call(state, lambda: None)
         module.count += 1
-        undo: Objects = []
-        state.put_in_place(call_state, undo)
-        assert module.count == count
-        put_back(undo)
+        with in_place(state, call_state):
+            assert module.count == count
         assert module.count == count + 1
 
 
@@ -157,10 +162,8 @@ def test_an_attribute_may_be_an_inference_tensor() -> None:
             module.tensor = module.tensor + 1
         count = module.tensor.sum().item()
         call_state = call(state, lambda: setattr(module, "tensor", module.tensor.clone()))
-        undo: Objects = []
-        state.put_in_place(call_state, undo)
-        assert module.tensor.sum().item() == count
-        put_back(undo)
+        with in_place(state, call_state):
+            assert module.tensor.sum().item() == count
 
 
 def test_modes_are_those_of_the_original_forward() -> None:
@@ -168,10 +171,8 @@ def test_modes_are_those_of_the_original_forward() -> None:
     state = ModuleState(model.modules())
     call_state = call(state, lambda: None)
     model.eval()
-    undo: Objects = []
-    state.put_in_place(call_state, undo)
-    assert [m.training for m in model.modules()] == [True] * 3
-    put_back(undo)
+    with in_place(state, call_state):
+        assert [m.training for m in model.modules()] == [True] * 3
     assert [m.training for m in model.modules()] == [False] * 3
 
 
@@ -182,10 +183,8 @@ def test_parameters_are_those_of_the_original_forward() -> None:
     module._parameters["weight"] = other
     call_state = call(state, lambda: None)
     module._parameters["weight"] = own
-    undo: Objects = []
-    state.put_in_place(call_state, undo)
-    assert module.weight is other
-    put_back(undo)
+    with in_place(state, call_state):
+        assert module.weight is other
     assert module.weight is own
 
 
@@ -194,10 +193,9 @@ def test_flags_that_a_first_call_sets_up_stay_set_up() -> None:
     module.is_ready, module.hooks = False, None
     state = ModuleState([module])
     call_state = call(state, lambda: module.__dict__.update(is_ready=True, hooks=object()))
-    undo: Objects = []
-    state.put_in_place(call_state, undo)
-    assert module.is_ready
-    assert module.hooks is not None
+    with in_place(state, call_state):
+        assert module.is_ready
+        assert module.hooks is not None
 
 
 class Argument:

@@ -80,22 +80,6 @@ def test_overrides_of_every_type_reach_the_settings():
     assert tuple(run.optim.arguments["betas"]) == (0.8, 0.9)
 
 
-def test_all_faults_of_a_file_come_at_once():
-    config = get_config("bert_large_pretrain.py")
-    words = [
-        "train.activation_checkpoint.enable=true",
-        "train.train_micro_batch_size=big",
-        "train.dist.pipeline_parallel_size=2",
-        "train.rdma_enabled=true",
-        "task.mask_fraction=2",
-        "data.seq_lenght=8",
-        "model.config.num_layers=3",
-        "optim.lr=fast",
-    ]
-    faults = check(LazyConfig.apply_overrides(config, words))[1]
-    assert [fault.partition(":")[0] for fault in sorted(faults)] == sorted(word.partition("=")[0] for word in words)
-
-
 @pytest.mark.parametrize("params", [{"clip_grad_norm": 1.0}, [{"clip_grad_max_norm": 1.0}], 5])
 def test_parameters_of_the_optimizer_that_are_no_call_are_an_error(params):
     config = OmegaConf.create({**get_config("quickstart.py"), "optim": {"_target_": "torch.optim.SGD"}})

@@ -64,27 +64,6 @@ def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place, capsys):
     assert OmegaConf.load("out/config.yaml").import_from == str(place / "moved")
 
 
-_INSTALLED = """
-train: {output_dir: out, device: nowhere, train_iter: 1, train_micro_batch_size: 2, evaluation: {enabled: false}}
-model:
-  _target_: transformers.GPT2LMHeadModel
-  config: {_target_: transformers.GPT2Config, n_layer: 1, n_head: 1, n_embd: 8, vocab_size: 300}
-optim: {_target_: torch.optim.SGD}
-data: {_target_: graphckpt.train.data.TextData, paths: texts, cache_dir: cache, vocab_size: 300, seq_length: 8}
-import_from: 3
-"""
-
-
-def test_a_config_of_installed_modules_names_no_folder(place):
-    (place / "here" / "plain.yaml").write_text(_INSTALLED)
-    (place / "here" / "texts").mkdir()
-    for number in range(40):
-        (place / "here" / "texts" / f"{number}.txt").write_text(f"text number {number}, " * 20)
-    assert _train("plain.yaml") == 2
-    assert _train("plain.yaml", "import_from=null", "train.device=cpu") == 0
-    assert OmegaConf.load("out/config.yaml").import_from is None
-
-
 def test_a_module_that_cannot_be_imported_is_named(place, capsys):
     (place / "here" / "broken_module.py").write_text("def f(:\n")
     (place / "here" / "broken.yaml").write_text(

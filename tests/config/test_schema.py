@@ -128,16 +128,12 @@ def test_call_within_a_call_is_checked_too():
     ]
 
 
-def test_quickstart_is_without_fault_and_a_bad_one_lists_all():
-    run, faults = check(get_config("quickstart.py"))
-    assert faults == []
-    assert run is not None
-    assert run.train.activation_checkpoint.enabled
-
+def test_a_bad_config_lists_all_faults():
     config = get_config("quickstart.py")
     config.train.activation_checkpoint.enable = True  # libai takes this in silence
     config.train.seed = -1
-    config.data.vocab_size = 3
+    config.data.update(vocab_size=3, seq_lenght=8)
+    config.optim.lrr = 0.9
     config.trian = {}
     config.optim.lr = "${nothing}"
     assert check(config) == (None, ["optim.lr: Interpolation key 'nothing' not found"])
@@ -145,7 +141,9 @@ def test_quickstart_is_without_fault_and_a_bad_one_lists_all():
     run, faults = check(config)
     assert run is None
     assert sorted(faults) == [
+        "data.seq_lenght: no such key of TextData · did you mean 'seq_length'?",
         "data.vocab_size: expected 257 or more, one for each byte, got 3",
+        "optim.lrr: no such key of AdamW · did you mean 'lr'?",
         "train.activation_checkpoint.enable: no such key · did you mean 'enabled'?",
         "train.seed: expected 0 or more, got -1",
         "trian: no such key · did you mean 'train'?",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,3 +51,18 @@ class Listed(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+def mlp_step(num_layers: int = 6, rows: int = 256, inner: int = 4 * D) -> tuple[nn.Module, Callable[[], None]]:
+    """Returns a sequence of small layers, and a step of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(D, inner), nn.GELU(), nn.Linear(inner, D)) for _ in range(num_layers))
+    )
+    x = torch.randn(rows, D)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    return model, step

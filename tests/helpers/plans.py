@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.memory_model import MeasuredStep
@@ -15,6 +17,19 @@ from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
+
+
+def stepped_once(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> tuple[Callable[[], None], list[Optimizer]]:
+    """Returns a step that updates a model by AdamW, and its optimizers."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+
+    def step() -> None:
+        torch.manual_seed(5)
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, [optimizer]
 
 
 def measured_step(
@@ -37,3 +52,15 @@ def tiny_gpt2(**sizes: Any) -> nn.Module:
 
     small = {"n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 32, "use_cache": False}
     return GPT2LMHeadModel(GPT2Config(**small | sizes, bos_token_id=0, eos_token_id=0)).train()
+
+
+def gpt2_step(*, num_tokens: int = 24, **sizes: Any) -> tuple[nn.Module, Callable[[], None]]:
+    """Returns a small GPT-2, and a step of it."""
+    torch.manual_seed(0)
+    model = tiny_gpt2(**sizes)
+    ids = torch.randint(0, model.config.vocab_size, (4, num_tokens))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    return model, step

@@ -101,6 +101,13 @@ def near_rows(one, other):
     return all(a.keys() == b.keys() and all(b[k] == pytest.approx(a[k], rel=1e-4) for k in a) for a, b in pairs)
 
 
+class Calls(HookBase):
+    """Calls functions with the loop, at the moments that their names say."""
+
+    def __init__(self, **functions):
+        vars(self).update(functions)
+
+
 class StopAfter(HookBase):
     def __init__(self, done, number=signal.SIGINT):
         self.done, self.number = done, number

@@ -6,9 +6,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from helpers.plans import tiny_gpt2
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphckpt
 
@@ -24,9 +24,7 @@ def _fresh() -> None:
 def train(when: str | None) -> tuple[dict[str, Tensor], int]:
     """Trains under accelerate, and counts the runs of a block."""
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=3, n_embd=32, n_head=2, n_positions=32, vocab_size=64, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config).train()
-    model.loss_type = "ForCausalLM"
+    model = tiny_gpt2(n_layer=3, n_embd=32, vocab_size=64, loss_type="ForCausalLM")
     tokens = torch.randint(0, 64, (16, 32))
     loader = DataLoader(TensorDataset(tokens), batch_size=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -40,7 +38,7 @@ def train(when: str | None) -> tuple[dict[str, Tensor], int]:
         graphckpt.apply(prepared, POLICIES)
     for (batch,) in loader:
         with accelerator.accumulate(prepared):
-            loss = prepared(input_ids=batch, labels=batch, use_cache=False).loss
+            loss = prepared(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
             optimizer.step()

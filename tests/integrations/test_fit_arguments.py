@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.plans import tiny_gpt2
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from graphckpt import ConfigError
 from graphckpt.integrations.transformers import GraphckptCallback, fit_training_arguments
@@ -28,10 +29,9 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2() -> Any:
     torch.manual_seed(0)
-    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 2, "n_positions": 48, "vocab_size": 64}
-    return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0))
+    return tiny_gpt2(n_embd=32, n_positions=48, vocab_size=64)
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
@@ -71,8 +71,7 @@ def test_all_memory_of_the_device(tmp_path: Path) -> None:
 
 
 def test_a_callback_predicts_the_peak_of_the_trainer_which_releases_the_logits_before_backward(tmp_path: Path) -> None:
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 48, "vocab_size": 2048}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
+    model = tiny_gpt2(n_layer=2, n_positions=48, vocab_size=2048)
     callback = GraphckptCallback(memory_budget="max", report="table")  # a table has the peak of the second step
     Trainer(model=model, args=arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback]).train()
     assert callback.explanation.peak_bytes == pytest.approx(callback.plan.predicted_peak_bytes, rel=0.01)

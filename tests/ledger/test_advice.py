@@ -54,19 +54,13 @@ class Case:
             return handle.explain(show=False)
 
 
-class Cnn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(
-                nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-                for i in range(4)
-            )
-        )
-        self.head = nn.Linear(8, 10)
+def convolution(channels: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x).mean((2, 3)))
+
+@as_module(lambda: {"layers": nn.Sequential(*map(convolution, (3, 8, 8, 8))), "head": nn.Linear(8, 10)})
+def Cnn(self, x: Tensor) -> Tensor:
+    return self.head(self.layers(x).mean((2, 3)))
 
 
 @as_module(lambda: {"head": nn.Linear(16, 5000)})

@@ -12,8 +12,6 @@ from helpers.browser import needs_chromium, opened
 from torch import nn
 
 import graphckpt
-from graphckpt import extras
-from graphckpt.errors import GraphckptError
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.groups import KINDS, Part, composition, rule_colour
 from graphckpt.ledger.page import _MAX_POINTS
@@ -135,12 +133,6 @@ def test_a_long_step_is_a_small_page_with_the_exact_peak(tmp_path: Path):
     step = StepLevels(record, _MAX_POINTS)
     assert max(step.levels) * step.scale == record.peak_bytes
     assert composition(record).num_bytes == record.peak_bytes
-
-
-def test_a_missing_plotly_is_one_line_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    with pytest.raises(GraphckptError, match=r"^plotly is not installed · fix: pip install 'graphckpt\[report\]'$"):
-        long_record(10, num_blocks=1).plot(tmp_path / "step.html")
 
 
 PLOT_BOX = """(() => {

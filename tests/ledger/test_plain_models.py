@@ -1,4 +1,4 @@
-"""The plain models of ``helpers/architectures.py``: deterministic, and counted as the allocator counts them."""
+"""The plain models of ``helpers/architectures.py``: they drop at random, and are counted as the allocator counts."""
 
 from __future__ import annotations
 
@@ -15,30 +15,12 @@ pytestmark = pytest.mark.parametrize(
 )
 
 
-def loss_and_grads(architecture, seed):
-    model, inputs = architecture.build(), architecture.inputs()
-    torch.manual_seed(seed)
-    loss = architecture.loss(model(**inputs))
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_two_runs_with_one_seed_are_equal_to_the_bit(architecture):
-    (loss, grads), (again, grads_again) = (loss_and_grads(architecture, seed=3) for _ in range(2))
-    assert loss == again
-    assert grads.keys() == grads_again.keys()
-    assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
-
-
 def test_dropout_acts_where_the_architecture_has_it(architecture):
-    differs = loss_and_grads(architecture, seed=3)[0] != loss_and_grads(architecture, seed=4)[0]
-    assert differs == architecture.has_dropout
-
-
-def test_the_pattern_names_the_repeated_layers(architecture):
-    layers = architecture.layer_modules(architecture.build())
-    assert len(layers) >= (1 if architecture.name == "albert" else 2), "albert runs one layer several times"
-    assert len({type(layer) for layer in layers.values()}) <= 2
+    losses = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        losses.append(architecture.loss(architecture.build()(**architecture.inputs())).item())
+    assert (losses[0] != losses[1]) == architecture.has_dropout
 
 
 def test_live_bytes_after_forward_are_those_of_the_allocator(architecture, allocator_bytes):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -252,8 +250,3 @@ def test_thinning_keeps_the_peak_and_the_order(levels, limit):
     assert [at for at, _ in steps] == sorted(at for at, _ in steps)
     if limit >= len(levels):
         assert [levels[at] for _, at in steps] == levels
-
-
-def test_the_library_imports_without_matplotlib():
-    code = "import sys, graphckpt.ledger.plot; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -292,20 +292,27 @@ def test_a_layer_that_differs_stays_by_itself(change):
     assert names(rows) == ["transformer.h.0-1 (2x)", "transformer.h.2", "transformer.h.3-4 (2x)"]
 
 
-def test_policies_inside_layers_fold_by_period():
-    rows = [
-        replace(LAYER, block=f"h.{i}{part}", rule=rule)
-        for i in range(3)
-        for part, rule in (("", "full"), (".attn", "keep"), (".mlp", "full"))
-    ]
-    folded = ["h.0-2 (3x)", "h.0-2.attn (3x)", "h.0-2.mlp (3x)", "norm"]
-    assert names([*rows, replace(LAYER, block="norm")]) == folded
+PARTS = {"": "full", ".attn": "keep", ".mlp": "full"}
 
 
-def test_every_other_layer_folds_too():
-    rows = [replace(LAYER, block=f"h.{i}", rule="full" if i % 2 else "keep") for i in range(6)]
-    assert names(rows) == ["h.0,2,..,4 (3x)", "h.1,3,..,5 (3x)"]
-    assert names(rows[:4]) == ["h.0,2 (2x)", "h.1,3 (2x)"]
+@pytest.mark.parametrize(
+    ("rules", "folded"),
+    [
+        (
+            {f"h.{i}{part}": rule for i in range(3) for part, rule in PARTS.items()} | {"norm": "full"},
+            ["h.0-2 (3x)", "h.0-2.attn (3x)", "h.0-2.mlp (3x)", "norm"],
+        ),
+        ({f"h.{i}": "full" if i % 2 else "keep" for i in range(6)}, ["h.0,2,..,4 (3x)", "h.1,3,..,5 (3x)"]),
+        ({f"h.{i}": "full" if i % 2 else "keep" for i in range(4)}, ["h.0,2 (2x)", "h.1,3 (2x)"]),
+        (
+            dict.fromkeys(("encoder.0", "encoder.1", "decoder.0", "decoder.1"), "full"),
+            ["encoder.0-1 (2x)", "decoder.0-1 (2x)"],
+        ),
+    ],
+    ids=["by period", "every other", "two of each", "two stacks"],
+)
+def test_layers_fold(rules, folded):
+    assert names([replace(LAYER, block=block, rule=rule) for block, rule in rules.items()]) == folded
 
 
 def test_a_nested_block_stays_with_its_layer_where_the_first_layer_differs():
@@ -315,11 +322,6 @@ def test_a_nested_block_stays_with_its_layer_where_the_first_layer_differs():
         for part in ("", ".mlp")
     ]
     assert names(rows) == ["h.0", "h.0.mlp", "h.1-2 (2x)", "h.1-2.mlp (2x)"]
-
-
-def test_two_stacks_do_not_mix():
-    rows = [replace(LAYER, block=f"{side}.{i}") for side in ("encoder", "decoder") for i in range(2)]
-    assert names(rows) == ["encoder.0-1 (2x)", "decoder.0-1 (2x)"]
 
 
 ROWS = st.lists(

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from helpers.cpu_burn import be_busy
 from helpers.modules import as_module
+from helpers.peaks import tracked_peak
 from helpers.ranks import run_on_ranks
+from helpers.train_graphs import SquareGraph
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt import ConfigError, Graph
-from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt import ConfigError
 from graphckpt.planning import Plan, PlanError, steps
 from graphckpt.planning import options as budget
 from graphckpt.planning.candidates import options as options_of
@@ -89,12 +90,7 @@ class Case:
         return graphckpt.plan(self.model, self.step, memory_budget=memory_budget, **wanted)
 
     def peak(self) -> int:
-        self.step()
-        live = LiveBytes(record_timeline=False)
-        live.track([*self.model.parameters(), self.x])
-        with live:
-            self.step()
-        return live.peak_bytes
+        return tracked_peak(self.model, self.step)
 
 
 def shared(value: Any) -> list[Any]:
@@ -236,18 +232,7 @@ def one_takes_more(rank: int) -> None:
 def a_graph_plans_at_its_first_call(rank: int) -> None:
     """Later shapes may be new to one rank alone, which would wait for the other."""
 
-    class Trained(Graph):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Model(Layer, Layer)
-            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-        def build(self, x: Tensor) -> Tensor:
-            loss = self.model(x).square().mean()
-            loss.backward()
-            return loss
-
-    step = Trained()
+    step = SquareGraph(Model(Layer, Layer))
     step.config.plan_options = FULL
     step.config.memory_budget = "min"
     for rows in (64, 64 + 8 * rank, 64):

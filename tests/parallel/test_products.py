@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.modules import as_module
 from helpers.ranks import launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,23 +33,14 @@ STEPS = 50
 """Learned in each run; the test that is not slow takes fewer."""
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(x_BTD)))
+@as_module(lambda: {"up": nn.Linear(D, 2 * D), "down": nn.Linear(2 * D, D)})
+def Mlp(self: Any, x_BTD: Tensor) -> Tensor:
+    return self.down(torch.nn.functional.gelu(self.up(x_BTD)))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp, self.drop = nn.LayerNorm(D), Mlp(), nn.Dropout(0.1)
-        self.idle = nn.Identity()
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD + self.drop(self.mlp(self.norm(x_BTD)))
+@as_module(lambda: {"norm": nn.LayerNorm(D), "mlp": Mlp(), "drop": nn.Dropout(0.1), "idle": nn.Identity()})
+def Block(self: Any, x_BTD: Tensor) -> Tensor:
+    return x_BTD + self.drop(self.mlp(self.norm(x_BTD)))
 
 
 def chain() -> nn.Sequential:

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from helpers.peaks import tracked_peak
-from helpers.plans import fields_of, measured_step, tiny_gpt2
+from helpers.plans import fields_of, gpt2_step, measured_step
 from torch import nn
 
 import graphckpt
@@ -68,15 +68,8 @@ def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed):
 
 
 def gpt2():
-    torch.manual_seed(0)
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = tiny_gpt2(n_layer=6, n_embd=64, n_head=4, vocab_size=64, n_positions=64, **none)
-    tokens = torch.randint(0, 64, (4, 64))
-
-    def step():
-        model(input_ids=tokens, labels=tokens).loss.backward()
-
-    return model, step
+    return gpt2_step(num_tokens=64, n_layer=6, n_embd=64, n_head=4, vocab_size=64, n_positions=64, **none)
 
 
 @pytest.fixture(scope="module")

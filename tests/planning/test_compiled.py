@@ -8,12 +8,13 @@ import pytest
 import torch
 from helpers.layer_stacks import Listed
 from helpers.peaks import tracked_peak
-from helpers.plans import tiny_gpt2
+from helpers.plans import gpt2_step
+from helpers.train_graphs import SquareGraph
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphckpt
-from graphckpt import ConfigError, Graph
+from graphckpt import ConfigError
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning import Plan, plan_step
@@ -49,19 +50,7 @@ def stack():
     return model, step
 
 
-def gpt2():
-    torch.manual_seed(0)
-    model = tiny_gpt2(n_layer=3)
-    ids = torch.randint(0, 32, (4, 24))
-
-    def step():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-
-    return model, step
-
-
-@pytest.mark.parametrize("build", [stack, pytest.param(gpt2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("build", [stack, pytest.param(gpt2_step, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_a_plan_takes_what_it_says(build, share):
     model, step = build()
@@ -216,18 +205,6 @@ def test_a_value_that_the_compiler_refuses_is_its_own_error_and_leaves_the_model
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-class Step(Graph):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def build(self, x):
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
-
-
 def planned(step, **options):
     found = step.plan(X, **options)
     found.apply()
@@ -239,7 +216,7 @@ def compiled_of(step):
 
 
 def test_a_graph_takes_over_how_its_blocks_are_compiled():
-    step = Step(stack()[0])
+    step = SquareGraph(stack()[0])
     for layer in step.model.layers:
         layer.config.compile = EAGER
     found = planned(step, memory_budget=0.5)
@@ -252,7 +229,7 @@ def test_a_graph_takes_over_how_its_blocks_are_compiled():
 
 @pytest.mark.slow
 def test_a_graph_plans_again_what_its_layers_save():
-    step = Step(stack()[0])
+    step = SquareGraph(stack()[0])
     step.config.plan_options = {"compile": AOT}
     step.config.memory_budget = 0.6
     seen = []
@@ -265,7 +242,7 @@ def test_a_graph_plans_again_what_its_layers_save():
 
 
 def test_a_graph_runs_what_the_plan_says_of_layers_that_were_compiled_before():
-    step = Step(stack()[0])
+    step = SquareGraph(stack()[0])
     for number, layer in enumerate(step.model.layers):
         layer.config.compile = AOT | {"activation_memory_budget": (0.3, 0.8)[number % 2]}
     step(X)
@@ -279,7 +256,7 @@ def test_a_graph_runs_what_the_plan_says_of_layers_that_were_compiled_before():
 
 
 def test_a_graph_compiles_what_its_plan_options_say():
-    step = Step(stack()[0])
+    step = SquareGraph(stack()[0])
     step.config.plan_options = {"compile": EAGER}
     step.config.memory_budget = 0.5
     step(X)
@@ -289,7 +266,7 @@ def test_a_graph_compiles_what_its_plan_options_say():
 @pytest.mark.parametrize("value", [True, {}])
 @pytest.mark.parametrize("name", ["layers.0", "layers.0.up"])
 def test_blocks_that_are_compiled_in_different_ways_are_refused(name, value):
-    step = Step(stack()[0])
+    step = SquareGraph(stack()[0])
     block = step.model.layers[0]
     (block.up if name.endswith("up") else block).config.compile = value
     with pytest.raises(ConfigError, match=r"plan: expected planned blocks with equal `compile`"):

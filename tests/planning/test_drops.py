@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers.layer_stacks import D, Layer, Listed
 from helpers.peaks import tracked_peak
-from helpers.plans import planner_of
+from helpers.plans import planner_of, stepped_once
 from torch import nn
 
 from graphckpt import apply, plan
@@ -95,6 +95,11 @@ def unused_call(model):
     return used.square().mean()
 
 
+def micro_batches(model):
+    model.online(model.views[0]).square().mean().backward()
+    return model.online(model.views[1]).square().mean()
+
+
 def rebound_output(model):
     for view in model.views:
         y = model.online(view)
@@ -112,18 +117,6 @@ def unused_second_output(model):
     for layer in model.gates:
         x, _ = layer(x)  # drops the gate of the layer before
     return model.online.head(x).square().mean()
-
-
-def stepped_once(model, loss):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-
-    def step():
-        torch.manual_seed(5)
-        loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, [optimizer]
 
 
 def gan(model):
@@ -182,7 +175,7 @@ def optimizer_in_backward(model, loss=lambda model: model.online(model.views[0])
 
 LOSSES = [
     simsiam, simsiam_target_first, simsiam_target_alive, simsiam_symmetric, byol, byol_no_grad, unused_output,
-    unused_second_output, unused_call, rebound_output, detached_in_the_middle,
+    unused_second_output, unused_call, micro_batches, rebound_output, detached_in_the_middle,
 ]  # fmt: skip
 STEPS = {
     **{loss.__name__: lambda model, loss=loss: stepped_once(model, loss) for loss in LOSSES},

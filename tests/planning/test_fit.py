@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.layer_stacks import ReLULayer
+from helpers.modules import as_module
 from helpers.peaks import tracked_peak
 from helpers.plans import tiny_gpt2
 from helpers.thinning import slow_unless
@@ -145,16 +146,11 @@ def test_training_state_is_as_before():
     assert torch.equal(random, torch.get_rng_state())
 
 
-class Squared(nn.Module):
-    """Layers after a head whose memory grows with the square of the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(ReLULayer() for _ in range(3)))
-
-    def forward(self, x):
-        x = self.layers(x)
-        return (x @ x.T).square().mean()
+@as_module(lambda: {"layers": nn.Sequential(*(ReLULayer() for _ in range(3)))})
+def Squared(self, x):
+    """Layers before a head whose memory grows with the square of the batch."""
+    x = self.layers(x)
+    return (x @ x.T).square().mean()
 
 
 def squared(batch_size):
@@ -343,9 +339,6 @@ def test_a_range_bounds_the_search():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_sizes": [0]}, r"batch_sizes: expected a list or a range of ints of 1 or more, got \[0\]"),
-        ({"batch_sizes": []}, r"batch_sizes: expected a list or a range of ints of 1 or more, got \[\]"),
-        ({"batch_sizes": "1,2"}, r"batch_sizes: expected a list or a range of ints of 1 or more, got '1,2'"),
         ({"batch_sizes": range(8)}, r"batch_sizes: expected a range from 1 or more"),
         *(
             (
@@ -417,8 +410,4 @@ def test_a_simulated_fit_never_says_that_it_has_run():
     assert all(line.endswith("simulated") for line in str(found).splitlines()[2:4])
     assert "; simulated: peak" in str(found)
     assert "on h200 (simulated)" in repr(found)
-    assert found.largest.plan is not None
-    assert "on h200 (simulated)" in str(found.largest.plan)
-    with pytest.raises(ConfigError, match="expected a model, since the plan is simulated on h200"):
-        found.largest.plan.apply()
     assert not graphckpt.fit(simple, batch_sizes=[2], memory_budget="1MiB").is_simulated

@@ -189,7 +189,7 @@ def test_a_range_with_another_step_is_a_list_of_sizes(sizes, rows):
 
 @pytest.mark.parametrize(
     "sizes",
-    [[], [True, 2], [2, -1], [2.0], [None], ["1"], b"12", 8, np.int64(8), np.array(4), np.array([], dtype=int),
+    [[], [True, 2], [2, 0], [2.0], [None], ["1"], b"12", 8, np.int64(8), np.array(4), np.array([], dtype=int),
      np.array([True]), np.array([2.0]), np.array([[1, 2]]), torch.tensor(4), torch.tensor([True]), range(0, 9, 2)],
     ids=repr,
 )  # fmt: skip

@@ -9,10 +9,11 @@ import torch
 from helpers.modules import as_module
 from helpers.peaks import tracked_peak
 from helpers.plans import planner_of
+from helpers.train_graphs import SquareGraph
 from torch import nn
 
 import graphckpt
-from graphckpt import ConfigError, Graph, Plan, PlanError, Tiles
+from graphckpt import ConfigError, Plan, PlanError, Tiles
 from graphckpt.planning import plan_step
 from graphckpt.planning.sweep import measure
 
@@ -22,22 +23,20 @@ def Head(self, x, labels):
     return nn.functional.cross_entropy(self.words(x), labels, reduction="sum")
 
 
-class Language(nn.Module):
+def mlp():
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+@as_module(lambda: {"layers": nn.ModuleList(mlp() for _ in range(4)), "head": Head(16, 2000)})
+def Language(self, x, labels):
     """Layers whose results are small beside the logits."""
-
-    def __init__(self, num_words=2000):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
-        self.head = Head(16, num_words)
-
-    def forward(self, x, labels):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x, labels)
+    for layer in self.layers:
+        x = layer(x)
+    return self.head(x, labels)
 
 
 def made():
+    torch.manual_seed(0)
     model, x, labels = Language(), torch.randn(256, 16), torch.randint(0, 2000, (256,))
     return model, lambda: model(x, labels).backward()
 
@@ -91,18 +90,7 @@ def test_the_least_is_that_of_the_finest_slices(tmp_path):
 
 
 def test_a_graph_takes_it_and_lets_it_go_again():
-    class Train(Graph):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-            self.add_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
-
-        def build(self, x, labels):
-            loss = self.model(x, labels)
-            loss.backward()
-            return loss
-
-    graph = Train(Language())
+    graph = SquareGraph(Language())
     x, labels = torch.randn(256, 16), torch.randint(0, 2000, (256,))
     cut = graph.plan(x, labels, memory_budget="min", head={"model.head": Tiles(16, reduce="sum")})
     with cut.apply():

@@ -102,24 +102,6 @@ def test_a_step_that_fails_in_a_block_does_not_end_the_training(block, is_ended)
     loop.live.close()
 
 
-def test_the_loop_leaves_the_weights_of_the_plain_step():
-    torch.manual_seed(0)
-    loop = Loop("min")
-    weights = [parameter.detach().clone() for parameter in loop.model.parameters()]
-    loop.updates(8, 8, 16, 32)
-    planned = [parameter.detach().clone() for parameter in loop.model.parameters()]
-    loop.live.close()
-    with torch.no_grad():
-        for parameter, weight in zip(loop.model.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), foreach=False)
-    for size in (8, 8, 16, 32):
-        loop.step(size)
-    for parameter, weight in zip(loop.model.parameters(), planned, strict=True):
-        assert torch.equal(parameter, weight)
-        assert parameter.grad is None
-
-
 def test_parameters_that_are_not_full_are_one_error():
     class Odd(nn.Parameter):
         pass

@@ -14,7 +14,7 @@ import torch
 from helpers.architectures import ARCHITECTURES
 from helpers.modules import as_module
 from helpers.peaks import tracked_peak
-from helpers.plans import fields_of, measured_step, planner_of
+from helpers.plans import fields_of, measured_step, planner_of, stepped_once
 from helpers.thinning import slow_unless
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,17 +54,11 @@ CASES = ARCHITECTURES if os.environ.get("GRAPHCKPT_ALL_ARCHITECTURES") else [a f
 
 def trained(model, inputs, loss_of):
     """Returns a step, and the tracked peak of it under policies that `apply` puts on."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-
-    def step():
-        torch.manual_seed(5)
-        loss_of(model(**inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    step, optimizers = stepped_once(model, lambda model: loss_of(model(**inputs)))
 
     def tracked(fields):
         with graphckpt.apply(model, fields):
-            return tracked_peak(model, step, [optimizer])
+            return tracked_peak(model, step, optimizers)
 
     return step, tracked
 

@@ -8,10 +8,11 @@ from dataclasses import fields
 import pytest
 import torch
 from helpers.modules import as_module
+from helpers.train_graphs import SquareGraph
 from torch import nn
 
 import graphckpt
-from graphckpt import ConfigError, Graph
+from graphckpt import ConfigError
 from graphckpt.cli import add_plan
 from graphckpt.config.run import fake_steps_from
 from graphckpt.planning import PlanOptions, plan_step
@@ -53,18 +54,6 @@ def Model(self, x):
     return self.head(x).sum()
 
 
-class Step(Graph):
-    def __init__(self):
-        super().__init__()
-        self.model = Model()
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-    def build(self, x):
-        loss = self.model(x)
-        loss.backward()
-        return loss
-
-
 def arrived(action):
     with pytest.raises(Caught) as error:
         action()
@@ -81,7 +70,7 @@ def test_plan_and_graphs_take_it(name, caught):
     value = {"model.head": "full"} if name == "head" else ["model.layers.*"] if name == "blocks" else VALUES[name]
     given = arrived(lambda: graphckpt.plan(model, lambda: None, memory_budget="min", **{name: VALUES[name]}))
     assert getattr(given, name) == VALUES[name]
-    step = Step()
+    step = SquareGraph(Model())
     assert getattr(arrived(lambda: step.plan(x, memory_budget="min", **{name: value})), name) == value
     step.config.plan_options = {name: value}
     step.config.memory_budget = "min"

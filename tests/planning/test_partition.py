@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from helpers.layer_stacks import mlp_step
 from helpers.peaks import tracked_peak
-from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError
@@ -13,23 +12,9 @@ from graphckpt.planning import Plan
 from graphckpt.planning.candidates import options
 from graphckpt.planning.plan_group import planning_group
 
-D = 16  # width
-
-
-def made(num_layers=6, rows=256, width=4 * D):
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(D, width), nn.Tanh(), nn.Linear(width, D)) for _ in range(num_layers)]
-    model, x = nn.Sequential(*layers), torch.randn(rows, D)
-
-    def step():
-        model(x).square().mean().backward()
-        model.zero_grad()
-
-    return model, step
-
 
 def test_slabs_hold_what_is_kept_within_the_budget():
-    model, step = made()
+    model, step = mlp_step()
     found = graphckpt.plan(model, step, memory_budget=0.6, candidates=["full"], contiguous=True)
     assert {row.option for row in found.rows} == {"keep + slab", "full + slab"}
     assert all(row.fields["contiguous"] for row in found.rows)
@@ -42,7 +27,7 @@ def test_slabs_hold_what_is_kept_within_the_budget():
 
 
 def test_layers_joined_to_others_keep_nothing_and_get_no_slab():
-    model, step = made(num_layers=16, width=2)
+    model, step = mlp_step(num_layers=16, inner=2)
     wanted = {"memory_budget": "min", "candidates": ["full", "joined"], "check": False}
     found = graphckpt.plan(model, step, contiguous=True, **wanted)
     joined = [row for row in found.rows if row.option == "joined"]
@@ -51,7 +36,7 @@ def test_layers_joined_to_others_keep_nothing_and_get_no_slab():
 
 
 def test_parts_of_one_process_are_left_out_with_a_note():
-    model, step = made(num_layers=2)
+    model, step = mlp_step(num_layers=2)
     found = graphckpt.plan(model, step, memory_budget="min", candidates=["full"], partition=True)
     assert "partition has no effect: there is one process" in found.notes
     assert not any("part" in row.option for row in found.rows)

@@ -8,34 +8,22 @@ import re
 import textwrap
 
 import pytest
-import torch
-import yaml
+from helpers.layer_stacks import mlp_step
 from helpers.peaks import tracked_peak
-from helpers.plans import planner_of, tiny_gpt2
-from omegaconf import OmegaConf
-from torch import nn
+from helpers.plans import gpt2_step, planner_of
 
 import graphckpt
-from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
 from graphckpt.planning import Plan
 from graphckpt.planning.plot import draw_sweep
 from graphckpt.planning.rows import PlanRow, Stage
-from graphckpt.train.policies import block_policies
-from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.units import format_bytes
 
 
 @pytest.fixture(scope="module")
 def planned():
     """Returns a model, its step, and the plan with the lowest peak."""
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(5)]
-    model, x = nn.Sequential(*layers), torch.randn(256, 16)
-
-    def step():
-        model(x).square().mean().backward()
-
+    model, step = mlp_step(num_layers=5)
     return model, step, graphckpt.plan(model, step, memory_budget="min")
 
 
@@ -64,17 +52,6 @@ def test_save_and_load(planned, tmp_path):
             Plan.load(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         Plan.load(tmp_path / "none.yaml")
-
-
-def test_the_file_is_a_section_of_a_config(planned, tmp_path):
-    model, _, found = planned
-    found.save(tmp_path / "plan.yaml")
-    blocks = yaml.safe_load((tmp_path / "plan.yaml").read_text(encoding="utf-8"))["blocks"]
-    section = {"enabled": True, "rule": None, "blocks": blocks}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"train": {"activation_checkpoint": section}}), encoding="utf-8")
-    config = LazyConfig.load(str(tmp_path / "run.yaml"))
-    settings = ActivationCheckpointConfig(**OmegaConf.to_container(config.train.activation_checkpoint))
-    assert block_policies(model, settings) == found.blocks
 
 
 FIXED = Plan(
@@ -133,12 +110,7 @@ def test_explain_prints_policies_costs_and_notes(capsys):
 
 
 def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tmp_path):
-    torch.manual_seed(0)
-    model, ids = tiny_gpt2(), torch.randint(0, 32, (4, 24))
-
-    def step():
-        model(input_ids=ids, labels=ids).loss.backward()
-
+    model, step = gpt2_step()
     uniform = planner_of(model, step).uniform()
     found = next(choice for choice in uniform.values() if choice.rows[0].option.startswith("selective(level"))
     found.save(tmp_path / "plan.yaml")

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from fuzz.bench import same
 from helpers.layer_stacks import D, Layer, Listed, Piled
 from helpers.peaks import tracked_peak
-from helpers.plans import planner_of, tiny_gpt2
+from helpers.plans import planner_of, stepped_once, tiny_gpt2
 from torch import nn
 
 import graphckpt
@@ -33,14 +34,7 @@ class Case:
 
     def __init__(self, model, loss):
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-        self._loss = loss
-
-    def step(self):
-        torch.manual_seed(5)
-        self._loss(self.model).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.step, (self.optimizer,) = stepped_once(model, loss)
 
     def peak(self):
         return tracked_peak(self.model, self.step, [self.optimizer])
@@ -250,19 +244,15 @@ def test_plan_takes_budgets_of_every_kind(budget):
     [
         ("0%", r"memory_budget: expected more than 0% and at most 100% of the device's memory, got '0%' · fix: "),
         ("150%", r"memory_budget: expected more than 0% and at most 100% of the device's memory, got '150%'"),
-        (
-            1.5,
-            r"memory_budget: expected a float greater than 0 and at most 1, a share of the plain step's peak, got 1\.",
-        ),
+        (1.5, r"memory_budget: expected a float greater than 0 and at most 1, a share of the plain step's peak, got"),
         ("24.0", r"expected a float greater than 0 and at most 1, .*, got 24\.0 · did you mean '24GiB' or 0.24"),
         (0.0, r"memory_budget: expected a float greater than 0"),
         (float("nan"), r"memory_budget: expected a float greater than 0"),
-        (".", r"memory_budget: '\.' is not a memory size"),
+        *((text, rf"memory_budget: '{text}' is not a memory size") for text in ("", "nan", "inf", "most")),
         ("a%", r"memory_budget: expected a percentage, got 'a%' · fix: '12GiB', '50%' of the device's memory, or 0\.6"),
         (True, r"expected a number of bytes, a size such as '12GiB', '50%', 0\.6, 'max' or 'min', got True"),
         (None, r"memory_budget: expected a number of bytes, .* got None"),
         ("12 G", r"memory_budget: .*unknown unit 'G' · fix: use 'GiB'.*; or '12GiB', '50%' of"),
-        ("most", r"memory_budget: .*'most' is not a memory size"),
         (-1, r"memory_budget: expected 0 or more bytes, got -1 · fix: '12GiB'"),
         (60, r"memory_budget: expected at least 1 KiB, got 60 B · did you mean '60GiB' or 0\.6\?"),
         ("12", r"memory_budget: expected at least 1 KiB, got 12 B · did you mean '12GiB' or 0\.12\?"),
@@ -325,18 +315,6 @@ def test_a_model_that_runs_twice_before_backward():
     seconds = [found.predicted_step_seconds for found in case.check_plans(planner, 5)]
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(seconds))
     assert any(len(set(choice.plan)) > 1 for choice in planner.search.baselines), "not only uniform"
-
-
-def test_micro_batches_in_one_step():
-    torch.manual_seed(0)
-    batches = torch.randn(2, 64, D)
-
-    def loss(model):
-        model(batches[0]).square().mean().backward()
-        return model(batches[1]).square().mean()
-
-    case = Case(Listed(), loss)
-    case.check_plans(case.planner(), 4)
 
 
 @pytest.mark.parametrize("keeps_output", [False, True])
@@ -439,16 +417,6 @@ def everything(case):
             "training": [m.training for m in case.model.modules()],
         }
     )
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def is_clean(model):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from helpers.modules import as_module
 from helpers.plans import measured_step
+from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError, progress
@@ -60,15 +62,11 @@ def test_equal_layers_are_run_in_a_shorter_stack():
 
 
 def test_a_step_that_needs_all_of_its_layers_is_measured_with_all_of_them():
-    class Counts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(7))
-
-        def forward(self, x):
-            for number in range(7):
-                x = self.layers[number](x)
-            return x.sum()
+    @as_module(lambda: {"layers": nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(7))})
+    def Counts(self, x):
+        for number in range(7):
+            x = self.layers[number](x)
+        return x.sum()
 
     def build():
         model, x = Counts(), torch.ones(2, 8)
@@ -187,15 +185,11 @@ def test_a_function_may_build_the_model_of_a_real_step_too():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (
-            lambda: made()[::2],
-            {},
-            r"plan.model: expected a function that builds it, for device='h200', got an object of",
-        ),
+        (lambda: made()[::2], {}, r"plan.model: expected a function that builds it, for device='h200', got an object"),
         (
             lambda: (lambda: 1,),
             {},
-            r"plan.model: expected a model and a step function, got int · fix: end the function in",
+            r"plan.model: expected a model and a step function, got int · fix: end the function",
         ),
         (lambda: (lambda: made()[::2],), {"compile": True}, r"compile: its effect is not known on an absent device"),
         (lambda: (lambda: made()[::2],), {"device": "h2000"}, r"did you mean 'h200'"),
@@ -257,19 +251,12 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
         (["--head", "loss_head=tiles:8:avg"], "reduce: expected 'sum', 'mean' or None, got 'avg'"),
         (["--head", "loss_head=full:8"], "rule 'full': expected no setting, got 'full:8' · fix: use 'full'"),
         (["--head", "loss_head=tiles:8:sum"], "no block is called 'loss_head'"),
-        (["--device", "h2000"], "did you mean 'h200'"),
-        (["--memory-budget", "1 fortnight"], "unknown unit"),
-        (["--memory-budget", "nan"], "is not a memory size"),
-        (["--memory-budget", "inf"], "is not a memory size"),
-        (["--memory-budget", ""], "is not a memory size"),
         (["--memory-budget", "1MiB", "model.config.n_layer=2"], "no plan fits"),
         (
             ["--device", "h200", "--memory-budget", "0.001", "model.config.n_layer=2"],
             "before the first block: weights, optimizer state, inputs, workspaces and what runs before it · fix: ",
         ),
         (["--memory-budget", "24.0"], "memory_budget: expected a float greater than 0 and at most 1, a share of the"),
-        (["--memory-budget", "60"], "expected at least 1 KiB, got 60 B · did you mean '60GiB' or 0.6?"),
-        (["--memory-budget", "150%"], "memory_budget: expected more than 0% and at most 100% of the device's memory"),
         (["model.config.n_layers=2"], "n_layers"),
     ],
 )

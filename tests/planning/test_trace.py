@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from helpers.cpu_burn import be_busy
+from helpers.modules import as_module
 from torch import nn
 
 from graphckpt.planning import traced_stores
@@ -20,18 +21,13 @@ from graphckpt.rules import Keep
 BUSY = 0.05  # seconds
 
 
-class Slow(nn.Module):
+@as_module(lambda: {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
+def Slow(self, x):
     """Takes long in backward, once the gradient of its second layer is whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = self.first(x)
-        if x.requires_grad:
-            x.register_hook(lambda _: be_busy(BUSY))
-        return self.second(x)
+    x = self.first(x)
+    if x.requires_grad:
+        x.register_hook(lambda _: be_busy(BUSY))
+    return self.second(x)
 
 
 def timed(model, x, *, after, steps=0):

@@ -14,8 +14,6 @@ from graphckpt.train import trainer
 from graphckpt.train.build_model import TrainGraph
 from graphckpt.train.hooks.log import LogHook
 
-pytestmark = pytest.mark.usefixtures("place")
-
 BUDGET = "train.activation_checkpoint.memory_budget"
 WIDE = """
 data.seq_length = 128
@@ -25,8 +23,12 @@ train.evaluation.enabled = False
 """
 
 
-def test_weights_are_those_of_the_plain_run_and_planning_counts_as_no_iteration(place, monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def wide(place):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
+
+
+def test_weights_are_those_of_the_plain_run_and_planning_counts_as_no_iteration(place, monkeypatch, capsys):
     assert train("train.output_dir=plain") == 0
     calls = []
     with monkeypatch.context() as patch:
@@ -56,7 +58,6 @@ def kept_bytes(printed: str) -> str:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_layers_are_compiled_where_the_config_says_so(place):
-    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     assert train("train.output_dir=plain", "train.train_iter=1") == 0
     compiled = "train.activation_checkpoint.compile={backend: eager}"
     assert train("train.output_dir=planned", f"{BUDGET}=0.6", compiled, "train.train_iter=1") == 0
@@ -81,7 +82,6 @@ def limit_call(monkeypatch, number, limit):
 
 
 def test_run_goes_on_with_the_same_bits(place, monkeypatch):
-    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     with monkeypatch.context() as patch:
         used = limit_call(patch, 2, None)
         assert train("train.output_dir=plain", "train.train_iter=4") == 0
@@ -96,7 +96,6 @@ def test_run_goes_on_with_the_same_bits(place, monkeypatch):
 
 
 def test_it_raises_where_the_config_says_so(place, monkeypatch, capsys):
-    (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     used = limit_call(monkeypatch, 1, 1_000_000)
     assert train("train.activation_checkpoint.on_out_of_memory=raise") == 2
     assert "memory ran out: tried to allocate" in capsys.readouterr().err

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from helpers.small_run import rows_of
 from omegaconf import OmegaConf
 
 from graphckpt.cli import main
@@ -32,7 +31,7 @@ def test_it_trains_evaluates_and_recomputes(tmp_path, monkeypatch, name, small, 
     monkeypatch.chdir(tmp_path)
     words = ["train", "--config-file", f"configs/{name}", "--fast-dev-run", *_DATA, *_RUN, *small]
     assert main(words) == 0
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.json").read_text().splitlines()]
+    rows = rows_of(tmp_path / "out")
     assert metrics | {"total_loss"} <= {key for row in rows for key in row}
     assert [row["total_loss"] for row in rows if "nsp_loss" in row] == pytest.approx(
         [row["lm_loss"] + row["nsp_loss"] for row in rows if "nsp_loss" in row]

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from helpers.small_run import Calls
 from rich.console import Console
 from torch import nn
 
@@ -88,12 +89,9 @@ def test_interrupt_while_a_line_is_printed_prints_it_once():
                 os.kill(os.getpid(), signal.SIGINT)
             return super().write(text)
 
-    class Prints(HookBase):
-        def after_step(self, loop):
-            loop.report.line(f"a line {loop.done}")
-
+    prints = Calls(after_step=lambda loop: loop.report.line(f"a line {loop.done}"))
     screen = Screen()
-    loop = Loop(_loss, train_iter=10, report=Report(Console(file=screen)), hooks=[Prints()])
+    loop = Loop(_loss, train_iter=10, report=Report(Console(file=screen)), hooks=[prints])
     loop.run()
     assert (loop.done, loop.is_stopped) == (1, True)
     assert screen.getvalue().count("a line 1") == 1
@@ -148,7 +146,7 @@ def test_evaluation_weighs_by_tokens_and_restores_the_mode():
 
     loop = Loop(_loss, train_iter=3, report=_report(), hooks=[hook])
     metrics = []
-    loop._hooks += (type("Spy", (HookBase,), {"after_step": lambda self, loop: metrics.append(loop.metrics)})(),)
+    loop._hooks += (Calls(after_step=lambda loop: metrics.append(loop.metrics)),)
     loop.run()
     assert [sorted(row) for row in metrics] == [[], ["eval_loss", "eval_ppl"], ["eval_loss", "eval_ppl"]]
     assert metrics[-1]["eval_ppl"] == math.exp(3.0)
@@ -243,15 +241,14 @@ def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path, de
         rows = (json.loads(line) for line in (tmp_path / name).read_text().splitlines())
         return [(row["iteration"], row["total_loss"]) for row in rows]
 
-    class Stops(HookBase):
-        def after_step(self, loop):
-            if loop.done == 4:
-                resumed.load_state_dict(hook.state_dict())
-                assert losses("stopped") == [(0, 0.0), (1, 1.0)]
-                loop._is_asked = True
+    def stop(loop):
+        if loop.done == 4:
+            resumed.load_state_dict(hook.state_dict())
+            assert losses("stopped") == [(0, 0.0), (1, 1.0)]
+            loop._is_asked = True
 
     hook, resumed = (_log_hook(device=torch.device("xpu")) for _ in range(2))
-    hooks = [hook, MetricsHook(tmp_path / "stopped"), Stops()]
+    hooks = [hook, MetricsHook(tmp_path / "stopped"), Calls(after_step=stop)]
     _late_loop(hooks, device_events, _report(), train_iter=6).run()
     assert losses("stopped") == [(0, 0.0), (1, 1.0), (3, 2.5)]
     hooks = [resumed, MetricsHook(tmp_path / "resumed")]
@@ -260,12 +257,8 @@ def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path, de
 
 
 def test_seconds_that_a_hook_waits_for_the_device_are_the_steps(tmp_path):
-    class Evaluates(HookBase):
-        def after_step(self, loop):
-            loop.synchronize()
-
     metrics = tmp_path / "metrics.json"
-    hooks = [_log_hook(log_period=4), MetricsHook(metrics), Evaluates()]
+    hooks = [_log_hook(log_period=4), MetricsHook(metrics), Calls(after_step=lambda loop: loop.synchronize())]
     Loop(_loss, train_iter=4, report=_report(), hooks=hooks, synchronize=lambda: time.sleep(0.05)).run()
     row = json.loads(metrics.read_text().splitlines()[-1])
     assert 0.05 <= row["time"] < 0.1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from helpers.small_run import CONFIG, train
+from helpers.plans import tiny_gpt2
+from helpers.small_run import CONFIG, rows_of, train
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import graphckpt
 from graphckpt import ConfigError, Tiles
@@ -28,9 +27,8 @@ NUM_WORDS, NUM_TILES = 211, 8
 
 
 def gpt2():
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": NUM_WORDS}
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drop, bos_token_id=0, eos_token_id=0))
+    return tiny_gpt2(n_layer=2, vocab_size=NUM_WORDS, **drop)
 
 
 def llama(kind=LlamaForCausalLM, config=LlamaConfig, **more):
@@ -166,5 +164,4 @@ def test_several_processes_are_refused():
 
 
 def last_loss(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
-    return [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
+    return [row["eval_loss"] for row in rows_of(folder) if "eval_loss" in row][-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import sys
 from types import SimpleNamespace
@@ -10,14 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.small_run import CONFIG, rows_of, train
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
 from graphckpt.train.hooks import log
 from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.loop import Loop, TrainError
-from graphckpt.train.output import Report
 from graphckpt.train.snapshot.folder import check
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -104,16 +101,15 @@ def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(broken
 
 @pytest.mark.parametrize(("period", "most", "ends_at"), [(4, 1000, 8), (100, 5, 6), (100, 1000, 9)])
 @pytest.mark.parametrize("device", ["cpu", "xpu"])
-def test_the_first_loss_is_named_on_any_device(monkeypatch, device, period, most, ends_at):
+def test_the_first_loss_is_named_on_any_device(quiet, monkeypatch, device, period, most, ends_at):
     """On a device its line is read one period late, and a long period is looked through before its end."""
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch, "Event", lambda device: event)
     monkeypatch.setattr(log, "_MOST_LOSSES", most)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     hook = LogHook(optimizer, device=torch.device(device), log_period=period, batch_size=3, seq_length=5)
-    report = Report(Console(file=io.StringIO()))
     values = [1.0, 1.0, math.inf, math.nan, 1.0, 1.0, 1.0, 1.0, 1.0]
-    loop = Loop(lambda done: {"total_loss": torch.tensor(values[done])}, train_iter=9, report=report, hooks=[hook])
+    loop = Loop(lambda done: {"total_loss": torch.tensor(values[done])}, train_iter=9, report=quiet, hooks=[hook])
     with pytest.raises(TrainError, match=r"^the loss is inf at iteration 3 "):
         loop.run()
     assert loop.done == (ends_at if device == "xpu" or period > 4 else 4)

@@ -5,22 +5,10 @@ from __future__ import annotations
 import pytest
 from helpers.architectures import ARCHITECTURES
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForPreTraining,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from graphckpt.errors import ConfigError
 from graphckpt.train.policies import block_policies, head_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
-
-_SMALL = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
 
 
 class Block(nn.Linear):
@@ -53,19 +41,10 @@ def _blocks(model, **fields):
 
 
 @pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=50)), "transformer.h.{}"),
-        (lambda: LlamaForCausalLM(LlamaConfig(**_SMALL)), "model.layers.{}"),
-        (lambda: BertForPreTraining(BertConfig(**_SMALL)), "bert.encoder.layer.{}"),
-        (Older, "encoder.layer.{}"),
-    ],
+    ("make", "names"), [(Older, [f"encoder.layer.{number}" for number in range(3)]), (Whole, ["body.0", "body.2"])]
 )
-def test_layers_are_found_in_any_model(make, names):
-    found = _blocks(make(), rule="selective")
-    assert list(found) == [names.format(number) for number in range(len(found))]
-    assert len(found) in {2, 3}
-    assert all(fields == {"activation_checkpointing": "selective"} for fields in found.values())
+def test_layers_are_found_by_other_marks(make, names):
+    assert _blocks(make(), rule="selective") == {name: {"activation_checkpointing": "selective"} for name in names}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
@@ -75,17 +54,8 @@ def test_layers_of_every_architecture_are_found(architecture):
     if architecture.name == "resnet":  # marks its convolutions alone, as what no device boundary may cut
         assert all(any(name.startswith(layer) for name in found) for layer in layers)
     else:
-        assert found >= layers
+        assert {name for name in found if ".conv_layers." not in name} == layers
     assert not any(name.startswith(f"{other}.") for name in found for other in found)
-
-
-def test_encoder_and_decoder_both_count():
-    config = T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2)
-    assert len(_blocks(T5ForConditionalGeneration(config))) == 4
-
-
-def test_layers_that_no_device_boundary_cuts():
-    assert list(_blocks(Whole())) == ["body.0", "body.2"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from graphckpt.train.hooks.metrics import tag_of
 from graphckpt.train.hooks.snapshot import BestHook
 from graphckpt.train.snapshot import folder as snapshot
-from graphckpt.train.snapshot.run_state import RunState
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -78,28 +77,6 @@ def test_stopped_and_resumed_it_ends_at_the_same_bits(place, optimizer, number):
     log = (place / "parts" / "log.txt").read_text()
     assert log.count("iteration: 9/10  consumed_samples: 36") == 1
     assert "resumed from parts/model_0000004, after iteration: 5/10" in log
-
-
-def test_the_scaler_of_float16_goes_on_where_it_was(place):
-    """Its state counts the updates since it last grew, so one that began anew would show."""
-    words = ["train.amp.enabled=True", "train.amp.dtype=float16"]
-    assert train("train.output_dir=whole", *words) == 0
-    stopped("parts", 4, *words)
-    assert train("--resume", "train.output_dir=parts", *words) == 0
-    assert same_weights(place / "whole", place / "parts")
-    scales = [torch.load(path, weights_only=True) for path in sorted(place.glob("*/model_final/graph.pt"))]
-    assert len(scales) == 2
-    assert "System-Train-GradScaler" in str(scales[0])
-    assert str(scales[0]) == str(scales[1])
-
-
-def test_without_the_rng_state_it_would_not_be_the_same(place, monkeypatch):
-    """The test above sees what a resume leaves out."""
-    assert train("train.output_dir=whole") == 0
-    stopped("parts", 5)
-    monkeypatch.setattr(RunState, "_set_random", lambda self, state: None)
-    assert train("train.output_dir=parts", "--resume") == 0
-    assert not same_weights(place / "whole", place / "parts")
 
 
 def test_another_batch_size_goes_on_with_the_samples_that_come_next(place):

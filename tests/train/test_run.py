@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.small_run import CONFIG, STILL, train
+from helpers.small_run import CONFIG, STILL, Calls, rows_of, train, trainer_of
 from helpers.subprocess_runner import run_script
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,7 +20,6 @@ from graphckpt.cli import main
 from graphckpt.config.files import existing
 from graphckpt.config.trainer import trainer_from
 from graphckpt.train.build_model import TrainGraph
-from graphckpt.train.loop import HookBase
 from graphckpt.train.output import Report
 
 LARGER = """
@@ -39,18 +37,14 @@ def larger(place):
     (place / "tiny.py").write_text(CONFIG + LARGER, encoding="utf-8")
 
 
-def _rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
-
-
 def _losses(folder):
-    return [row["total_loss"] for row in _rows(folder) if "total_loss" in row]
+    return [row["total_loss"] for row in rows_of(folder) if "total_loss" in row]
 
 
 def test_a_run_learns_and_writes_all(place, pictures, capsys):
     assert train("train.train_iter=40", "train.log_period=5") == 0
     out = place / "out"
-    rows = _rows(out)
+    rows = rows_of(out)
     losses = _losses(out)
     assert losses[0] == pytest.approx(math.log(300), rel=0.1)
     assert losses[-1] < losses[0] - 1
@@ -86,7 +80,7 @@ def test_the_saved_model_is_that_of_transformers_and_the_saved_config_runs_the_s
         for first in (0, 4, 8):  # the three batches of four that the run evaluated
             rows = heldout.batch([n * len(heldout) // 12 for n in range(first, first + 4)])
             losses.append(model(input_ids=rows, labels=rows).loss.item())
-    assert sum(losses) / 3 == pytest.approx(_rows(place / "out")[-1]["eval_loss"], rel=1e-5)
+    assert sum(losses) / 3 == pytest.approx(rows_of(place / "out")[-1]["eval_loss"], rel=1e-5)
 
     first = _losses(place / "out")
     assert main(["train", "--config-file", "out/config.yaml", "train.output_dir=again"]) == 0
@@ -107,27 +101,18 @@ def test_policies_change_no_bit_and_amp_little(place):
     assert _losses(place / "short") == pytest.approx(plain, rel=0.05)
 
 
-def test_named_blocks_are_those_that_act(place):
-    blocks = '{"transformer.h.[01]": {"activation_checkpointing": true}}'
-    only = ["train.activation_checkpoint.rule=null", f"train.activation_checkpoint.blocks={blocks}"]
-    assert train("train.train_iter=3", *only) == 0
-    log = (place / "out" / "log.txt").read_text()
-    assert re.search(r"model\.transformer\.h\.0-1 \(2x\) +full", log)
-    assert re.search(r"model\.transformer\.h\.2 +keep", log)
-
-
 def test_accumulation_comes_near_one_large_batch(place):
     assert train("train.output_dir=one", *STILL) == 0
     steps = ["train.num_accumulation_steps=4", "train.train_micro_batch_size=2"]
     assert train("train.output_dir=four", *STILL, *steps) == 0
     assert _losses(place / "four") == pytest.approx(_losses(place / "one"), rel=1e-3)
-    assert [row["consumed_samples"] for row in _rows(place / "four")] == [8 * n for n in range(1, 13)]
+    assert [row["consumed_samples"] for row in rows_of(place / "four")] == [8 * n for n in range(1, 13)]
 
 
 def test_fast_dev_run_and_overrides_between_flags(place):
     first = ["train.evaluation.eval_iter=1", "train.output_dir=out"]
     assert main(["train", *first, "--fast-dev-run", "optim.lr=1e-3", "--config-file", "tiny.py"]) == 0
-    rows = _rows(place / "out")
+    rows = rows_of(place / "out")
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert [row["consumed_samples"] for row in rows] == [2, 4, 6]
     assert [row["iteration"] for row in rows if "eval_ppl" in row] == [1, 2]
@@ -166,13 +151,11 @@ def test_memory_that_runs_out_is_one_clear_error(monkeypatch, capsys, error, wor
 
 
 def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(place):
-    class Remove(HookBase):
-        def after_step(self, loop):
-            if loop.done == 4:
-                shutil.rmtree(place / "out")
+    def remove(loop):
+        if loop.done == 4:
+            shutil.rmtree(place / "out")
 
-    trainer = trainer_from("tiny.py", ["train.checkpointer.period=3"])
-    trainer._more_hooks = (Remove(),)
+    trainer = trainer_of("out", "train.checkpointer.period=3", hooks=[Calls(after_step=remove)])
     assert trainer.train().iterations == 12
     assert AutoModelForCausalLM.from_pretrained(place / "out" / "model_final") is not None
     assert train("--resume") == 0
@@ -183,13 +166,10 @@ def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(p
     [
         (["--version"], 0, r"graphckpt \d+\.\d+\.\d+"),
         (["train", "--help"], 0, r"graphckpt train --config-file configs/quickstart\.py --fast-dev-run"),
-        (
-            ["train", "--config-file", "tiny.py", "--fast-dev-rnu"],
-            2,
-            "unknown option --fast-dev-rnu · did you mean '--fast",
-        ),
+        (["train", "--config-file", "tiny.py", "--fast-dev-rnu"], 2, "--fast-dev-rnu · did you mean '--fast"),
         (["plan", "--memory-budgt", "10GiB"], 2, r"plan: .* --memory-budgt · did you mean '--memory-budget'"),
         (["train", "--config-file", "tiny.py", "--resum"], 2, "unknown option --resum"),
+        (["fit", "--config-file", "tiny.py", "--batch-size", "1,2"], 2, "unknown option --batch-size"),
         (["train"], 2, "required: --config-file"),
         ([], 2, "required: command"),
     ],
@@ -209,11 +189,7 @@ def test_known_options_are_those_of_the_parser_and_not_of_its_coloured_usage(cap
     assert "nowhere.py: no such config file" in capsys.readouterr().err
 
 
-def test_packaged_config_runs_from_anywhere_and_a_missing_one_has_a_hint(capsys):
-    small = ["model.config.n_layer=1", "data.seq_length=16", "data.vocab_size=300", "data.eval_fraction=0.2"]
-    brief = ["train.train_iter=1", "train.evaluation.enabled=False", "data.paths=texts", "data.cache_dir=cache"]
-    words = ["train", "--config-file", "configs/quickstart.py", "train.output_dir=out", *brief, *small]
-    assert main(words) == 0
+def test_a_packaged_config_has_several_names_and_a_missing_one_has_a_hint(capsys):
     assert existing(Path("quickstart")) == existing(Path("configs/quickstart.py"))
     assert main(["train", "--config-file", "configs/quickstrat.py"]) == 2
     assert "did you mean 'quickstart.py'" in capsys.readouterr().err

@@ -44,65 +44,35 @@ def test_length_of_a_run(train, expected):
     assert TrainConfig(train_iter=5, train_micro_batch_size=4, **train).iterations(num_samples=25) == expected
 
 
-PIPELINE = "dist.pipeline_parallel_size=2 num_accumulation_steps=4"
+MICRO, TOTAL, ACCUMULATION = "train_micro_batch_size", "global_batch_size", "num_accumulation_steps"
+STAGES, RANKS = "dist.pipeline_parallel_size=2", "dist.data_parallel_size=2"
+PIPELINE = f"{STAGES} num_accumulation_steps=4"
 PARTITION = "activation_checkpoint.enabled=True activation_checkpoint.partition=True"
+UNLIKE = "processes that do not share matrices keep different tensors · fix: raise"
 
 
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (
-            "train_micro_batch_size=8 global_batch_size=30",
-            "expected a multiple of micro batch 8 x data_parallel_size 1, got 30 ·",
-        ),
-        (
-            "train_micro_batch_size=null num_accumulation_steps=4 global_batch_size=30",
-            "expected a multiple of data_parallel_size 1 x accumulation 4, got 30 ·",
-        ),
-        (
-            "train_micro_batch_size=8 num_accumulation_steps=4 global_batch_size=64",
-            "64, but micro batch 8 x data_parallel_size 1 x accumulation 4 is 32 · fix: set",
-        ),
-        (
-            "global_batch_size=null train_micro_batch_size=null",
-            "is null, and so is global_batch_size · fix: set one of train.train_micro_batch",
-        ),
-        ("dist.pipeline_parallel_size=2", "2 stages need as many micro-batches, and an update has 1 · fix: num_accum"),
-        (
-            "dist.pipeline_parallel_size=2 dist.tensor_parallel_size=2",
-            "2 is not supported with a pipeline · fix: use 1, and data_parallel_size for",
-        ),
-        (
-            f"{PIPELINE} dist.data_parallel_size=2 zero_optimization.enabled=True",
-            "True is not supported with dist.pipeline_parallel_size above 1 · fix: leave",
-        ),
-        (
-            f"{PIPELINE} capture=cuda_graph",
-            "'cuda_graph' is not supported with dist.pipeline_parallel_size above 1 · fix: use",
-        ),
-        (f"{PIPELINE} {PARTITION}", "processes that do not share matrices keep different tensors · fix: raise"),
-        (
-            f"{PIPELINE} amp.enabled=True amp.dtype=float16",
-            "'float16' is not supported with dist.pipeline_parallel_size above 1 · fix: use",
-        ),
+        (f"{MICRO}=8 {TOTAL}=30", "expected a multiple of micro batch 8 x data_parallel_size 1, got 30 ·"),
+        (f"{MICRO}=null {ACCUMULATION}=4 {TOTAL}=30", "expected a multiple of data_parallel_size 1 x accumulation 4"),
+        (f"{MICRO}=8 {ACCUMULATION}=4 {TOTAL}=64", "64, but micro batch 8 x data_parallel_size 1 x accumulation 4 is"),
+        (f"{TOTAL}=null {MICRO}=null", "is null, and so is global_batch_size · fix: set one of train.train_micro"),
+        (STAGES, "2 stages need as many micro-batches, and an update has 1 · fix: num_accum"),
+        (f"{STAGES} dist.tensor_parallel_size=2", "2 is not supported with a pipeline · fix: use 1"),
+        (f"{PIPELINE} {RANKS} zero_optimization.enabled=True", "True is not supported with dist.pipeline"),
+        (f"{PIPELINE} capture=cuda_graph", "'cuda_graph' is not supported with dist.pipeline_parallel_size above 1"),
+        (f"{PIPELINE} {PARTITION}", UNLIKE),
+        (f"{PIPELINE} amp.enabled=True amp.dtype=float16", "'float16' is not supported with dist.pipeline"),
         ("dist.custom_pipeline_stage_id=[0,1]", "there is one stage · fix: raise"),
         ("dist.pipeline_num_layers=24", "24 is not supported"),
         ("dist.tensor_parallel_size=0", "expected 1 or more, got 0"),
         ("dist.timeout_seconds=0", "expected 1 or more, got 0"),
         ("dist.data_parallel_size=0", "expected 1 or more, got 0"),
         ("zero_optimization.stage=4", "expected 1, 2 or 3, got 4"),
-        (
-            "zero_optimization.enabled=True",
-            "True, and dist.data_parallel_size is 1: one process would hold all of it · fix",
-        ),
-        (
-            "dist.data_parallel_size=2 capture=cuda_graph",
-            "'cuda_graph' is not supported with dist.data_parallel_size above 1",
-        ),
-        (
-            f"dist.data_parallel_size=2 {PARTITION}",
-            "processes that do not share matrices keep different tensors · fix: raise",
-        ),
+        ("zero_optimization.enabled=True", "True, and dist.data_parallel_size is 1: one process would hold all"),
+        (f"{RANKS} capture=cuda_graph", "'cuda_graph' is not supported with dist.data_parallel_size"),
+        (f"{RANKS} {PARTITION}", UNLIKE),
         ("activation_checkpoint.offload=gpu", "expected an offload target, got 'gpu' · did you mean 'cpu'? · fix: use"),
         ("activation_checkpoint.number_checkpoints=3", "has no meaning here, the first step shows how big the slab"),
         (

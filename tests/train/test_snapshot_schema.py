@@ -10,10 +10,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from helpers.captured_steps import Train
+from helpers.modules import as_module
 from torch import nn
 from torch.optim import lr_scheduler
 
-from graphckpt import Graph
 from graphckpt.train.snapshot.folder import read_info
 from graphckpt.train.snapshot.schema import (
     Count,
@@ -69,11 +70,8 @@ def test_every_field_of_the_description_has_a_type(tmp_path, field):
     ("change", "message"),
     [
         ({"format": 99}, "format: expected 2, got 99"),
-        ({"consumed_samples": -1}, "consumed_samples: expected at least 0, got -1"),
         ({"consumed_samples": 3}, "done: expected iteration + 1, and at most consumed_samples, got 4"),
         ({"consumed_samples": 10**30}, "consumed_samples: expected at most 9007199254740992, got 1000"),
-        ({"done": -5}, "done: expected at least 1, got -5"),
-        ({"done": 1e9}, "done: expected a valid integer, got 1000000000.0"),
         ({"iteration": 4}, "done: expected iteration + 1, and at most consumed_samples, got 4"),
         ({"files": {"graph.pt": "x"}}, "files.graph.pt: expected an object, got 'x'"),
         ({"files": {"../graph.pt": ENTRY}}, "files: expected the name of a file in the folder or in shares, not '../g"),
@@ -141,10 +139,7 @@ def numpy_state(position):
         (trainer_state(random={}), "random.cpu: expected a value, got nothing"),
         (trainer_state(random=numpy_state(-1)), "random.numpy[2]: expected at least 0, got -1"),
         (trainer_state(random=numpy_state(625)), "random.numpy[2]: expected at most 624, got 625"),
-        (
-            trainer_state(settings={**trainer_state()["settings"], "seed": -1}),
-            "settings.seed: expected at least 0, got",
-        ),
+        (trainer_state(settings={**trainer_state()["settings"], "seed": -1}), "settings.seed: expected at least 0"),
         (trainer_state(random_of_each=[numpy_state(0)] * 2), "random_of_each: expected the generators of 1 processes"),
         (trainer_state(pipeline_parallel_size=2), "pipeline_parallel_size: expected 1, got 2"),
         (trainer_state(buffers={}), "buffers.mask: expected a tensor of torch.float32 and shape [2], got nothing"),
@@ -170,36 +165,22 @@ def test_several_processes_have_a_generator_each():
     check_trainer(trainer_state(random_of_each=[numpy_state(0)] * 4, pipeline_parallel_size=2), **run)
 
 
-class _Mixed(nn.Module):
+@as_module(lambda: {"linear": nn.Linear(3, 3), "scale": nn.Parameter(torch.tensor(1.0))})
+def Mixed(self, x):
     """Has parameters of 0, 1 and 2 dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale
+    return self.linear(x) * self.scale
 
 
-class _Step(Graph):
-    def __init__(self, make) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = _Mixed()
-        weights = [p for p in self.model.origin.parameters() if p.ndim == 2 or make is not torch.optim.Muon]
-        optimizer = make(weights)
-        self.add_optimizer(optimizer, lr_sch=lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n))
-
-    def build(self, x):
-        loss = self.model(x).square().sum()
-        loss.backward()
-        return loss
+def step_of(make):
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = make([p for p in model.parameters() if p.ndim == 2 or make is not torch.optim.Muon])
+    return Train(model, optimizer, lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n), capture="eager")
 
 
 def graph_states(make, steps=3):
     """Returns the state after some steps, as a snapshot holds it, and a graph that has just begun."""
-    graph = _Step(make)
+    graph = step_of(make)
     for _ in range(steps):
         graph(torch.ones(2, 3))
     state = graph.state_dict()
@@ -207,7 +188,7 @@ def graph_states(make, steps=3):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file, weights_only=True), _Step(make)
+    return torch.load(file, weights_only=True), step_of(make)
 
 
 def check(state, fresh, num_states):

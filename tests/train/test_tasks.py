@@ -10,8 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.modules import as_module
 from rich.console import Console
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import BertConfig, BertForPreTraining, BertForSequenceClassification
 
 from graphckpt.config.lazy import read_calls
@@ -157,7 +159,7 @@ def test_classification_labels_with_the_folder(data):
 
 
 def _returning(returned):
-    model = torch.nn.Module()
+    model = nn.Module()
     model.forward = returned
     return model
 
@@ -178,14 +180,10 @@ def test_own_loss_takes_what_the_model_returns_with_counts_and_masks_and_asks_fo
 
 
 def test_own_loss_reports_values_that_the_update_changes_as_they_were():
-    class Scaled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale, self.calls = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Buffer(torch.zeros(()))
-
-        def forward(self, x):
-            self.calls += 1
-            return {"loss": (x * self.scale).sum(), "scale": self.scale, "calls": self.calls, "sizes": x}
+    @as_module(lambda: {"scale": nn.Parameter(torch.tensor(1.0)), "calls": nn.Buffer(torch.zeros(()))})
+    def Scaled(self, x):
+        self.calls += 1
+        return {"loss": (x * self.scale).sum(), "scale": self.scale, "calls": self.calls, "sizes": x}
 
     model = Scaled()
     values = OwnLoss().losses(model, {"x": torch.ones(3)})
@@ -209,7 +207,7 @@ def test_model_that_does_not_fit_the_text_is_told_all(data):
 
 def test_one_document_has_no_second_text_from_another(texts, data):
     one = replace(data, paths=str(next(texts.rglob("*.txt"))))
-    opened, model = _open(one, MaskedLM()), torch.nn.Module()
+    opened, model = _open(one, MaskedLM()), nn.Module()
     (fault,) = MaskedLM().check(model, opened.text)
     assert fault.startswith("data: there is one document, and no second text from another · fix: name several files")
     assert list(MaskedLM(random_fraction=0.0).check(model, opened.text)) == []
