@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers.modules import as_module
 from helpers.plans import measured_step, tiny_gpt2
