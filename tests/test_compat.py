@@ -145,13 +145,13 @@ def test_a_hook_within_compiled_code_is_not_compiled() -> None:
         return tensor.detach() * 1
 
     frames = CompileCounterWithBackend("eager")
-    layer = nn.Linear(4, 4)  # PyTorch's own code is not compiled, but what it calls would be
+    layer = nn.Linear(4, 4)  # before torch 2.14, PyTorch's own code is not compiled, but what it calls would be
     layer.compile(backend=frames)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
     torch._dynamo.reset()
     assert seen
-    assert frames.frame_count == 0
+    assert not any("mul" in graph.code for graph in frames.graphs)
 
 
 def _gradients(within: AbstractContextManager[Any]) -> list[torch.Tensor | None]:
