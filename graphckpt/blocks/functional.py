@@ -226,8 +226,11 @@ _IN_HOST_MEMORY = Placement(offload=Host())
 
 def is_recomputing() -> bool:
     """Whether the calling code is part of a recomputation, in this thread."""
-    run = running.get()
-    return run is not None and run.is_recomputation
+    run = innermost = running.get()
+    while run is not None:
+        run.frame.asks_for_recomputation = True
+        run = run.outer
+    return innermost is not None and innermost.is_recomputation
 
 
 _SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], ...], BlockContext]] = (

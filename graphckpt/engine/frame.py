@@ -106,8 +106,8 @@ class Frame(Call):
 
     __slots__ = (
         "_ambient", "_arguments", "_call_state", "_early_stop", "_failure", "_function", "_is_joined", "_last_saved",
-        "_learning", "_random", "_state", "_strict", "contexts", "devices", "excluded", "holders", "original",
-        "outputs",
+        "_learning", "_random", "_state", "_strict", "asks_for_recomputation", "contexts", "devices", "excluded",
+        "holders", "original", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +129,8 @@ class Frame(Call):
         self.outputs: list[torch.Tensor] | None = None
         """What a recomputation for the joined block right behind it has returned."""
         self.excluded: list[ExcludedCall] = []
+        self.asks_for_recomputation = False
+        """Whether forward calls ``is_recomputing()``, and so does something in one of its runs alone."""
         self.original: Execution | None = None
         """The original forward while it runs; after that, the execution around it."""
         self._function = function
@@ -230,7 +232,9 @@ class Frame(Call):
                 )
                 self._arguments.drop(message)
                 raise RecomputeError(message)
-            self._arguments.after_forward(self, state, call_state, previous, learning=learning)
+            self._arguments.after_forward(
+                self, state, call_state, previous, learning=learning, is_guarded=self.asks_for_recomputation
+            )
             if self._is_joined and self.before is None:
                 block.note("joined: no argument is the output of a recomputed block right before it; all are kept")
             for call in self.excluded:
@@ -321,8 +325,12 @@ class Frame(Call):
                 run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
             for position, tensor, version in run.versions:
                 if tensor._version != version:
-                    name = self._arguments.name(position)
-                    raise RecomputeError(mismatch.mutates_argument(self.block.title, name))
+                    title = self.block.title
+                    raise RecomputeError(
+                        mismatch.modifies_held_tensor(title)
+                        if position is None
+                        else mismatch.mutates_argument(title, self._arguments.name(position))
+                    )
             fault = run.fault()
             if fault is not None and (self._strict or isinstance(fault.first, int)):
                 raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
@@ -428,8 +436,8 @@ class Recomputation(Execution):
         self.returns_output = returns_output
         self.cursor = 0
         self.excluded_cursor = 0
-        self.versions: list[tuple[int, torch.Tensor, int]] = []
-        """The arguments that forward leaves as they are: positions, tensors, versions."""
+        self.versions: list[tuple[int | None, torch.Tensor, int]] = []
+        """What forward leaves as it is: positions of arguments, tensors, versions."""
         self._on_pack = on_pack
         holders = self._holders = frame.holders
         self._early_stop = early_stop

@@ -36,7 +36,7 @@ _MAX_ARRAY_BYTES = 4096
 Objects: TypeAlias = list[tuple[Any, Any]]
 """``(container, dictionary of attributes, generator or array, its contents)``, or ``(tensor in one, its version)``.
 
-A version is compared, and cannot be put back: see :func:`modifies_held_tensor`.
+A version is compared, and cannot be put back: see :meth:`~graphckpt.engine.saved.Arguments.after_forward`.
 """
 
 _Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
@@ -233,10 +233,9 @@ def drop_unchanged_tensors(objects: Objects) -> Objects:
     return needed
 
 
-def modifies_held_tensor(changes: Iterable[Objects], tensors: Iterable[Any]) -> bool:
-    """Whether a tensor other than ``tensors`` is among objects that have changed."""
-    ids = {id(owner) for objects in changes for owner, then in objects if isinstance(owner, torch.Tensor)}
-    return bool(ids) and not ids <= {id(tensor) for tensor in tensors}
+def tensors_changed(changes: Iterable[Objects]) -> list[torch.Tensor]:
+    """Returns the tensors among objects that have changed."""
+    return [owner for objects in changes for owner, _ in objects if isinstance(owner, torch.Tensor)]
 
 
 def may_reach(value: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch import nn
 
-from graphckpt._compat import version_sharing_detach
+from graphckpt._compat import share_version_counter, version_sharing_detach
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
@@ -27,8 +27,8 @@ from graphckpt.engine.objects import (
     attribute_of,
     copy_objects,
     drop_unchanged_tensors,
-    modifies_held_tensor,
     swap,
+    tensors_changed,
 )
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
@@ -294,7 +294,10 @@ class _OriginalArgument(NamedTuple):
 class Arguments:
     """The arguments of one call: ``keep``, forward, ``after_forward``; in each recomputation ``take``, ``assemble``."""
 
-    __slots__ = ("_error", "_first_of", "_function", "_mutated", "_objects", "_originals", "_shape", "before", "leaves")
+    __slots__ = (
+        "_changed", "_error", "_first_of", "_function", "_mutated", "_objects", "_originals", "_shape", "before",
+        "leaves",
+    )  # fmt: skip
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> None:
         self.leaves, self._shape = flatten_call(args, kwargs)
@@ -303,6 +306,7 @@ class Arguments:
         # Of each repeated tensor, the first position: `attention(x, x, x)` takes another path than three equal tensors.
         self._first_of: dict[int, int] = {}
         self._objects: Objects = []
+        self._changed: list[torch.Tensor] = []  # in place, of those that containers and objects hold
         self._error: str | None = None
         self._mutated: frozenset[int] = frozenset()  # positions of the tensors that forward modifies in place
         self.before: Call | None = None
@@ -345,9 +349,19 @@ class Arguments:
             leaves[position] = None
 
     def after_forward(
-        self, call: Call, state: ModuleState, call_state: CallState, previous: BlockOutput | None, *, learning: bool
+        self,
+        call: Call,
+        state: ModuleState,
+        call_state: CallState,
+        previous: BlockOutput | None,
+        *,
+        learning: bool,
+        is_guarded: bool,
     ) -> None:
         """Drops what the recomputation does not need, after the original forward.
+
+        A tensor that only a container or an object holds cannot be restored: a forward that modifies it in place
+        cannot be recomputed, unless it is guarded by ``is_recomputing()``.
 
         Raises:
             RecomputeError: Forward modified an argument in place that earlier calls left alone, or that shares memory
@@ -386,16 +400,19 @@ class Arguments:
                     self.leaves[each.position] = self._keep(call, each, each.copied if is_mutated else None, previous)
                 elif not is_mutated and leaf.stays:
                     leaf.hold(each.tensor, is_itself=True)
-        changes = [self._objects, *(objects for *_, objects in call_state.reached)]
-        if modifies_held_tensor(changes, chain(call_state.tensors, (each.tensor for each in originals))):
-            self.drop(mismatch.modifies_held_tensor(call.block.title))
+        self._changed = tensors_changed([self._objects, *(objects for *_, objects in call_state.reached)])
+        if self._changed and not is_guarded:
+            own = [t for t in chain(call_state.tensors, (each.tensor for each in originals)) if t is not None]
+            own = [tensor for tensor in own if not tensor.is_inference()]
+            if not all(any(share_version_counter(tensor, each) for each in own) for tensor in self._changed):
+                self.drop(mismatch.modifies_held_tensor(call.block.title))
 
     def drop(self, error: str) -> None:
         """Drops all tensors after an error, which :meth:`take` raises from now on.
 
         The ``grad_fn`` of a tensor that was modified in place would make a reference cycle.
         """
-        self.leaves, self._originals = [], ()
+        self.leaves, self._originals, self._changed = [], (), []
         self._error = error
 
     def take(self, call: Call, outputs_before: Sequence[torch.Tensor]) -> list[Any]:
@@ -422,13 +439,11 @@ class Arguments:
             leaves[position] = leaves[first]
         return leaves
 
-    def versions(self, leaves: list[Any]) -> list[tuple[int, torch.Tensor, int]]:
-        """Returns the tensors among ``leaves`` that the recomputation must not modify, and their versions."""
-        return [
-            (position, leaf, leaf._version)
-            for position, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and position not in self._mutated and not leaf.is_inference()
-        ]
+    def versions(self, leaves: list[Any]) -> list[tuple[int | None, torch.Tensor, int]]:
+        """Returns the tensors that the recomputation must not modify, each with its position in ``leaves``, if any."""
+        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        own = [(at, leaf, leaf._version) for at, leaf in tensors if at not in self._mutated and not leaf.is_inference()]
+        return [*own, *((None, tensor, tensor._version) for tensor in self._changed)]
 
     def assemble(self, leaves: list[Any], undo: Objects) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns ``(args, kwargs)``, once the modules are in the state of the original forward."""

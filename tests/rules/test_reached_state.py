@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import RecomputeError, Segments
+from graphckpt.blocks import is_recomputing
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -211,6 +212,7 @@ HELD: dict[str, Callable[[], nn.Module]] = {
     "tuple": lambda: Editing(lambda layer, _: layer.held[0], held=(torch.ones(8),)),
     "object": lambda: Editing(lambda layer, _: layer.held.tensor, held=Holder()),
     "argument": lambda: Editing(lambda _, holder: holder.tensor),
+    "buffer": lambda: Editing(lambda layer, _: layer.held[0], held=[buffer := nn.Buffer(torch.ones(8))], buffer=buffer),
 }
 
 
@@ -225,18 +227,27 @@ def test_the_recomputation_of_a_modified_tensor_that_is_only_held_is_refused(kin
                 loss.backward()
 
 
-def test_a_held_tensor_may_be_a_buffer_an_argument_or_modified_behind_the_block() -> None:
+@as_module(lambda: {"linear": nn.Linear(8, 8), "buffer": nn.Buffer(torch.ones(8))})
+def Sharing(self, x: Tensor, holder: Holder) -> Tensor:
+    """Modifies a buffer and an argument of which there are views and aliases in containers, and counts its calls."""
+    if not is_recomputing():
+        holder.tensor += 1
+    self.buffer += x.mean(0).detach()
+    return self.linear(x.relu_()).tanh() * self.buffer
+
+
+def test_a_held_tensor_may_share_memory_with_what_is_restored_and_be_modified_where_nothing_is_recomputed() -> None:
     found = []
     for policies in ({}, {"": True}):
         torch.manual_seed(0)
-        model, holder, x = Editing(lambda layer, _: layer.buffer, buffer=nn.Buffer(torch.ones(8))), Holder(), X.clone()
-        model.held, holder.tensor = [model.buffer, behind := torch.ones(8)], x
+        model, holder, x = Sharing(), Holder(), X.clone()
+        model.held = [model.buffer, model.buffer[:4], x.view(-1), model.buffer.detach(), behind := torch.ones(8)]
         with graphckpt.apply(model, policies):
             for _ in range(2):
                 loss = model(x, holder).sum()
                 behind.add_(1)
                 loss.backward()
-        found.append([model.linear.weight.grad, model.buffer])
+        found.append([model.linear.weight.grad, model.buffer, holder.tensor, x])
     assert all(map(torch.equal, *found))
 
 
