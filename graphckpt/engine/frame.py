@@ -130,7 +130,7 @@ class Frame(Call):
         """What a recomputation for the joined block right behind it has returned."""
         self.excluded: list[ExcludedCall] = []
         self.asks_for_recomputation = False
-        """Whether forward calls ``is_recomputing()``, and so does something in one of its runs alone."""
+        """Whether forward calls ``is_recomputing()``, to modify something in the original forward alone."""
         self.original: Execution | None = None
         """The original forward while it runs; after that, the execution around it."""
         self._function = function

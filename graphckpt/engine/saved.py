@@ -306,7 +306,7 @@ class Arguments:
         # Of each repeated tensor, the first position: `attention(x, x, x)` takes another path than three equal tensors.
         self._first_of: dict[int, int] = {}
         self._objects: Objects = []
-        self._changed: list[torch.Tensor] = []  # in place, of those that containers and objects hold
+        self._changed: list[torch.Tensor] = []  # those in containers and objects that forward modified in place
         self._error: str | None = None
         self._mutated: frozenset[int] = frozenset()  # positions of the tensors that forward modifies in place
         self.before: Call | None = None
