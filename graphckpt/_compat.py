@@ -6,12 +6,13 @@ Those of its compiler are in `_compat_compiler`. Nothing else is private.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import nn, overrides
 from torch._C import (
     DispatchKey,
     _dispatch_has_kernel_for_dispatch_key,
@@ -34,8 +35,9 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.autograd import forward_ad
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -280,6 +282,56 @@ def has_function_modes() -> bool:
     ``torch.get_default_device()`` walks them in Python, 2 us a call; without any there is nothing to find.
     """
     return bool(_len_torch_function_stack() > 0)
+
+
+def foreign_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the torch function modes and the dispatch modes of this thread that a user has entered, innermost last.
+
+    Not that of a default device, which is a setting of its own, nor the dispatch modes of PyTorch itself: they count,
+    trace or stand in for values, and act in a backward if they are meant to.
+    """
+    function_modes: tuple[Any, ...] = ()
+    dispatch_modes: tuple[Any, ...] = ()
+    if _len_torch_function_stack():
+        modes = overrides._get_current_function_mode_stack()
+        function_modes = tuple(m for m in modes if not isinstance(m, DeviceContext) and not _is_of(m, "graphckpt"))
+    if _len_torch_dispatch_stack():
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        dispatch_modes = tuple(mode for mode in modes if not _is_of(mode, "graphckpt", "torch"))
+    return function_modes, dispatch_modes
+
+
+def _is_of(mode: object, *packages: str) -> bool:
+    return type(mode).__module__.partition(".")[0] in packages
+
+
+@contextmanager
+def within_modes(function_modes: Sequence[Any], dispatch_modes: Sequence[Any]) -> Iterator[None]:
+    """Makes modes active without entering them: what they do when they are entered, they have done in the forward."""
+    stacks = (overrides, function_modes), (_python_dispatch, dispatch_modes)
+    pushed: list[Any] = []
+    try:
+        for stack, modes in stacks:
+            for mode in modes:
+                stack._push_mode(mode)
+                pushed.append(stack)
+        yield
+    finally:
+        while pushed:
+            pushed.pop()._pop_mode()
+
+
+def global_forward_hooks() -> list[list[dict[int, Any]]]:
+    """Returns the forward pre-hooks and forward hooks that ``torch.nn.modules.module.register_module_*`` have set.
+
+    Each with what torch notes of some of them; there is no public way to read them.
+    """
+    own = nn.modules.module
+    notes = ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called")
+    return [
+        [own._global_forward_pre_hooks],
+        [own._global_forward_hooks, *(getattr(own, name) for name in notes if hasattr(own, name))],
+    ]
 
 
 @contextmanager

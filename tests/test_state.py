@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import nn
 import graphckpt
 from graphckpt._compat import FakeTensorMode
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
-from graphckpt.engine.objects import Objects, copy_objects, drop_unchanged_tensors, put_back, swap
+from graphckpt.engine.objects import Objects, copy_objects, items_of, put_back, swap, with_stand_ins
 
 
 class Strict(list[int]):
@@ -94,9 +94,14 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def in_place(state: ModuleState, call_state: CallState) -> Iterator[None]:
     """Puts a state in place, as for a recomputation, and then what was there before."""
     undo: Objects = []
-    state.put_in_place(call_state, undo)
-    yield
+    with ExitStack() as restore:
+        state.put_in_place(call_state, refuse, undo, restore)
+        yield
     put_back(undo)
+
+
+def refuse(tensor: torch.Tensor) -> None:
+    raise AssertionError(f"{tensor} is as it was")
 
 
 @pytest.mark.parametrize("case", CHANGES)
@@ -203,6 +208,7 @@ class Argument:
 
     def __init__(self) -> None:
         self.layers: list[Any] = [torch.zeros(1)]
+        self.mask = torch.ones(2)
         self.count = 0
         self.names: dict[str, Any] = {"a": 1}
 
@@ -228,7 +234,6 @@ def test_objects_among_the_arguments_are_put_back_too(case: str) -> None:
     change(argument)
     after = seen(argument)
     assert after != before
-    objects = drop_unchanged_tensors(objects)
     undo = swap(objects)
     assert seen(argument) == before
     change(argument)
@@ -236,11 +241,18 @@ def test_objects_among_the_arguments_are_put_back_too(case: str) -> None:
     assert seen(argument) == after
 
 
-def test_objects_that_the_original_forward_leaves_alone_hold_no_tensors() -> None:
+def test_tensors_of_objects_that_were_modified_since_have_stand_ins_in_the_recomputation() -> None:
     argument = Argument()
-    objects = drop_unchanged_tensors(copy_objects([argument]))
-    held = [v for _, then in objects for v in (then.values() if isinstance(then, dict) else then or ())]
-    assert not any(isinstance(value, torch.Tensor) for value in held)
+    tensors = [owner for owner, _ in copy_objects([argument]) if isinstance(owner, torch.Tensor)]
+    objects = copy_objects([argument])
+    tensors[0].add_(1)
+    stand_in = torch.zeros(7)
+    exchanged = with_stand_ins(objects, lambda tensor: stand_in)
+    held = [value for owner, then in exchanged for value in items_of(owner, then)]
+    assert any(value is stand_in for value in held)
+    assert not any(value is tensors[0] for value in held)
+    assert len(tensors) > 1
+    assert all(any(value is tensor for value in held) for tensor in tensors[1:])
 
 
 @pytest.mark.parametrize("value", [nn.Linear(1, 1), Argument, print, lambda: None, 3, "text", None, torch.ones(1)])

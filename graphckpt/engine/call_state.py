@@ -13,29 +13,38 @@ RNG states, autocast and the other settings of a thread are the subject of :mod:
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from itertools import chain, starmap
-from operator import is_
+from operator import is_, itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, final
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import is_fake
+from graphckpt._compat import global_forward_hooks, is_fake, storage_of
 from graphckpt.engine.objects import (
     ABSENT,
     CONTAINERS,
     Objects,
     attribute_of,
     changed_keys,
+    changed_tensors,
     copy_objects,
     differs,
+    fill,
+    holds_tensors,
+    is_plain_container,
     may_reach,
     set_or_remove,
     sets_up,
     swap,
+    with_stand_ins,
+    without_tensors,
 )
 from graphckpt.thread_state import rng_devices
 from graphckpt.tree import ATOMS, tensors_in
@@ -43,7 +52,9 @@ from graphckpt.tree import ATOMS, tensors_in
 _OWN = frozenset(nn.Module().__dict__)  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
+_MAX_REACHED = 256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
 
+_Edit: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 Modes: TypeAlias = tuple[bool, ...]
 """Whether each module of a block is in training mode."""
 _Module: TypeAlias = "weakref.ref[nn.Module]"
@@ -51,6 +62,17 @@ _Attribute: TypeAlias = tuple[_Module, str]
 
 policy_changes = SimpleNamespace(number=0)
 """Counts how often a policy was put on a module or taken off."""
+
+
+class _Hooks(NamedTuple):
+    """The forward pre-hooks of a module, or its forward hooks, by their numbers."""
+
+    owners: list[dict[int, Any]]
+    """The hooks, and what torch notes of some of them, such as that they take keywords."""
+    before: list[dict[int, Any]]
+    """What ``owners`` held before the call."""
+    added: frozenset[int] = frozenset()
+    """The hooks that the call has added."""
 
 
 class _Scope(NamedTuple):
@@ -62,6 +84,8 @@ class _Scope(NamedTuple):
     """Which buffers, and which of ``names``, are cloned; see :class:`CallState`."""
     objects: list[tuple[_Module, str, bool]]
     """The attributes that are containers, or are copied with all objects that they reach, and whether they are so."""
+    open: dict[_Module, tuple[int, list[str]]]
+    """Attributes that may hold an object with tensors in a later call, and the number of fields when that was seen."""
 
 
 class CallState(NamedTuple):
@@ -80,22 +104,31 @@ class CallState(NamedTuple):
     policy_changes: int
     scope: _Scope
     """What later calls copy."""
+    numbers: tuple[Any, ...]
+    """Of torch's own modules, such as the probability of a dropout."""
+    trainable: tuple[bool, ...]
+    """``requires_grad`` of each parameter."""
+    hooks: list[_Hooks]
     changed: frozenset[int] = frozenset()
     """The ids of the dictionaries whose attributes the call has replaced, or changed within."""
+    changed_tensors: Sequence[torch.Tensor] = ()
+    """What the call has modified in place and only a container or an object holds, so that there is no copy of it."""
+    left_alone: frozenset[int] = frozenset()
+    """Of ``copies``, those of tensors that the call has not modified, as far as version counters show."""
 
 
 @final
 class ModuleState:
     __slots__ = (
-        "_children", "_modules", "_num_parameters", "_owners", "_policy_changes", "_scopes", "_slots", "_users",
-        "_watched", "host_rng_modes",
+        "_children", "_hooks", "_inert", "_modules", "_notes_of_hooks", "_num_parameters", "_numbers", "_owners",
+        "_policy_changes", "_scopes", "_slots", "_users", "_watched", "host_rng_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         members = list(modules)
         # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
         self._modules = [weakref.ref(m) for m in members]
-        self._users = [weakref.ref(m) for m in members if not type(m).__module__.startswith("torch.")]
+        self._users = [weakref.ref(m) for m in members if not _is_of_torch(m)]
         self._children = [(weakref.ref(m), _children_of(m)) for m in members if m._modules]
         owners = [d for m in members for d in (m._parameters, m._buffers)] + [
             m._modules for m in members if not m._modules
@@ -104,6 +137,12 @@ class ModuleState:
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in members for key in m._parameters]
         self._num_parameters = len(self._slots)
         self._slots += [(m._buffers, key) for m in members for key in m._buffers]
+        self._numbers = [(weakref.ref(m), names, itemgetter(*names)) for m in members if (names := _number_names(m))]
+        hooks = [*global_forward_hooks(), *chain.from_iterable(map(_hooks_of, members))]
+        self._hooks: list[dict[int, Any]] = [owner for owner, *_ in hooks]  # apart: most are empty, as `any` sees fast
+        self._notes_of_hooks = [notes for _, *notes in hooks]
+        self._inert: dict[_Attribute, weakref.ref[Any]] = {}
+        """Objects in attributes that reach no tensors, so that calls need not look into them."""
         self._scopes: dict[Modes, _Scope] = {}
         # The modules whose attributes are copied, and which of those the recomputation gets whether or not the call
         # has changed them: code after the block may change a number or a policy. Other objects are not held, as they
@@ -156,29 +195,73 @@ class ModuleState:
             self._policy_changes = -1 if is_nested else policy_changes.number
         scope = self._scopes.get(modes)
         attributes = {ref: _fields(ref).copy() for ref in (self._modules if scope is None else self._watched)}
+        is_first = scope is None
         scope = scope or self._scope_of_all(attributes)
         values = [_without_history(attributes[ref].get(key)) for ref, key in scope.names]
         tensors: tuple[Any, ...] = (*starmap(dict.get, self._slots), *values)
         reached = [
             (ref, key, copy_objects([attributes[ref].get(key)], deeply=is_deep)) for ref, key, is_deep in scope.objects
         ]
+        if not is_first:
+            reached += self._objects_with_tensors(scope, attributes)
         return CallState(
             modes,
             tensors,
             _versions(tensors),
-            _copies(tensors, scope.copied),
+            _copies(tensors, scope.copied, tensors),
             scope.names,
             attributes,
             reached,
             self._policy_changes,
             scope,
+            self._read_numbers(),
+            tuple([t is not None and t.requires_grad for t in tensors[: self._num_parameters]]),
+            self._copy_hooks() if any(self._hooks) else [],
         )
+
+    def _objects_with_tensors(
+        self, scope: _Scope, attributes: Mapping[_Module, dict[str, Any]]
+    ) -> Iterator[tuple[_Module, str, Objects]]:
+        """Yields the attributes that are objects which reach tensors: those are inputs, like those of an argument."""
+        for ref, (num_fields, keys) in scope.open.items():
+            fields = attributes[ref]
+            if len(fields) != num_fields:
+                keys = _open_names(ref, {(ref, key) for ref, key, _ in scope.objects})  # noqa: PLW2901 - others than then
+                scope.open[ref] = len(fields), keys
+            for key in keys:
+                value = fields.get(key)
+                if not may_reach(value) or self._is_inert(ref, key, value):
+                    continue
+                objects = copy_objects([value])
+                if len(objects) <= _MAX_REACHED and (holds_tensors(objects) or is_plain_container(objects)):
+                    yield ref, key, objects
+                else:
+                    self._note_inert(ref, key, value)
+
+    def _is_inert(self, ref: _Module, key: str, value: object) -> bool:
+        inert = self._inert.get((ref, key))
+        return inert is not None and inert() is value
+
+    def _note_inert(self, ref: _Module, key: str, value: object) -> None:
+        with suppress(TypeError):  # there are no weak references to some, such as tuples
+            self._inert[ref, key] = weakref.ref(value)
+
+    def _read_numbers(self) -> tuple[Any, ...]:
+        return tuple([read(_fields(ref)) for ref, _, read in self._numbers])
+
+    def _copy_hooks(self) -> list[_Hooks]:
+        copies = []
+        for hooks, notes in zip(self._hooks, self._notes_of_hooks, strict=True):
+            if hooks:
+                lasting = {number: hook for number, hook in hooks.items() if not _removes_itself(hook)}
+                copies.append(_Hooks([hooks, *notes], [lasting, *map(dict, notes)]))
+        return copies
 
     def _watch(self, modules: Iterable[_Module]) -> None:
         for ref in modules:
             fields = _fields(ref).items()
             self._watched[ref] = tuple(
-                [key for key, value in fields if key == "forward" or (key not in _OWN and type(value) in ATOMS)]
+                [key for key, value in fields if key == "forward" or (key not in _OWN and _is_plain_value(value))]
             )
 
     def _scope_of_all(self, attributes: Mapping[_Module, dict[str, Any]]) -> _Scope:
@@ -188,7 +271,7 @@ class ModuleState:
         buffers = self._slots[self._num_parameters :]
         copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if _is_plain(owner.get(key))]
         copied += range(first, first + len(names))
-        return _Scope(names, copied, [(ref, key, ref in users) for ref, key, value in present if may_reach(value)])
+        return _Scope(names, copied, [(ref, key, ref in users) for ref, key, value in present if may_reach(value)], {})
 
     def _narrow(self, state: CallState) -> CallState:
         """Returns the state of a first call with copies of that alone which it has changed, or a later one may."""
@@ -214,9 +297,16 @@ class ModuleState:
                 for owner, then in entries
                 if differs(owner, then)
             )
-            if is_deep or is_container:
-                reached.append((ref, key, entries if is_deep else entries[:1]))
-            if is_deep:
+            is_small = len(entries) <= _MAX_REACHED
+            if is_deep or is_container or (is_small and holds_tensors(entries)):
+                reached.append((ref, key, entries if is_deep or is_small else entries[:1]))
+            else:
+                self._note_inert(ref, key, value)
+            # Containers within a container are copied in every call, too, if they are not many.
+            is_nested = (
+                is_container and is_small and any(not isinstance(owner, torch.Tensor) for owner, _ in entries[1:])
+            )
+            if is_deep or is_nested:
                 deep.append((ref, key))
         changed = [ref for ref, then in state.attributes.items() if _changes(_fields(ref), then)]
         self._watch(dict.fromkeys([*self._watched, *changed, *(ref for ref, _ in state.names)]))
@@ -226,7 +316,10 @@ class ModuleState:
         later = [index for index in copied if index < first]
         later += [index for index, name in enumerate(names, first) if name in mutated]
         objects = [(r, k, False) for r, k, value in present if isinstance(value, CONTAINERS) and (r, k) not in deep]
-        scope = _Scope(names, later, objects + [(ref, key, True) for ref, key in deep])
+        objects += [(ref, key, True) for ref, key in deep]
+        known = {(ref, key) for ref, key, _ in objects}
+        open_names = {ref: (len(_fields(ref)), _open_names(ref, known)) for ref in self._users}
+        scope = _Scope(names, later, objects, open_names)
         copies = {index: clone for index, clone in state.copies.items() if index in copied}
         return state._replace(copies=copies, reached=reached, scope=scope)
 
@@ -249,13 +342,41 @@ class ModuleState:
                         before[key] = _without_history(old)
                         changed.add(id(now))
             attributes[ref] = before
-        reached = [
-            (ref, key, changes)
-            for ref, key, objects in state.reached
-            if (changes := [(owner, then) for owner, then in objects if differs(owner, then)])
-        ]
-        changed.update(id(_fields(ref)) for ref, *_ in reached)
-        return state._replace(attributes=attributes, reached=reached, changed=frozenset(changed))
+        reached: list[tuple[_Module, str, Objects]] = []
+        tensors: list[torch.Tensor] = []
+        for ref, key, objects in state.reached:
+            changes = [(owner, then) for owner, then in objects if differs(owner, then)]
+            modified = changed_tensors(changes)
+            tensors += modified
+            if changes:
+                changed.add(id(_fields(ref)))
+            # The caller may exchange tensors, which are inputs, and numbers until backward. Other objects are not held:
+            # they may come to hold an output, whose graph holds the copy.
+            is_held = holds_tensors(objects) or is_plain_container(objects)
+            if is_held:
+                attributes[ref].setdefault(key, state.attributes[ref][key])
+            if kept := without_tensors(objects if is_held else changes, modified):
+                reached.append((ref, key, kept))
+        left_alone = frozenset([i for i in state.copies if _versions(state.tensors[i : i + 1])[0] == state.versions[i]])
+        return state._replace(
+            attributes=attributes,
+            reached=reached,
+            changed=frozenset(changed),
+            changed_tensors=tensors,
+            left_alone=left_alone,
+            hooks=self._note_added_hooks(state.hooks) if state.hooks or any(self._hooks) else [],
+        )
+
+    def _note_added_hooks(self, hooks: list[_Hooks]) -> list[_Hooks]:
+        before = {id(each.owners[0]): each for each in hooks}
+        noted = []
+        for owner, notes in zip(self._hooks, self._notes_of_hooks, strict=True):
+            each = before.get(id(owner))
+            if each is None and owner:
+                each = _Hooks([owner, *notes], [{} for _ in (owner, *notes)])
+            if each is not None:
+                noted.append(each._replace(added=frozenset(owner.keys() - each.before[0].keys())))
+        return noted
 
     def remember(self, state: CallState) -> None:
         """Has later calls in these modes copy what a first one has shown, whose state after the call is ``state``."""
@@ -264,7 +385,14 @@ class ModuleState:
     def forget(self, state: CallState) -> None:
         self._scopes.pop(state.modes, None)
 
-    def put_in_place(self, state: CallState, undo: Objects) -> None:
+    def put_in_place(
+        self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Objects, restore: ExitStack
+    ) -> frozenset[int]:
+        """Puts the state before the call in place; what is there now goes into ``undo``, or ``restore`` puts it back.
+
+        Objects that attributes hold get a ``stand_in`` for each tensor that was modified in place since. Returns the
+        ids of the buffers that have the memory of their copy until ``restore`` ends.
+        """
         opened: set[int] = set()
 
         def edit(owner: dict[str, Any]) -> dict[str, Any]:
@@ -273,7 +401,7 @@ class ModuleState:
                 undo.append((owner, owner.copy()))
             return owner
 
-        self._put_tensors(state, edit)
+        borrowed = self._put_tensors(state, edit, restore)
         for ref, mode in zip(self._modules, state.modes, strict=True):
             fields = _fields(ref)
             if fields and fields["training"] is not mode:
@@ -289,7 +417,39 @@ class ModuleState:
                 if "forward" in fields and "forward" not in state.attributes.get(ref, ()):
                     del edit(fields)["forward"]  # of a policy that was put on since
         for _, _, objects in state.reached:
-            undo += swap(objects)
+            undo += swap(with_stand_ins(objects, stand_in))
+        self._put_numbers(state.numbers, edit)
+        self._put_hooks(state.hooks, undo)
+        for (owner, key), is_trainable in zip(self._slots, state.trainable, strict=False):
+            parameter = owner.get(key)
+            if parameter is not None and parameter.requires_grad is not is_trainable:
+                restore.callback(parameter.requires_grad_, parameter.requires_grad)
+                parameter.requires_grad_(is_trainable)
+        return borrowed
+
+    def _put_numbers(self, numbers: tuple[Any, ...], edit: _Edit) -> None:
+        if self._read_numbers() == numbers:
+            return
+        for (ref, names, read), then in zip(self._numbers, numbers, strict=True):
+            fields = _fields(ref)
+            if read(fields) != then:
+                edit(fields).update(zip(names, then if len(names) > 1 else (then,), strict=True))
+
+    def _put_hooks(self, hooks: list[_Hooks], undo: Objects) -> None:
+        """Has the hooks act that were there before the call, and those that the call has added and that are there yet.
+
+        Transformers adds hooks in a first call and notes that in a flag: a recomputation must not do it again.
+        """
+        if not hooks and not any(self._hooks):
+            return
+        before = {id(each.owners[0]): each for each in hooks}
+        for owner, notes in zip(self._hooks, self._notes_of_hooks, strict=True):
+            each = before.get(id(owner)) or _Hooks([owner, *notes], [{} for _ in (owner, *notes)])
+            for present, then in zip(each.owners, each.before, strict=True):
+                wanted = OrderedDict(then) | {number: v for number, v in present.items() if number in each.added}
+                if present.keys() != wanted.keys():
+                    undo.append((present, OrderedDict(present)))
+                    fill(present, wanted)
 
     def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
         """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
@@ -302,21 +462,32 @@ class ModuleState:
     def _slots_of(self, state: CallState) -> list[tuple[dict[str, Any], str]]:
         return self._slots + [(_fields(ref), key) for ref, key in state.names]
 
-    def _put_tensors(self, state: CallState, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def _put_tensors(self, state: CallState, edit: _Edit, restore: ExitStack) -> frozenset[int]:
         slots = self._slots_of(state)
         if not all(map(is_, starmap(dict.get, slots), state.tensors)):
             for (owner, key), tensor in zip(slots, state.tensors, strict=True):
                 present = owner.get(key)
                 if present is not tensor and not _is_sharding(present, tensor):
                     edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
-        for index, clone in _copies(state.copies, state.copies).items():
+        borrowed = set()
+        for index, clone in _copies(state.copies, state.copies, state.tensors).items():
             owner, key = slots[index]
-            edit(owner)[key] = clone
+            tensor = state.tensors[index]
+            # A cache may know a buffer by its identity, as nested tensors know their offsets. One that forward leaves
+            # alone stays the same object, and has the memory of the copy for the time being: the caller may have
+            # modified it since, through `data` too, which no version shows.
+            if index in state.left_alone and type(tensor) is torch.Tensor and not tensor.is_inference():
+                restore.callback(setattr, tensor, "data", tensor.data)
+                tensor.data = clone
+                borrowed.add(id(tensor))
+            else:
+                edit(owner)[key] = clone
         if self._has_other_slots():  # buffers that the call, or what followed, has registered
             keys = {(id(owner), key) for owner, key in self._slots}
             for owner in self._owners[0]:
                 for key in [key for key, value in owner.items() if (id(owner), key) not in keys and _is_plain(value)]:
                     del edit(owner)[key]
+        return frozenset(borrowed)
 
     def hide(
         self, state: CallState, unread: Collection[int], stand_in: Callable[[torch.Tensor], Any], undo: Objects
@@ -353,24 +524,91 @@ def _fields(ref: weakref.ref[nn.Module]) -> dict[str, Any]:
     return {} if module is None else module.__dict__
 
 
+def _hooks_of(module: nn.Module) -> Iterator[list[dict[int, Any]]]:
+    """Yields the forward pre-hooks and the forward hooks, each with what torch notes of some of them."""
+    yield [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
+    yield [module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called]
+
+
+def _removes_itself(hook: object) -> bool:
+    """Whether a hook makes the parameters of a lazy module, which can be done once."""
+    return isinstance(getattr(hook, "__self__", None), LazyModuleMixin)
+
+
+def _number_names(module: nn.Module | None) -> list[str]:
+    """Names the attributes of a module of PyTorch's that a program may change from call to call.
+
+    Those of modules without weights, such as the probability of a dropout, and numbers such as the momentum of a norm:
+    the others say what shapes the weights have.
+    """
+    if module is None or not _is_of_torch(module):
+        return []
+    has_weights = bool(module._parameters or module._modules)
+    kinds = (float,) if has_weights else (float, int, bool, str)
+    return [key for key, value in module.__dict__.items() if key not in _OWN and type(value) in kinds]
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+def _open_names(ref: _Module, known: Collection[_Attribute]) -> list[str]:
+    """Names the attributes that may hold an object with tensors in a call, and are not copied already."""
+    fields = [(key, value) for key, value in _fields(ref).items() if key not in _OWN and (ref, key) not in known]
+    return [key for key, value in fields if value is None or (may_reach(value) and not _is_plain_value(value))]
+
+
+def _is_plain_value(value: Any) -> bool:
+    return type(value) in ATOMS or (type(value) is tuple and all(type(item) in ATOMS for item in value))
+
+
 def _changes(now: dict[str, Any], then: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     return [change for change in changed_keys(now, then) if change[0] not in _OWN]
 
 
-def _copies(tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int]) -> dict[int, torch.Tensor]:
+def _copies(
+    tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int], originals: Sequence[Any]
+) -> dict[int, torch.Tensor]:
+    """Clones ``tensors``, which are ``originals`` or copies of them. The clones share memory where the originals do."""
+    present = [index for index in indices if tensors[index] is not None]
+    memory = _memory_of_several(tensors[i] for i in present) if any(originals[i]._is_view() for i in present) else {}
     clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
     copies = {}
-    for index in indices:
-        if (tensor := tensors[index]) is not None:
-            clone = clones.get(id(tensor))
-            if clone is None:
-                clone = clones[id(tensor)] = tensor.detach().clone()
-                if type(tensor) is torch.Tensor and tensor.__dict__:
-                    clone.__dict__.update(tensor.__dict__)  # as `nn.Buffer` has: tensors with attributes are not moved
-                if tensor.requires_grad:
-                    clone.requires_grad_()
-            copies[index] = clone
+    for index in present:
+        tensor = tensors[index]
+        clone = clones.get(id(tensor))
+        if clone is None:
+            clone = clones[id(tensor)] = _clone(tensor, memory)
+            if type(tensor) is torch.Tensor and tensor.__dict__:
+                clone.__dict__.update(tensor.__dict__)  # as `nn.Buffer` has: tensors with attributes are not moved
+            if tensor.requires_grad:
+                clone.requires_grad_()
+        copies[index] = clone
     return copies
+
+
+def _memory_of_several(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Returns clones of the storages that several of ``tensors`` share, by the ids of these storages."""
+    members: dict[int, dict[int, torch.Tensor]] = {}
+    for tensor in tensors:
+        storage = None if is_fake(tensor) or tensor.is_meta else storage_of(tensor)
+        if storage is not None:
+            members.setdefault(id(storage), {})[id(tensor)] = tensor
+    memory = {}
+    for key, several in members.items():
+        if len(several) > 1:
+            storage = next(iter(several.values())).untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            memory[key] = whole.clone().untyped_storage()
+    return memory
+
+
+def _clone(tensor: torch.Tensor, memory: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
+    storage = memory.get(id(storage_of(tensor))) if memory else None
+    if storage is None:
+        return tensor.detach().clone()
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
 
 
 def _without_history(value: Any) -> Any:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,8 +23,10 @@ from graphckpt._compat import (
     autograd_sequence_number,
     current_backward,
     early_stop_active,
+    foreign_modes,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    within_modes,
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
@@ -42,7 +44,7 @@ from graphckpt.engine.saved import (
     may_be_filled_later,
     versions_of,
 )
-from graphckpt.errors import MutatedError, RecomputeError
+from graphckpt.errors import GraphError, MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
 from graphckpt.thread_state import RNGState, enter_ambient, get_rng_state, is_autocast, set_rng_state, take_ambient
 from graphckpt.tree import flatten_call, tensors_in
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 running: ContextVar[Execution | None] = ContextVar("running", default=None)  # the innermost of this thread
 _NOTHING = nullcontext()
+_NO_MODES: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
 
 class Contexts:
@@ -105,9 +108,9 @@ class Frame(Call):
     """
 
     __slots__ = (
-        "_ambient", "_arguments", "_call_state", "_early_stop", "_failure", "_function", "_is_joined", "_last_saved",
-        "_learning", "_random", "_state", "_strict", "asks_for_recomputation", "contexts", "devices", "excluded",
-        "holders", "original", "outputs",
+        "_ambient", "_arguments", "_call_state", "_context", "_early_stop", "_failure", "_function", "_is_joined",
+        "_last_saved", "_learning", "_modes", "_random", "_state", "_strict", "asks_for_recomputation", "contexts",
+        "devices", "excluded", "holders", "original", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -156,6 +159,7 @@ class Frame(Call):
             may_draw_on_host = self._learning or not block.learns or modes in state.host_rng_modes
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
+            self._modes, self._context = foreign_modes(), copy_context()
             self._early_stop &= not self._learning  # a first call's runs to its end, to detect extra saved tensors
             previous = last_output.get() if self._is_joined and self.outer_hooks is None else None
             arguments.keep(self, previous, learning=self._learning)
@@ -316,13 +320,19 @@ class Frame(Call):
         early_stop = not returns_output and self._early_stop
         try:
             try:
-                run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
-            except (Exception, ScheduleMismatch) as error:
-                # A kernel that is not dispatched may have read a skipped result: the next time all ops run.
-                can_run_all = self.contexts is not None and self.contexts.run_all(self)
-                if not can_run_all and not isinstance(error, CallMismatch):
-                    raise
-                run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
+                try:
+                    run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
+                except (Exception, ScheduleMismatch) as error:
+                    # A kernel that is not dispatched may have read a skipped result: the next time all ops run.
+                    can_run_all = self.contexts is not None and self.contexts.run_all(self)
+                    if not can_run_all and not isinstance(error, CallMismatch):
+                        raise
+                    run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
+            except ScheduleMismatch as error:  # which no handler of the user's would catch
+                raise RecomputeError(mismatch.ops_differ(self.block.title, str(error))) from None
+            except Exception as error:
+                self._explain(error)
+                raise
             for position, tensor, version in run.versions:
                 if tensor._version != version:
                     title = self.block.title
@@ -337,6 +347,11 @@ class Frame(Call):
         finally:
             if recorder is not None:
                 recorder.recomputation_ended(self.block.name)
+
+    def _explain(self, error: Exception) -> None:
+        """Adds to an error of the user's own code that backward was recomputing a block, and what may be the cause."""
+        if not isinstance(error, (GraphError, torch.OutOfMemoryError)):
+            error.add_note(mismatch.raised_in_recomputation(self.block.title))
 
     def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
         with suppress(ScheduleMismatch):  # an op behind the tensor that is looked for
@@ -360,18 +375,18 @@ class Frame(Call):
             if before is not None:
                 before.outputs = None
             try:
-                with ExecutionScope(run, run.pack, run.unpack), ExitStack() as stack:
-                    state.put_in_place(call_state, undo)
+                with ExitStack() as stack:
+                    run.borrowed = state.put_in_place(call_state, self._stand_in_of_object, undo, stack)
                     if unread:
                         state.hide(call_state, unread, self._stand_in, undo)
-                    args, kwargs = self._arguments.assemble(leaves, undo)
+                    args, kwargs = self._arguments.assemble(leaves, self._stand_in_of_object, undo)
                     set_rng_state(self._random)
                     if ambient_now != self._ambient or is_autocast(ambient_now):
                         enter_ambient(stack, self._ambient, ambient_now)
-                    if self.contexts is not None:
-                        stack.enter_context(self.contexts.recomputation(self))
-                    torch.set_grad_enabled(True)
-                    output = self._function(*args, **kwargs)
+                    if self._modes != _NO_MODES:
+                        self._enter_modes(stack)
+                    # A copy, as one recomputation may start within another of the same call, with `retain_graph`.
+                    output = self._context.copy().run(self._run_again, run, args, kwargs)
                     if returns_output:
                         self.outputs = [tensor.detach() for tensor in tensors_in(output)]
             except StopRecomputation as stop:
@@ -385,6 +400,23 @@ class Frame(Call):
                 set_rng_state(random_now)
                 torch.set_grad_enabled(grad_enabled)
         return run
+
+    def _run_again(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs forward, in the context variables of the call."""
+        with (
+            ExecutionScope(run, run.pack, run.unpack),
+            self.contexts.recomputation(self) if self.contexts else _NOTHING,
+        ):
+            torch.set_grad_enabled(True)
+            return self._function(*args, **kwargs)
+
+    def _enter_modes(self, stack: ExitStack) -> None:
+        """Enters the modes of the call that are not active now. Those that are active now alone stay active."""
+        missing = [
+            [mode for mode in modes if not any(mode is other for other in present)]
+            for modes, present in zip(self._modes, foreign_modes(), strict=True)
+        ]
+        stack.enter_context(within_modes(*missing))
 
     def _modified_and_unread(self) -> frozenset[int]:
         """Returns the ids of parameters that were modified since, but that the recomputation does not read.
@@ -400,9 +432,17 @@ class Frame(Call):
         return unread
 
     def _stand_in(self, parameter: torch.Tensor) -> WithoutValues:
-        what = "a parameter of an excluded child, which its parent reads,"
-        stand_in = WithoutValues.like(parameter)
-        stand_in.error_class, stand_in.message = MutatedError, mismatch.modified_in_place(self.block.title, what)
+        return self._stand_in_for(parameter, "a parameter of an excluded child, which its parent reads,")
+
+    def _stand_in_of_object(self, tensor: torch.Tensor) -> WithoutValues:
+        return self._stand_in_for(tensor, "a tensor that a container or an object holds")
+
+    def _stand_in_for(self, tensor: torch.Tensor, what: str) -> WithoutValues:
+        message = mismatch.modified_in_place(self.block.title, what)
+        if not has_storage(tensor):
+            raise MutatedError(message)
+        stand_in = WithoutValues.like(tensor)
+        stand_in.error_class, stand_in.message = MutatedError, message
         return stand_in
 
 
@@ -425,7 +465,7 @@ class Recomputation(Execution):
     """Fills the holders of a call while its block is recomputed."""
 
     __slots__ = (
-        "_early_stop", "_first_fault", "_holders", "_last", "_on_pack", "_stops", "_unfilled", "cursor",
+        "_early_stop", "_first_fault", "_holders", "_last", "_on_pack", "_stops", "_unfilled", "borrowed", "cursor",
         "excluded_cursor", "returns_output", "versions",
     )  # fmt: skip
 
@@ -438,6 +478,8 @@ class Recomputation(Execution):
         self.excluded_cursor = 0
         self.versions: list[tuple[int | None, torch.Tensor, int]] = []
         """What forward leaves as it is: positions of arguments, tensors, versions."""
+        self.borrowed: frozenset[int] = frozenset()
+        """Ids of the buffers that have the memory of a copy until the recomputation ends."""
         self._on_pack = on_pack
         holders = self._holders = frame.holders
         self._early_stop = early_stop
@@ -466,6 +508,8 @@ class Recomputation(Execution):
             tensor = tensor.detach()
         elif may_be_filled_later(tensor):
             self._unfilled = autograd_sequence_number(), tensor.shape
+        if id(tensor) in self.borrowed:
+            tensor = tensor.data  # stays with the copy
         if position < len(self._holders):
             holder = self._holders[position]()
             if holder is not None and holder.value is None:

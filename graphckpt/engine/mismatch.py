@@ -90,6 +90,19 @@ def differs(block: str, fault: Fault) -> str:
     return f"{block}: saved tensor {fault.position}{where}: expected {was}, got {now} in the recomputation · {fix}"
 
 
+def ops_differ(block: str, what: str) -> str:
+    return f"{what or block + ': its recomputation runs other ops than the original forward'} · {_FIX}"
+
+
+def raised_in_recomputation(block: str) -> str:
+    return (
+        f"{block}: raised while backward recomputed the forward of this block, which had run without this error. A "
+        "likely cause is something that forward reads and that has changed since: a global variable, a context that "
+        "has ended, a tensor whose `data` was replaced · fix: leave it as it is until backward() has ended, or set "
+        "activation_checkpointing = False on this block"
+    )
+
+
 def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind]) -> str:
     first, now = _describe(*was), _describe(*second[number]) if number < len(second) else "nothing"
     return f"{block}: tensor {number} that it returns: expected {first}, got {now} in the recomputation · {_FIX}"

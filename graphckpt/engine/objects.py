@@ -7,11 +7,11 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
-from operator import attrgetter, is_, methodcaller
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Final, TypeAlias
+from operator import is_, methodcaller
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, Final, TypeAlias, final
 from weakref import ProxyTypes
 
 import torch
@@ -23,8 +23,6 @@ from graphckpt.tree import ATOMS
 ABSENT: Final = object()
 """Stands for a key that did not exist."""
 
-_PRESENT: Final = object()  # stands for the value that is there: a tensor that a call has left alone
-
 CONTAINERS: Final = (list, dict, set, deque)
 """What can be emptied and filled again."""
 
@@ -32,14 +30,52 @@ _CODE = (nn.Module, type, FunctionType, ModuleType)
 _STAND_INS = (*ProxyTypes, MethodType)
 _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
 _MAX_ARRAY_BYTES = 4096
+_MAX_PLAIN_VALUES = 1024  # a container of more than this is data, whose copies cost more than a block that reads it
 
 Objects: TypeAlias = list[tuple[Any, Any]]
-"""``(container, dictionary of attributes, generator or array, its contents)``, or ``(tensor in one, its version)``.
+"""``(container, dictionary of attributes, slots, generator or array, its contents)``, or ``(tensor, its version)``.
 
-A version is compared, and cannot be put back: see :meth:`~graphckpt.engine.saved.Arguments.after_forward`.
+The version of a tensor that one of them holds is compared, and cannot be put back: see
+:meth:`~graphckpt.engine.saved.Arguments.after_forward`.
 """
 
 _Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
+
+
+@final
+class Slots:
+    """The attributes of an object that are in ``__slots__``, where there is no dictionary to read and to fill."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, value: Any) -> None:
+        self._object = value
+
+    def read(self) -> dict[Any, Any]:
+        present = {}
+        for slot in _slots_of(self._object):
+            with suppress(AttributeError):
+                present[slot] = slot.__get__(self._object)
+        return present
+
+    def fill(self, values: dict[Any, Any]) -> None:
+        for slot in _slots_of(self._object):
+            if slot in values:
+                slot.__set__(self._object, values[slot])  # a frozen dataclass forbids `setattr`, not this
+            else:
+                with suppress(AttributeError):
+                    slot.__delete__(self._object)
+
+
+def _slots_of(value: Any) -> tuple[Any, ...]:
+    kind: Any = type(value)
+    return _slots_of_class(kind)
+
+
+@cache
+def _slots_of_class(kind: Any) -> tuple[Any, ...]:
+    members = (member for each in kind.__mro__ if "__slots__" in vars(each) for member in vars(each).values())
+    return tuple(member for member in members if isinstance(member, MemberDescriptorType))
 
 
 def _accessors(value: Any) -> _Accessors | None:
@@ -56,7 +92,8 @@ def _accessors_of_types(*, has_numpy: bool) -> dict[type, _Accessors | None]:
         torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
         random.Random: (random.Random.getstate, random.Random.setstate),
         random.SystemRandom: None,  # has no state
-        torch.Tensor: (attrgetter("_version"), lambda tensor, version: None),
+        torch.Tensor: (version_of, lambda tensor, version: None),
+        Slots: (Slots.read, Slots.fill),
     }
     if has_numpy:
         numpy = sys.modules["numpy"]
@@ -86,6 +123,8 @@ def _owners_of(value: Any) -> Iterator[Any]:
         yield value
     if isinstance(attributes := attribute_of(value, "__dict__"), dict):
         yield attributes
+    if _slots_of(value):
+        yield Slots(value)
 
 
 def _is_own_small_array(array: Any) -> bool:
@@ -111,7 +150,6 @@ def fill(owner: Any, value: Any) -> None:
         return
     kind = _builtin(owner)
     if issubclass(kind, dict):
-        value = {key: kind.get(owner, key, ABSENT) if item is _PRESENT else item for key, item in value.items()}
         # Never empty in between, where it can be avoided: it may be the `__dict__` of a module, and Ctrl-C may come.
         kind.update(owner, value)
         for key in [key for key in owner if key not in value]:
@@ -130,7 +168,9 @@ def differs(now: Any, then: Any) -> bool:
     ``then`` is the state of ``now`` if that is a generator or an array.
     """
     if isinstance(now, (torch.Tensor, torch.Generator)):
-        return now._version != then if isinstance(now, torch.Tensor) else not torch.equal(contents(now), then)
+        return version_of(now) != then if isinstance(now, torch.Tensor) else not torch.equal(contents(now), then)
+    if isinstance(now, Slots):
+        now = now.read()
     if not isinstance(now, CONTAINERS):  # NumPy's generators have arrays in their states
         return pickle.dumps(contents(now)) != pickle.dumps(then)
     if len(now) != len(then):
@@ -169,7 +209,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     """
     if not deeply:
         objects = [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
-        return objects + _versions(item for value, _ in objects for item in _items(value))
+        return objects + _versions(item for owner, own in objects for item in items_of(owner, own))
     ids: set[int] = set()
     objects, tensors = [], []
     todo = [value for value in values if _is_mutable(value)]
@@ -187,10 +227,11 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
         # Ops and compiled code have caches; a policy, the stores in which these very tensors are.
         if not (isinstance(value, _CODE) or package == "graphckpt" or (package == "torch" and callable(value))):
             for owner in _owners_of(value):
-                if id(owner) not in ids:
-                    ids.add(id(owner))
-                    objects.append((owner, contents(owner)))
-                    items = (*items, *_items(owner))
+                number = -id(value) if isinstance(owner, Slots) else id(owner)  # the object has no other owner with it
+                if number not in ids:
+                    ids.add(number)
+                    objects.append((owner, own := contents(owner)))
+                    items = (*items, *items_of(owner, own))
         tensors += [item for item in items if isinstance(item, torch.Tensor)]
         todo += filter(_is_mutable, items)
     return objects + _versions(tensors)
@@ -200,14 +241,19 @@ def _is_mutable(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and type(value) not in ATOMS
 
 
-def _items(owner: Any) -> Iterable[Any]:
-    if isinstance(owner, dict):
-        return owner.values()
-    return owner if isinstance(owner, CONTAINERS) else ()
+def items_of(owner: Any, own: Any) -> Iterable[Any]:
+    """Returns what ``owner`` holds, given its contents ``own``; nothing for a generator or an array."""
+    if isinstance(owner, (dict, Slots)):
+        return own.values()  # type: ignore[no-any-return]
+    return own if isinstance(owner, CONTAINERS) else ()
 
 
 def _versions(items: Iterable[Any]) -> Objects:
-    return [(item, item._version) for item in items if isinstance(item, torch.Tensor) and not item.is_inference()]
+    return [(item, version_of(item)) for item in items if isinstance(item, torch.Tensor)]
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # inference tensors have none
 
 
 def attribute_of(value: Any, name: str) -> Any:
@@ -220,22 +266,59 @@ def attribute_of(value: Any, name: str) -> Any:
         return None
 
 
-def drop_unchanged_tensors(objects: Objects) -> Objects:
-    needed: Objects = []
-    for owner, then in objects:
-        if isinstance(owner, dict):
-            own = {k: _PRESENT if isinstance(v, torch.Tensor) and owner.get(k) is v else v for k, v in then.items()}
-            needed.append((owner, own))
-            continue
-        tensors = [each for each in (owner, *_items(then)) if isinstance(each, torch.Tensor)]
-        if not tensors or differs(owner, then):
-            needed.append((owner, then))
-    return needed
+def holds_tensors(objects: Objects) -> bool:
+    return bool(objects) and isinstance(objects[-1][0], torch.Tensor)  # behind all that holds them
 
 
-def tensors_changed(changes: Iterable[Objects]) -> list[torch.Tensor]:
-    """Returns the tensors among objects that have changed."""
-    return [owner for objects in changes for owner, _ in objects if isinstance(owner, torch.Tensor)]
+def is_plain_container(objects: Objects) -> bool:
+    """Whether ``objects`` are containers of numbers, strings and flags, and of such containers, and not empty."""
+    num_values = 0
+    for owner, own in objects:
+        if not isinstance(owner, CONTAINERS):
+            return False
+        num_values += len(own)
+        if num_values > _MAX_PLAIN_VALUES or not all(type(item) in _PLAIN for item in items_of(owner, own)):
+            return False
+    return num_values > 0
+
+
+_PLAIN = ATOMS.union(CONTAINERS, (OrderedDict,))
+
+
+def changed_tensors(objects: Objects) -> list[torch.Tensor]:
+    """Returns the tensors among ``objects`` that were modified in place since."""
+    return [owner for owner, then in objects if isinstance(owner, torch.Tensor) and version_of(owner) != then]
+
+
+def without_tensors(objects: Objects, tensors: Iterable[torch.Tensor]) -> Objects:
+    """Returns ``objects`` without the versions of ``tensors``."""
+    ids = set(map(id, tensors))
+    return [(owner, own) for owner, own in objects if id(owner) not in ids] if ids else objects
+
+
+def with_stand_ins(objects: Objects, stand_in: Callable[[torch.Tensor], Any]) -> Objects:
+    """Returns ``objects`` as the recomputation gets them: with a stand-in for each tensor that was modified since.
+
+    Not an error at once: an object may hold much that the block does not read, such as the cache of another layer.
+    """
+    modified = {id(tensor): stand_in(tensor) for tensor in changed_tensors(objects)}
+    if not modified:
+        return objects
+
+    def exchanged(item: Any) -> Any:
+        if isinstance(item, tuple) and any(id(each) in modified for each in item):
+            items = map(exchanged, item)
+            return item._make(items) if hasattr(item, "_make") else tuple(items)
+        return modified.get(id(item), item)
+
+    return [(owner, _mapped(exchanged, owner, own)) for owner, own in objects if not isinstance(owner, torch.Tensor)]
+
+
+def _mapped(function: Callable[[Any], Any], owner: Any, own: Any) -> Any:
+    if isinstance(owner, (dict, Slots)):
+        kind = type(own)
+        return kind((key, function(value)) for key, value in own.items())
+    return type(own)(map(function, own)) if isinstance(owner, CONTAINERS) else own
 
 
 def may_reach(value: Any) -> bool:

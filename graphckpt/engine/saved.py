@@ -25,10 +25,12 @@ from graphckpt.engine.call_state import CallState, ModuleState, has_changed
 from graphckpt.engine.objects import (
     Objects,
     attribute_of,
+    changed_tensors,
     copy_objects,
-    drop_unchanged_tensors,
+    items_of,
     swap,
-    tensors_changed,
+    with_stand_ins,
+    without_tensors,
 )
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
@@ -368,15 +370,10 @@ class Arguments:
                 with another argument or a buffer.
         """
         originals, self._originals = self._originals, ()
-        if self._objects:
-            self._objects = drop_unchanged_tensors(self._objects)
-            if call.block.recorder is not None:
-                objects = [
-                    leaf
-                    for leaf in self.leaves
-                    if attribute_of(leaf, "__dict__") and not isinstance(leaf, torch.Tensor)
-                ]
-                call.block.recorder.objects_kept(call.block.name, objects, copy_objects(objects))
+        changed = changed_tensors(self._objects)
+        self._objects = without_tensors(self._objects, changed)
+        if self._objects and call.block.recorder is not None:
+            self._record_objects(call)
         mutated = frozenset([each.position for each in originals if each.is_mutated()])
         if learning:
             call.block.mutated = self._mutated = mutated | call.block.mutated
@@ -400,19 +397,28 @@ class Arguments:
                     self.leaves[each.position] = self._keep(call, each, each.copied if is_mutated else None, previous)
                 elif not is_mutated and leaf.stays:
                     leaf.hold(each.tensor, is_itself=True)
-        self._changed = tensors_changed([self._objects, *(objects for *_, objects in call_state.reached)])
+        self._changed = [*changed, *call_state.changed_tensors]
         if self._changed and not is_guarded:
             own = [t for t in chain(call_state.tensors, (each.tensor for each in originals)) if t is not None]
             own = [tensor for tensor in own if not tensor.is_inference()]
             if not all(any(share_version_counter(tensor, each) for each in own) for tensor in self._changed):
                 self.drop(mismatch.modifies_held_tensor(call.block.title))
 
+    def _record_objects(self, call: Call) -> None:
+        """Counts the tensors that objects among the arguments hold: those before the call, and those after it."""
+        recorder = call.block.recorder
+        assert recorder is not None
+        recorder.state_kept(call.block.name, (t for t, _ in self._objects if isinstance(t, torch.Tensor)), call)
+        objects = [x for x in self.leaves if attribute_of(x, "__dict__") and not isinstance(x, torch.Tensor)]
+        items = chain.from_iterable(items_of(owner, own) for owner, own in copy_objects(objects))
+        recorder.objects_kept(call.block.name, objects, (item for item in items if isinstance(item, torch.Tensor)))
+
     def drop(self, error: str) -> None:
         """Drops all tensors after an error, which :meth:`take` raises from now on.
 
         The ``grad_fn`` of a tensor that was modified in place would make a reference cycle.
         """
-        self.leaves, self._originals, self._changed = [], (), []
+        self.leaves, self._originals, self._objects, self._changed = [], (), [], []
         self._error = error
 
     def take(self, call: Call, outputs_before: Sequence[torch.Tensor]) -> list[Any]:
@@ -445,9 +451,14 @@ class Arguments:
         own = [(at, leaf, leaf._version) for at, leaf in tensors if at not in self._mutated and not leaf.is_inference()]
         return [*own, *((None, tensor, tensor._version) for tensor in self._changed)]
 
-    def assemble(self, leaves: list[Any], undo: Objects) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Returns ``(args, kwargs)``, once the modules are in the state of the original forward."""
-        undo += swap(self._objects)
+    def assemble(
+        self, leaves: list[Any], stand_in: Callable[[torch.Tensor], Any], undo: Objects
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Returns ``(args, kwargs)``, once the modules are in the state of the original forward.
+
+        Objects among the arguments hold what they held then; see :func:`with_stand_ins`.
+        """
+        undo += swap(with_stand_ins(self._objects, stand_in))
         return self._shape.assemble(leaves)
 
     def _keep(

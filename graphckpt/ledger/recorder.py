@@ -167,11 +167,10 @@ class Recorder:
             for tensor in tensors:
                 self.live.hold(tensor, block, owner, is_kept=True, ends_early=True)
 
-    def objects_kept(self, block: str, values: Iterable[object], contents: Iterable[tuple[Any, Any]]) -> None:
-        """Notes that a block keeps objects among its arguments, which reach ``contents`` after its forward."""
+    def objects_kept(self, block: str, values: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
+        """Notes that a block keeps objects among its arguments, which reach ``tensors`` after its forward."""
         if self.live is not None and not self._recompute_depth:
-            items = [item for owner, _ in contents if isinstance(owner, dict) for item in owner.values()]
-            self.live.keep_objects(values, (item for item in items if isinstance(item, torch.Tensor)), block)
+            self.live.keep_objects(values, tensors, block)
 
     def released(self, tensor: torch.Tensor, owner: object) -> None:
         if not self._recompute_depth:

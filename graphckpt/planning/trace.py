@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt._compat import current_backward
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward
-from graphckpt.engine.objects import CONTAINERS, copy_objects
+from graphckpt.engine.objects import copy_objects, items_of
 from graphckpt.errors import PlanError
 from graphckpt.ledger.live_memory import LiveBytes, storages_of
 from graphckpt.planning.candidates import Option
@@ -374,8 +374,7 @@ class Trace(StepMarks, LiveBytes):
 def items_in(value: Any) -> Iterator[Any]:
     """Yields the items of all containers and the attributes of all objects that ``value`` reaches."""
     for owner, contents in copy_objects([value]):
-        if isinstance(owner, CONTAINERS):  # not a generator
-            yield from contents.values() if isinstance(contents, dict) else contents
+        yield from items_of(owner, contents)
 
 
 TimeMark: TypeAlias = "float | torch.cuda.Event"

@@ -17,12 +17,20 @@ from graphckpt import RecomputeError, Selective
 
 
 class Outside:
-    """An object with slots, which the call state does not reach."""
-
-    __slots__ = ("calls",)
+    """An object that is callable, whose state is that of a closure, which the call state does not reach."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        calls = [0]
+        self.read = lambda: calls[0]
+        self.write = lambda number: calls.__setitem__(0, number)
+
+    @property
+    def calls(self) -> int:
+        return self.read()
+
+    @calls.setter
+    def calls(self, number: int) -> None:
+        self.write(number)
 
 
 @as_module()
