@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard, final
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import global_forward_hooks, is_fake, storage_of
@@ -84,6 +83,8 @@ class _Scope(NamedTuple):
     """Which buffers, and which of ``names``, are cloned; see :class:`CallState`."""
     objects: list[tuple[_Module, str, bool]]
     """The attributes that are containers, or are copied with all objects that they reach, and whether they are so."""
+    shares_memory: bool
+    """Whether some of ``copied`` share memory, as an attribute does that is a view of a buffer."""
     open: dict[_Module, tuple[int, list[str]]]
     """Attributes that may hold an object with tensors in a later call, and the number of fields when that was seen."""
 
@@ -208,7 +209,7 @@ class ModuleState:
             modes,
             tensors,
             _versions(tensors),
-            _copies(tensors, scope.copied, tensors),
+            _copies(tensors, scope.copied, shares_memory=scope.shares_memory),
             scope.names,
             attributes,
             reached,
@@ -253,8 +254,7 @@ class ModuleState:
         copies = []
         for hooks, notes in zip(self._hooks, self._notes_of_hooks, strict=True):
             if hooks:
-                lasting = {number: hook for number, hook in hooks.items() if not _removes_itself(hook)}
-                copies.append(_Hooks([hooks, *notes], [lasting, *map(dict, notes)]))
+                copies.append(_Hooks([hooks, *notes], list(map(dict, (hooks, *notes)))))
         return copies
 
     def _watch(self, modules: Iterable[_Module]) -> None:
@@ -271,7 +271,9 @@ class ModuleState:
         buffers = self._slots[self._num_parameters :]
         copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if _is_plain(owner.get(key))]
         copied += range(first, first + len(names))
-        return _Scope(names, copied, [(ref, key, ref in users) for ref, key, value in present if may_reach(value)], {})
+        return _Scope(
+            names, copied, [(ref, key, ref in users) for ref, key, value in present if may_reach(value)], True, {}
+        )
 
     def _narrow(self, state: CallState) -> CallState:
         """Returns the state of a first call with copies of that alone which it has changed, or a later one may."""
@@ -302,10 +304,8 @@ class ModuleState:
                 reached.append((ref, key, entries if is_deep or is_small else entries[:1]))
             else:
                 self._note_inert(ref, key, value)
-            # Containers within a container are copied in every call, too, if they are not many.
-            is_nested = (
-                is_container and is_small and any(not isinstance(owner, torch.Tensor) for owner, _ in entries[1:])
-            )
+            # What is within the items of a container is copied in every call, too, if it is not much.
+            is_nested = is_container and is_small and len(copy_objects([value], deeply=False)) < len(entries)
             if is_deep or is_nested:
                 deep.append((ref, key))
         changed = [ref for ref, then in state.attributes.items() if _changes(_fields(ref), then)]
@@ -319,7 +319,8 @@ class ModuleState:
         objects += [(ref, key, True) for ref, key in deep]
         known = {(ref, key) for ref, key, _ in objects}
         open_names = {ref: (len(_fields(ref)), _open_names(ref, known)) for ref in self._users}
-        scope = _Scope(names, later, objects, open_names)
+        shares_memory = bool(_memory_of_several(state.tensors[index] for index in copied))
+        scope = _Scope(names, later, objects, shares_memory, open_names)
         copies = {index: clone for index, clone in state.copies.items() if index in copied}
         return state._replace(copies=copies, reached=reached, scope=scope)
 
@@ -470,7 +471,7 @@ class ModuleState:
                 if present is not tensor and not _is_sharding(present, tensor):
                     edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
         borrowed = set()
-        for index, clone in _copies(state.copies, state.copies, state.tensors).items():
+        for index, clone in _copies(state.copies, state.copies, shares_memory=state.scope.shares_memory).items():
             owner, key = slots[index]
             tensor = state.tensors[index]
             # A cache may know a buffer by its identity, as nested tensors know their offsets. One that forward leaves
@@ -530,11 +531,6 @@ def _hooks_of(module: nn.Module) -> Iterator[list[dict[int, Any]]]:
     yield [module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called]
 
 
-def _removes_itself(hook: object) -> bool:
-    """Whether a hook makes the parameters of a lazy module, which can be done once."""
-    return isinstance(getattr(hook, "__self__", None), LazyModuleMixin)
-
-
 def _number_names(module: nn.Module | None) -> list[str]:
     """Names the attributes of a module of PyTorch's that a program may change from call to call.
 
@@ -567,11 +563,11 @@ def _changes(now: dict[str, Any], then: dict[str, Any]) -> list[tuple[str, Any, 
 
 
 def _copies(
-    tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int], originals: Sequence[Any]
+    tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int], *, shares_memory: bool
 ) -> dict[int, torch.Tensor]:
-    """Clones ``tensors``, which are ``originals`` or copies of them. The clones share memory where the originals do."""
+    """Clones tensors. With ``shares_memory``, the clones share it where the tensors do."""
     present = [index for index in indices if tensors[index] is not None]
-    memory = _memory_of_several(tensors[i] for i in present) if any(originals[i]._is_view() for i in present) else {}
+    memory = _memory_of_several(tensors[index] for index in present) if shares_memory else {}
     clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
     copies = {}
     for index in present:
@@ -587,12 +583,12 @@ def _copies(
     return copies
 
 
-def _memory_of_several(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+def _memory_of_several(tensors: Iterable[torch.Tensor | None]) -> dict[int, torch.UntypedStorage]:
     """Returns clones of the storages that several of ``tensors`` share, by the ids of these storages."""
     members: dict[int, dict[int, torch.Tensor]] = {}
     for tensor in tensors:
-        storage = None if is_fake(tensor) or tensor.is_meta else storage_of(tensor)
-        if storage is not None:
+        storage = None if tensor is None or is_fake(tensor) or tensor.is_meta else storage_of(tensor)
+        if tensor is not None and storage is not None:
             members.setdefault(id(storage), {})[id(tensor)] = tensor
     memory = {}
     for key, several in members.items():
