@@ -161,6 +161,36 @@ def test_shards_continue_on_two_ranks_as_if_never_stopped(place):
         assert equal(then["random_of_each"], now["random_of_each"])
 
 
+def stop_on_two(rank, folder):
+    del rank, folder
+    for kind in ("tensor", "pipeline"):
+        words = [*WORDS, "model.config.n_layer=2", f"train.dist.{kind}_parallel_size=2"]
+        trainer_of(f"{kind} plain", *words).train()
+        trainer_of(kind, *words, hooks=(StopAfter(5),)).train()
+
+
+def resume_on_two(rank, folder):
+    del rank, folder
+    for kind in ("tensor", "pipeline"):
+        words = [*WORDS, "model.config.n_layer=2", f"train.dist.{kind}_parallel_size=2"]
+        trainer_of(kind, *words, resume=True).train()
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+def test_parts_of_layers_and_stages_continue_without_settings(place):
+    run_on_ranks(stop_on_two, place)
+    for kind in ("tensor", "pipeline"):
+        as_format_1(place / kind / "model_0000004")
+    run_on_ranks(resume_on_two, place)
+    for kind in ("tensor", "pipeline"):
+        assert "format 1 has no settings" in (place / kind / "log.txt").read_text()
+        assert same_weights(place / kind, place / f"{kind} plain")
+        then, now = (states_of(place / name / "model_final")["trainer"] for name in (f"{kind} plain", kind))
+        assert then["settings"] == now["settings"]
+        assert equal(then["random"], now["random"])
+
+
 # ---- what format 1 lacks: the settings of the run
 
 
