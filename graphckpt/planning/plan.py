@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 from graphckpt.blocks.apply import apply
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, bullets, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.plot import PAGE, file_of
@@ -156,22 +156,28 @@ class Plan(PlanData):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what :meth:`save` wrote.
+        """Reads what :meth:`save` wrote, in this version or an earlier one, whose missing fields get their defaults.
 
         Raises:
-            ConfigError: the file is missing or does not contain a plan.
+            ConfigError: the file is missing or does not contain a plan, or has fields of a newer version.
         """
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: cannot be read: {error} · fix: name a file that Plan.save wrote") from None
-        try:
-            numbers = content["plan"]
-            rows = tuple(PlanRow(**row) for row in numbers["rows"])
-            return cls(rows=rows, **{name: numbers[name] for name in _NUMBERS if name in numbers})
-        except (KeyError, TypeError) as error:
-            fix = "name a file that Plan.save wrote"
-            raise ConfigError(f"{path}: expected a plan, got a wrong {error} · fix: {fix}") from None
+        numbers = content.get("plan") if isinstance(content, Mapping) else None
+        rows = numbers.get("rows") if isinstance(numbers, Mapping) else None
+        if not isinstance(numbers, Mapping) or not isinstance(rows, list):
+            what = "expected a section 'plan' with its 'rows', found none"
+            raise ConfigError(f"{path}: {what} · fix: name a file that Plan.save wrote")
+        faults = list(_field_faults(numbers, PlanData, "plan", ignored=("rows",)))
+        faults += [fault for n, row in enumerate(rows) for fault in _field_faults(row, PlanRow, f"plan.rows[{n}]")]
+        if faults:
+            several = bullets(f"{path}: expected a plan", without_repeats(faults))
+            what = several if len(faults) > 1 else f"{path}: {faults[0]}"
+            raise ConfigError(f"{what} · fix: name a file that Plan.save wrote in this version or an earlier one")
+        values = {name: value for name, value in numbers.items() if name != "rows"}
+        return cls(rows=tuple(PlanRow(**row) for row in rows), **values)
 
     def relative_to(self, name: str) -> Plan:
         """Returns the plan with the paths of blocks relative to the child ``name``."""
@@ -181,4 +187,22 @@ class Plan(PlanData):
         return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=relative)
 
 
+def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = ()) -> Iterator[str]:
+    if not isinstance(values, Mapping):
+        yield f"{where}: expected a mapping, got {shown(values)}"
+        return
+    own = {each.name: each for each in fields(kind) if each.name not in ("rows", "stages", "notes")}
+    for name, each in own.items():
+        expected = _KINDS.get(str(each.type))
+        if name not in values:
+            if each.default is MISSING:
+                yield f"{where}.{name}: expected a value, got nothing"
+        elif expected is not None and not isinstance(values[name], expected):
+            yield f"{where}.{name}: expected {each.type}, got {shown(values[name])}"
+    for name in values:
+        if name not in own and name not in ignored:
+            yield f"{where}.{name}: unknown field"
+
+
+_KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool, "Mapping[str, Any]": Mapping}
 _NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in ("rows", "stages", "notes"))

@@ -305,9 +305,17 @@ def _faults(device: DeviceProfile) -> list[str]:
             faults.append(f"{name}: expected numbers above 0 by name, got {values!r}")
         elif name == "flops" and "float32" not in values:
             faults.append("flops: float32 is missing")
-    unknown = [kernel for kernel in device.attention if kernel not in _KERNELS]
-    if unknown:
+    untyped = vars(device)  # of a file, in which a value may be of any type
+    kernels, capability = untyped["attention"], untyped["capability"]
+    if not isinstance(kernels, tuple | list) or not kernels:
+        faults.append(f"attention: expected a list of {', '.join(_KERNELS)}, got {kernels!r}")
+    elif unknown := [kernel for kernel in kernels if kernel not in _KERNELS]:
         faults.append(f"attention: expected {', '.join(_KERNELS)}, got {unknown[0]!r}")
+    is_pair = isinstance(capability, tuple | list) and [*map(type, capability)] == [int, int]
+    if capability is not None and not is_pair:
+        faults.append(f"capability: expected two ints such as [9, 0], got {capability!r}")
+    if not isinstance(untyped["name"], str):
+        faults.append(f"name: expected text, got {untyped['name']!r}")
     return faults
 
 

@@ -69,7 +69,7 @@ def test_every_field_of_the_description_has_a_type(tmp_path, field):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 99}, "format: expected 2, got 99"),
+        ({"format": 99}, "format: expected 1 or 2, got 99, which a newer version"),
         ({"consumed_samples": 3}, "done: expected iteration + 1, and at most consumed_samples, got 4"),
         ({"consumed_samples": 10**30}, "consumed_samples: expected at most 9007199254740992, got 1000"),
         ({"iteration": 4}, "done: expected iteration + 1, and at most consumed_samples, got 4"),

@@ -24,8 +24,10 @@ from graphckpt.train.snapshot.schema import (
     OWN_CHECKSUMS,
     STATE,
     WEIGHTS,
+    FormatError,
     RunInfo,
     SnapshotError,
+    read_format,
     reading,
     validate,
 )
@@ -158,6 +160,7 @@ def read_info(folder: Path) -> RunInfo:
         raise SnapshotError(f"{folder}: expected a snapshot, found no {MANIFEST}") from error
     except OSError as error:
         raise SnapshotError(f"{folder / MANIFEST}: cannot be read ({error.strerror})") from error
+    read_format(content, folder / MANIFEST)
     with reading(folder / MANIFEST):
         info: RunInfo = validate(RunInfo, content, is_json=True)
     return info
@@ -233,6 +236,8 @@ class Snapshots:
         path = self.folder / self.last_name()
         try:
             return path, check(path)
+        except FormatError:  # it is whole: going back to another one would lose iterations
+            raise
         except SnapshotError as error:
             what = error if path.is_dir() else f"{self.folder / LAST}: names {path.name}, which is not there"
             raise SnapshotError(f"{what} · fix: {self._fix(path.name)}") from error

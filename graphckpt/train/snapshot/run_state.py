@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -31,6 +31,7 @@ from graphckpt.train.parallel.sharding import (
     shard_like,
 )
 from graphckpt.train.snapshot.schema import (
+    FORMAT,
     OPTIMIZER,
     SCHEDULER,
     SHARDS,
@@ -43,6 +44,7 @@ from graphckpt.train.snapshot.schema import (
     check_trainer,
     is_of_states,
     reading,
+    validate,
 )
 from graphckpt.train.snapshot.weights import distinct_tensors, load_weights, read_weights, tensors_of
 
@@ -72,18 +74,22 @@ class RunState:
     them, so that a resume sees what has changed in the config."""
     _masks: set[str] = field(init=False, default_factory=set)
     """Names of buffers and frozen weights that are not finite from the start."""
+    _num_scheduled: int = field(init=False, default=0)
+    """Steps of the schedule before the state of a snapshot is loaded."""
 
     def __post_init__(self) -> None:
-        scheduler, kind = self.graph._update.schedulers[0], type(self.optimizer)
-        groups = [{key: group[key] for key in group if key != "params"} for group in self.optimizer.param_groups]
-        parts = {"groups": groups, "schedule": {} if scheduler is None else scheduler.state_dict()}
+        kind = type(self.optimizer)
         self.settings = {
             "seed": self.seed,
             "optimizer": f"{kind.__module__}.{kind.__qualname__}",
-            **map_leaves(parts, lambda leaf, _: _plain(leaf)),
+            **self._groups_and_schedule(),
         }
         trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
         self._masks = set(self.not_finite()) - trained
+
+    def _groups_and_schedule(self) -> dict[str, Any]:
+        scheduler = self.graph._update.schedulers[0]
+        return _plain_settings(self.optimizer.param_groups, {} if scheduler is None else scheduler.state_dict())
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -157,6 +163,20 @@ class RunState:
     def load_weights(self, folder: Path) -> None:
         weights = read_weights(folder, like=tensors_of(self.model), group=self.ranks.control)
         load_weights(self.model, weights, str(folder))
+
+    def add_defaults(self, states: Mapping[str, Any], folder: Path, info: RunInfo) -> list[str]:
+        """Adds what the snapshot's format lacks to its states, and returns a line of the log for each."""
+        lines = []
+        for lack in [lack for number in range(info["format"], FORMAT) for lack in LACKS[number]]:
+            state = states[lack.file]
+            with reading(folder / STATE.format(lack.file)):
+                validate(dict[str, Any], state)
+            if lack.field not in state:
+                state[lack.field] = lack.default(self, states, folder, info)
+                default = lack.text.format(state[lack.field])
+                what = f"{folder}: format {info['format']} has no {lack.field} in {STATE.format(lack.file)}"
+                lines.append(f"{what} · default: {default}")
+        return lines
 
     def check(self, graph: Any, trainer: Any, folder: Path, info: RunInfo) -> None:
         like = self.graph.state_dict()
@@ -244,15 +264,42 @@ class RunState:
         return local
 
     def _with_own_settings(self, graph: dict[str, Any]) -> dict[str, Any]:
-        # param groups and schedule of this run, as they are at the snapshot's iteration
-        scheduler = self.graph._update.schedulers[0]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the optimizer has not stepped before
-            for _ in range(int(graph[STEP]) if scheduler is not None else 0):
-                scheduler.step()  # most schedules compute a learning rate from the one before
+        self._step_schedule(int(graph[STEP]))
         own = self.graph._update.state_dict()
         schedule = {SCHEDULER: own[SCHEDULER]} if SCHEDULER in own else {}
         return {**graph, **schedule, OPTIMIZER: {**own[OPTIMIZER], "state": graph[OPTIMIZER]["state"]}}
+
+    def _step_schedule(self, step: int) -> None:
+        # to where it is after `step` updates
+        scheduler = self.graph._update.schedulers[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer has not stepped before
+            for _ in range(step - self._num_scheduled if scheduler is not None else 0):
+                scheduler.step()  # most schedules compute a learning rate from the one before
+        self._num_scheduled = step
+
+    def settings_in(self, graph: dict[str, Any], folder: Path, info: RunInfo) -> dict[str, Any]:
+        """Returns settings for a snapshot that has none: those of this run, where its state shows no others.
+
+        The state has param groups and schedule at its iteration alone: values that this run would have there are taken
+        to be this run's from the start.
+        """
+        file, name, like = folder / STATE.format("graph"), self.settings["optimizer"], self.graph.state_dict()
+        groups = []
+        with reading(file, _FIX):
+            check_graph(graph, like, self.optimizer, done=info["done"], num_states=info.get("optimizer_states"))
+            self._step_schedule(int(graph[STEP]))
+            own = self._groups_and_schedule()
+            saved = _plain_settings(graph[OPTIMIZER]["param_groups"], graph.get(SCHEDULER, {}))
+            for then, now, first in zip(saved["groups"], own["groups"], self.settings["groups"], strict=True):
+                odd = sorted(key for key in then.keys() ^ now.keys() if not key.startswith("clip_grad_"))
+                # an optimizer may have other keys under another version of PyTorch
+                if odd and info["machine"]["torch"] == torch.__version__:
+                    what = f"optim: expected the optimizer whose states the snapshot has, got {name}"
+                    raise SnapshotError(f"{file}: {what}, as only one of the two has {', '.join(odd)} · fix: {_FIX}")
+                groups.append({key: first[key] if now.get(key) == value else value for key, value in then.items()})
+        schedule = (self.settings if saved["schedule"] == own["schedule"] else saved)["schedule"]
+        return {**self.settings, "groups": groups, "schedule": schedule}
 
     # ---- random generators
 
@@ -289,6 +336,40 @@ class RunState:
         kind, keys, *rest = state["numpy"]
         np.random.set_state((kind, np.array(keys, np.uint32), *rest))  # noqa: NPY002
         random.setstate(state["python"])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Lack:
+    """A field that snapshots of a format do not have yet."""
+
+    file: str
+    """The name of the state: ``graph`` or ``trainer``."""
+    field: str
+    default: Callable[[RunState, Mapping[str, Any], Path, RunInfo], Any]
+    """Returns its value for the run that resumes, from the states, the folder and the manifest of the snapshot."""
+    text: str
+    """What the log says of the default, which it may format."""
+
+
+LACKS: dict[int, tuple[Lack, ...]] = {
+    1: (
+        Lack(
+            file="trainer",
+            field="settings",
+            default=lambda run, states, folder, info: run.settings_in(states["graph"], folder, info),
+            text="those of this config, train.seed={0[seed]} and {0[optimizer]}; a run that began with another seed or "
+            "another optimizer of the same settings would not be noticed",
+        ),
+    ),
+}
+"""What each format lacks of the next one."""
+
+
+def _plain_settings(groups: list[dict[str, Any]], schedule: Mapping[str, Any]) -> dict[str, Any]:
+    own = [{key: group[key] for key in group if key != "params"} for group in groups]
+    plain: dict[str, Any] = map_leaves({"groups": own, "schedule": schedule}, lambda leaf, _: _plain(leaf))
+    return plain
 
 
 def _plain(value: Any) -> Any:

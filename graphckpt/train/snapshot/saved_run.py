@@ -185,13 +185,17 @@ class SavedRun:
         source, info = self.source, self._info
         if source is None or info is None:
             return
-        trainer, graph = (snapshot.read_state(source, name) for name in ("trainer", "graph"))
+        states = {name: snapshot.read_state(source, name) for name in ("trainer", "graph")}
         state.load_weights(source)
+        defaults = state.add_defaults(states, source, info)
+        trainer, graph = states["trainer"], states["graph"]
         state.check(graph, trainer, source, info)
         with reading(source / STATE.format("trainer")):
             loop.load_hook_states(trainer["hooks"])
         state.load_states(graph, trainer, source)
         report.line(f"resumed from {source}, after {loop.position}")
+        for line in defaults:
+            report.line(line, "yellow")
         if names := [name for name in state.changes(trainer["settings"]) if name != "initial_lr"]:
             report.line(f"optim, train.scheduler: {', '.join(names)} changed since, which takes effect now", "yellow")
         machine, rounded = rounding_environment(self.ranks), "sums may be rounded differently"

@@ -28,7 +28,10 @@ STAGES = "pipeline_parallel_size"
 STEP, OPTIMIZER, SCHEDULER = "System-Train-TrainStep", "System-Train-Optimizer-0", "System-Train-LRScheduler-0"
 _SCALER = "System-Train-GradScaler"
 OWN_CHECKSUMS = ".distcp"  # a shard, which has checksums within
-FORMAT = 2  # of the folder; a change of what is written needs a new number
+FORMAT = 2
+"""Number of what is written. A change of it takes the next one, and an entry in ``run_state.LACKS`` for this one."""
+READABLE = range(max(1, FORMAT - 2), FORMAT + 1)
+"""Formats that are read: this one, and the two before it."""
 
 _NOTHING = object()
 _PHRASES = {  # of pydantic
@@ -41,9 +44,13 @@ _PHRASES = {  # of pydantic
 }
 
 
-@final
 class SnapshotError(GraphckptError, RuntimeError):
     """A snapshot is missing, broken, or of another model."""
+
+
+@final
+class FormatError(SnapshotError):
+    """A snapshot is of a format that another version of graphckpt reads."""
 
 
 @final
@@ -135,10 +142,30 @@ class _Machine(TypedDict):
     pipeline_parallel_size: NotRequired[_Positive]
 
 
+class _Format(TypedDict):
+    format: Annotated[int, Strict()]
+
+
+def read_format(content: bytes, file: Path) -> int:
+    """Returns the format of a manifest, of which another format may have all other fields changed."""
+    with reading(file):
+        number: int = validate(_Format, content, is_json=True)["format"]
+        expected = " or ".join(map(str, READABLE))
+        if number in READABLE:
+            return number
+        if number < 1:
+            raise FieldError("format", expected, number)
+    is_newer = number > FORMAT
+    kind = "a newer" if is_newer else "an older"
+    fix = "update graphckpt" if is_newer else f"resume once with a version that writes format {READABLE[0]}"
+    what = f"{file}: format: expected {expected}, got {number}, which {kind} version of graphckpt has written"
+    raise FormatError(f"{what} · fix: {fix}, or start a run from the weights: train.load_weight={file.parent}")
+
+
 class RunInfo(TypedDict):
     """``snapshot.json``."""
 
-    format: Literal[2]
+    format: int
     run: Text
     """An id of the run and of all runs resumed from it."""
     iteration: Count
