@@ -79,9 +79,9 @@ def call(state: ModuleState, forward: Callable[[], object]) -> CallState:
     learning = not state.has_learnt(modes)
     before = state.take(modes)
     forward()
-    after = state.finish(before, learning=learning)
-    state.remember(after)
-    return after
+    state.finish(before, learning=learning)
+    state.remember(before)
+    return before
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -184,6 +184,8 @@ class BlockForward:
         if is_transformed():
             context.note("torch.func or forward-mode AD is around it: it runs as it is, and all is saved")
             return None
+        if not self._native:
+            return function
         modules = [module for ref in self._native if (module := ref()) is not None and checkpoints_itself(module)]
         if not modules:
             return function

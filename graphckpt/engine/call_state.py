@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import chain, starmap
 from operator import is_, itemgetter
 from types import SimpleNamespace
@@ -74,7 +75,9 @@ class _Hooks(NamedTuple):
     """The hooks that the call has added."""
 
 
-class _Scope(NamedTuple):
+@final
+@dataclass(slots=True, eq=False)
+class _Scope:
     """What calls with the modules in the same modes copy, beside the attributes of modules."""
 
     names: list[_Attribute]
@@ -85,12 +88,18 @@ class _Scope(NamedTuple):
     """The attributes that are containers, or are copied with all objects that they reach, and whether they are so."""
     shares_memory: bool
     """Whether some of ``copied`` share memory, as an attribute does that is a view of a buffer."""
-    open: dict[_Module, tuple[int, list[str]]]
-    """Attributes that may hold an object with tensors in a later call, and the number of fields when that was seen."""
+    open: list[_Attribute]
+    """The attributes that may hold an object with tensors in a later call."""
+    sizes: list[int]
+    """How many attributes the modules of the user's had when that was seen."""
 
 
-class CallState(NamedTuple):
-    # Of tuples rather than lists: Python's garbage collector need not visit those that hold numbers only.
+@final
+@dataclass(slots=True, eq=False)
+class CallState:
+    """The state before a call, of which :meth:`ModuleState.finish` leaves what the recomputation needs."""
+
+    # With tuples rather than lists: Python's garbage collector need not visit those that hold numbers only.
     modes: Modes
     tensors: tuple[Any, ...]
     """Parameters, buffers, and the tensors among the attributes, which hooks and recurrent layers set."""
@@ -121,8 +130,8 @@ class CallState(NamedTuple):
 @final
 class ModuleState:
     __slots__ = (
-        "_children", "_hooks", "_inert", "_modules", "_notes_of_hooks", "_num_parameters", "_numbers", "_owners",
-        "_policy_changes", "_scopes", "_slots", "_users", "_watched", "host_rng_modes",
+        "_children", "_empty", "_ends", "_gone", "_hooks", "_inert", "_modules", "_notes_of_hooks", "_num_parameters",
+        "_numbers", "_owners", "_policy_changes", "_scopes", "_slots", "_users", "_watched", "host_rng_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -130,10 +139,13 @@ class ModuleState:
         # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
         self._modules = [weakref.ref(m) for m in members]
         self._users = [weakref.ref(m) for m in members if not _is_of_torch(m)]
-        self._children = [(weakref.ref(m), _children_of(m)) for m in members if m._modules]
-        owners = [d for m in members for d in (m._parameters, m._buffers)] + [
-            m._modules for m in members if not m._modules
-        ]
+        self._gone: list[Any] = []  # of the modules, which append themselves when they are freed
+        self._ends = [weakref.ref(m, self._gone.append) for m in members]
+        children = [m._modules for m in members if m._modules]
+        self._children = children, _ids_in(children)
+        owners = [d for m in members for d in (m._parameters, m._buffers, m._modules)]
+        self._empty = [d for d in owners if not d]
+        owners = [d for m in members for d in (m._parameters, m._buffers) if d]
         self._owners = owners, list(map(list, owners))
         self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in members for key in m._parameters]
         self._num_parameters = len(self._slots)
@@ -156,15 +168,13 @@ class ModuleState:
 
     def is_stale(self) -> bool:
         """Whether a submodule was added, removed or replaced since, as adapters do, or a parameter or buffer added."""
-        for ref, children in self._children:
-            if (module := ref()) is None or _children_of(module) != children:
-                return True
+        children, ids = self._children
         # A new child may have got the memory, and so the id, of one that is gone.
-        return self._has_other_slots() or any(ref() is None for ref in self._modules)
+        return bool(self._gone) or self._has_other_slots() or _ids_in(children) != ids
 
     def _has_other_slots(self) -> bool:
         owners, keys = self._owners
-        return list(map(list, owners)) != keys
+        return any(self._empty) or list(map(list, owners)) != keys
 
     def modes(self) -> Modes:
         return tuple([ref().training for ref in self._modules])  # type: ignore[union-attr]
@@ -196,15 +206,17 @@ class ModuleState:
             self._policy_changes = -1 if is_nested else policy_changes.number
         scope = self._scopes.get(modes)
         attributes = {ref: _fields(ref).copy() for ref in (self._modules if scope is None else self._watched)}
-        is_first = scope is None
+        is_known = scope is not None
         scope = scope or self._scope_of_all(attributes)
         values = [_without_history(attributes[ref].get(key)) for ref, key in scope.names]
         tensors: tuple[Any, ...] = (*starmap(dict.get, self._slots), *values)
         reached = [
             (ref, key, copy_objects([attributes[ref].get(key)], deeply=is_deep)) for ref, key, is_deep in scope.objects
         ]
-        if not is_first:
-            reached += self._objects_with_tensors(scope, attributes)
+        if is_known:
+            if self._sizes(attributes) != scope.sizes:
+                self._open(scope, attributes)
+            reached += self._objects_with_tensors(scope.open, attributes)
         return CallState(
             modes,
             tensors,
@@ -216,28 +228,38 @@ class ModuleState:
             self._policy_changes,
             scope,
             self._read_numbers(),
-            tuple([t is not None and t.requires_grad for t in tensors[: self._num_parameters]]),
+            self._trainable(tensors),
             self._copy_hooks() if any(self._hooks) else [],
         )
 
     def _objects_with_tensors(
-        self, scope: _Scope, attributes: Mapping[_Module, dict[str, Any]]
+        self, open_attributes: Iterable[_Attribute], attributes: Mapping[_Module, dict[str, Any]]
     ) -> Iterator[tuple[_Module, str, Objects]]:
         """Yields the attributes that are objects which reach tensors: those are inputs, like those of an argument."""
-        for ref, (num_fields, keys) in scope.open.items():
-            fields = attributes[ref]
-            if len(fields) != num_fields:
-                keys = _open_names(ref, {(ref, key) for ref, key, _ in scope.objects})  # noqa: PLW2901 - others than then
-                scope.open[ref] = len(fields), keys
-            for key in keys:
-                value = fields.get(key)
-                if not may_reach(value) or self._is_inert(ref, key, value):
-                    continue
-                objects = copy_objects([value])
-                if len(objects) <= _MAX_REACHED and (holds_tensors(objects) or is_plain_container(objects)):
-                    yield ref, key, objects
-                else:
-                    self._note_inert(ref, key, value)
+        for ref, key in open_attributes:
+            value = attributes[ref].get(key)
+            if value is None or self._is_inert(ref, key, value) or not may_reach(value):
+                continue
+            objects = copy_objects([value])
+            if len(objects) <= _MAX_REACHED and (holds_tensors(objects) or is_plain_container(objects)):
+                yield ref, key, objects
+            else:
+                self._note_inert(ref, key, value)
+
+    def _open(self, scope: _Scope, attributes: Mapping[_Module, dict[str, Any]]) -> None:
+        """Notes which attributes may hold an object with tensors in a call: those that hold none, or an object."""
+        copied = {(ref, key) for ref, key, _ in scope.objects}
+        scope.sizes = self._sizes(attributes)
+        scope.open = [
+            (ref, key)
+            for ref in self._users
+            for key, value in attributes[ref].items()
+            if key not in _OWN and key != "forward" and (ref, key) not in copied
+            if value is None or (may_reach(value) and not _is_plain_value(value))
+        ]
+
+    def _sizes(self, attributes: Mapping[_Module, dict[str, Any]]) -> list[int]:
+        return [len(attributes[ref]) for ref in self._users]
 
     def _is_inert(self, ref: _Module, key: str, value: object) -> bool:
         inert = self._inert.get((ref, key))
@@ -248,7 +270,10 @@ class ModuleState:
             self._inert[ref, key] = weakref.ref(value)
 
     def _read_numbers(self) -> tuple[Any, ...]:
-        return tuple([read(_fields(ref)) for ref, _, read in self._numbers])
+        return tuple([read(ref().__dict__) for ref, _, read in self._numbers])
+
+    def _trainable(self, tensors: Sequence[Any]) -> tuple[bool, ...]:
+        return tuple([t is not None and t.requires_grad for t in tensors[: self._num_parameters]])
 
     def _copy_hooks(self) -> list[_Hooks]:
         copies = []
@@ -271,12 +296,11 @@ class ModuleState:
         buffers = self._slots[self._num_parameters :]
         copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if _is_plain(owner.get(key))]
         copied += range(first, first + len(names))
-        return _Scope(
-            names, copied, [(ref, key, ref in users) for ref, key, value in present if may_reach(value)], True, {}
-        )
+        objects = [(ref, key, ref in users) for ref, key, value in present if may_reach(value)]
+        return _Scope(names, copied, objects, shares_memory=True, open=[], sizes=[])
 
-    def _narrow(self, state: CallState) -> CallState:
-        """Returns the state of a first call with copies of that alone which it has changed, or a later one may."""
+    def _narrow(self, state: CallState) -> None:
+        """Leaves of a first call's state the copies of what it has changed, or a later call may change."""
         first = len(self._slots)
         norms = {id(m._buffers) for ref in self._modules if isinstance(m := ref(), _NORMS) and m.training}
         copied = {
@@ -317,21 +341,21 @@ class ModuleState:
         later += [index for index, name in enumerate(names, first) if name in mutated]
         objects = [(r, k, False) for r, k, value in present if isinstance(value, CONTAINERS) and (r, k) not in deep]
         objects += [(ref, key, True) for ref, key in deep]
-        known = {(ref, key) for ref, key, _ in objects}
-        open_names = {ref: (len(_fields(ref)), _open_names(ref, known)) for ref in self._users}
         shares_memory = bool(_memory_of_several(state.tensors[index] for index in copied))
-        scope = _Scope(names, later, objects, shares_memory, open_names)
-        copies = {index: clone for index, clone in state.copies.items() if index in copied}
-        return state._replace(copies=copies, reached=reached, scope=scope)
+        scope = _Scope(names, later, objects, shares_memory, open=[], sizes=[])
+        self._open(scope, {ref: _fields(ref) for ref in self._users})
+        state.copies = {index: clone for index, clone in state.copies.items() if index in copied}
+        state.reached, state.scope = reached, scope
 
-    def finish(self, state: CallState, *, learning: bool = False) -> CallState:
-        """Returns ``state`` after the call, without what the recomputation does not need.
+    def finish(self, state: CallState, *, learning: bool = False) -> None:
+        """Leaves in ``state``, after the call, what the recomputation needs.
 
         What the call has only set up stays set. With ``learning``, ``state`` is all, and shows what later calls copy.
         """
         if learning:
-            state = self._narrow(state)
-        attributes, changed = {}, set()
+            self._narrow(state)
+        attributes: dict[_Module, dict[str, Any]] = {}
+        changed: set[int] = set()
         for ref, then in state.attributes.items():
             now = _fields(ref)
             before = {key: then[key] for key in self._watched.get(ref, ()) if key in then}
@@ -358,15 +382,14 @@ class ModuleState:
                 attributes[ref].setdefault(key, state.attributes[ref][key])
             if kept := without_tensors(objects if is_held else changes, modified):
                 reached.append((ref, key, kept))
-        left_alone = frozenset([i for i in state.copies if _versions(state.tensors[i : i + 1])[0] == state.versions[i]])
-        return state._replace(
-            attributes=attributes,
-            reached=reached,
-            changed=frozenset(changed),
-            changed_tensors=tensors,
-            left_alone=left_alone,
-            hooks=self._note_added_hooks(state.hooks) if state.hooks or any(self._hooks) else [],
-        )
+        if state.copies:
+            versions = _versions([state.tensors[index] for index in state.copies])
+            pairs = zip(state.copies, versions, strict=True)
+            state.left_alone = frozenset([index for index, version in pairs if version == state.versions[index]])
+        if state.hooks or any(self._hooks):
+            state.hooks = self._note_added_hooks(state.hooks)
+        state.attributes, state.reached, state.changed_tensors = attributes, reached, tensors
+        state.changed = frozenset(changed)
 
     def _note_added_hooks(self, hooks: list[_Hooks]) -> list[_Hooks]:
         before = {id(each.owners[0]): each for each in hooks}
@@ -403,37 +426,42 @@ class ModuleState:
             return owner
 
         borrowed = self._put_tensors(state, edit, restore)
-        for ref, mode in zip(self._modules, state.modes, strict=True):
-            fields = _fields(ref)
-            if fields and fields["training"] is not mode:
-                edit(fields)["training"] = mode
+        if self._gone or self.modes() != state.modes:
+            self._put_modes(state.modes, edit)
         for ref, attributes in state.attributes.items():
             fields = _fields(ref)
             for key, value in attributes.items():
                 if fields.get(key, ABSENT) is not value:
                     set_or_remove(edit(fields), key, value)
         if state.policy_changes != policy_changes.number:
-            for ref in self._modules:
-                fields = _fields(ref)
-                if "forward" in fields and "forward" not in state.attributes.get(ref, ()):
-                    del edit(fields)["forward"]  # of a policy that was put on since
+            self._remove_later_policies(state, edit)
         for _, _, objects in state.reached:
             undo += swap(with_stand_ins(objects, stand_in))
-        self._put_numbers(state.numbers, edit)
-        self._put_hooks(state.hooks, undo)
-        for (owner, key), is_trainable in zip(self._slots, state.trainable, strict=False):
-            parameter = owner.get(key)
-            if parameter is not None and parameter.requires_grad is not is_trainable:
-                restore.callback(parameter.requires_grad_, parameter.requires_grad)
-                parameter.requires_grad_(is_trainable)
+        if self._gone or self._read_numbers() != state.numbers:
+            self._put_numbers(state.numbers, edit)
+        if state.hooks or any(self._hooks):
+            self._put_hooks(state.hooks, undo)
+        parameters = [owner.get(key) for owner, key in self._slots[: self._num_parameters]]
+        if self._trainable(parameters) != state.trainable:
+            _put_trainable(parameters, state.trainable, restore)
         return borrowed
 
+    def _remove_later_policies(self, state: CallState, edit: _Edit) -> None:
+        for ref in self._modules:
+            fields = _fields(ref)
+            if "forward" in fields and "forward" not in state.attributes.get(ref, ()):
+                del edit(fields)["forward"]
+
+    def _put_modes(self, modes: Modes, edit: _Edit) -> None:
+        for ref, mode in zip(self._modules, modes, strict=True):
+            fields = _fields(ref)
+            if fields and fields["training"] is not mode:
+                edit(fields)["training"] = mode
+
     def _put_numbers(self, numbers: tuple[Any, ...], edit: _Edit) -> None:
-        if self._read_numbers() == numbers:
-            return
         for (ref, names, read), then in zip(self._numbers, numbers, strict=True):
             fields = _fields(ref)
-            if read(fields) != then:
+            if fields and read(fields) != then:
                 edit(fields).update(zip(names, then if len(names) > 1 else (then,), strict=True))
 
     def _put_hooks(self, hooks: list[_Hooks], undo: Objects) -> None:
@@ -441,8 +469,6 @@ class ModuleState:
 
         Transformers adds hooks in a first call and notes that in a flag: a recomputation must not do it again.
         """
-        if not hooks and not any(self._hooks):
-            return
         before = {id(each.owners[0]): each for each in hooks}
         for owner, notes in zip(self._hooks, self._notes_of_hooks, strict=True):
             each = before.get(id(owner)) or _Hooks([owner, *notes], [{} for _ in (owner, *notes)])
@@ -485,7 +511,7 @@ class ModuleState:
                 edit(owner)[key] = clone
         if self._has_other_slots():  # buffers that the call, or what followed, has registered
             keys = {(id(owner), key) for owner, key in self._slots}
-            for owner in self._owners[0]:
+            for owner in (*self._owners[0], *self._empty):
                 for key in [key for key, value in owner.items() if (id(owner), key) not in keys and _is_plain(value)]:
                     del edit(owner)[key]
         return frozenset(borrowed)
@@ -525,6 +551,13 @@ def _fields(ref: weakref.ref[nn.Module]) -> dict[str, Any]:
     return {} if module is None else module.__dict__
 
 
+def _put_trainable(parameters: Sequence[torch.Tensor | None], trainable: Sequence[bool], restore: ExitStack) -> None:
+    for parameter, is_trainable in zip(parameters, trainable, strict=True):
+        if parameter is not None and parameter.requires_grad is not is_trainable:
+            restore.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(is_trainable)
+
+
 def _hooks_of(module: nn.Module) -> Iterator[list[dict[int, Any]]]:
     """Yields the forward pre-hooks and the forward hooks, each with what torch notes of some of them."""
     yield [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
@@ -546,12 +579,6 @@ def _number_names(module: nn.Module | None) -> list[str]:
 
 def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
-
-
-def _open_names(ref: _Module, known: Collection[_Attribute]) -> list[str]:
-    """Names the attributes that may hold an object with tensors in a call, and are not copied already."""
-    fields = [(key, value) for key, value in _fields(ref).items() if key not in _OWN and (ref, key) not in known]
-    return [key for key, value in fields if value is None or (may_reach(value) and not _is_plain_value(value))]
 
 
 def _is_plain_value(value: Any) -> bool:
@@ -642,8 +669,8 @@ def _is_sharding(now: Any, then: Any) -> bool:
     )
 
 
-def _children_of(module: nn.Module) -> list[int]:
-    return [id(child) for child in module._modules.values()]  # ids: to hold the children would make cycles
+def _ids_in(owners: Iterable[dict[str, Any]]) -> list[int]:
+    return [*map(id, chain.from_iterable(map(dict.values, owners)))]  # ids: to hold the children would make cycles
 
 
 def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:  # a buffer or a tensor attribute

@@ -221,7 +221,8 @@ class Frame(Call):
     def _after_forward(self, previous: BlockOutput | None) -> None:
         block, state, learning = self.block, self._state, self._learning
         with modes_paused, block.copy_in_record():
-            call_state = self._call_state = state.finish(self._call_state, learning=learning)
+            call_state = self._call_state
+            state.finish(call_state, learning=learning)
             if block.recorder is not None:
                 block.recorder.state_kept(block.name, state.replaced(call_state), self)
             if learning:

@@ -8,10 +8,10 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from operator import is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 from weakref import ProxyTypes
 
 import torch
@@ -53,13 +53,13 @@ class Slots:
 
     def read(self) -> dict[Any, Any]:
         present = {}
-        for slot in _slots_of(self._object):
+        for slot in _layout_of(self._object).slots:
             with suppress(AttributeError):
                 present[slot] = slot.__get__(self._object)
         return present
 
     def fill(self, values: dict[Any, Any]) -> None:
-        for slot in _slots_of(self._object):
+        for slot in _layout_of(self._object).slots:
             if slot in values:
                 slot.__set__(self._object, values[slot])  # a frozen dataclass forbids `setattr`, not this
             else:
@@ -67,23 +67,34 @@ class Slots:
                     slot.__delete__(self._object)
 
 
-def _slots_of(value: Any) -> tuple[Any, ...]:
+class _Layout(NamedTuple):
+    """What is known of the objects of a type."""
+
+    container: Any
+    """The built-in type, for its methods: ``Counter.update`` adds, and a subclass may do anything."""
+    accessors: _Accessors | None
+    """How to read and to set the state of a generator or an array; ``None`` for any other object."""
+    slots: tuple[Any, ...]
+    is_closed: bool
+    """Whether objects are not looked into: code; ops, which have caches; a policy, whose stores have these tensors."""
+
+
+def _layout_of(value: Any) -> _Layout:
     kind: Any = type(value)
-    return _slots_of_class(kind)
+    return _layout(value.__class__ if kind in ProxyTypes else kind)
 
 
-@cache
-def _slots_of_class(kind: Any) -> tuple[Any, ...]:
-    members = (member for each in kind.__mro__ if "__slots__" in vars(each) for member in vars(each).values())
-    return tuple(member for member in members if isinstance(member, MemberDescriptorType))
-
-
-def _accessors(value: Any) -> _Accessors | None:
-    """Returns how to read and to set the state of a generator or an array; ``None`` for any other object."""
-    if isinstance(value, CONTAINERS):
-        return None
+@lru_cache(maxsize=4096)
+def _layout(kind: Any) -> _Layout:
+    container = next((each for each in (OrderedDict, *CONTAINERS) if issubclass(kind, each)), None)
     accessors = _accessors_of_types(has_numpy="numpy" in sys.modules)
-    return next((accessors[kind] for kind in type(value).__mro__ if kind in accessors), None)
+    own = None if container else next((accessors[each] for each in kind.__mro__ if each in accessors), None)
+    members = (member for each in kind.__mro__ if "__slots__" in vars(each) for member in vars(each).values())
+    slots = tuple(member for member in members if isinstance(member, MemberDescriptorType))
+    package = str(kind.__module__).partition(".")[0]
+    is_callable = any("__call__" in vars(each) for each in kind.__mro__)
+    is_closed = issubclass(kind, _CODE) or package == "graphckpt" or (package == "torch" and is_callable)
+    return _Layout(container, own, () if container else slots, is_closed)
 
 
 @cache
@@ -114,16 +125,16 @@ def _set_bit_state(generator: Any, state: Any) -> None:
     getattr(generator, "bit_generator", generator).state = state
 
 
-def _owners_of(value: Any) -> Iterator[Any]:
-    """Yields what holds the contents of an object: the object itself, or its ``__dict__``, or both."""
-    if isinstance(value, CONTAINERS):
+def _owners_of(value: Any, layout: _Layout) -> Iterator[Any]:
+    """Yields what holds the contents of an object: the object itself, or its ``__dict__`` and slots, or all of them."""
+    if layout.container is not None:
         yield value
         return
-    if _accessors(value) is not None and (not hasattr(value, "flags") or _is_own_small_array(value)):
+    if layout.accessors is not None and (not hasattr(value, "flags") or _is_own_small_array(value)):
         yield value
     if isinstance(attributes := attribute_of(value, "__dict__"), dict):
         yield attributes
-    if _slots_of(value):
+    if layout.slots:
         yield Slots(value)
 
 
@@ -134,21 +145,15 @@ def _is_own_small_array(array: Any) -> bool:
 
 
 def contents(owner: Any) -> Any:
-    accessors = _accessors(owner)
-    return accessors[0](owner) if accessors else _builtin(owner)(owner)
-
-
-def _builtin(owner: Any) -> Any:
-    """Returns the built-in type, for its methods: ``Counter.update`` adds, and a subclass may do anything."""
-    return next(kind for kind in (OrderedDict, *CONTAINERS) if isinstance(owner, kind))
+    container, accessors, *_ = _layout_of(owner)
+    return container(owner) if container is not None else accessors[0](owner)  # type: ignore[index]
 
 
 def fill(owner: Any, value: Any) -> None:
-    accessors = _accessors(owner)
+    kind, accessors, *_ = _layout_of(owner)
     if accessors is not None:
         accessors[1](owner, value)
         return
-    kind = _builtin(owner)
     if issubclass(kind, dict):
         # Never empty in between, where it can be avoided: it may be the `__dict__` of a module, and Ctrl-C may come.
         kind.update(owner, value)
@@ -217,23 +222,24 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
         value = todo.pop()
         if isinstance(value, (MethodType, BuiltinFunctionType)):
             value = value.__self__
-        items: Iterable[Any] = ()
+        items: list[Any] = []
         if isinstance(value, partial):
-            items = (value.func, *value.args, *value.keywords.values())
+            items = [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, tuple) and id(value) not in ids:
             ids.add(id(value))
-            items = value
-        package = str(type(value).__module__).partition(".")[0]
-        # Ops and compiled code have caches; a policy, the stores in which these very tensors are.
-        if not (isinstance(value, _CODE) or package == "graphckpt" or (package == "torch" and callable(value))):
-            for owner in _owners_of(value):
-                number = -id(value) if isinstance(owner, Slots) else id(owner)  # the object has no other owner with it
-                if number not in ids:
-                    ids.add(number)
-                    objects.append((owner, own := contents(owner)))
-                    items = (*items, *items_of(owner, own))
-        tensors += [item for item in items if isinstance(item, torch.Tensor)]
-        todo += filter(_is_mutable, items)
+            items = [*value]
+        layout = _layout_of(value)
+        for owner in () if layout.is_closed else _owners_of(value, layout):
+            number = -id(value) if isinstance(owner, Slots) else id(owner)  # the object has no other owner with it
+            if number not in ids:
+                ids.add(number)
+                objects.append((owner, own := contents(owner)))
+                items += items_of(owner, own)
+        for item in items:
+            if isinstance(item, torch.Tensor):
+                tensors.append(item)
+            elif type(item) not in ATOMS:
+                todo.append(item)
     return objects + _versions(tensors)
 
 
