@@ -1,4 +1,4 @@
-"""The settings of a thread that a block depends on: RNG states, autocast, default device, attention kernels."""
+"""The settings of a thread that a block depends on: RNG states, autocast, defaults of tensors, attention kernels."""
 
 from __future__ import annotations
 
@@ -83,23 +83,28 @@ def _numpy_random() -> Any:
 
 
 Ambient: TypeAlias = tuple[object, ...]
-"""``(default device, attention kernels, (device type, enabled, dtype, weight cache), ...)``."""
+"""``((default device, default dtype), attention kernels, (device type, enabled, dtype, weight cache), ...)``."""
 
 
 def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
     kernels = tuple([is_enabled() for is_enabled in _KERNELS_ENABLED])
     device = torch.get_default_device() if has_function_modes() else _CPU
+    defaults = device, torch.get_default_dtype()
     if not devices:
-        return device, kernels, _autocast("cpu")
+        return defaults, kernels, _autocast("cpu")
     kinds = dict.fromkeys(device.type for device in devices)
-    return device, kernels, _autocast("cpu"), *(_autocast(kind) for kind in kinds)
+    return defaults, kernels, _autocast("cpu"), *(_autocast(kind) for kind in kinds)
 
 
 def enter_ambient(stack: ExitStack, wanted: Ambient, now: Ambient) -> None:
     """Applies ``wanted`` on ``stack``, touching only what differs from ``now``."""
-    device, kernels, *autocasts = wanted
-    if device != now[0]:
-        stack.enter_context(device)  # type: ignore[arg-type]  # a torch.device is a context manager
+    (device, dtype), kernels, *autocasts = wanted  # type: ignore[misc]
+    device_now, dtype_now = now[0]  # type: ignore[misc]
+    if device != device_now:  # type: ignore[has-type]
+        stack.enter_context(device)  # type: ignore[has-type]  # a torch.device is a context manager
+    if dtype is not dtype_now:  # type: ignore[has-type]
+        stack.callback(torch.set_default_dtype, dtype_now)  # type: ignore[has-type]
+        torch.set_default_dtype(dtype)  # type: ignore[has-type]
     if kernels != now[1]:
         stack.enter_context(sdpa_kernel([k for k, on in zip(_KERNELS, kernels, strict=True) if on]))  # type: ignore[call-overload]
     if is_autocast(now):

@@ -420,7 +420,7 @@ def within(forward: Callable[[], Any], backward: Callable[[], Any] | None = None
 
     def step(model: nn.Module) -> Tensor:
         with forward():
-            loss = model(torch.randn(4, D)).square().mean()
+            loss = model(torch.randn(4, D, dtype=torch.float32)).square().mean()
             if whole:
                 loss.backward()
                 return loss
@@ -434,6 +434,20 @@ def within(forward: Callable[[], Any], backward: Callable[[], Any] | None = None
     return step
 
 
+@contextmanager
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def precise() -> float:
+    """Returns what float32 rounds in another way than float64."""
+    return float(torch.tensor([1.1, 2.2]).prod())
+
+
 def one() -> float:
     return 1.0
 
@@ -444,6 +458,8 @@ AROUND: dict[str, tuple[Callable[[], float], Step]] = {
     "modes": (one, within(both)),
     "modes around the step": (one, within(both, whole=True)),
     "another mode in backward": (one, within(GeluAsSilu, Halves)),
+    "default dtype": (precise, within(double)),
+    "default dtype in backward": (precise, within(both, double)),
     "context variable with a default": (temperature.get, within(lambda: setting(temperature, 2.0))),
     "context variable without a default": (required.get, within(lambda: setting(required, 2.0))),
     "context variable with another value in backward": (
