@@ -30,6 +30,14 @@ POLICIES: dict[str, Any] = {
 Step = Callable[[nn.Module], Tensor]
 
 
+@pytest.fixture(autouse=True)
+def on_device(device: str) -> Iterator[None]:
+    """Makes all tensors on the device of the tests."""
+    torch.set_default_device(None if device == "cpu" else device)
+    yield
+    torch.set_default_device(None)
+
+
 def trained(build: Callable[[], nn.Module], step: Step, policy: Any = None) -> dict[str, Tensor]:
     """Returns losses, gradients, parameters and buffers of three steps, with a policy on ``layers`` or without."""
     torch.manual_seed(0)
