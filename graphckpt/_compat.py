@@ -120,8 +120,8 @@ class WithoutValues(torch.Tensor):
     message = "an op reads a tensor that this run has left out"
 
     @classmethod
-    def like(cls, kind: Any) -> Self:
-        """Returns one, from ``(size, stride, offset, dtype, device)`` or from a tensor."""
+    def like(cls, kind: Any, error_class: type[Exception] | None = None, message: str = "") -> Self:
+        """Returns one, from ``(size, stride, offset, dtype, device)`` or from a tensor; to read it raises the error."""
         size, strides, offset, dtype, device = (
             (kind.size(), kind.stride(), kind.storage_offset(), kind.dtype, kind.device)
             if isinstance(kind, torch.Tensor)
@@ -130,7 +130,9 @@ class WithoutValues(torch.Tensor):
         new: Self = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
         )
-        if isinstance(kind, cls):
+        if error_class is not None:
+            new.error_class, new.message = error_class, message
+        elif isinstance(kind, cls):
             new.error_class, new.message = kind.error_class, kind.message
         return new
 

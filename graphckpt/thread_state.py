@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import sys
-from collections.abc import Iterable
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from contextvars import Context, copy_context
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -80,6 +84,74 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
 def _numpy_random() -> Any:
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random  # NumPy imports it on first use, which may be in the block
+
+
+_CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
+
+
+class _FreedTensor(NamedTuple):
+    """A tensor that may be freed before the recomputation, and what it was like."""
+
+    tensor: weakref.ref[torch.Tensor]
+    kind: tuple[Any, ...]
+
+
+def keep_context() -> Context:
+    """Returns the context variables of the caller, for :func:`context_again`.
+
+    Containers are copied: Transformers collects the outputs of layers in a dictionary of lists in a context variable.
+    A recomputation must not add to it a second time, and a block must not hold its own output until its backward, for
+    it would never be freed if there is no backward. Nor are outputs of other blocks held longer for that.
+    """
+
+    def weakly(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor) or item.grad_fn is None or item.layout is not torch.strided:
+            return item
+        kind = item.size(), item.stride(), item.storage_offset(), item.dtype, item.device
+        return _FreedTensor(weakref.ref(item), kind)
+
+    return _with_copies(copy_context(), weakly)
+
+
+def context_again(context: Context, stand_in: Callable[[Any], Any]) -> Context:
+    """Returns a copy of a kept context, with a ``stand_in`` for each tensor in a container that is freed by now."""
+
+    def alive(item: Any) -> Any:
+        if not isinstance(item, _FreedTensor):
+            return item
+        tensor = item.tensor()
+        return stand_in(item.kind) if tensor is None else tensor
+
+    return _with_copies(context.copy(), alive)
+
+
+def _with_copies(context: Context, function: Callable[[Any], Any]) -> Context:
+    containers = [
+        (variable, value) for variable, value in context.items() if type(value) in _CONTAINERS or type(value) is tuple
+    ]
+    if containers:
+        twins: dict[int, Any] = {}
+        context.run(_set_all, [(variable, _twin(value, twins, function)) for variable, value in containers])
+    return context
+
+
+def _set_all(values: Iterable[tuple[Any, Any]]) -> None:
+    for variable, value in values:
+        variable.set(value)
+
+
+def _twin(value: Any, twins: dict[int, Any], function: Callable[[Any], Any]) -> Any:
+    """Copies a container with the containers in it, and applies ``function`` to other items."""
+    if type(value) is tuple:
+        return tuple([_twin(item, twins, function) for item in value])
+    if type(value) not in _CONTAINERS:
+        return function(value)
+    if id(value) not in twins:
+        twin = twins[id(value)] = copy.copy(value)
+        keys = list(twin) if isinstance(twin, dict) else () if isinstance(twin, set) else range(len(twin))
+        for key in keys:
+            twin[key] = _twin(twin[key], twins, function)
+    return twins[id(value)]
 
 
 Ambient: TypeAlias = tuple[object, ...]

@@ -11,7 +11,8 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
+from functools import partial
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
@@ -46,7 +47,16 @@ from graphckpt.engine.saved import (
 )
 from graphckpt.errors import GraphError, MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
-from graphckpt.thread_state import RNGState, enter_ambient, get_rng_state, is_autocast, set_rng_state, take_ambient
+from graphckpt.thread_state import (
+    RNGState,
+    context_again,
+    enter_ambient,
+    get_rng_state,
+    is_autocast,
+    keep_context,
+    set_rng_state,
+    take_ambient,
+)
 from graphckpt.tree import flatten_call, tensors_in
 
 if TYPE_CHECKING:
@@ -159,7 +169,7 @@ class Frame(Call):
             may_draw_on_host = self._learning or not block.learns or modes in state.host_rng_modes
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
-            self._modes, self._context = foreign_modes(), copy_context()
+            self._modes, self._context = foreign_modes(), keep_context()
             self._early_stop &= not self._learning  # a first call's runs to its end, to detect extra saved tensors
             previous = last_output.get() if self._is_joined and self.outer_hooks is None else None
             arguments.keep(self, previous, learning=self._learning)
@@ -386,8 +396,8 @@ class Frame(Call):
                         enter_ambient(stack, self._ambient, ambient_now)
                     if self._modes != _NO_MODES:
                         self._enter_modes(stack)
-                    # A copy, as one recomputation may start within another of the same call, with `retain_graph`.
-                    output = self._context.copy().run(self._run_again, run, args, kwargs)
+                    context = context_again(self._context, self._stand_in_of_context)
+                    output = context.run(self._run_again, run, args, kwargs)
                     if returns_output:
                         self.outputs = [tensor.detach() for tensor in tensors_in(output)]
             except StopRecomputation as stop:
@@ -442,9 +452,10 @@ class Frame(Call):
         message = mismatch.modified_in_place(self.block.title, what)
         if not has_storage(tensor):
             raise MutatedError(message)
-        stand_in = WithoutValues.like(tensor)
-        stand_in.error_class, stand_in.message = MutatedError, message
-        return stand_in
+        return WithoutValues.like(tensor, MutatedError, message)
+
+    def _stand_in_of_context(self, kind: Any) -> WithoutValues:
+        return WithoutValues.like(kind, MutatedError, mismatch.freed_in_context(self.block.title))
 
 
 class Execution:
@@ -523,10 +534,14 @@ class Recomputation(Execution):
             raise StopRecomputation(self)
         return tensor
 
-    @never_compiled
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Called by a backward inside of the block's own forward, which the original forward did not run."""
-        raise RecomputeError(mismatch.runs_backward(self.frame.block.title))
+    @property
+    def unpack(self) -> Callable[[Any], torch.Tensor]:
+        """What a backward inside of the block's own forward calls, which the original forward did not run.
+
+        It does not hold the call: the graph of a recomputation holds it, and may outlive the call where a hook of the
+        user's collects outputs.
+        """
+        return partial(_refuse_backward, self.frame.block.title)
 
     def fault(self) -> mismatch.Fault | None:
         if self._first_fault is not None:
@@ -534,6 +549,11 @@ class Recomputation(Execution):
         short = self.cursor <= self._last
         long = not self._early_stop and self.cursor > len(self._holders)
         return mismatch.Fault(self.cursor - 1, len(self._holders), self.cursor) if short or long else None
+
+
+@never_compiled
+def _refuse_backward(block: str, tensor: torch.Tensor) -> torch.Tensor:
+    raise RecomputeError(mismatch.runs_backward(block))
 
 
 class StopRecomputation(BaseException):  # not an Exception: a forward that catches those must not catch this

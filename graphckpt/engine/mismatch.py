@@ -115,6 +115,13 @@ def modified_in_place(block: str, what: str) -> str:
     )
 
 
+def freed_in_context(block: str) -> str:
+    return (
+        f"{block}: the recomputation reads a tensor that a container in a context variable held, and that was freed "
+        "between forward and backward · fix: pass it to the block as an argument, or keep it until backward()"
+    )
+
+
 def runs_backward(block: str) -> str:
     return (
         f"{block}: its forward runs a backward, which the recomputation would repeat · fix: set the policy on the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -505,6 +506,74 @@ def test_a_context_variable_that_forward_sets_is_set_once() -> None:
         return loss
 
     assert_same(stack(Counts), step, "full")
+
+
+collector: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("collector", default=None)
+
+
+def collect(module: nn.Module, args: Any, output: Tensor) -> None:
+    """Collects outputs as Transformers does: in a dictionary of lists, which nobody holds after the forward."""
+    if (outputs := collector.get()) is not None:
+        outputs["hidden"].append(output)
+
+
+@policies
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_what_hooks_collect_in_a_context_variable_is_collected_once_and_freed(policy: str, has_backward: bool) -> None:
+    def step(model: nn.Module) -> Tensor:
+        outputs: dict[str, list[Tensor]] = {"hidden": []}
+        handles = [m.register_forward_hook(collect) for m in model.layers.modules()]
+        token = collector.set(outputs)
+        loss = model(torch.randn(4, D)).square().mean()
+        collector.reset(token)
+        number = len(outputs["hidden"])
+        freed.extend(weakref.ref(tensor.untyped_storage()) for tensor in outputs["hidden"])
+        if has_backward:
+            loss.backward()
+        for handle in handles:
+            handle.remove()
+        assert len(outputs["hidden"]) == number == 9
+        return loss
+
+    freed: list[weakref.ref[Any]] = []
+    if has_backward:
+        assert_same(stack(lambda: Reads(one)), step, policy)
+    else:
+        model = stack(lambda: Reads(one))()
+        with graphckpt.apply(model, {"layers.*": POLICIES[policy]}):
+            for _ in range(3):
+                step(model)
+    assert len(freed) >= 27
+    assert not [storage for each in freed if (storage := each()) is not None]
+
+
+conditions: ContextVar[dict[str, Tensor]] = ContextVar("conditions")
+
+
+@as_module(lambda: {"linear": nn.Linear(D, D)})
+def Conditioned(self, x: Tensor) -> Tensor:
+    return (self.linear(x) + conditions.get()["mask"] * conditions.get().get("bias", 0)).sin()
+
+
+@policies
+def test_a_tensor_in_a_context_variable_is_that_of_the_forward_or_refused(policy: str) -> None:
+    def step(model: nn.Module, *, is_freed: bool = False) -> Tensor:
+        bias = model.embed.bias * 0.5  # with history, which is not held
+        token = conditions.set({"mask": torch.rand(D), "bias": bias})
+        loss = model(torch.randn(4, D)).square().mean()
+        conditions.reset(token)
+        if is_freed:
+            del token, bias
+        loss.backward()
+        return loss
+
+    assert_same(stack(Conditioned), step, policy)
+    model = stack(Conditioned)()
+    with (
+        graphckpt.apply(model, {"layers.*": POLICIES[policy]}),
+        pytest.raises(MutatedError, match=r"layers.1: the recomputation reads a tensor that a container in a context"),
+    ):
+        step(model, is_freed=True)
 
 
 # Hooks that exist during the model's forward alone
