@@ -87,6 +87,7 @@ def _numpy_random() -> Any:
 
 
 _CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
+_COPIED = _CONTAINERS | {tuple}
 
 
 class _FreedTensor(NamedTuple):
