@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt._compat import is_transformed
+from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.compiled import share_of
 from graphckpt.blocks.forward import NOT_SCRIPTABLE, BlockForward, checkpoints_itself
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
@@ -129,7 +130,7 @@ class StepRecorder:
     def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
         recorder = self._bytes
         if recorder is None or not recorder.runs:
-            if any(wrapper.is_in_graph for wrapper in self._wrappers):
+            if any(map(self._is_in_graph, self._wrappers)):
                 raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
             if self._is_measuring:
                 raise GraphError(f"{self.title}: the measurement has not ended · fix: call explain() after the `with`")
@@ -214,8 +215,9 @@ class StepRecorder:
         faults: dict[str, list[str]] = {}  # with the blocks that have it, which are one warning
         for wrapper in flagged:
             name = wrapper.name
-            if not recorder.runs[name] and (wrapper.is_in_graph or name not in idle):
-                fault = _IN_GRAPH if wrapper.is_in_graph else "never ran with gradients, so the policy had no effect"
+            is_in_graph = self._is_in_graph(wrapper)
+            if not recorder.runs[name] and (is_in_graph or name not in idle):
+                fault = _IN_GRAPH if is_in_graph else "never ran with gradients, so the policy had no effect"
                 faults.setdefault(fault, []).append(name or self.title)
         for name, note in (*idle.items(), *((w.name, note) for w in flagged for note in w.context.notes)):
             if "has no effect" in note:
@@ -253,6 +255,17 @@ class StepRecorder:
         for name, root in self._roots:
             _rows_below(name, root, selected, rows)
         return [(name, module) for name, module in rows if name not in wrapped and not self._is_elsewhere(module)]
+
+    def _is_in_graph(self, wrapper: BlockForward) -> bool:
+        """Whether ``torch.compile`` runs the block in the graph of a larger module.
+
+        Equal modules share compiled code, which is traced, and so seen by the wrapper, on one of them alone.
+        """
+        compiled = [module for _, root in self._roots for module in root.modules() if has_compiled_call(module)]
+        parts = (
+            part for module in compiled for part in module.modules() if part._compiled_call_impl or part is not module
+        )
+        return wrapper.is_in_graph or any(part is wrapper.module for part in parts)
 
     def _is_elsewhere(self, module: nn.Module) -> bool:
         """Whether a module is one of another pipeline stage: on the meta device, unlike the rest of the model."""

@@ -276,7 +276,7 @@ class ModuleState:
         self._put_tensors(state, edit)
         for ref, mode in zip(self._modules, state.modes, strict=True):
             fields = _fields(ref)
-            if fields and fields["training"] is not mode:
+            if fields.get("training", mode) is not mode:  # of an `OptimizedModule` it is that of the compiled module
                 edit(fields)["training"] = mode
         for ref, attributes in state.attributes.items():
             fields = _fields(ref)

@@ -127,11 +127,11 @@ class OpGraph:
             written = list(mutated_by(func, args, kwargs))
             call.mutates = len(written) == 1 and written[0] is output and args[0] is output
             call.must_run = not call.mutates or output.untyped_storage() not in self._producer
-            for tensor in written:
-                producer = self._producer.get(tensor.untyped_storage())
+            for storage in dict.fromkeys(tensor.untyped_storage() for tensor in written):  # several may be views of one
+                producer = self._producer.get(storage)
                 if producer is not None:
                     self.calls[producer].is_mutated = True
-                self._producer[tensor.untyped_storage()] = own
+                self._producer[storage] = own
         else:
             input_storages = {id(tensor.untyped_storage()) for tensor in inputs}
             call.is_view = any(id(result.untyped_storage()) in input_storages for result in results)
