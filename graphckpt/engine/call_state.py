@@ -403,9 +403,8 @@ def _is_sharding(now: Any, then: Any) -> bool:
     """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
     if now is None or then is None:
         return False
-    return hasattr(now, "device_mesh") != hasattr(then, "device_mesh") or not (
-        hasattr(then, "device_mesh") or then.untyped_storage().nbytes()
-    )
+    mesh = getattr(then, "device_mesh", None)  # with tensor parallelism a whole one is sharded too, over another mesh
+    return getattr(now, "device_mesh", None) != mesh or not (mesh is not None or then.untyped_storage().nbytes())
 
 
 def _children_of(module: nn.Module) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from graphckpt._compat import call_with_autocast, current_backward, storage_of
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.ledger.record import Event, TensorLife
+from graphckpt.tree import inner_tensors, storages_of
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -187,29 +188,6 @@ class LiveBytes(DispatchMode):
         self.peak_bytes = max(self.peak_bytes, live_bytes)
         if self._changes is not None and self._depth:
             self._changes.append((live_bytes, self.block, self.phase))
-
-
-def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    elif hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            value = getattr(tensor, name)
-            if isinstance(value, torch.Tensor):
-                yield value
-
-
-def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    storage = storage_of(tensor)
-    if storage is not None and not hasattr(tensor, "__tensor_flatten__"):
-        yield storage
-        return
-    for inner in inner_tensors(tensor):
-        yield from storages_of(inner)
 
 
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")

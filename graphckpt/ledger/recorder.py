@@ -21,9 +21,10 @@ from graphckpt._compat import (
     suspended_in_transforms,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.live_memory import StorageLog, storages_of, when_gone
+from graphckpt.ledger.live_memory import StorageLog, when_gone
 from graphckpt.stores import Traffic
 from graphckpt.stores.base import KEEP_ON_DEVICE, TIERS, Total
+from graphckpt.tree import storages_of
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], torch.Tensor]

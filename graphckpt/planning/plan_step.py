@@ -16,7 +16,6 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.select import Selector, layers, select
 from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
-from graphckpt.ledger.live_memory import storages_of
 from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
@@ -35,6 +34,7 @@ from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.stores.base import parse_offload
+from graphckpt.tree import storages_of
 from graphckpt.units import format_bytes
 
 

@@ -36,7 +36,7 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.engine.objects import CONTAINERS, copy_objects
 from graphckpt.errors import PlanError
-from graphckpt.ledger.live_memory import LiveBytes, storages_of
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.program import (
     ArgumentObject,
@@ -50,7 +50,7 @@ from graphckpt.planning.program import (
     TraceSpan,
 )
 from graphckpt.stores.base import Store
-from graphckpt.tree import ATOMS, flatten_value, tensors_in
+from graphckpt.tree import ATOMS, flatten_value, storages_of, tensors_in
 
 
 @final
