@@ -307,7 +307,10 @@ class _PlainlySaved:
 
 
 def _now() -> float:
-    if torch.accelerator.is_available():
+    is_captured = (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    )  # and so cannot be waited for
+    if torch.accelerator.is_available() and not is_captured:
         torch.accelerator.synchronize()
     return perf_counter()
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.apply import apply
-from graphckpt.blocks.forward import BlockForward
+from graphckpt.blocks.forward import policy_of
 from graphckpt.blocks.select import Selector, layers, select
 from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
@@ -217,7 +217,7 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
         names = [n for n in order if n in wanted and not any(n != w and n.startswith(f"{w}.") for w in wanted if w)]
     blocks = [(name, model.get_submodule(name)) for name in names]
     for name, module in blocks:
-        if any(isinstance(part.forward, BlockForward) for part in module.modules()):
+        if any(policy_of(part) is not None for part in module.modules()):
             raise ConfigError(f"{name}: it already has a policy · fix: call graphckpt.remove(model) before planning")
     for name, part in model.named_modules():
         if has_compiled_call(part) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
