@@ -247,6 +247,13 @@ def what_is_not_plain(tensor: torch.Tensor) -> str | None:
     return "torch.func" if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else None
 
 
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """Returns the shape of any tensor; of a nested tensor of strided layout, which has none, the sizes of all parts."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return torch.Size(tensor._nested_tensor_size().flatten().tolist())
+    return tensor.shape
+
+
 def is_transformed() -> bool:
     """Returns whether a transform of ``torch.func`` is active in this thread, or forward-mode AD."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None

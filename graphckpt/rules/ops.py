@@ -201,7 +201,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     kinds: Collection[type] = (torch.Tensor, torch.nn.Parameter)
-    return (type(tensor) in kinds or is_fake(tensor)) and tensor.layout is torch.strided
+    return (type(tensor) in kinds or is_fake(tensor)) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _meta(leaf: Any) -> Any:
@@ -525,7 +525,8 @@ class ForwardMode(OpMode):
             is_wanted = is_wanted and (graph is not None or contexts.is_found_by_number(func))
         if contexts.storages:
             contexts.drop_mutated(mutated_by(func, args, kwargs))
-        if is_wanted:
+        # Sizes of jagged tensors are ops as well, which the two executions ask for a different number of times.
+        if is_wanted and any(True for _ in _tensors((output,))):
             contexts.keep(key, output, frame)
         if graph is not None:
             run = running.get()
