@@ -39,7 +39,7 @@ from graphckpt.planning.steps import on_optimizer_step
 from graphckpt.planning.trace import Blocks
 from graphckpt.planning.traced_stores import TracedStore
 from graphckpt.tree import tensors_in
-from graphckpt.units import format_bytes
+from graphckpt.units import format_sizes
 
 _MOST_RECORDED = 16  # updates, until one calls all blocks: of 12 that are dropped one time in ten, one in four does
 
@@ -137,7 +137,7 @@ class LivePlan:
             return False
         if peak <= max(plan.budget_bytes, plan.predicted_peak_bytes):  # the latter if no plan fits
             return False
-        excess = f"a step took {format_bytes(peak)} under a plan for {format_bytes(plan.budget_bytes)}"
+        excess = "a step took {} under a plan for {}".format(*format_sizes(peak, plan.budget_bytes))
         if planning_group(self._options.group).size > 1:  # only some may have seen it
             warnings.warn(f"graphckpt: {excess} · fix: a lower memory_budget, or a smaller batch", stacklevel=3)
             return False

@@ -35,7 +35,7 @@ from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.stores.base import parse_offload
 from graphckpt.tree import storages_of
-from graphckpt.units import format_bytes
+from graphckpt.units import format_sizes
 
 
 def plan(
@@ -194,8 +194,9 @@ def _check_parameters(model: nn.Module, budget: Budget) -> None:
     on_device = (parameter for parameter in plain if parameter.device == plain[0].device)
     num_bytes = sum({id(s): s.nbytes() for parameter in on_device for s in storages_of(parameter)}.values())
     if size is not None and num_bytes > size:
-        what = f"no plan fits · the parameters alone take {format_bytes(num_bytes)}"
-        raise PlanError(f"memory_budget {format_bytes(size)}: {what} · fix: a larger budget")
+        limit, parameters = format_sizes(size, num_bytes)
+        what = f"no plan fits · the parameters alone take {parameters}"
+        raise PlanError(f"memory_budget {limit}: {what} · fix: a larger budget")
 
 
 def _progress_of(options: PlanOptions, group: PlanGroup) -> Progress:

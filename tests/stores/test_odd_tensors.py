@@ -243,7 +243,7 @@ def test_a_nested_argument_is_not_cut_into_tiles(layout: torch.layout) -> None:
     with (
         graphckpt.apply(model, {"1": Tiles(2)}),
         pytest.raises(
-            ConfigError, match=r"1: tiles: .* got a nested tensor · fix: use activation_checkpointing = True"
+            ConfigError, match=r"1: tiles: .* got a nested tensor · fix: use activation_check"
         ),
     ):
         step(model, jagged(layout))
