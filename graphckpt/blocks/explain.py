@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from graphckpt._compat import is_transformed
+from graphckpt._compat import is_checkpoint_wrapper, is_transformed
 from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.compiled import share_of
 from graphckpt.blocks.forward import BlockForward, WatchedForward, checkpoints_itself, policy_of
@@ -35,6 +35,10 @@ from graphckpt.tree import tensors_in
 from graphckpt.units import format_bytes
 
 _IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it saves there is not counted"
+_WITHIN = (
+    "PyTorch's checkpoint within it recomputes its layers as well, so that this policy saves little more · fix: use "
+    "one of the two"
+)
 _REPLACED = (
     "it was replaced after its policy was set, and the new module has none · fix: set policies after the replacement, "
     "or apply(..., replace=True)"
@@ -259,6 +263,8 @@ class StepRecorder:
         for name in names:
             wrapper = wrapped.get(name)
             notes = list(wrapper.context.notes) if wrapper is not None else []
+            if wrapper is not None and _is_checkpointed_within(wrapper, recorder):
+                notes.append(_WITHIN)
             if name in recorder.own_checkpointing:
                 notes.append("the model's own gradient checkpointing recomputes it")
             notes = [note for note in (idle.get(name), replaced.get(name)) if note] + notes
@@ -370,6 +376,14 @@ def _rows_below(name: str, module: nn.Module, selected: set[str], rows: list[tup
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def _is_checkpointed_within(wrapper: BlockForward, recorder: Recorder) -> bool:
+    """Whether PyTorch's checkpoint recomputes a part of a recomputed block. Calls of it are seen by ``measure()``."""
+    if isinstance(wrapper.rule, Keep) or wrapper.module is None:
+        return False
+    called = set() if recorder.live is None else recorder.live.checkpointed
+    return wrapper.name in called or any(map(is_checkpoint_wrapper, wrapper.module.modules()))
 
 
 def _ignoring_arguments(call: Callable[[str], None], name: str, *_: object) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch import nn
 
-from graphckpt._compat import shape_of, share_version_counter, version_sharing_detach
+from graphckpt._compat import is_torch_checkpoint, shape_of, share_version_counter, version_sharing_detach
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
@@ -236,6 +236,8 @@ def hooks_around(block: BlockContext, hooks: Any) -> Any:
     """
     if block.recorder is not None:
         hooks = block.recorder.hooks_below(hooks)
+    if is_torch_checkpoint(hooks):
+        block.note("PyTorch's checkpoint is around it and recomputes it as well · fix: use one of the two")
     if hooks is None or not block.is_placed:
         return hooks
     is_kept_around = hooks[1] is KEEP_ON_DEVICE[1] or getattr(hooks[1], "__func__", None) is StoredCall.unpack

@@ -14,7 +14,13 @@ from typing import Any, Self, final
 
 import torch
 
-from graphckpt._compat import call_with_autocast, current_backward, storage_of
+from graphckpt._compat import (
+    active_saved_tensor_hooks,
+    call_with_autocast,
+    current_backward,
+    is_torch_checkpoint,
+    storage_of,
+)
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.ledger.record import Event, TensorLife
 from graphckpt.tree import inner_tensors, storages_of
@@ -253,6 +259,8 @@ class StorageLog(LiveBytes):
         """The outermost block that is being recomputed."""
         self.copied: str | None = None
         """The block that is copying for its recomputation."""
+        self.checkpointed: set[str] = set()
+        """The blocks whose own code calls ``torch.utils.checkpoint``."""
         self._life_of: dict[int, StorageLife] = {}
         self._kept_by: dict[int, tuple[set[str], dict[int, StorageLife]]] = {}  # by id of an argument object
         self._is_old = False
@@ -355,6 +363,8 @@ class StorageLog(LiveBytes):
             is_result = self.op is not None  # what an op takes may have existed before
             block = self.copied if self.recomputed is None and is_result else self.recomputed
             self._last_allocation = now
+            if is_result and self.phase == "forward" and is_torch_checkpoint(active_saved_tensor_hooks()):
+                self.checkpointed.add(self.block)
             self._life_of[key] = StorageLife(now, num_bytes, block, is_old=self._is_old or not self._depth)
             self.lives.append(self._life_of[key])
 
