@@ -261,9 +261,12 @@ def what_is_not_plain(tensor: torch.Tensor) -> str | None:
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
     """Returns the shape of any tensor; of a nested tensor of strided layout, which has none, the sizes of all parts."""
-    if tensor.is_nested and tensor.layout is torch.strided:
+    try:
+        return tensor.shape
+    except RuntimeError:  # to ask first whether it is nested costs every saved tensor 30 ns
+        if not tensor.is_nested:
+            raise
         return torch.Size(tensor._nested_tensor_size().flatten().tolist())
-    return tensor.shape
 
 
 def is_transformed() -> bool:
