@@ -211,7 +211,8 @@ class StepRecorder:
         recorder = self._bytes
         if recorder is None or not recorder.runs:
             if any(map(self._is_in_graph, self._wrappers)):
-                raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
+                fix = "run one step of the model itself, or set policies on the modules that are compiled"
+                raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: {fix}")
             if self._is_measuring:
                 raise GraphError(f"{self.title}: the measurement has not ended · fix: call explain() after the `with`")
             if self._has_transforms:

@@ -107,10 +107,8 @@ class TensorStore(Store):
         kind = what_is_not_plain(tensor)
         if kind is not None:
             group.note(f"{kind} tensors stay on the device: only plain tensors can be moved")
-        base = tensor._base
-        if kind is not None or (
-            base is not None and isinstance(base, nn.Parameter)
-        ):  # see Note [Memory that others free]
+        base = tensor._base  # see Note [Memory that others free]
+        if kind is not None or (base is not None and isinstance(base, nn.Parameter)):
             return tensor.detach()
         if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, nn.Parameter):
             wait = getattr(tensor, "trigger_wait", None)
