@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphckpt
+from graphckpt.stores import TensorGroup
+from graphckpt.stores.placement import placement_of
 from graphckpt.stores.tensor_store import TensorStore
 
 # Legend: N rows, D width
@@ -130,6 +132,20 @@ def test_no_view_of_a_gathered_weight_is_moved(
     ours = step({"activation_checkpointing": False, **STORES[store]})
     assert len(plain) == len(ours) == 5
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_view_of_a_parameter_of_another_module_stays(store: str) -> None:
+    """As of an embedding whose weight is an argument of the head."""
+    keeper = placement_of(STORES[store]).store
+    group = keeper.open_group(TensorGroup("block", list, lambda _: None))
+    weight = nn.Parameter(torch.randn(D, D))
+    for view in (weight.t(), weight[:8], weight.view(-1)[D:]):
+        kept = keeper.put(view, group)
+        assert isinstance(kept, Tensor)
+        assert kept.data_ptr() == view.data_ptr()
+    is_moved = not isinstance(keeper.put(torch.randn(D, D), group), Tensor)
+    assert is_moved == (store != "host"), "tensors of the CPU are in host memory already"
 
 
 # --- FSDP2 itself, on two and four ranks of gloo
