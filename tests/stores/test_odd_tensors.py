@@ -242,9 +242,7 @@ def test_a_nested_argument_is_not_cut_into_tiles(layout: torch.layout) -> None:
     model = nn.Sequential(Mlp(), Mlp())
     with (
         graphckpt.apply(model, {"1": Tiles(2)}),
-        pytest.raises(
-            ConfigError, match=r"1: tiles: .* got a nested tensor · fix: use activation_check"
-        ),
+        pytest.raises(ConfigError, match=r"1: tiles: .* got a nested tensor · fix: use activation_check"),
     ):
         step(model, jagged(layout))
     expected = step(model, jagged(layout))
