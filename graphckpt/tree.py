@@ -6,14 +6,14 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 
-from graphckpt._compat import pytree
+from graphckpt._compat import pytree, storage_of
 from graphckpt.errors import ConfigError
 
 ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
@@ -179,3 +179,27 @@ def _positional_name(function: Callable[..., Any], position: int) -> str:
         if index == position:
             return parameter.name
     return f"argument {position}"
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            value = getattr(tensor, name)
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yields the storages of a tensor: of a wrapper, such as a DTensor, those of the tensors in it."""
+    storage = storage_of(tensor)
+    if storage is not None and not hasattr(tensor, "__tensor_flatten__"):
+        yield storage
+        return
+    for inner in inner_tensors(tensor):
+        yield from storages_of(inner)

@@ -47,6 +47,16 @@ def format_bytes(num_bytes: int) -> str:
     return f"{sign}{_three_digits(size / _STEP**power)} {_BINARY[power]}"
 
 
+def format_sizes(*sizes: int) -> list[str]:
+    """Prints sizes that a reader will compare: in bytes if :func:`format_bytes` prints two different ones alike.
+
+    >>> format_sizes(3 * 2**29, 2**20), format_sizes(2**20, 2**20), format_sizes(2**20, 2**20 + 9)
+    (['1.50 GiB', '1.00 MiB'], ['1.00 MiB', '1.00 MiB'], ['1048576 B', '1048585 B'])
+    """
+    texts = [format_bytes(size) for size in sizes]
+    return texts if len(set(texts)) == len(set(sizes)) else [f"{size} B" for size in sizes]
+
+
 def parse_bytes(size: str | int) -> int:
     """Reads a size such as ``"12GiB"`` and returns bytes; an ``int`` is bytes already.
 

@@ -99,3 +99,39 @@ def test_no_module_has_a_banned_name_or_sentence() -> None:
     text = "def _found(x):\n    # a is no b\n    kept_bytes = 'it is no longer'\n    return self.held\n"
     assert odd_lines(text) == [1, 2, 4]
     assert {name: numbers for name, text in MODULES.items() if (numbers := odd_lines(text))} == {}
+
+
+REGISTERS = re.compile(r"register_(forward|full_backward|backward|state_dict|load_state_dict|module)_?\w*hook")
+PARTS_OF_THE_MODEL = {"train/parallel/tensor_parallel.py"}
+"""Where hooks are a part of what the model computes, so that its copies have them too."""
+
+
+def plain_hooks(text: str) -> Iterator[str]:
+    """Yields the calls that register a module hook other than a `ModuleHook`."""
+    tree = ast.parse(text)
+    calls = {node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    safe: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            pairs = (
+                zip(node.targets[0].elts, node.value.elts, strict=False)
+                if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+                else [(node.targets[0], node.value)]
+            )
+            safe |= {ast.unparse(target) for target, value in pairs if ast.unparse(value).startswith("ModuleHook(")}
+    for call in calls:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if REGISTERS.fullmatch(name):
+            hook = ast.unparse(call.args[0]) if call.args else ""
+            if hook not in safe and not hook.startswith("ModuleHook("):
+                yield f"{name}({hook})"
+
+
+def test_no_hook_of_the_package_goes_along_into_copies_of_a_module() -> None:
+    """Hooks on tensors need nothing: `copy.deepcopy` and `torch.save` leave those of parameters behind."""
+    assert list(plain_hooks("m.register_forward_hook(f)")) == ["register_forward_hook(f)"]
+    assert list(plain_hooks("h, g = ModuleHook(f), f\nm.register_forward_pre_hook(h, prepend=True)")) == []
+    assert list(plain_hooks("h, g = ModuleHook(f), f\nm.register_full_backward_pre_hook(g)")) != []
+    sites = {name: list(plain_hooks(text)) for name, text in MODULES.items() if name not in PARTS_OF_THE_MODEL}
+    assert {name: hooks for name, hooks in sites.items() if hooks} == {}
+    assert sum(text.count("(ModuleHook(") + text.count("= ModuleHook(") for text in MODULES.values()) >= 6

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from graphckpt.units import format_bytes, format_seconds, parse_bytes
+from graphckpt.units import format_bytes, format_seconds, format_sizes, parse_bytes
 
 SIZES = st.integers(min_value=0, max_value=2**63)
 
@@ -79,6 +79,14 @@ def test_what_is_printed_reads_back_within_half_a_percent(num_bytes):
 def test_what_was_read_prints_the_same_again(num_bytes):
     text = format_bytes(num_bytes)
     assert format_bytes(parse_bytes(text)) == text
+
+
+@given(SIZES, SIZES | st.just(0))
+@example(1153433, 1153434)
+def test_two_sizes_print_alike_only_if_they_are_equal(one, other):
+    texts = format_sizes(one, other)
+    assert (texts[0] == texts[1]) == (one == other)
+    assert all(abs(parse_bytes(text) - size) <= size / 200 + 1 for text, size in zip(texts, (one, other), strict=True))
 
 
 @given(SIZES)

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, PLACEMENT, BlockConfig, fields_of
 from graphckpt.blocks.explain import StepRecorder
-from graphckpt.blocks.forward import BlockForward
+from graphckpt.blocks.forward import BlockForward, ForwardWrapper, policy_of
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies, resolve_policies
 from graphckpt.blocks.select import Selector, describe, layers, select
@@ -153,7 +153,7 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
         except ConfigError as error:
             faults.append(str(error))
     for name, module in model.named_modules():
-        if not replace and module in configs and isinstance(module.forward, BlockForward):
+        if not replace and module in configs and policy_of(module) is not None:
             fix = "remove() the handle, call graphckpt.remove(model), or apply(..., replace=True)"
             faults.append(f"{name or type(model).__name__}: it already has a policy · fix: {fix}")
     if faults or plan is None:
@@ -208,9 +208,9 @@ def remove(model: nn.Module) -> None:
         if (method := close()) is not None:
             method()
     for module in modules:
-        while isinstance(wrapper := module.__dict__.get("forward"), BlockForward):
+        while isinstance(wrapper := module.__dict__.get("forward"), ForwardWrapper):
             wrapper.uninstall()
-            if wrapper.placement is not None:
+            if isinstance(wrapper, BlockForward) and wrapper.placement is not None:
                 wrapper.placement.store.close()
 
 

@@ -75,6 +75,7 @@ class CompiledForward:
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._function: Callable[..., Any] = function._function if isinstance(function, CompiledForward) else function
+        self._options = options
         if SHARE not in options:
             self._run = torch.compile(self._function, **options)
             return
@@ -86,6 +87,9 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledForward, (self._function, self._options)  # a copy must not run the code of this one's module
 
 
 _twins: WeakKeyDictionary[FunctionType, dict[_WithinBudget, FunctionType]] = WeakKeyDictionary()

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import NoneType
+from functools import partial
 from typing import Any, final
-from weakref import WeakMethod
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from graphckpt._compat import is_transformed
+from graphckpt._compat import is_checkpoint_wrapper, is_transformed
+from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.compiled import share_of
-from graphckpt.blocks.forward import NOT_SCRIPTABLE, BlockForward, checkpoints_itself
+from graphckpt.blocks.forward import BlockForward, WatchedForward, checkpoints_itself, policy_of
+from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
 from graphckpt.blocks.select import layers
-from graphckpt.errors import ConfigError, GraphError
+from graphckpt.errors import GraphError, warn_once
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.live_memory import StorageLog
 from graphckpt.ledger.record import Row
@@ -33,6 +35,14 @@ from graphckpt.tree import tensors_in
 from graphckpt.units import format_bytes
 
 _IN_GRAPH = "torch.compile has made it a part of a larger graph, and what it saves there is not counted"
+_WITHIN = (
+    "PyTorch's checkpoint within it recomputes its layers as well, so that this policy saves little more · fix: use "
+    "one of the two"
+)
+_REPLACED = (
+    "it was replaced after its policy was set, and the new module has none · fix: set policies after the replacement, "
+    "or apply(..., replace=True)"
+)
 _IN_TRANSFORM = "torch.func or forward-mode AD was around the step: nothing was measured, since no policy acts in it"
 
 
@@ -46,6 +56,8 @@ class StepRecorder:
         self._bytes: Recorder | None = None
         self._times: Recorder | None = None
         self._record = ExitStack()  # in progress, without measuring
+        self._is_waiting = False  # for the forward to record
+        self._recorded: list[BlockForward] = []  # the wrappers whose modules were in the model then
         self._is_measuring = False
         self._has_transforms = False  # whether a call within a transform was left out
 
@@ -82,12 +94,12 @@ class StepRecorder:
             self._is_measuring = True
             stack.callback(setattr, self, "_is_measuring", False)
             stack.callback(register_optimizer_step_pre_hook(see_optimizer).remove)
-            stack.enter_context(_rows_for_modules(recorder, self._wrappers, self._plain_modules()))
+            stack.enter_context(self._rows_for_modules(recorder))
             stack.enter_context(recorder.watching())
             name, root = self._roots[0]
             if not name:  # not of a Graph, which passes its inputs
-                stack.callback(root.register_forward_pre_hook(see_call, with_kwargs=True).remove)
-                stack.callback(root.register_forward_hook(see_end, with_kwargs=True).remove)
+                stack.callback(root.register_forward_pre_hook(ModuleHook(see_call), with_kwargs=True).remove)
+                stack.callback(root.register_forward_hook(ModuleHook(see_end), with_kwargs=True).remove)
             yield
         live.label(self._gradients(), "gradients")
         for optimizer in new:
@@ -98,46 +110,116 @@ class StepRecorder:
     @contextmanager
     def time(self) -> Iterator[Recorder]:
         recorder = Recorder()
-        with _rows_for_modules(recorder, self._wrappers, self._plain_modules()):
+        with self._rows_for_modules(recorder):
             yield recorder
         self._times = recorder
 
     def watch_next_forward(self) -> None:
         """Records the next forward of the model and what its backward recomputes, at the cost of a few hooks."""
-        root = self._roots[0][1]
-        begin = _Hook(WeakMethod(self._begin), passes_on=True)
-        self._record.callback(root.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        self._is_waiting = True
+        self._record.callback(WatchedForward.watch(self._roots[0][1], self._around_forward))
 
-    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        is_removed = kwargs is None  # by a hook before this one: PyTorch still calls it, but without them
+    @contextmanager
+    def _around_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         self._has_transforms |= is_transformed()
-        if is_removed or not torch.is_grad_enabled() or is_transformed():
+        if not self._is_waiting:  # a record ends with the next forward: until then its backward may come
+            self.close()
+            yield
             return
-        self.close()
+        if not torch.is_grad_enabled() or is_transformed():
+            yield
+            return
+        self._is_waiting = False
         recorder = self._bytes = Recorder([*self._state(), *tensors_in((args, kwargs))])
-        self._record.enter_context(_rows_for_modules(recorder, self._wrappers, self._plain_modules()))
-        self._record.callback(root.register_forward_pre_hook(_Hook(WeakMethod(self.close))).remove)
-        self._record.callback(root.register_forward_hook(_Hook(lambda: recorder.end), always_call=True).remove)
-        recorder.begin()
+        end_forward = self._record.enter_context(self._rows_for_modules(recorder))
+        try:
+            recorder.begin()
+            yield
+        finally:
+            recorder.end()
+            end_forward()
+
+    @contextmanager
+    def _rows_for_modules(self, recorder: Recorder) -> Iterator[Callable[[], None]]:
+        """Has all modules with a row tell the recorder of their calls; yields a function for the end of the forward.
+
+        It removes the hooks that backward has no use for: a program may want its modules without any behind its step.
+        """
+        replaced = self._replaced()
+        wrappers = self._recorded = [wrapper for wrapper in self._wrappers if wrapper.name not in replaced]
+        for name, what in replaced.items():
+            warn_once(name or self.title, what)
+        plain = self._plain_modules()
+        hooks: list[tuple[str, RemovableHandle]] = []
+        own = recorder.own_checkpointing = {
+            name for name, module in plain if any(map(checkpoints_itself, module.modules()))
+        }
+        recorder.weightless = {name for name, module in plain if next(module.parameters(), None) is None}
+
+        def end_forward() -> None:
+            for name, hook in hooks:
+                if name not in own:
+                    hook.remove()
+
+        try:
+            for wrapper in wrappers:
+                wrapper.context.recorder = recorder
+            while plain:  # emptied: what waits here for the end of the step must not keep the model alive
+                name, module = plain.pop()
+                begin = ModuleHook(partial(_ignoring_arguments, recorder.enter_plain, name))
+                end = ModuleHook(partial(_ignoring_arguments, recorder.leave_plain, name))
+                hooks.append((name, module.register_forward_pre_hook(begin, prepend=True)))
+                hooks.append((name, module.register_forward_hook(end, always_call=True)))
+            module = None  # type: ignore[assignment]
+            yield end_forward
+        finally:
+            for wrapper in wrappers:
+                if wrapper.module is not None:
+                    wrapper.context.recorder = None
+            for _, hook in hooks:
+                hook.remove()
+
+    def _replaced(self) -> dict[str, str]:
+        """Says of the blocks whose modules are no longer in the model what has become of them."""
+        present = {
+            f"{root}.{name}".strip("."): module
+            for root, top in self._roots
+            for name, module in top.named_modules(remove_duplicate=False)
+        }
+        alive = {id(module) for module in present.values()}
+        replaced: dict[str, str] = {}
+        for wrapper in self._wrappers:
+            if wrapper.module is not None and id(wrapper.module) in alive:
+                continue
+            other = present.get(wrapper.name)
+            if other is None:
+                replaced[wrapper.name] = "it was removed from the model after its policy was set"
+            elif policy_of(other) is None:
+                replaced[wrapper.name] = _REPLACED
+            else:
+                replaced[wrapper.name] = "it was replaced by a module that has a policy of its own"
+        return replaced
 
     def close(self) -> None:
         """Ends a record in progress, including one that an interrupt has left behind."""
         if self._bytes is not None:
             self._bytes.end()
+        self._is_waiting = False
         self._record.close()
 
     def explain(self, plot: str | None, *, show: bool, capture: str = "") -> Explanation:
         recorder = self._bytes
         if recorder is None or not recorder.runs:
-            if any(wrapper.is_in_graph for wrapper in self._wrappers):
-                raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: run one step of the model itself")
+            if any(map(self._is_in_graph, self._wrappers)):
+                fix = "run one step of the model itself, or set policies on the modules that are compiled"
+                raise GraphError(f"{self.title}: {_IN_GRAPH} · fix: {fix}")
             if self._is_measuring:
                 raise GraphError(f"{self.title}: the measurement has not ended · fix: call explain() after the `with`")
             if self._has_transforms:
                 raise GraphError(f"{self.title}: {_IN_TRANSFORM} · fix: run one step without it")
             raise GraphError(f"{self.title}: no step has been measured yet · fix: run one step")
-        elsewhere = {w.name for w in self._wrappers if w.module is not None and self._is_elsewhere(w.module)}
-        wrappers = [w for w in self._wrappers if w.name not in elsewhere]
+        elsewhere = {w.name for w in self._recorded if w.module is not None and self._is_elsewhere(w.module)}
+        wrappers = [w for w in self._recorded if w.name not in elsewhere]
         empty = {
             name for name in recorder.weightless if not (recorder.bytes_before(name) or recorder.bytes_after(name))
         }
@@ -174,7 +256,7 @@ class StepRecorder:
         return explanation
 
     def _rows(self, wrappers: Sequence[BlockForward], recorder: Recorder) -> Iterator[Row]:
-        idle, times = self._policies.idle, self._times
+        idle, times, replaced = self._policies.idle, self._times, self._replaced()
         wrapped = {wrapper.name: wrapper for wrapper in wrappers}
         names = dict.fromkeys((*recorder.order, *wrapped))
         if recorder.bytes_before(REST) or recorder.bytes_after(REST):
@@ -182,10 +264,11 @@ class StepRecorder:
         for name in names:
             wrapper = wrapped.get(name)
             notes = list(wrapper.context.notes) if wrapper is not None else []
+            if wrapper is not None and _is_checkpointed_within(wrapper, recorder):
+                notes.append(_WITHIN)
             if name in recorder.own_checkpointing:
                 notes.append("the model's own gradient checkpointing recomputes it")
-            if name in idle:
-                notes.insert(0, idle[name])
+            notes = [note for note in (idle.get(name), replaced.get(name)) if note] + notes
             if wrapper is None and recorder.bytes_after(name) > recorder.bytes_before(name):
                 notes.append("it keeps tensors that a recomputed block keeps without policies")
             stored = (recorder.traffic.get(name) or Traffic()).bytes_at
@@ -214,12 +297,15 @@ class StepRecorder:
         faults: dict[str, list[str]] = {}  # with the blocks that have it, which are one warning
         for wrapper in flagged:
             name = wrapper.name
-            if not recorder.runs[name] and (wrapper.is_in_graph or name not in idle):
-                fault = _IN_GRAPH if wrapper.is_in_graph else "never ran with gradients, so the policy had no effect"
+            is_in_graph = self._is_in_graph(wrapper)
+            if not recorder.runs[name] and (is_in_graph or name not in idle):
+                fault = _IN_GRAPH if is_in_graph else "never ran with gradients, so the policy had no effect"
                 faults.setdefault(fault, []).append(name or self.title)
         for name, note in (*idle.items(), *((w.name, note) for w in flagged for note in w.context.notes)):
             if "has no effect" in note:
                 faults.setdefault(note, []).append(name or self.title)
+        for name, fault in self._replaced().items():
+            faults.setdefault(fault, []).append(name or self.title)
         for fault, names in faults.items():
             yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {fault}"
         ran = [w for w in flagged if recorder.reruns[w.name]]
@@ -245,14 +331,26 @@ class StepRecorder:
 
         If no block is selected, it is as if the layers of the model were.
         """
-        wrapped = {w.name for w in self._wrappers}
-        selected = {*self._policies.selected, *wrapped} or {
+        wrapped = {w.name for w in self._recorded} | {id(w.module) for w in self._recorded}
+        selected = {*self._policies.selected, *(w.name for w in self._wrappers)} or {
             f"{name}.{layer}" if name else layer for name, root in self._roots for layer in layers(root)
         }
         rows: list[tuple[str, nn.Module]] = []
         for name, root in self._roots:
             _rows_below(name, root, selected, rows)
-        return [(name, module) for name, module in rows if name not in wrapped and not self._is_elsewhere(module)]
+        rows = [(name, module) for name, module in rows if wrapped.isdisjoint((name, id(module)))]
+        return [(name, module) for name, module in rows if not self._is_elsewhere(module)]
+
+    def _is_in_graph(self, wrapper: BlockForward) -> bool:
+        """Whether ``torch.compile`` runs the block in the graph of a larger module.
+
+        Equal modules share compiled code, which is traced, and so seen by the wrapper, on one of them alone.
+        """
+        compiled = [module for _, root in self._roots for module in root.modules() if has_compiled_call(module)]
+        parts = (
+            part for module in compiled for part in module.modules() if part._compiled_call_impl or part is not module
+        )
+        return wrapper.is_in_graph or any(part is wrapper.module for part in parts)
 
     def _is_elsewhere(self, module: nn.Module) -> bool:
         """Whether a module is one of another pipeline stage: on the meta device, unlike the rest of the model."""
@@ -277,59 +375,20 @@ def _rows_below(name: str, module: nn.Module, selected: set[str], rows: list[tup
         rows += [row for row in inner if not is_selected or row[0] in selected]
 
 
-class _Hook:
-    """A module hook that returns nothing, does nothing on copies of the module, and can be pickled with it.
-
-    ``find`` returns what to call, or ``None`` if it is gone: a hook must not keep what watches its module alive.
-    """
-
-    def __init__(self, find: Callable[[], Callable[..., Any] | None], *args: Any, passes_on: bool = False) -> None:
-        self._find = find
-        self._args = args
-        self._passes_on = passes_on
-
-    def __call__(self, *arguments: Any) -> None:
-        call = None if torch.compiler.is_compiling() else self._find()
-        if call is not None:
-            call(*(arguments if self._passes_on else self._args))
-
-    __name__ = "graphckpt"
-
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        """Raises an error for ``torch.jit.script``, which alone reads this attribute of hooks."""
-        raise ConfigError(NOT_SCRIPTABLE)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (NoneType,)  # which returns None
-
-
 def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
 
-@contextmanager
-def _rows_for_modules(
-    recorder: Recorder, wrappers: list[BlockForward], plain: list[tuple[str, nn.Module]]
-) -> Iterator[None]:
-    hooks = []
-    recorder.own_checkpointing = {name for name, module in plain if any(map(checkpoints_itself, module.modules()))}
-    recorder.weightless = {name for name, module in plain if next(module.parameters(), None) is None}
-    try:
-        for wrapper in wrappers:
-            wrapper.context.recorder = recorder
-        while plain:  # emptied: what waits here for the end of the step must not keep the model alive
-            name, module = plain.pop()
-            hooks.append(module.register_forward_pre_hook(_Hook(lambda: recorder.enter_plain, name), prepend=True))
-            hooks.append(module.register_forward_hook(_Hook(lambda: recorder.leave_plain, name), always_call=True))
-        module = None  # type: ignore[assignment]
-        yield
-    finally:
-        for wrapper in wrappers:
-            if wrapper.module is not None:
-                wrapper.context.recorder = None
-        for hook in hooks:
-            hook.remove()
+def _is_checkpointed_within(wrapper: BlockForward, recorder: Recorder) -> bool:
+    """Whether PyTorch's checkpoint recomputes a part of a recomputed block. Calls of it are seen by ``measure()``."""
+    if isinstance(wrapper.rule, Keep) or wrapper.module is None:
+        return False
+    called = set() if recorder.live is None else recorder.live.checkpointed
+    return wrapper.name in called or any(map(is_checkpoint_wrapper, wrapper.module.modules()))
+
+
+def _ignoring_arguments(call: Callable[[str], None], name: str, *_: object) -> None:
+    call(name)
 
 
 def _rule(wrapper: BlockForward | None) -> str:

@@ -1,14 +1,15 @@
-"""The wrapper around one module's forward that applies its rule."""
+"""The wrappers around one module's forward: one applies its rule, the other lets a record begin and end with it."""
 
 from __future__ import annotations
 
 import copy
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
@@ -48,12 +49,89 @@ _disabled = _Disabled()
 # the compiler gives up on a frame for good, it is called as it is, so `_run` is marked too.
 
 
-@final
-class BlockForward:
+class ForwardWrapper(ABC):
     """The ``forward`` of a module instance, not of its class: type, hooks and ``state_dict`` keys do not change.
 
     It refers to the module weakly, so that a deleted model is freed at once, and is copied and pickled with it.
     """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._is_beneath = False
+        self._cover(module.__dict__.get("forward"))
+
+    def _cover(self, forward: Callable[..., Any] | None) -> None:
+        self._wrapped = forward
+        self._inner = forward
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module()
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What ``inspect.signature`` reads, as trainers do to see which arguments a model takes."""
+        return self._function()
+
+    @property
+    def __code__(self) -> Any:
+        """What ``torch.export`` names its guards after."""
+        return self._function().__code__
+
+    @property
+    def _torchscript_modifier(self) -> Any:
+        """Raises an error for ``torch.jit.script``, which alone reads this attribute."""
+        raise ConfigError(NOT_SCRIPTABLE)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward."""
+        return (self._run_in_graph if torch.compiler.is_compiling() else self._run)(args, kwargs)
+
+    @abstractmethod
+    def _run(self, args: Any, kwargs: dict[str, Any]) -> Any: ...
+
+    @abstractmethod
+    def _run_in_graph(self, args: Any, kwargs: dict[str, Any]) -> Any: ...
+
+    def _function(self) -> Callable[..., Any]:
+        if self._inner is not None:
+            return self._inner
+        module = self._module()
+        if module is None:
+            raise ConfigError(
+                "the forward of a module with a policy was called, but the module is deleted · fix: call the module "
+                "itself, or take its forward before apply()"
+            )
+        return MethodType(type(module).forward, module)
+
+    def install(self) -> None:
+        module = self._module()
+        if self._is_beneath or module is None:
+            return
+        fields = module.__dict__
+        covered = fields.get("forward")
+        if covered is not self._wrapped:  # another library has wrapped or unwrapped the module since the last time
+            self._cover(covered)
+        fields["forward"] = self
+
+    def uninstall(self) -> None:
+        """Removes this wrapper. If another one was installed over it since, it stays and does nothing."""
+        module = self._module()
+        if module is None:
+            return
+        present = module.__dict__.get("forward")
+        self._is_beneath = present is not None and present is not self
+        if present is not self:
+            return
+        if self._wrapped is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self._wrapped
+
+
+@final
+class BlockForward(ForwardWrapper):
+    """Runs the forward of a block under its rule."""
 
     def __init__(
         self,
@@ -66,10 +144,7 @@ class BlockForward:
         is_part: bool = False,
         is_excluded: bool = False,
     ) -> None:
-        self._module = weakref.ref(module)
-        self._wrapped: Callable[..., Any] | None = module.__dict__.get("forward")
-        self._inner = _unwrapped(self._wrapped)
-        self._is_beneath = False
+        super().__init__(module)
         self._is_on = True
         self._native: list[weakref.ref[nn.Module]] = []  # modules below that may checkpoint themselves
         self._context: BlockContext | None = None
@@ -85,6 +160,8 @@ class BlockForward:
         """Whether it is a child of a recomputed block that is not recomputed with it."""
         self.is_in_graph = False
         """Whether ``torch.compile`` has made it a part of the graph of a larger module, with its policy."""
+        self.is_copied = True
+        """Whether copies of the module have the policy too."""
         self._compiled: Callable[..., Any] | None = None
 
     @property
@@ -92,23 +169,19 @@ class BlockForward:
         """The state that all calls of the block share, created on first use."""
         if self._context is None:
             module = self._module()
-            assert module is not None
-            self._native = [weakref.ref(each) for each in module.modules() if hasattr(each, _FLAG)]
-            self._context = BlockContext(self.name, [module], None if self.placement is None else self.placement.store)
+            modules = [] if module is None else [module]  # the program may have put another one in its place
+            self._native = [weakref.ref(m) for each in modules for m in each.modules() if hasattr(m, _FLAG)]
+            self._context = BlockContext(self.name, modules, None if self.placement is None else self.placement.store)
         return self._context
 
     @property
-    def module(self) -> nn.Module | None:
-        return self._module()
+    def is_on(self) -> bool:
+        """Whether the module has the policy: another library's wrapper may keep this one in place after its end."""
+        return self._is_on
 
-    @property
-    def _torchscript_modifier(self) -> Any:
-        """Raises an error for ``torch.jit.script``, which alone reads this attribute."""
-        raise ConfigError(NOT_SCRIPTABLE)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward under its rule."""
-        return (self._run_in_graph if torch.compiler.is_compiling() else self._run)(args, kwargs)
+    def _cover(self, forward: Callable[..., Any] | None) -> None:
+        self._wrapped = forward
+        self._inner = _unwrapped(forward)
 
     @never_compiled
     def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -152,8 +225,8 @@ class BlockForward:
     def _forwards_below(self) -> list[BlockForward]:
         module = self._module()
         assert module is not None
-        forwards = [child.__dict__.get("forward") for child in list(module.modules())[1:]]
-        return [forward for forward in forwards if isinstance(forward, BlockForward) and forward._is_on]
+        forwards = map(policy_of, list(module.modules())[1:])
+        return [forward for forward in forwards if forward is not None]
 
     @constant_in_graphs
     def _graph_break(self, has_gradients: bool) -> str:
@@ -196,59 +269,111 @@ class BlockForward:
         context.note("the model's own gradient checkpointing is on as well: this policy replaces it")
         return _Suspended(function, modules)
 
-    def _function(self) -> Callable[..., Any]:
-        if self._inner is not None:
-            return self._inner
-        module = self._module()
-        return MethodType(type(module).forward, module)  # type: ignore[union-attr]
-
     def install(self) -> None:
         self._is_on = True
         policy_changes.number += 1
-        if self._is_beneath:
-            return
-        fields = self._module().__dict__
-        covered = fields.get("forward")
-        if covered is not self._wrapped:  # another library has wrapped or unwrapped the module since the last time
-            self._wrapped = covered
-            self._inner = _unwrapped(covered)
-        fields["forward"] = self
+        super().install()
 
     def uninstall(self) -> None:
-        """Removes this wrapper. If another one was installed over it since, it stays and does nothing."""
         self._is_on = False
         policy_changes.number += 1
-        module = self._module()
-        if module is None:
-            return
-        present = module.__dict__.get("forward")
-        self._is_beneath = present is not None and present is not self
-        if present is not self:
-            return
-        if self._wrapped is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = self._wrapped
+        super().uninstall()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
         twin = memo.get(id(self._module()))
         if twin is None:
             return self
-        wrapper = BlockForward(twin, self.name, self.rule, copy.deepcopy(self.placement, memo))
-        more = copy.deepcopy(self.compile_options, memo), self.is_part, self.is_excluded
-        wrapper.__setstate__((copy.deepcopy(self._wrapped, memo), self._is_on, *more))
+        _, (_, *settings), state = self.__reduce__()
+        wrapper = BlockForward(twin, *copy.deepcopy(settings, memo))
+        wrapper.__setstate__(copy.deepcopy(state, memo))
         return wrapper
 
     def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        if not self.is_copied:
+            return BlockForward, (module, self.name, Keep()), (self._wrapped, False, None, False, False)
         return (
             BlockForward,
-            (self._module(), self.name, self.rule, self.placement),
+            (module, self.name, self.rule, self.placement),
             (self._wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded),
         )
 
     def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool, bool]) -> None:
-        self._wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded = state
-        self._inner = _unwrapped(self._wrapped)
+        wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded = state
+        self._cover(wrapped)
+
+
+Watcher: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
+"""Called with the arguments of a call; returns the context that the forward runs in."""
+
+
+@final
+class WatchedForward(ForwardWrapper):
+    """Runs the forward of a model within the contexts of those that watch it. Copies of the model are not watched.
+
+    Hooks would do, but ``torch.cuda.make_graphed_callables`` takes no module that has any.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._watchers: list[weakref.WeakMethod[Watcher]] = []
+
+    @classmethod
+    def watch(cls, module: nn.Module, watcher: Watcher) -> Callable[[], None]:
+        """Has a bound method, which is held weakly, watch a module; returns a function that ends this before."""
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, cls):
+            forward = cls(module)
+            forward.install()
+
+        def end(*_: object) -> None:
+            forward._watchers = [one for one in forward._watchers if one is not entry]
+            if not forward._watchers:
+                forward.uninstall()
+
+        entry = weakref.WeakMethod(watcher, end)
+        forward._watchers.append(entry)
+        return end
+
+    @never_compiled
+    def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        function = self._function()
+        if not self._watchers:  # of a copy
+            self.uninstall()
+        with ExitStack() as stack:
+            for entry in self._watchers:
+                if (watcher := entry()) is not None:
+                    stack.enter_context(watcher(args, kwargs))
+            return function(*args, **kwargs)
+
+    def _run_in_graph(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        module = self._module()
+        assert module is not None
+        return ForwardInGraph(module, self._inner, has_excluded=False)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedForward:
+        twin = memo.get(id(self._module()))
+        if twin is None:
+            return self
+        wrapper = WatchedForward(twin)
+        wrapper._cover(copy.deepcopy(self._wrapped, memo))
+        return wrapper
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WatchedForward, (self._module(),), self._wrapped
+
+    def __setstate__(self, wrapped: Callable[..., Any] | None) -> None:
+        self._cover(wrapped)
+
+
+def policy_of(module: nn.Module) -> BlockForward | None:
+    """Returns the wrapper of the policy that acts on a module itself."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, ForwardWrapper):
+        if isinstance(forward, BlockForward) and forward.is_on:
+            return forward
+        forward = forward._wrapped
+    return None
 
 
 @final
@@ -291,6 +416,6 @@ def checkpointing_is_off() -> bool:
 
 
 def _unwrapped(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    while isinstance(forward, BlockForward):  # a Graph's policy replaces one that `apply` has set
+    while isinstance(forward, ForwardWrapper):  # a Graph's policy replaces one that `apply` has set
         forward = forward._wrapped
     return forward

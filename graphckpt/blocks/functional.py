@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.blocks.forward import BlockForward, checkpointing_is_off
+from graphckpt.blocks.forward import BlockForward, checkpointing_is_off, policy_of
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.frame import Contexts, Frame, running
@@ -213,7 +213,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
         ConfigError: The module is wrapped already.
     """
     module = unwrap(module)
-    if isinstance(module.forward, BlockForward):
+    if policy_of(module) is not None:
         raise ConfigError(f"checkpoint_wrapper: this {type(module).__name__} is wrapped already · fix: wrap it once")
     placement = _IN_HOST_MEMORY if offload_to_cpu else None
     BlockForward(module, type(module).__name__, Full(), placement).install()

@@ -455,7 +455,7 @@ class ModuleState:
     def _put_modes(self, modes: Modes, edit: _Edit) -> None:
         for ref, mode in zip(self._modules, modes, strict=True):
             fields = _fields(ref)
-            if fields and fields["training"] is not mode:
+            if fields.get("training", mode) is not mode:  # of an `OptimizedModule` it is that of the compiled module
                 edit(fields)["training"] = mode
 
     def _put_numbers(self, numbers: tuple[Any, ...], edit: _Edit) -> None:
@@ -664,9 +664,8 @@ def _is_sharding(now: Any, then: Any) -> bool:
     """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
     if now is None or then is None:
         return False
-    return hasattr(now, "device_mesh") != hasattr(then, "device_mesh") or not (
-        hasattr(then, "device_mesh") or then.untyped_storage().nbytes()
-    )
+    mesh = getattr(then, "device_mesh", None)  # with tensor parallelism a whole one is sharded too, over another mesh
+    return getattr(now, "device_mesh", None) != mesh or not (mesh is not None or then.untyped_storage().nbytes())
 
 
 def _ids_in(owners: Iterable[dict[str, Any]]) -> list[int]:

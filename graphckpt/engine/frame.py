@@ -27,6 +27,7 @@ from graphckpt._compat import (
     foreign_modes,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    shape_of,
     within_modes,
 )
 from graphckpt._compat_compiler import never_compiled
@@ -98,7 +99,7 @@ class Holder:
     __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tensor.shape
+        self.shape = shape_of(tensor)
         self.dtype = tensor.dtype
         self.value: torch.Tensor | None = None
         self.version = 0
@@ -516,17 +517,18 @@ class Recomputation(Execution):
         fills = False  # `rrelu` saves its noise before writing it, then its input: stop only after that
         if tensor.requires_grad:
             if self._unfilled is not None:
-                fills = self._unfilled == (autograd_sequence_number(), tensor.shape)
+                fills = self._unfilled == (autograd_sequence_number(), shape_of(tensor))
             tensor = tensor.detach()
         elif may_be_filled_later(tensor):
-            self._unfilled = autograd_sequence_number(), tensor.shape
+            self._unfilled = autograd_sequence_number(), shape_of(tensor)
         if id(tensor) in self.borrowed:
             tensor = tensor.data  # stays with the copy
         if position < len(self._holders):
             holder = self._holders[position]()
             if holder is not None and holder.value is None:
-                if holder.shape != tensor.shape or holder.dtype != tensor.dtype:
-                    kinds = (holder.dtype, holder.shape), (tensor.dtype, tensor.shape)
+                shape = shape_of(tensor)
+                if holder.shape != shape or holder.dtype != tensor.dtype:
+                    kinds = (holder.dtype, holder.shape), (tensor.dtype, shape)
                     self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
                 holder.value = tensor
                 holder.version = tensor._version

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch import nn
 
-from graphckpt._compat import share_version_counter, version_sharing_detach
+from graphckpt._compat import is_torch_checkpoint, shape_of, share_version_counter, version_sharing_detach
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
@@ -238,6 +238,8 @@ def hooks_around(block: BlockContext, hooks: Any) -> Any:
     """
     if block.recorder is not None:
         hooks = block.recorder.hooks_below(hooks)
+    if is_torch_checkpoint(hooks):
+        block.note("PyTorch's checkpoint is around it and recomputes it as well · fix: use one of the two")
     if hooks is None or not block.is_placed:
         return hooks
     is_kept_around = hooks[1] is KEEP_ON_DEVICE[1] or getattr(hooks[1], "__func__", None) is StoredCall.unpack
@@ -276,7 +278,7 @@ class _JoinedInput(NamedTuple):
     requires_grad: bool
 
     def of(self, block: str, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        kinds = [(tensor.dtype, tensor.shape) for tensor in outputs]
+        kinds = [(tensor.dtype, shape_of(tensor)) for tensor in outputs]
         if kinds[self.number : self.number + 1] != [self.kind]:
             raise RecomputeError(mismatch.returns_differ(block, self.number, self.kind, kinds))
         return _leaf(outputs[self.number], self.cls, requires_grad=self.requires_grad)
@@ -470,7 +472,7 @@ class Arguments:
         if previous is None or number is None:
             return SavedTensor(tensor, call, cls, is_argument=True, copied=copied)
         self.before = previous.call()
-        return _JoinedInput(number, (tensor.dtype, tensor.shape), cls, tensor.requires_grad)
+        return _JoinedInput(number, (tensor.dtype, shape_of(tensor)), cls, tensor.requires_grad)
 
     def _shared_memory(
         self, state: ModuleState, call_state: CallState, originals: Sequence[_OriginalArgument]

@@ -32,7 +32,7 @@ from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import Device, DeviceProfile, load_profile, profile_names
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.tree import flatten_call
-from graphckpt.units import format_bytes
+from graphckpt.units import format_bytes, format_sizes
 
 _ANY_CUDA = "a100-80g"  # for a device without a profile: sizes are the same, times differ by similar factors
 _UNSET = dict.fromkeys(
@@ -246,9 +246,10 @@ def _lower_plan(
     """
     lowest_bytes = planners.floor_bytes()
     if lowest_bytes >= failed:
+        lowest, present = format_sizes(lowest_bytes, failed)
         raise PlanError(
-            f"the lowest predicted peak of any plan is {format_bytes(lowest_bytes)}, and the policies in use have "
-            f"{format_bytes(failed)} · fix: a smaller batch"
+            f"the lowest predicted peak of any plan is {lowest}, and the policies in use have {present} · "
+            "fix: a smaller batch"
         )
     limit = lowest_bytes if is_lowest or memory.available >= failed else max(lowest_bytes, memory.available)
     if memory_budget is not None:

@@ -22,9 +22,8 @@ from graphckpt.graph.captured_step import CapturedStep
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.text import DebugLog, InputCheck
 from graphckpt.graph.update import ScaledBackward, Update, preserve_grads
-from graphckpt.ledger.live_memory import inner_tensors
 from graphckpt.training_state import ModuleTree
-from graphckpt.tree import build_value, flatten_call, flatten_value, tensors_in
+from graphckpt.tree import build_value, flatten_call, flatten_value, inner_tensors, tensors_in
 
 _WATCHED_OPS, _WATCHED_TIMES = 2, 3  # calls 1 and 2 are watched op by op (2 is the first like all others), 3 for time
 

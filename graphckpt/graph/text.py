@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.blocks.proxy import BlockTree
 from graphckpt.errors import GraphError
 from graphckpt.graph.capture import modules_of
@@ -124,7 +125,7 @@ class DebugLog:
         try:
             if self.level >= 1:
                 for path, module in modules_of(roots.items()):
-                    hooks.append(module.register_forward_hook(partial(self._block, path)))
+                    hooks.append(module.register_forward_hook(ModuleHook(partial(self._block, path))))
             with ops:
                 yield
         except BaseException as error:

@@ -19,6 +19,7 @@ from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot import file_of
+from graphckpt.ledger.record import Row
 from graphckpt.ledger.table import offloaded_bytes
 from graphckpt.planning.options import Budget, PlanOptions, check_budget
 from graphckpt.planning.plan import Plan
@@ -304,10 +305,15 @@ def plan_line(plan: Plan) -> str:
     return f"graphckpt: planned {policies}; {peak}, step {slower:+.1%} over keeping everything".replace("%", " %")
 
 
+def _saves(row: Row) -> bool:
+    return any((row.bytes_before, row.bytes_after, row.bytes_host, row.bytes_disk))
+
+
 def saved_line(explanation: Explanation) -> str:
     change = f"{format_bytes(explanation.bytes_before)} -> {format_bytes(explanation.bytes_after)}"
     offloaded = offloaded_bytes(explanation)
-    blocks = sum(1 for row in explanation.rows if (row.reruns and not row.is_own) or row.place != "device")
+    # A block that saves nothing, as a frozen one, has nothing for its store.
+    blocks = sum((row.reruns and not row.is_own) or (row.place != "device" and _saves(row)) for row in explanation.rows)
     count = f"{blocks} block{'s' if blocks != 1 else ''}"
     effect = f"policies act on {count}" if blocks else "no block is recomputed"
     return f"graphckpt: {effect}; kept for backward: {change}{f'; offloaded: {offloaded}' if offloaded else ''}"

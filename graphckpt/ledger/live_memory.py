@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -14,9 +14,16 @@ from typing import Any, Self, final
 
 import torch
 
-from graphckpt._compat import call_with_autocast, current_backward, storage_of
+from graphckpt._compat import (
+    active_saved_tensor_hooks,
+    call_with_autocast,
+    current_backward,
+    is_torch_checkpoint,
+    storage_of,
+)
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.ledger.record import Event, TensorLife
+from graphckpt.tree import inner_tensors, storages_of
 
 
 class _Alive(weakref.ref[torch.UntypedStorage]):
@@ -189,29 +196,6 @@ class LiveBytes(DispatchMode):
             self._changes.append((live_bytes, self.block, self.phase))
 
 
-def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    elif hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            value = getattr(tensor, name)
-            if isinstance(value, torch.Tensor):
-                yield value
-
-
-def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    storage = storage_of(tensor)
-    if storage is not None and not hasattr(tensor, "__tensor_flatten__"):
-        yield storage
-        return
-    for inner in inner_tensors(tensor):
-        yield from storages_of(inner)
-
-
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 
@@ -275,6 +259,8 @@ class StorageLog(LiveBytes):
         """The outermost block that is being recomputed."""
         self.copied: str | None = None
         """The block that is copying for its recomputation."""
+        self.checkpointed: set[str] = set()
+        """The blocks whose own code calls ``torch.utils.checkpoint``."""
         self._life_of: dict[int, StorageLife] = {}
         self._kept_by: dict[int, tuple[set[str], dict[int, StorageLife]]] = {}  # by id of an argument object
         self._is_old = False
@@ -377,6 +363,8 @@ class StorageLog(LiveBytes):
             is_result = self.op is not None  # what an op takes may have existed before
             block = self.copied if self.recomputed is None and is_result else self.recomputed
             self._last_allocation = now
+            if is_result and self.phase == "forward" and is_torch_checkpoint(active_saved_tensor_hooks()):
+                self.checkpointed.add(self.block)
             self._life_of[key] = StorageLife(now, num_bytes, block, is_old=self._is_old or not self._depth)
             self.lives.append(self._life_of[key])
 

@@ -21,9 +21,10 @@ from graphckpt._compat import (
     suspended_in_transforms,
 )
 from graphckpt._compat_compiler import never_compiled
-from graphckpt.ledger.live_memory import StorageLog, storages_of, when_gone
+from graphckpt.ledger.live_memory import StorageLog, when_gone
 from graphckpt.stores import Traffic
 from graphckpt.stores.base import KEEP_ON_DEVICE, TIERS, Total
+from graphckpt.tree import storages_of
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], torch.Tensor]
@@ -305,7 +306,10 @@ class _PlainlySaved:
 
 
 def _now() -> float:
-    if torch.accelerator.is_available():
+    is_captured = (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    )  # and so cannot be waited for
+    if torch.accelerator.is_available() and not is_captured:
         torch.accelerator.synchronize()
     return perf_counter()
 

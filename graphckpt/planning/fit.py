@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line, shown, without_repeats
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
@@ -413,7 +414,7 @@ def _gradients_missing_in_forward(model: nn.Module, block: nn.Module) -> Iterato
         missing = (p for p in model.parameters() if p.requires_grad and p.grad is None)
         sizes.append(sum(-(-p.nbytes // _ROUNDING) * _ROUNDING for p in missing))
 
-    hook = block.register_forward_pre_hook(add)
+    hook = block.register_forward_pre_hook(ModuleHook(add))
     try:
         yield sizes
     finally:

@@ -28,7 +28,7 @@ from graphckpt.ledger.plot import (
 from graphckpt.ledger.table import Column, bullet, show, table_of, text_of
 from graphckpt.planning.plot import LEVEL_AT_START
 from graphckpt.planning.rows import Budgeted, budget_line, device_text
-from graphckpt.units import format_bytes, format_seconds
+from graphckpt.units import format_bytes, format_seconds, format_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -274,9 +274,10 @@ class Fit(Budgeted):
             return rows
         first = self.rows[0]
         fix = "a larger memory_budget" if first.batch_size == 1 else "smaller batch sizes, or a larger memory_budget"
+        limit, peak = format_sizes(self.budget_bytes, first.floor_bytes)
         raise PlanError(
-            f"memory_budget {format_bytes(self.budget_bytes)}: no batch fits · the lowest possible peak is "
-            f"{format_bytes(first.floor_bytes)} at batch size {first.batch_size} · fix: {fix}"
+            f"memory_budget {limit}: no batch fits · the lowest possible peak is {peak} at batch size "
+            f"{first.batch_size} · fix: {fix}"
         )
 
 
@@ -301,7 +302,7 @@ def _largest_name(fit: Fit) -> str:
 def _summary_lines(fit: Fit) -> Iterator[str]:
     yield budget_line(fit)
     if not any(row.fits for row in fit.rows):
-        yield f"no batch fits; the lowest possible peak is {format_bytes(fit.rows[0].floor_bytes)}"
+        yield f"no batch fits; the lowest possible peak is {format_sizes(fit.rows[0].floor_bytes, fit.budget_bytes)[0]}"
         return
     plain = fit.largest_without_recompute
     kept_size = "none with everything kept" if plain is None else f"{plain.batch_size} with everything kept"

@@ -26,7 +26,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.blocks.apply import Handle
+from graphckpt.blocks.apply import Handle, apply
+from graphckpt.blocks.forward import policy_of
+from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
@@ -37,7 +39,7 @@ from graphckpt.planning.steps import on_optimizer_step
 from graphckpt.planning.trace import Blocks
 from graphckpt.planning.traced_stores import TracedStore
 from graphckpt.tree import tensors_in
-from graphckpt.units import format_bytes
+from graphckpt.units import format_sizes
 
 _MOST_RECORDED = 16  # updates, until one calls all blocks: of 12 that are dropped one time in ten, one in four does
 
@@ -91,7 +93,7 @@ class LivePlan:
         for name in (".".join(parts[:number]) for number in range(len(parts))):
             module = model.get_submodule(name)
             if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                watch = partial(self._before_call, name)
+                watch = ModuleHook(partial(self._before_call, name))
                 self._hooks.callback(module.register_forward_pre_hook(watch, with_kwargs=True, prepend=True).remove)
         self._recompute_all()
 
@@ -105,6 +107,7 @@ class LivePlan:
         if self._input_sizes is not None:
             return
         self._input_sizes = {}
+        self._renew_blocks()
         self._begin = perf_counter()
         if self.plan is None and self._num_updates:
             self._record()
@@ -134,7 +137,7 @@ class LivePlan:
             return False
         if peak <= max(plan.budget_bytes, plan.predicted_peak_bytes):  # the latter if no plan fits
             return False
-        excess = f"a step took {format_bytes(peak)} under a plan for {format_bytes(plan.budget_bytes)}"
+        excess = "a step took {} under a plan for {}".format(*format_sizes(peak, plan.budget_bytes))
         if planning_group(self._options.group).size > 1:  # only some may have seen it
             warnings.warn(f"graphckpt: {excess} · fix: a lower memory_budget, or a smaller batch", stacklevel=3)
             return False
@@ -165,9 +168,24 @@ class LivePlan:
         if is_largest:
             self._record()
 
+    def _renew_blocks(self) -> None:
+        """Sets the policies anew if the program has replaced modules, as a teacher that is copied from a student."""
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        blocks = [(name, modules[name]) for name, _ in self._blocks if name in modules]
+        if blocks == self._blocks:
+            return
+        self._blocks = blocks
+        if self.handle is None:
+            self._recompute_all()
+        else:
+            self._apply()
+
     def _remove_policies(self) -> None:
         self._policies.close()
         self.handle = None
+        for _, module in self._blocks:
+            if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
+                wrapper.uninstall()
 
     def _recompute_all(self) -> None:
         self._remove_policies()
@@ -219,7 +237,7 @@ class LivePlan:
             self.plan = plan_recorded(
                 step,
                 self._model,
-                self._blocks,
+                step.named_blocks,
                 self._budget,
                 options,
                 group,
@@ -231,8 +249,9 @@ class LivePlan:
 
     def _apply(self) -> None:
         assert self.plan is not None
-        self._policies.close()
-        handle = self.plan.apply(self._model)
-        assert isinstance(handle, Handle)
-        self._policies.callback(handle.remove)
-        self.handle = handle
+        self._remove_policies()
+        names = {name for name, _ in self._model.named_modules(remove_duplicate=False)}
+        self.handle = apply(
+            self._model, {block: fields for block, fields in self.plan.blocks.items() if block in names}
+        )
+        self._policies.callback(self.handle.remove)

@@ -12,11 +12,10 @@ from torch import nn
 
 from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.apply import apply
-from graphckpt.blocks.forward import BlockForward
+from graphckpt.blocks.forward import policy_of
 from graphckpt.blocks.select import Selector, layers, select
 from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
-from graphckpt.ledger.live_memory import storages_of
 from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
@@ -35,7 +34,8 @@ from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.stores.base import parse_offload
-from graphckpt.units import format_bytes
+from graphckpt.tree import storages_of
+from graphckpt.units import format_sizes
 
 
 def plan(
@@ -194,8 +194,9 @@ def _check_parameters(model: nn.Module, budget: Budget) -> None:
     on_device = (parameter for parameter in plain if parameter.device == plain[0].device)
     num_bytes = sum({id(s): s.nbytes() for parameter in on_device for s in storages_of(parameter)}.values())
     if size is not None and num_bytes > size:
-        what = f"no plan fits · the parameters alone take {format_bytes(num_bytes)}"
-        raise PlanError(f"memory_budget {format_bytes(size)}: {what} · fix: a larger budget")
+        limit, parameters = format_sizes(size, num_bytes)
+        what = f"no plan fits · the parameters alone take {parameters}"
+        raise PlanError(f"memory_budget {limit}: {what} · fix: a larger budget")
 
 
 def _progress_of(options: PlanOptions, group: PlanGroup) -> Progress:
@@ -217,7 +218,7 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
         names = [n for n in order if n in wanted and not any(n != w and n.startswith(f"{w}.") for w in wanted if w)]
     blocks = [(name, model.get_submodule(name)) for name in names]
     for name, module in blocks:
-        if any(isinstance(part.forward, BlockForward) for part in module.modules()):
+        if any(policy_of(part) is not None for part in module.modules()):
             raise ConfigError(f"{name}: it already has a policy · fix: call graphckpt.remove(model) before planning")
     for name, part in model.named_modules():
         if has_compiled_call(part) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):

@@ -20,7 +20,7 @@ from graphckpt.planning.plan_group import GroupError, PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import PolicyChoice, PolicySearch
 from graphckpt.planning.steps import RealStep
-from graphckpt.units import format_bytes
+from graphckpt.units import format_bytes, format_sizes
 
 
 @final
@@ -138,8 +138,9 @@ class Planner:
         if container is not None and without_inputs <= budget and not self.in_callback:
             fixes.append(f"segments='log' on {container} (less memory, more time)")
         content = f"weights, optimizer state, inputs{', workspaces' if self.is_simulated else ''} and what runs before"
+        limit, peak = format_sizes(budget, lowest)
         return PlanError(
-            f"memory_budget {format_bytes(budget)}: no plan fits · the lowest possible peak is {format_bytes(lowest)}"
+            f"memory_budget {limit}: no plan fits · the lowest possible peak is {peak}"
             f"{' without offloading' if self.search.rates is not None else ''}, reached {time_of(where)}; "
             f"{format_bytes(static)} of it are alive before the first block: {content} it · "
             f"fix: {', '.join([*fixes, 'a smaller batch, or a larger budget'])}"

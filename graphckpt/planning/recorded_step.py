@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt._compat import unseen_by_modes
+from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.memory_model import StepSample
@@ -240,8 +241,8 @@ class RecordedStep(RealStep):
 
         with ExitStack() as stack:
             for number, module in enumerate(self._blocks.modules):
-                hook = module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
-                stack.callback(hook.remove)
+                hook = ModuleHook(partial(record, number))
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             stack.enter_context(traced(self._blocks, self._trace, [store]))
             yield
         self._calls = recorder.calls
@@ -249,6 +250,11 @@ class RecordedStep(RealStep):
 
     def _num_states(self) -> int:
         return sum(len(state) for optimizer in self._optimizers.values() for state in optimizer.state.values())
+
+    @property
+    def named_blocks(self) -> list[tuple[str, nn.Module]]:
+        """The blocks that it was recorded with, of which the training loop may have replaced some since."""
+        return list(zip(self._blocks.names, self._blocks.modules, strict=True))
 
     @property
     def num_blocks(self) -> int:

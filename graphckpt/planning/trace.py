@@ -34,9 +34,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt._compat import current_backward
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward
+from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.engine.objects import copy_objects, items_of
 from graphckpt.errors import PlanError
-from graphckpt.ledger.live_memory import LiveBytes, storages_of
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.program import (
     ArgumentObject,
@@ -50,7 +51,7 @@ from graphckpt.planning.program import (
     TraceSpan,
 )
 from graphckpt.stores.base import Store
-from graphckpt.tree import ATOMS, flatten_value, tensors_in
+from graphckpt.tree import ATOMS, flatten_value, storages_of, tensors_in
 
 
 @final
@@ -98,6 +99,7 @@ class Blocks:
                 compiling = option.fields.get("compile")
                 wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
                 wrapper.context.learns = learns
+                wrapper.is_copied = False  # a teacher that is made in the step has no part in it
                 wrapper.install()
                 wrappers.append(wrapper)
             yield without
@@ -112,9 +114,9 @@ class Blocks:
         """
         with ExitStack() as stack:
             for number, module in enumerate(self.modules):
-                begin = partial(marks.begin_forward, number, stack)
+                begin, end = ModuleHook(partial(marks.begin_forward, number, stack)), ModuleHook(marks.end_forward)
                 stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(marks.end_forward, prepend=True, always_call=True).remove)
+                stack.callback(module.register_forward_hook(end, prepend=True, always_call=True).remove)
             stack.callback(register_optimizer_step_pre_hook(marks.begin_optimizer).remove)
             yield
 

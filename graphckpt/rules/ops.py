@@ -127,11 +127,11 @@ class OpGraph:
             written = list(mutated_by(func, args, kwargs))
             call.mutates = len(written) == 1 and written[0] is output and args[0] is output
             call.must_run = not call.mutates or output.untyped_storage() not in self._producer
-            for tensor in written:
-                producer = self._producer.get(tensor.untyped_storage())
+            for storage in dict.fromkeys(tensor.untyped_storage() for tensor in written):  # several may be views of one
+                producer = self._producer.get(storage)
                 if producer is not None:
                     self.calls[producer].is_mutated = True
-                self._producer[tensor.untyped_storage()] = own
+                self._producer[storage] = own
         else:
             input_storages = {id(tensor.untyped_storage()) for tensor in inputs}
             call.is_view = any(id(result.untyped_storage()) in input_storages for result in results)
@@ -201,7 +201,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     kinds: Collection[type] = (torch.Tensor, torch.nn.Parameter)
-    return (type(tensor) in kinds or is_fake(tensor)) and tensor.layout is torch.strided
+    return (type(tensor) in kinds or is_fake(tensor)) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _meta(leaf: Any) -> Any:
@@ -525,7 +525,8 @@ class ForwardMode(OpMode):
             is_wanted = is_wanted and (graph is not None or contexts.is_found_by_number(func))
         if contexts.storages:
             contexts.drop_mutated(mutated_by(func, args, kwargs))
-        if is_wanted:
+        # Sizes of jagged tensors are ops as well, which the two executions ask for a different number of times.
+        if is_wanted and any(True for _ in _tensors((output,))):
             contexts.keep(key, output, frame)
         if graph is not None:
             run = running.get()

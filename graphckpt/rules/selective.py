@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from graphckpt._compat import op_names
+from graphckpt._compat import op_names, shape_of
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.frame import Frame
 from graphckpt.errors import ConfigError, did_you_mean
@@ -89,7 +89,7 @@ class Selective(Rule):
         if isinstance(policy, NamedOps):  # what calls that run the same ops have in common, as a rule
             leaves, _ = flatten_call(args, kwargs)
             tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-            signature = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
+            signature = tuple((shape_of(tensor), tensor.dtype, tensor.requires_grad) for tensor in tensors)
         return Frame(block, function, SelectiveContexts(policy, signature)).run(args, kwargs)
 
     def graph_break(self, *, has_gradients: bool) -> str | None:

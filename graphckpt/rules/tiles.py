@@ -82,6 +82,11 @@ class Tiles(Rule):
         note: Callable[[str], None] | None = None,
     ) -> Any:
         leaves, shape = flatten_call(args, kwargs)
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
+            if self.num_tiles == 1:
+                return run(args, kwargs)
+            what = "expected arguments that can be cut into slices, got a nested tensor"
+            raise ConfigError(f"{name}: tiles: {what} · fix: use activation_checkpointing = True on this block")
         dims = range(-self.tile_dim, 1 << 30) if self.tile_dim < 0 else range(self.tile_dim + 1, 1 << 30)
         able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
         size = leaves[able[0]].shape[self.tile_dim] if able else 0

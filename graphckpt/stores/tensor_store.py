@@ -21,13 +21,23 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import is_watched, share_version_counter, version_sharing_detach, what_is_not_plain
 from graphckpt.stores.base import ByteHandle, ByteStore, Store, TensorGroup
+from graphckpt.tree import storages_of
 
 _ALIGN = 256  # bytes; views keep their address modulo this, so that kernels which check alignment take the same path
 _PLAIN = (torch.Tensor, nn.Parameter)
 _NOTHING = nullcontext()
+
+# Note [Memory that others free]
+# FSDP gathers the parameters of a module for its forward, and frees their memory by `resize_(0)` behind it, for all
+# tensors that view it and without a version bump. A thread that writes such a view to disk reads freed memory, and a
+# copy on a stream of its own may. So no view of a parameter is moved. Most views have the parameter as their `_base`. A
+# custom autograd.Function may save `weight.detach()`, which has none, but is known by its storage. A child that is
+# sharded apart has no gathered parameters when its block's first tensor is saved: while one of the parameters is of a
+# class of its own, as sharded ones are, the list is made anew for each tensor.
 
 
 @final
@@ -97,6 +107,8 @@ class TensorStore(Store):
         kind = what_is_not_plain(tensor)
         if kind is not None:
             group.note(f"{kind} tensors stay on the device: only plain tensors can be moved")
+        base = tensor._base  # see Note [Memory that others free]
+        if kind is not None or (base is not None and isinstance(base, nn.Parameter)):
             return tensor.detach()
         if hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, nn.Parameter):
             wait = getattr(tensor, "trigger_wait", None)
@@ -174,9 +186,13 @@ class TensorStore(Store):
     def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
         if tensor.numel() < self._min_elements or type(tensor) is not torch.Tensor or tensor.is_meta:
             return True
-        if group.unmoved is None:  # in each call: under FSDP a module has other parameters in every forward
-            group.unmoved = frozenset(id(t.untyped_storage()) for t in group.own() if type(t) in _PLAIN)
-        return id(tensor.untyped_storage()) in group.unmoved
+        unmoved = group.unmoved
+        if unmoved is None:  # in each call: under FSDP a module has other parameters in every forward
+            own = [t for t in group.own() if not is_lazy(t)]
+            unmoved = frozenset(id(storage) for t in own for storage in storages_of(t))
+            if all(type(t) in _PLAIN for t in own):  # see Note [Memory that others free]
+                group.unmoved = unmoved
+        return id(tensor.untyped_storage()) in unmoved
 
     def _open_stores(self) -> list[ByteStore]:
         return [store for store, _ in self._byte_stores.values() if store is not None]

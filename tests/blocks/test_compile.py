@@ -153,6 +153,79 @@ def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(p
     assert ops <= {F.linear}, "a hook of ours was compiled"
 
 
+def compiled_layers() -> nn.Sequential:
+    return nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in chain("mlp")))
+
+
+def compiled_parts() -> nn.Sequential:
+    model = chain("mlp")
+    for number in (1, 2, 3):
+        model[number].up = torch.compile(model[number].up, backend="aot_eager")
+    return model
+
+
+def compiled_below() -> nn.Sequential:
+    model = chain("mlp")
+    for number in (1, 2, 3):
+        model[number] = nn.Sequential(nn.Sequential(torch.compile(model[number], backend="aot_eager")))
+    return model
+
+
+@pytest.mark.parametrize("policy", [True, "selective", {"activation_checkpointing": True, "offload": "disk"}])
+@pytest.mark.parametrize("make", [compiled_layers, compiled_parts, compiled_below])
+def test_an_object_of_torch_compile_is_recomputed_with_its_block(
+    make: Callable[[], nn.Sequential], policy: Any
+) -> None:
+    plain = run_steps(make())
+    torch._dynamo.reset()
+    model = make()
+    with graphckpt.apply(model, {"[123]": policy}) as handle:
+        assert differing(run_steps(model), plain) == []
+        with handle.measure():
+            model(torch.randn(300, 16)).sum().backward()
+        reruns = {row.block: row.reruns for row in handle.explain(show=False).rows}
+    assert [reruns[name] for name in "123"] == [1, 1, 1]
+
+
+def test_a_change_of_the_mode_before_backward_reaches_no_compiled_part() -> None:
+    def step(model: nn.Module) -> list[Tensor | None]:
+        torch.manual_seed(1)
+        loss = model(torch.ones(8, 16)).square().sum()
+        model.eval()
+        loss.backward()
+        assert not any(module.training for module in model.modules())
+        return [p.grad for p in model.parameters()]
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), torch.compile(nn.Sequential(nn.Dropout(0.5)), backend="aot_eager"))
+
+    plain, model = step(make()), make()
+    graphckpt.apply(model, {"": True})
+    for a, b in zip(plain, step(model), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_policy_within_a_compiled_module_acts_in_its_graph(in_place: bool) -> None:
+    """Of equal layers the compiler traces one, so that the wrappers of the others know nothing of it."""
+    for _ in range(2):  # the second model shares the code of the first
+        model = chain("mlp") if in_place else compiled_layers()
+        for layer in model if in_place else ():
+            layer.compile(backend="aot_eager")
+        with graphckpt.apply(model, {"[123]" if in_place else "[123]._orig_mod": True}) as handle:
+            for _ in range(2):
+                model(torch.randn(300, 16)).sum().backward()
+            with handle.measure():
+                model(torch.randn(300, 16)).sum().backward()
+            try:
+                warnings = handle.explain(show=False).warnings
+            except graphckpt.GraphError as error:
+                warnings = (str(error),)
+        assert len(warnings) == 1
+        assert "torch.compile has made it a part of a larger graph" in warnings[0]
+
+
 def layers(count: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Layer() for _ in range(count)))

@@ -6,6 +6,7 @@ import copy
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -456,6 +457,31 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
     assert saved_line(idle).endswith("; offloaded: 2.00 KiB to disk")
     callback.on_train_end(arguments(tmp_path), TrainerState(), TrainerControl())
     assert [layer.gradient_checkpointing for layer in model] == [True] * 3
+
+
+@pytest.mark.filterwarnings("ignore:offload to 'disk' saves")
+@pytest.mark.parametrize(
+    ("policy", "num_blocks"),
+    [
+        (True, 3),
+        ({"activation_checkpointing": True, "offload": "disk", "min_elements": 1}, 3),
+        ({"activation_checkpointing": "selective", "contiguous": True, "min_elements": 1}, 3),
+        ({"activation_checkpointing": False, "offload": "disk", "min_elements": 1}, 3),
+        ({"activation_checkpointing": False, "contiguous": True, "min_elements": 1}, 3),
+        ({"activation_checkpointing": False}, 0),
+    ],
+)
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_policies_do_not_act_on_frozen_blocks_that_save_nothing(
+    policy: Any, num_blocks: int, is_measured: bool
+) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    model[:3].requires_grad_(False)
+    with graphckpt.apply(model, {"[0-5]": policy}) as handle:
+        with handle.measure() if is_measured else nullcontext():
+            model(torch.ones(4, 8)).sum().backward()
+        line = saved_line(handle.explain(show=False))
+    assert (f"policies act on {num_blocks} blocks" if num_blocks else "no block is recomputed") in line
 
 
 def test_a_training_that_ended_in_an_error_can_be_started_again(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from helpers.hard_modules import chain
 from helpers.modules import as_module
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import graphckpt
@@ -151,3 +152,59 @@ def test_a_model_on_the_meta_device_has_the_rows_and_peaks_of_a_real_one() -> No
         seen = handle.explain(show=False)
     assert blocks(seen) == ["0", "1", "2", "3", "4"]
     assert (seen.rows, seen.plain_peak_bytes) == (real.rows, real.plain_peak_bytes)
+
+
+@as_module(lambda: {"up": nn.Linear(16, 64), "down": nn.Linear(64, 16)})
+def Layer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.down(torch.tanh(self.up(x)))
+
+
+@as_module(lambda: {"inner": Layer()})
+def CallsCheckpoint(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@as_module(lambda: {"parts": nn.Sequential(Layer(), checkpoint_wrapper(Layer()))})
+def HasWrapped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.parts(x)
+
+
+@as_module(lambda: {"layers": nn.ModuleList([Layer(), Layer()])})
+def AroundLayers(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in self.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+WITHIN, AROUND = "PyTorch's checkpoint within it recomputes", "PyTorch's checkpoint is around it and recomputes"
+
+
+@pytest.mark.parametrize("policy", [True, "selective", False])
+@pytest.mark.parametrize(
+    ("make", "selector", "note", "is_seen_at_once"),
+    [
+        (lambda: nn.Sequential(checkpoint_wrapper(Layer()), Layer()), "0", WITHIN, True),
+        (lambda: nn.Sequential(checkpoint_wrapper(Layer()), Layer()), "0._checkpoint_wrapped_module", AROUND, True),
+        (lambda: nn.Sequential(HasWrapped(), Layer()), "0", WITHIN, True),
+        (lambda: nn.Sequential(CallsCheckpoint(), Layer()), "0", WITHIN, False),
+        (AroundLayers, "layers.*", AROUND, True),
+        (lambda: nn.Sequential(Layer(), Layer()), "0", "", True),
+    ],
+)
+def test_a_block_that_pytorchs_checkpoint_recomputes_as_well_says_so(
+    make: Any, selector: str, note: str, is_seen_at_once: bool, policy: Any
+) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(6, 16)
+    model(x).square().sum().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    with graphckpt.apply(model, {selector: policy}) as handle:
+        for is_measured in (False, True):
+            model.zero_grad()
+            with handle.measure() if is_measured else nullcontext():
+                model(x).square().sum().backward()
+            assert all(torch.equal(p.grad, other) for p, other in zip(model.parameters(), plain, strict=True))
+            notes = " ".join(row.note for row in handle.explain(show=False).rows)
+            is_noted = bool(note) and policy is not False and (is_measured or is_seen_at_once)
+            assert (note if is_noted else "") in notes
+            assert ("PyTorch's checkpoint" in notes) == is_noted

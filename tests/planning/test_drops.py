@@ -309,7 +309,7 @@ def test_a_refuted_plan_is_not_returned(simple, monkeypatch):
     budget = most + 64  # many plans are predicted to fit
     peaks = measuring(monkeypatch, lambda peak: budget + 8)
     with pytest.raises(
-        PlanError, match=f"no plan fits · the lowest possible peak is {format_bytes(budget + 8)}, reached"
+        PlanError, match=f"memory_budget {budget} B: no plan fits · the lowest possible peak is {budget + 8} B, reached"
     ):
         plan(model, step, memory_budget=budget, blocks=Layer)
     assert 2 <= len(peaks) <= 4

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from helpers.layer_stacks import ReLULayer
 from helpers.peaks import tracked_peak
 from torch import nn
 
+from graphckpt.blocks.forward import policy_of
 from graphckpt.errors import ConfigError
 from graphckpt.planning.live_plan import LivePlan
 from graphckpt.planning.options import PlanOptions
@@ -110,3 +114,97 @@ def test_parameters_that_are_not_full_are_one_error():
     model[1].up.weight = Odd(model[1].up.weight.detach())
     with pytest.raises(ConfigError, match=r"expected full parameters, got \w+ in 1 · fix: rule='full', or plan before"):
         LivePlan(model, "min", PlanOptions(), print)
+
+
+class Student(Loop):
+    """Its teacher is a copy of the model that each update makes anew, at some moment of the step."""
+
+    def __init__(self, moment="before"):
+        super().__init__("min")
+        self.moment = moment
+        self.features = []
+
+    def step(self, size):
+        x = torch.ones(size, 16)
+        teacher = self.copied() if self.moment == "before" else None
+        y = self.model(x)
+        teacher = self.copied() if self.moment == "between" else teacher
+        y.sum().backward()
+        teacher = teacher or self.copied()
+        expected = self.model(x).detach()
+        self.features.append(torch.equal(teacher(x), expected))
+        teacher(x).sum().backward()
+        assert not any(p.grad is None for p in teacher.parameters())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def copied(self):
+        return copy.deepcopy(self.model)
+
+
+class SavedStudent(Student):
+    def copied(self):
+        file = io.BytesIO()
+        torch.save(self.model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("kind", [Student, SavedStudent])
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_copies_that_are_made_in_every_update_have_no_part_in_it(kind, moment):
+    loop = kind(moment)
+    assert loop.updates(64, 64, 64) == [False, True, False]
+    assert loop.updates(128, 128) == [True, False]
+    assert loop.features == [True] * 5
+    assert loop.live.handle is not None
+    loop.live.close()
+    hooks = [m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in loop.model.modules()]
+    assert not any(hooks)
+
+
+class Replaced(Loop):
+    """Some layers are replaced by copies of others before each update, as a teacher by its student."""
+
+    def __init__(self, new, every=1):
+        super().__init__("min")
+        self.new = new
+        self.every = every
+        self.number = 0
+
+    def step(self, size):
+        if self.number % self.every == 0:
+            self.model[2] = self.new(self.model)
+        self.number += 1
+        super().step(size)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("new", [lambda model: copy.deepcopy(model[1]), lambda _: ReLULayer()])
+def test_layers_that_are_replaced_get_the_policies_of_the_ones_before(new, every):
+    loop = Replaced(new, every)
+    planned = loop.updates(*[64] * 20)
+    assert any(planned)
+    loop.every = 100
+    loop.updates(64)
+    policies = {number: policy_of(layer) for number, layer in enumerate(loop.model)}
+    assert {number: None if one is None else one.rule.name for number, one in policies.items()} == {
+        number: {"keep": None}.get(rule, rule) for number, rule in enumerate(rules_of(loop.live.plan))
+    }
+    loop.live.close()
+    assert not any("forward" in vars(module) for module in loop.model.modules())
+
+
+def rules_of(plan):
+    return [row.option for name in "0123" for row in plan.rows if row.block == name]
+
+
+def test_a_layer_that_is_dropped_is_planned_for_no_more():
+    loop = Loop("min")
+    loop.updates(64)
+    del loop.model[3]
+    assert loop.updates(64, 64) == [True, False]
+    del loop.model[2]
+    loop.updates(64, 128, 128, 128)
+    assert [name for name, layer in loop.model.named_children() if policy_of(layer) is not None] != []
+    loop.live.close()

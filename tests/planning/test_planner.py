@@ -123,8 +123,14 @@ def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known):
     with pytest.raises(PlanError) as error:
         planner.plan(floor - 1)
     text = str(error.value)
-    assert text.startswith(f"memory_budget {format_bytes(floor - 1)}: no plan fits · the lowest possible peak is ")
-    assert f"{format_bytes(floor)}, reached {time_of(least.binding)}; " in text
+    assert text.startswith(
+        f"memory_budget {floor - 1} B: no plan fits · the lowest possible peak is {floor} B, reached "
+    )
+    assert f"{floor} B, reached {time_of(least.binding)}; " in text
+    with pytest.raises(
+        PlanError, match=f"^memory_budget {format_bytes(floor // 2)}: .* is {format_bytes(floor)}, reached"
+    ):
+        planner.plan(floor // 2)
     assert text.endswith("a smaller batch, or a larger budget") or "`tiles`" in text
     with least.apply():
         assert case.peak() == floor == least.floor_bytes

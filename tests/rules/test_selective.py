@@ -207,6 +207,56 @@ def test_edits_of_what_is_skipped_are_skipped_with_it():
     counted(model, x, ["aten.sin.default"])  # edited after it was kept
 
 
+def gather(h, x):
+    with torch.no_grad():
+        flat = torch.empty(2, *x.shape)
+        torch._foreach_copy_(list(flat.unbind(0)), [h.detach(), x.detach()])
+    return h * flat.mean(0)
+
+
+def split_into(h, x):
+    with torch.no_grad():
+        flat = torch.empty(x.numel())
+        parts = [part.view(len(x), -1) for part in flat.split([len(x) * 20, len(x) * 12])]
+        torch.split_with_sizes_copy(torch.cat([h.detach()[:, 8:], x[:, :8]], 1), [20, 12], dim=1, out=parts)
+    return h * flat.view(x.shape).cos()
+
+
+def scale_slices(h, x):
+    h = h.clone()
+    torch._foreach_mul_([h[:, :9], h[:, 9:]], 0.5)
+    return h.sigmoid() + x
+
+
+def scale_overlapping_slices(h, x):
+    h = h.clone()
+    torch._foreach_add_([h[:, :20], h[:, 12:], h], 0.25)
+    return h.sigmoid() * x
+
+
+def sort_into(h, x):
+    with torch.no_grad():
+        both = torch.empty(2, *x.shape, dtype=torch.float64)
+        torch.frexp(h.detach().double(), out=(both[0], torch.empty(x.shape, dtype=torch.int32)))
+        torch.aminmax(h.detach().double(), dim=0, out=(both[1][0], both[1][1]))
+    return h * both[0].float() + both[1, :2].float().sum()
+
+
+@pytest.mark.parametrize("write", [gather, split_into, scale_slices, scale_overlapping_slices, sort_into])
+@pytest.mark.parametrize("save", ["matmul", TANH, ["aten.addmm.default[1]"], []])
+def test_ops_that_write_several_views_of_one_storage(write, save):
+    @as_module(lambda: {"gate": nn.Linear(32, 32), "out": nn.Linear(32, 32)})
+    def Writes(self, x_ND):
+        return x_ND + self.out(torch.tanh(write(self.gate(x_ND), x_ND)))
+
+    model, x = made(Writes)
+    expected = step(model, x)
+    with under(model, save) as handle:
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(expected, step(model, x), strict=True))
+        assert handle.explain(show=False).rows[1].reruns == 1
+
+
 def test_a_policy_function_is_called_for_each_op_each_time():
     asked = []
 

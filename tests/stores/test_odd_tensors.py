@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import graphckpt
-from graphckpt import Selective
+from graphckpt import ConfigError, Selective, Tiles
 from graphckpt.stores import Store, TensorGroup
 from graphckpt.stores.placement import placement_of
 
@@ -153,8 +153,43 @@ class Sparse(Mlp):
         return F.gelu(self.down(torch.sparse.mm(weight, x.t()).t()))
 
 
+class JaggedAttention(nn.Module):
+    """On a CPU, its kernel saves nested tensors of strided layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.out = nn.ModuleList(nn.Linear(D, D) for _ in range(3)), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [part(x).unflatten(-1, [4, D // 4]).transpose(1, 2) for part in self.parts]
+        return x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
+
+
+class NestedInside(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor([x[:20], x[20:]], layout=torch.strided)
+        hidden = torch.nested.to_padded_tensor(F.relu(self.up(nested)), 0.0)
+        return F.gelu(self.down(hidden[1] + hidden[0].cos()))
+
+
+class TakesNested(Mlp):
+    """A child is called with a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor([x[:20], x[20:]], layout=torch.strided)
+        return self.down(torch.nested.to_padded_tensor(self.inner(nested), 0.0)[1])
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "jagged": (Mlp, jagged),
+    "jagged, attention": (JaggedAttention, jagged),
+    "nested": (Mlp, partial(jagged, torch.strided)),
+    "nested inside": (NestedInside, rows),
+    "takes nested": (TakesNested, rows),
     "quantized": (Quantized, rows),
     "takes quantized": (TakesQuantized, rows),
     "coo": (partial(Sparse, Tensor.to_sparse), rows),
@@ -180,6 +215,8 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def values(tensor: Tensor) -> Tensor:
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return torch.cat(tensor.unbind())
     return tensor.values() if tensor.is_nested else tensor
 
 
@@ -198,3 +235,16 @@ def test_same_bits_as_the_plain_step(kind: str, rule: str, flags: dict[str, Any]
         explanation = handle.explain(show=False)
     if flags and rule == "keep":
         assert "stay on the device" in str(explanation.rows)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_argument_is_not_cut_into_tiles(layout: torch.layout) -> None:
+    model = nn.Sequential(Mlp(), Mlp())
+    with (
+        graphckpt.apply(model, {"1": Tiles(2)}),
+        pytest.raises(ConfigError, match=r"1: tiles: .* got a nested tensor · fix: use activation_check"),
+    ):
+        step(model, jagged(layout))
+    expected = step(model, jagged(layout))
+    with graphckpt.apply(model, {"1": Tiles(1)}):
+        assert all(map(torch.equal, step(model, jagged(layout)), expected))
