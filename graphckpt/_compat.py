@@ -348,7 +348,7 @@ def within_modes(function_modes: Sequence[Any], dispatch_modes: Sequence[Any]) -
 def global_forward_hooks() -> list[list[dict[int, Any]]]:
     """Returns the forward pre-hooks and forward hooks that ``torch.nn.modules.module.register_module_*`` have set.
 
-    Each with what torch notes of some of them; there is no public way to read them.
+    Each with what torch notes of some of them; nothing public reads them.
     """
     own = nn.modules.module
     notes = ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called")

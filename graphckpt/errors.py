@@ -12,6 +12,7 @@ _log = logging.getLogger("graphckpt")
 _WARNED: set[str] = set()
 _NUMBER = re.compile(r"\d+")
 _LINE = 100  # characters
+NOT_SCRIPTABLE = "torch.jit.script cannot compile a model with policies · fix: remove() the handle first"
 _LITERALS = {"true": True, "false": False, "none": None}
 
 

@@ -102,7 +102,7 @@ def keep_context() -> Context:
 
     Containers are copied: Transformers collects the outputs of layers in a dictionary of lists in a context variable.
     A recomputation must not add to it a second time, and a block must not hold its own output until its backward, for
-    it would never be freed if there is no backward. Nor are outputs of other blocks held longer for that.
+    it would never be freed without a backward. Nor are outputs of other blocks held longer for that.
     """
 
     def weakly(item: Any) -> Any:

@@ -21,14 +21,13 @@ from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import policy_changes
 from graphckpt.engine.frame import running
 from graphckpt.engine.objects import replaced
-from graphckpt.errors import ConfigError
+from graphckpt.errors import NOT_SCRIPTABLE, ConfigError
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Keep
 from graphckpt.rules.in_graph import ForwardInGraph, exclude_in_graph
 from graphckpt.stores.placement import Placement
 
 _FLAG = "gradient_checkpointing"
-NOT_SCRIPTABLE = "torch.jit.script cannot compile a model with policies · fix: remove() the handle first"
 
 
 class _Disabled(threading.local):

@@ -7,8 +7,7 @@ from typing import Any, final
 
 import torch
 
-from graphckpt.blocks.forward import NOT_SCRIPTABLE
-from graphckpt.errors import ConfigError
+from graphckpt.errors import NOT_SCRIPTABLE, ConfigError
 
 
 @final

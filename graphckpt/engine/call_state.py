@@ -122,7 +122,7 @@ class CallState:
     changed: frozenset[int] = frozenset()
     """The ids of the dictionaries whose attributes the call has replaced, or changed within."""
     changed_tensors: Sequence[torch.Tensor] = ()
-    """What the call has modified in place and only a container or an object holds, so that there is no copy of it."""
+    """What the call has modified in place and only a container or an object holds, so that no copy of it exists."""
     left_alone: frozenset[int] = frozenset()
     """Of ``copies``, those of tensors that the call has not modified, as far as version counters show."""
 
@@ -130,7 +130,7 @@ class CallState:
 @final
 class ModuleState:
     __slots__ = (
-        "_children", "_empty", "_ends", "_gone", "_hooks", "_inert", "_modules", "_notes_of_hooks", "_num_parameters",
+        "_children", "_empty", "_ends", "_freed", "_hooks", "_inert", "_modules", "_notes_of_hooks", "_num_parameters",
         "_numbers", "_owners", "_policy_changes", "_scopes", "_slots", "_users", "_watched", "host_rng_modes",
     )  # fmt: skip
 
@@ -139,8 +139,8 @@ class ModuleState:
         # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
         self._modules = [weakref.ref(m) for m in members]
         self._users = [weakref.ref(m) for m in members if not _is_of_torch(m)]
-        self._gone: list[Any] = []  # of the modules, which append themselves when they are freed
-        self._ends = [weakref.ref(m, self._gone.append) for m in members]
+        self._freed: list[Any] = []  # of the modules, which append themselves when they are freed
+        self._ends = [weakref.ref(m, self._freed.append) for m in members]
         children = [m._modules for m in members if m._modules]
         self._children = children, _ids_in(children)
         owners = [d for m in members for d in (m._parameters, m._buffers, m._modules)]
@@ -170,7 +170,7 @@ class ModuleState:
         """Whether a submodule was added, removed or replaced since, as adapters do, or a parameter or buffer added."""
         children, ids = self._children
         # A new child may have got the memory, and so the id, of one that is gone.
-        return bool(self._gone) or self._has_other_slots() or _ids_in(children) != ids
+        return bool(self._freed) or self._has_other_slots() or _ids_in(children) != ids
 
     def _has_other_slots(self) -> bool:
         owners, keys = self._owners
@@ -380,8 +380,8 @@ class ModuleState:
             is_held = holds_tensors(objects) or is_plain_container(objects)
             if is_held:
                 attributes[ref].setdefault(key, state.attributes[ref][key])
-            if kept := without_tensors(objects if is_held else changes, modified):
-                reached.append((ref, key, kept))
+            if entries := without_tensors(objects if is_held else changes, modified):
+                reached.append((ref, key, entries))
         if state.copies:
             versions = _versions([state.tensors[index] for index in state.copies])
             pairs = zip(state.copies, versions, strict=True)
@@ -426,7 +426,7 @@ class ModuleState:
             return owner
 
         borrowed = self._put_tensors(state, edit, restore)
-        if self._gone or self.modes() != state.modes:
+        if self._freed or self.modes() != state.modes:
             self._put_modes(state.modes, edit)
         for ref, attributes in state.attributes.items():
             fields = _fields(ref)
@@ -437,7 +437,7 @@ class ModuleState:
             self._remove_later_policies(state, edit)
         for _, _, objects in state.reached:
             undo += swap(with_stand_ins(objects, stand_in))
-        if self._gone or self._read_numbers() != state.numbers:
+        if self._freed or self._read_numbers() != state.numbers:
             self._put_numbers(state.numbers, edit)
         if state.hooks or any(self._hooks):
             self._put_hooks(state.hooks, undo)
@@ -621,8 +621,8 @@ def _memory_of_several(tensors: Iterable[torch.Tensor | None]) -> dict[int, torc
     for key, several in members.items():
         if len(several) > 1:
             storage = next(iter(several.values())).untyped_storage()
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            memory[key] = whole.clone().untyped_storage()
+            all_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            memory[key] = all_bytes.clone().untyped_storage()
     return memory
 
 

@@ -44,7 +44,7 @@ _Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]
 
 @final
 class Slots:
-    """The attributes of an object that are in ``__slots__``, where there is no dictionary to read and to fill."""
+    """The attributes of an object that are in ``__slots__`` and not in a dictionary, which could be read and filled."""
 
     __slots__ = ("_object",)
 
