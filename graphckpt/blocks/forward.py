@@ -19,7 +19,7 @@ from graphckpt._compat_compiler import constant_in_graphs, never_compiled
 from graphckpt.blocks.compiled import SHARE, CompiledForward
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import policy_changes
-from graphckpt.engine.frame import running
+from graphckpt.engine.execution import running
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import NOT_SCRIPTABLE, ConfigError
 from graphckpt.rules.base import Rule

@@ -22,7 +22,8 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off, policy_of
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.frame import Contexts, Frame, running
+from graphckpt.engine.execution import running
+from graphckpt.engine.frame import Contexts, Frame
 from graphckpt.engine.objects import attribute_of
 from graphckpt.errors import ConfigError, shown
 from graphckpt.rules.basic import Full

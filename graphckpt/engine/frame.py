@@ -7,12 +7,9 @@ made. Children that are excluded from it pass their outputs on: see :func:`run_e
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from contextvars import ContextVar
-from functools import partial
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
@@ -25,14 +22,22 @@ from graphckpt._compat import (
     current_backward,
     early_stop_active,
     foreign_modes,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    shape_of,
     within_modes,
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
+from graphckpt.engine.execution import (
+    CallMismatch,
+    Execution,
+    ExecutionScope,
+    Holder,
+    Recomputation,
+    ScheduleMismatch,
+    StopRecomputation,
+    modes_paused,
+    running,
+)
 from graphckpt.engine.objects import Objects, copy_objects, differs, put_back
 from graphckpt.engine.saved import (
     Arguments,
@@ -43,7 +48,6 @@ from graphckpt.engine.saved import (
     has_storage,
     hooks_around,
     last_output,
-    may_be_filled_later,
     versions_of,
 )
 from graphckpt.errors import GraphckptError, MutatedError, RecomputeError
@@ -63,7 +67,6 @@ from graphckpt.tree import flatten_call, tensors_in
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-running: ContextVar[Execution | None] = ContextVar("running", default=None)  # the innermost of this thread
 _NOTHING = nullcontext()
 _NO_MODES: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
@@ -90,19 +93,6 @@ class Contexts:
         """Called after a recomputation that raised: the next skips no op. Returns whether ops may have been skipped."""
         del frame
         return False
-
-
-@final
-class Holder:
-    """Placeholder in the autograd graph for a tensor that the recomputation will fill in."""
-
-    __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = shape_of(tensor)
-        self.dtype = tensor.dtype
-        self.value: torch.Tensor | None = None
-        self.version = 0
 
 
 @final
@@ -457,166 +447,6 @@ class Frame(Call):
 
     def _stand_in_of_context(self, kind: Any) -> WithoutValues:
         return WithoutValues.like(kind, MutatedError, mismatch.freed_in_context(self.block.title))
-
-
-class Execution:
-    """One execution of a block's forward that is going on in this thread, and the one around it."""
-
-    __slots__ = ("backward", "frame", "is_active", "is_recomputation", "outer")
-
-    def __init__(self, frame: Frame, outer: Execution | None, *, is_recomputation: bool) -> None:
-        self.frame = frame
-        self.outer = outer
-        self.is_recomputation: bool = is_recomputation or (outer is not None and outer.is_recomputation)
-        self.backward = current_backward()
-        """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
-        self.is_active = False
-
-
-@final
-class Recomputation(Execution):
-    """Fills the holders of a call while its block is recomputed."""
-
-    __slots__ = (
-        "_early_stop", "_first_fault", "_holders", "_last", "_on_pack", "_stops", "_unfilled", "borrowed", "cursor",
-        "excluded_cursor", "returns_output", "versions",
-    )  # fmt: skip
-
-    def __init__(
-        self, frame: Frame, on_pack: Callable[[int], None] | None, *, early_stop: bool, returns_output: bool
-    ) -> None:
-        super().__init__(frame, running.get(), is_recomputation=True)
-        self.returns_output = returns_output
-        self.cursor = 0
-        self.excluded_cursor = 0
-        self.versions: list[tuple[int | None, torch.Tensor, int]] = []
-        """What forward leaves as it is: positions of arguments, tensors, versions."""
-        self.borrowed: frozenset[int] = frozenset()
-        """Ids of the buffers that have the memory of a copy until the recomputation ends."""
-        self._on_pack = on_pack
-        holders = self._holders = frame.holders
-        self._early_stop = early_stop
-        self._last = len(holders) - 1  # of the holders that are alive
-        while self._last >= 0 and holders[self._last]() is None:
-            self._last -= 1
-        # Where nothing is left to skip, an exception, which takes 25 us on its way through PyTorch, is not worth it.
-        self._stops = early_stop and not (frame.block.ends_with_saved and self._last == len(holders) - 1)
-        self._first_fault: mismatch.Fault | None = None
-        self._unfilled: tuple[int, torch.Size] | None = None  # sequence number and shape of what is not written
-
-    @never_compiled
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        position = self.cursor
-        self.cursor = position + 1
-        if self._on_pack is not None:
-            self._on_pack(position)
-        if type(tensor) is WithoutValues:
-            if tensor.error_class is MutatedError:
-                raise MutatedError(tensor.message)
-            raise ScheduleMismatch(f"{self.frame.block.title}: tensor {position} is saved, but its op was skipped")
-        fills = False  # `rrelu` saves its noise before writing it, then its input: stop only after that
-        if tensor.requires_grad:
-            if self._unfilled is not None:
-                fills = self._unfilled == (autograd_sequence_number(), shape_of(tensor))
-            tensor = tensor.detach()
-        elif may_be_filled_later(tensor):
-            self._unfilled = autograd_sequence_number(), shape_of(tensor)
-        if id(tensor) in self.borrowed:
-            tensor = tensor.data  # stays with the copy
-        if position < len(self._holders):
-            holder = self._holders[position]()
-            if holder is not None and holder.value is None:
-                shape = shape_of(tensor)
-                if holder.shape != shape or holder.dtype != tensor.dtype:
-                    kinds = (holder.dtype, holder.shape), (tensor.dtype, shape)
-                    self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
-                holder.value = tensor
-                holder.version = tensor._version
-        if position >= self._last and self._stops and not fills:
-            raise StopRecomputation(self)
-        return tensor
-
-    @property
-    def unpack(self) -> Callable[[Any], torch.Tensor]:
-        """What a backward inside of the block's own forward calls, which the original forward did not run.
-
-        It does not hold the call: the graph of a recomputation holds it, and may outlive the call where a hook of the
-        user's collects outputs.
-        """
-        return partial(_refuse_backward, self.frame.block.title)
-
-    def fault(self) -> mismatch.Fault | None:
-        if self._first_fault is not None:
-            return self._first_fault
-        short = self.cursor <= self._last
-        long = not self._early_stop and self.cursor > len(self._holders)
-        return mismatch.Fault(self.cursor - 1, len(self._holders), self.cursor) if short or long else None
-
-
-@never_compiled
-def _refuse_backward(block: str, tensor: torch.Tensor) -> torch.Tensor:
-    raise RecomputeError(mismatch.runs_backward(block))
-
-
-class StopRecomputation(BaseException):  # not an Exception: a forward that catches those must not catch this
-    """Ends a recomputation once every tensor that backward can still ask for is there."""
-
-    def __init__(self, run: Recomputation) -> None:
-        self.run = run
-
-
-class ScheduleMismatch(BaseException):  # likewise
-    """Ends a recomputation in which a skipped op turns out to be needed: none is skipped in the next one."""
-
-
-class CallMismatch(ScheduleMismatch):
-    """Ends a recomputation in which a call of an excluded child should have been repeated: the next one does so."""
-
-
-@final
-class ExecutionScope:
-    """Makes ``run`` the present execution of this thread, and passes what autograd saves through two hooks."""
-
-    __slots__ = ("_hooks", "_outer", "_run")
-
-    def __init__(
-        self, run: Execution | None, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-    ) -> None:
-        self._run = run
-        self._hooks = pack, unpack
-
-    def __enter__(self) -> None:
-        self._outer = running.get()
-        running.set(self._run)
-        if self._run is not None:
-            self._run.is_active = True
-        push_saved_tensor_hooks(*self._hooks)
-
-    def __exit__(self, *_: object) -> None:
-        pop_saved_tensor_hooks()
-        if self._run is not None:
-            self._run.is_active = False
-        running.set(self._outer)
-
-
-class _ModesPaused(threading.local):
-    """A context in which the dispatch modes of the executions that are going on in this thread ignore ops.
-
-    It is for ops that do not belong to those blocks: the engine's own, such as copies of arguments. Modes that are
-    entered within it are those of other executions, and active.
-    """
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-
-
-modes_paused = _ModesPaused()
 
 
 # Excluded children

@@ -22,6 +22,7 @@ from graphckpt._compat import is_torch_checkpoint, shape_of, share_version_count
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
+from graphckpt.engine.execution import may_be_filled_later
 from graphckpt.engine.objects import (
     Objects,
     attribute_of,
@@ -192,17 +193,6 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def has_attributes(tensor: Any) -> bool:
     """Whether a tensor carries Python attributes, beside the tensors that a wrapper such as a DTensor holds."""
     return bool(tensor.__dict__) and not hasattr(tensor, "__tensor_flatten__")
-
-
-def may_be_filled_later(tensor: torch.Tensor) -> bool:
-    """Whether the op that saves ``tensor`` may write its values only after that, as ``rrelu`` does with its noise."""
-    return (
-        not tensor.requires_grad
-        and type(tensor) is torch.Tensor
-        and tensor.is_floating_point()
-        and not tensor._version
-        and not tensor._is_view()
-    )
 
 
 @final

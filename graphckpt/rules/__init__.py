@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.frame import Contexts, Frame, running
+from graphckpt.engine.execution import running
+from graphckpt.engine.frame import Contexts, Frame
 from graphckpt.rules.base import Rule, parse_rule, rule_classes
 from graphckpt.rules.basic import Full, Joined, Keep
 from graphckpt.rules.segments import Segments, run_segments

@@ -25,9 +25,10 @@ import torch
 
 from graphckpt._compat import WithoutValues, call_with_autocast, is_fake, pytree, storage_of, version_sharing_detach
 from graphckpt._compat_compiler import DispatchMode, never_compiled
-from graphckpt.engine.frame import Contexts, Frame, Recomputation, ScheduleMismatch, modes_paused, running
+from graphckpt.engine.execution import Recomputation, ScheduleMismatch, may_be_filled_later, modes_paused, running
+from graphckpt.engine.frame import Contexts, Frame
 from graphckpt.engine.objects import mutated_by
-from graphckpt.engine.saved import SavedTensor, are_mutated, may_be_filled_later, take_all
+from graphckpt.engine.saved import SavedTensor, are_mutated, take_all
 from graphckpt.errors import RecomputeError
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphckpt
 from fuzz.layers import D
-from graphckpt.engine.frame import running
+from graphckpt.engine.execution import running
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import graphckpt
 from graphckpt import Disk, Host, Segments, Selective, Tiles
-from graphckpt.engine.frame import running
+from graphckpt.engine.execution import running
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
