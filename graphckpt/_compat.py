@@ -6,7 +6,7 @@ Those of its compiler are in `_compat_compiler`. Nothing else is private.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch._C import (
     DispatchKey,
+    DispatchKeySet,
     _dispatch_has_kernel_for_dispatch_key,
+    _ExcludeDispatchKeyGuard,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     _SetExcludeDispatchKeyGuard,
 )
 from torch._C._autograd import (
+    _enable_record_function,
     _get_sequence_nr,
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -354,6 +357,42 @@ def silence_capturable(optimizer: torch.optim.Optimizer) -> None:
 def unseen_by_modes() -> AbstractContextManager[Any]:
     """Returns a context whose ops no dispatch mode sees, such as those that count bytes."""
     return _disable_current_modes() if is_watched() else nullcontext()
+
+
+_OBSERVERS = DispatchKeySet(DispatchKey.Python)
+for _key in DispatchKey.__members__:
+    if _key.startswith(("Autocast", "Autograd")) or _key in ("PythonTLSSnapshot", "ADInplaceOrView"):
+        _OBSERVERS = _OBSERVERS.add(DispatchKey.__members__[_key])
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Hides ops from all that a program can put around them: modes, subclasses, autocast, autograd and profilers.
+
+    :func:`unseen_by_modes` sets aside dispatch modes alone, in more time than most of the ops take.
+    """
+    _enable_record_function(False)
+    try:
+        with _ExcludeDispatchKeyGuard(_OBSERVERS), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        _enable_record_function(True)
+
+
+def has_own_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether the class of ``tensor`` decides what an op does, as a DTensor or a fake tensor: it may have no memory."""
+    dispatch = type(tensor).__torch_dispatch__
+    return dispatch is not torch.Tensor.__torch_dispatch__
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the part of a DTensor that this rank holds, which ``to_local()`` records in the autograd graph."""
+    return getattr(tensor, "_local_tensor", None)
+
+
+def norms_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the 2-norm of each tensor, in a few kernels; ``clip_grad_norm_`` uses the same function."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def is_watched() -> bool:

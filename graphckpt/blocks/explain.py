@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import NoneType
 from typing import Any, final
 from weakref import WeakMethod
@@ -18,6 +18,7 @@ from graphckpt.blocks.compiled import share_of
 from graphckpt.blocks.forward import NOT_SCRIPTABLE, BlockForward, checkpoints_itself
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
 from graphckpt.blocks.select import layers
+from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, GraphError
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.live_memory import StorageLog
@@ -79,6 +80,7 @@ class StepRecorder:
             live.use(tensors_in((args, kwargs)))
 
         with ExitStack() as stack:
+            stack.enter_context(without_value_checks())
             self._is_measuring = True
             stack.callback(setattr, self, "_is_measuring", False)
             stack.callback(register_optimizer_step_pre_hook(see_optimizer).remove)
@@ -96,9 +98,12 @@ class StepRecorder:
         self._bytes = recorder
 
     @contextmanager
-    def time(self) -> Iterator[Recorder]:
+    def time(self, *, checks_values: bool) -> Iterator[Recorder]:
         recorder = Recorder()
-        with _rows_for_modules(recorder, self._wrappers, self._plain_modules()):
+        with (
+            nullcontext() if checks_values else without_value_checks(),
+            _rows_for_modules(recorder, self._wrappers, self._plain_modules()),
+        ):
             yield recorder
         self._times = recorder
 
@@ -166,6 +171,7 @@ class StepRecorder:
             legend=tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items())),
             warnings=tuple(self._warnings(wrappers, recorder, max(levels, default=None))),
             capture=capture,
+            sketch_bytes=sum(w.context.sketch_bytes for w in self._wrappers if w.module is not None),
         )
         if plot is not None:
             explanation.plot(plot)

@@ -63,6 +63,7 @@ class BlockForward:
         placement: Placement | None = None,
         *,
         compile_options: dict[str, Any] | None = None,
+        determinism_check: str = "default",
         is_part: bool = False,
         is_excluded: bool = False,
     ) -> None:
@@ -79,6 +80,8 @@ class BlockForward:
         """Its placement; ``None`` if the blocks around it decide."""
         self.compile_options = compile_options
         """What ``torch.compile`` of its forward is called with; ``None`` if it is not compiled."""
+        self.determinism_check = determinism_check
+        """What is compared in its recomputations."""
         self.is_part = is_part
         """Whether it has no rule of its own and is recomputed, if at all, as a part of the block around it."""
         self.is_excluded = is_excluded
@@ -94,7 +97,8 @@ class BlockForward:
             module = self._module()
             assert module is not None
             self._native = [weakref.ref(each) for each in module.modules() if hasattr(each, _FLAG)]
-            self._context = BlockContext(self.name, [module], None if self.placement is None else self.placement.store)
+            store = None if self.placement is None else self.placement.store
+            self._context = BlockContext(self.name, [module], store, determinism_check=self.determinism_check)
         return self._context
 
     @property
@@ -175,6 +179,10 @@ class BlockForward:
         why = ", ".join(reason for reason in reasons if reason)
         if not why:
             self.is_in_graph |= has_gradients
+            if has_gradients and self.determinism_check == "values" and not isinstance(self.rule, Keep):
+                self.context.note(
+                    "determinism_check='values' has no effect here: torch.compile recomputes it as a part of its graph"
+                )
             return ""
         self.context.note(f"torch.compile leaves it out of the graph around it and runs it as it is: {why}")
         return f"{self.name}: {why} · fix: compile block by block, with graphckpt's field `compile`"
@@ -233,7 +241,7 @@ class BlockForward:
         if twin is None:
             return self
         wrapper = BlockForward(twin, self.name, self.rule, copy.deepcopy(self.placement, memo))
-        more = copy.deepcopy(self.compile_options, memo), self.is_part, self.is_excluded
+        more = copy.deepcopy(self.compile_options, memo), self.is_part, self.is_excluded, self.determinism_check
         wrapper.__setstate__((copy.deepcopy(self._wrapped, memo), self._is_on, *more))
         return wrapper
 
@@ -241,11 +249,18 @@ class BlockForward:
         return (
             BlockForward,
             (self._module(), self.name, self.rule, self.placement),
-            (self._wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded),
+            (
+                self._wrapped,
+                self._is_on,
+                self.compile_options,
+                self.is_part,
+                self.is_excluded,
+                self.determinism_check,
+            ),
         )
 
-    def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool, bool]) -> None:
-        self._wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded = state
+    def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool, bool, str]) -> None:
+        self._wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded, self.determinism_check = state
         self._inner = _unwrapped(self._wrapped)
 
 

@@ -49,7 +49,8 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
             optimizer states, and that of a plan; ``True`` one line for each, ``False`` nothing.
         plot: File for a picture of the live bytes over the second step, ``.png``, ``.svg`` or ``.html``.
-        **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
+        **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``,
+            ``determinism_check``.
 
     Raises:
         ConfigError: A field does not exist, or a value is invalid for it.

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphckpt._compat import unseen_by_modes
+from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.memory_model import StepSample
@@ -239,6 +240,7 @@ class RecordedStep(RealStep):
                 recorder.add(number, module, args, kwargs)
 
         with ExitStack() as stack:
+            stack.enter_context(without_value_checks())
             for number, module in enumerate(self._blocks.modules):
                 hook = module.register_forward_pre_hook(partial(record, number), with_kwargs=True)
                 stack.callback(hook.remove)
