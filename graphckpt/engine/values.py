@@ -94,6 +94,10 @@ _TOLERANCES = {
 _FLOAT8_TOLERANCE = 0.1  # rounding to 3 bits: a last bit of float32 flips a few values by 1/8
 
 
+_CARRIERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by size, as which numbers of types that few ops know are gathered."""
+
+
 def tolerance_of(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return _TOLERANCES.get(dtype, _FLOAT8_TOLERANCE)
@@ -120,7 +124,7 @@ class Sketch(NamedTuple):
 def sketch_of(tensor: torch.Tensor, layout: _Layout | None = None) -> Sketch | None:
     """Returns the sketch of a tensor, read by ``layout`` if that is given; ``None`` if it has no plain values.
 
-    No temporary takes more than 1 % of a large tensor.
+    It is called :func:`unobserved`. No temporary takes more than 1 % of a large tensor.
     """
     if has_own_dispatch(tensor):
         shard = local_shard(tensor)
@@ -134,16 +138,15 @@ def sketch_of(tensor: torch.Tensor, layout: _Layout | None = None) -> Sketch | N
         return None
     if tensor.is_cuda and _refuses_products():
         return None
-    with unobserved():
-        layout = layout or _layout_of(tensor)
-        if tensor.is_conj() is not layout.is_conjugate:
-            return None
-        if tensor.is_complex():
-            plain = torch.view_as_real(tensor.conj() if layout.is_conjugate else tensor)
-            layout_of_parts = layout._replace(order=layout.order and (*layout.order, tensor.dim()))
-            values = _project(plain, layout_of_parts)
-        else:
-            values = _project(tensor, layout)
+    layout = layout or _layout_of(tensor)
+    if tensor.is_conj() is not layout.is_conjugate:
+        return None
+    if tensor.is_complex():
+        plain = torch.view_as_real(tensor.conj() if layout.is_conjugate else tensor)
+        layout_of_parts = layout._replace(order=layout.order and (*layout.order, tensor.dim()))
+        values = _project(plain, layout_of_parts)
+    else:
+        values = _project(tensor, layout)
     return None if values is None else Sketch(layout, values)
 
 
@@ -179,13 +182,15 @@ def _project(tensor: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
     if not layout.piece:
         return _project_flat(tensor.view(-1)) if is_contiguous else None
     dtype = _dtype_of_products(tensor)
+    carrier = _CARRIERS.get(tensor.dtype.itemsize, tensor.dtype) if dtype is not tensor.dtype else dtype
     parts = []
     for start in range(0, tensor.numel(), layout.piece):
         end = min(start + layout.piece, tensor.numel())
         if is_contiguous:
             piece = tensor.view(-1)[start:end]
         else:
-            piece = torch.take(tensor, torch.arange(start, end, device=tensor.device))
+            index = torch.arange(start, end, device=tensor.device)
+            piece = torch.take(tensor.view(carrier), index).view(tensor.dtype)
         parts.append(_project_flat(piece.to(dtype)))
     return torch.cat(parts)
 
@@ -279,32 +284,37 @@ class ValueCheck:
 
         @never_compiled
         def pack_and_sketch(tensor: torch.Tensor) -> object:
-            number, position = autograd_sequence_number(), len(self.sketches)
-            if self._unwritten and number != self._number:
-                self.sketch_unwritten()
-            if tensor.is_cuda:
-                self.lines[position] = mismatch.calling_line(sys._getframe(1))
-            if may_be_filled_later(tensor):
-                self._number = number
-                self._unwritten.append((position, tensor))
-                self.late.add(position)
-                self.sketches.append(None)
-            else:
-                self.sketches.append(sketch_of(tensor))
+            with unobserved():
+                self._see(tensor)
             return pack(tensor)
 
         return pack_and_sketch
 
-    def sketch_unwritten(self) -> None:
+    def _see(self, tensor: torch.Tensor) -> None:
+        number, position = autograd_sequence_number(), len(self.sketches)
+        if self._unwritten and number != self._number:
+            self._sketch_unwritten()
+        if tensor.is_cuda:
+            self.lines[position] = mismatch.calling_line(sys._getframe(1))
+        if may_be_filled_later(tensor):
+            self._number = number
+            self._unwritten.append((position, tensor))
+            self.late.add(position)
+            self.sketches.append(None)
+        else:
+            self.sketches.append(sketch_of(tensor))
+
+    def _sketch_unwritten(self) -> None:
         for position, tensor in self._unwritten:
             self.sketches[position] = sketch_of(tensor)
         self._unwritten.clear()
 
     def end_forward(self) -> None:
-        self.sketch_unwritten()
-        values = [sketch.values for sketch in self.sketches if sketch is not None]
         sampler = self.block.sampler
-        sampler.num_bytes = max(sampler.num_bytes, sum(each.numel() * each.element_size() for each in values))
+        with unobserved():
+            self._sketch_unwritten()
+            num_bytes = sum(sketch.values.nbytes for sketch in self.sketches if sketch is not None)
+        sampler.num_bytes = max(sampler.num_bytes, num_bytes)
 
 
 class _Pair(NamedTuple):
@@ -334,7 +344,8 @@ class Comparison:
 
         @never_compiled
         def compare_and_pack(tensor: torch.Tensor) -> torch.Tensor:
-            self._see(next(positions), tensor)
+            with unobserved():
+                self._see(next(positions), tensor)
             return pack(tensor)
 
         return compare_and_pack
@@ -370,20 +381,21 @@ class Comparison:
         if tensor.is_cuda:
             self._on_device.append(pair)
             return
-        with unobserved():
-            is_equal = torch.equal(pair.original, pair.recomputed)
-            difference = 0.0 if is_equal else relative_differences([pair]).item()
+        is_equal = torch.equal(pair.original, pair.recomputed)
+        difference = 0.0 if is_equal else relative_differences([pair]).item()
         if difference > tolerance_of(tensor.dtype):
             self._fault = mismatch.Fault(position, pair.kind, pair.kind, difference=difference)
 
     def end(self) -> mismatch.Fault | None:
         """Returns the first difference on a device that need not be waited for; those of CUDA are read later."""
-        self._compare_unwritten()
-        by_device: dict[torch.device, list[_Pair]] = {}
-        for pair in self._on_device:
-            by_device.setdefault(pair.recomputed.device, []).append(pair)
-        for pairs in by_device.values():
-            _post(_Report(self._check, pairs), waits=self._check.waits)
+        with unobserved():
+            self._compare_unwritten()
+            by_device: dict[torch.device, list[_Pair]] = {}
+            for pair in self._on_device:
+                by_device.setdefault(pair.recomputed.device, []).append(pair)
+            reports = [_Report(self._check, pairs) for pairs in by_device.values()]
+        for report in reports:
+            _post(report, waits=self._check.waits)
         return self._fault
 
 
@@ -400,10 +412,9 @@ class _Report:
             mismatch.Fault(pair.position, pair.kind, pair.kind, line=check.lines.get(pair.position, ""))
             for pair in pairs
         ]
-        with unobserved():
-            differences = relative_differences(pairs)
-            self._on_host = torch.empty(len(pairs), dtype=differences.dtype, pin_memory=True)
-            self._on_host.copy_(differences, non_blocking=True)
+        differences = relative_differences(pairs)
+        self._on_host = torch.empty(len(pairs), dtype=differences.dtype, pin_memory=True)
+        self._on_host.copy_(differences, non_blocking=True)
         self.is_copied = torch.cuda.Event()
         self.is_copied.record(torch.cuda.current_stream(differences.device))
 
