@@ -31,7 +31,8 @@ NUM_FAST = 50 if torch.cuda.is_available() else 200
     "first", [pytest.param(first, marks=slow_unless(first < NUM_FAST)) for first in range(0, 400, CHUNK)]
 )
 def test_fixed_seeds(first: int, device: str) -> None:
-    outcomes = {seed: execute(generate(seed)) for seed in range(first, first + CHUNK)}
+    check = "values" if first // CHUNK % 2 else "default"
+    outcomes = {seed: execute(generate(seed), determinism_check=check) for seed in range(first, first + CHUNK)}
     assert {seed: outcome for seed, outcome in outcomes.items() if outcome.failed} == {}
     assert sum(outcome.kind == "same" for outcome in outcomes.values()) > CHUNK // 3
 
