@@ -152,7 +152,10 @@ def sketch_of(tensor: torch.Tensor, layout: _Layout | None = None) -> Sketch | N
 
 def _refuses_products() -> bool:
     """Whether cuBLAS raises an error for want of a deterministic workspace: a model without products needs none."""
-    return torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    is_strict = (
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    return is_strict and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def _layout_of(tensor: torch.Tensor) -> _Layout:
