@@ -61,7 +61,7 @@ class PlanOptions:
     """Whether each layer is compiled inside of its policy: ``True``, or the arguments of ``torch.compile``. The levels
     of ``selective`` are then replaced by the compiler's ``activation_memory_budget`` at 0.8, 0.5, 0.3 and 0.1, unless
     ``candidates`` or an ``activation_memory_budget`` is given."""
-    determinism_check: str | None = field(default=None, metadata=_except("command"))
+    determinism_check: str | None = None
     """What is compared in the recomputations of the planned blocks, ``"none"``, ``"default"`` or ``"values"``, and
     saved with the plan. ``None``: as the blocks around them."""
     group: Any = field(default=None, metadata=_except("config", "command"))
