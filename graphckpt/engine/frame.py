@@ -39,9 +39,10 @@ from graphckpt.engine.saved import (
     has_storage,
     hooks_around,
     last_output,
+    may_be_filled_later,
     versions_of,
 )
-from graphckpt.engine.values import Comparison, ValueCheck, begin_check, may_be_filled_later
+from graphckpt.engine.values import Comparison, ValueCheck, begin_check
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
 from graphckpt.thread_state import RNGState, enter_ambient, get_rng_state, is_autocast, set_rng_state, take_ambient

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, final
 
 import torch
@@ -21,7 +21,7 @@ _FIX = (
     "fix: make forward depend on its arguments, parameters and RNG state alone, or set "
     "activation_checkpointing = False on this block, or call the function without checkpoint()"
 )
-_LIBRARIES = tuple(str(Path(module).parent) for module in (torch.__file__, __file__))
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 @final
@@ -74,6 +74,13 @@ class _OpFinder(TorchFunctionMode):
         func = self._running[0] if self._running else None
         self.op = "an op" if func is None else resolve_name(func) or getattr(func, "__name__", repr(func))
         self.line = calling_line(sys._getframe(1))  # inspect.stack() reads every source file on the way
+
+
+def calling_code(frame: FrameType | None) -> CodeType | None:
+    """Returns the innermost code from ``frame`` outwards that is not ours: what calls the op that saves a tensor."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[1]):
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
 
 
 def calling_line(frame: FrameType | None) -> str:

@@ -30,7 +30,6 @@ from graphckpt.engine.objects import (
     swap,
     tensors_changed,
 )
-from graphckpt.engine.values import may_be_filled_later
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
 from graphckpt.thread_state import RNGState
@@ -191,6 +190,17 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def has_attributes(tensor: Any) -> bool:
     """Whether a tensor carries Python attributes, beside the tensors that a wrapper such as a DTensor holds."""
     return bool(tensor.__dict__) and not hasattr(tensor, "__tensor_flatten__")
+
+
+def may_be_filled_later(tensor: torch.Tensor) -> bool:
+    """Whether the op that saves ``tensor`` may write its values only after that, as ``rrelu`` does with its noise."""
+    return (
+        not tensor.requires_grad
+        and type(tensor) is torch.Tensor
+        and tensor.is_floating_point()
+        and not tensor._version
+        and not tensor._is_view()
+    )
 
 
 @final

@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from math import inf
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -249,15 +250,7 @@ def relative_differences(pairs: Sequence[_Pair]) -> torch.Tensor:
 # The check of one call
 
 
-def may_be_filled_later(tensor: torch.Tensor) -> bool:
-    """Whether the op that saves ``tensor`` may write its values only after that, as ``rrelu`` does with its noise."""
-    return (
-        not tensor.requires_grad
-        and type(tensor) is torch.Tensor
-        and tensor.is_floating_point()
-        and not tensor._version
-        and not tensor._is_view()
-    )
+_RRELU = torch.nn.functional.rrelu.__code__
 
 
 @final
@@ -269,53 +262,65 @@ class ValueCheck:
         waits: Whether a CUDA device is waited for at the end of backward.
     """
 
-    __slots__ = ("_number", "_unwritten", "block", "late", "lines", "sketches", "waits")
+    __slots__ = ("_number", "_unsettled", "block", "later", "lines", "sketches", "waits")
 
     def __init__(self, block: BlockContext, *, waits: bool) -> None:
         self.block = block
         self.waits = waits
         self.sketches: list[Sketch | None] = []
-        self.late: set[int] = set()
-        """Positions of tensors that the op which saves them may have written only after that, as ``rrelu`` does."""
+        self.later: dict[int, torch.Tensor] = {}
+        """The values of other sketches, for CUDA: taken once the op that saves a tensor is over."""
         self.lines: dict[int, str] = {}
         """Of the code that saves tensors on a CUDA device, whose report comes when the recomputation is over."""
-        self._number = 0  # of the op that has saved what is unwritten
-        self._unwritten: list[tuple[int, torch.Tensor]] = []
+        self._number = 0  # of the op that has saved what is unsettled
+        self._unsettled: list[tuple[int, torch.Tensor]] = []
 
     def hook(self, pack: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
         """Returns the hook ``pack`` of the original forward, which then sketches each tensor."""
 
         @never_compiled
-        def pack_and_sketch(tensor: torch.Tensor) -> object:
+        def sketch_and_pack(tensor: torch.Tensor) -> object:
             with unobserved():
-                self._see(tensor)
+                self._see(tensor, sys._getframe(1))
             return pack(tensor)
 
-        return pack_and_sketch
+        return sketch_and_pack
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor, frame: FrameType) -> None:
         number, position = autograd_sequence_number(), len(self.sketches)
-        if self._unwritten and number != self._number:
-            self._sketch_unwritten()
+        if self._unsettled and number != self._number:
+            self._settle()
+        may_move = not tensor.requires_grad and tensor.is_floating_point()
+        # It saves its noise, of which it writes nothing in evaluation.
+        is_noise = may_move and mismatch.calling_code(frame) is _RRELU
+        self.sketches.append(None if is_noise else sketch_of(tensor))
         if tensor.is_cuda:
-            self.lines[position] = mismatch.calling_line(sys._getframe(1))
-        if may_be_filled_later(tensor):
+            self.lines[position] = mismatch.calling_line(frame)
+        if may_move and self.sketches[-1] is not None:
             self._number = number
-            self._unwritten.append((position, tensor))
-            self.late.add(position)
-            self.sketches.append(None)
-        else:
-            self.sketches.append(sketch_of(tensor))
+            self._unsettled.append((position, tensor))
 
-    def _sketch_unwritten(self) -> None:
-        for position, tensor in self._unwritten:
-            self.sketches[position] = sketch_of(tensor)
-        self._unwritten.clear()
+    def _settle(self) -> None:
+        """Leaves out what the op before has modified after it has saved it, which no version shows.
+
+        Backward does not read it as it was saved. These are statistics of batch norms, of which a recomputation may
+        leave updates out.
+        """
+        for position, tensor in self._unsettled:
+            sketch = self.sketches[position]
+            later = None if sketch is None else sketch_of(tensor, sketch.layout)
+            if sketch is None or later is None:
+                self.sketches[position] = None
+            elif tensor.is_cuda:  # which is not to be waited for
+                self.later[position] = later.values
+            elif not torch.equal(sketch.values, later.values):
+                self.sketches[position] = None
+        self._unsettled.clear()
 
     def end_forward(self) -> None:
         sampler = self.block.sampler
         with unobserved():
-            self._sketch_unwritten()
+            self._settle()
             num_bytes = sum(sketch.values.nbytes for sketch in self.sketches if sketch is not None)
         sampler.num_bytes = max(sampler.num_bytes, num_bytes)
 
@@ -331,13 +336,11 @@ class _Pair(NamedTuple):
 class Comparison:
     """Compares the tensors of one recomputation with the sketches of the original forward."""
 
-    __slots__ = ("_check", "_fault", "_holders", "_number", "_on_device", "_unwritten")
+    __slots__ = ("_check", "_fault", "_holders", "_on_device")
 
     def __init__(self, check: ValueCheck, holders: Sequence[weakref.ref[Any]]) -> None:
         self._check = check
         self._holders = holders
-        self._number = 0
-        self._unwritten: list[tuple[int, Sketch, torch.Tensor]] = []
         self._on_device: list[_Pair] = []
         self._fault: mismatch.Fault | None = None
 
@@ -354,25 +357,12 @@ class Comparison:
         return compare_and_pack
 
     def _see(self, position: int, tensor: torch.Tensor) -> None:
-        check, number = self._check, autograd_sequence_number()
-        if self._unwritten and number != self._number:
-            self._compare_unwritten()
-        original = check.sketches[position] if position < len(check.sketches) else None
+        sketches = self._check.sketches
+        original = sketches[position] if position < len(sketches) else None
         holder = None if original is None else self._holders[position]()
         if original is None or holder is None or (holder.dtype, holder.shape) != (tensor.dtype, tensor.shape):
-            return  # it has no values, backward cannot ask for it, or there is another error
-        # The original decides when to look: here a buffer is a clone, with a version of its own, and a batch norm moves
-        # its statistics after it has saved them, which no version shows.
-        if position in check.late:
-            self._number = number
-            self._unwritten.append((position, original, tensor))
-        else:
-            self._compare(position, original, tensor)
-
-    def _compare_unwritten(self) -> None:
-        for each in self._unwritten:
-            self._compare(*each)
-        self._unwritten.clear()
+            return  # it is not compared, backward cannot ask for it, or there is another error
+        self._compare(position, original, tensor)
 
     def _compare(self, position: int, original: Sketch, tensor: torch.Tensor) -> None:
         if self._fault is not None:
@@ -392,7 +382,6 @@ class Comparison:
     def end(self) -> mismatch.Fault | None:
         """Returns the first difference on a device that need not be waited for; those of CUDA are read later."""
         with unobserved():
-            self._compare_unwritten()
             by_device: dict[torch.device, list[_Pair]] = {}
             for pair in self._on_device:
                 by_device.setdefault(pair.recomputed.device, []).append(pair)
@@ -416,6 +405,9 @@ class _Report:
             for pair in pairs
         ]
         differences = relative_differences(pairs)
+        if check.later:
+            settled = [pair._replace(recomputed=check.later.get(pair.position, pair.original)) for pair in pairs]
+            differences = torch.where(relative_differences(settled) == 0, differences, 0.0)
         self._on_host = torch.empty(len(pairs), dtype=differences.dtype, pin_memory=True)
         self._on_host.copy_(differences, non_blocking=True)
         self.is_copied = torch.cuda.Event()

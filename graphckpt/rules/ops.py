@@ -27,8 +27,7 @@ from graphckpt._compat import WithoutValues, call_with_autocast, is_fake, pytree
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.frame import Contexts, Frame, Recomputation, ScheduleMismatch, modes_paused, running
 from graphckpt.engine.objects import mutated_by
-from graphckpt.engine.saved import SavedTensor, are_mutated, take_all
-from graphckpt.engine.values import may_be_filled_later
+from graphckpt.engine.saved import SavedTensor, are_mutated, may_be_filled_later, take_all
 from graphckpt.errors import RecomputeError
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 
