@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 from torch._C import (
@@ -365,17 +365,25 @@ for _key in DispatchKey.__members__:
         _OBSERVERS = _OBSERVERS.add(DispatchKey.__members__[_key])
 
 
-@contextmanager
-def unobserved() -> Iterator[None]:
+@final
+class unobserved:  # noqa: N801 - a function for those who use it; as a generator it would take twice the time
     """Hides ops from all that a program can put around them: modes, subclasses, autocast, autograd and profilers.
 
-    :func:`unseen_by_modes` sets aside dispatch modes alone, in more time than most of the ops take.
+    It cannot be nested. :func:`unseen_by_modes` sets aside dispatch modes alone, in more time than most ops take.
     """
-    _enable_record_function(False)
-    try:
-        with _ExcludeDispatchKeyGuard(_OBSERVERS), torch._C.DisableTorchFunction():
-            yield
-    finally:
+
+    __slots__ = ("_functions", "_keys")
+
+    def __enter__(self) -> None:
+        _enable_record_function(False)
+        self._keys = _ExcludeDispatchKeyGuard(_OBSERVERS)
+        self._functions = torch._C.DisableTorchFunction()
+        self._keys.__enter__()
+        self._functions.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._functions.__exit__(None, None, None)
+        self._keys.__exit__(None, None, None)
         _enable_record_function(True)
 
 

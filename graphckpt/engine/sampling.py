@@ -31,7 +31,8 @@ def parse_determinism_check(value: Any) -> str:
 
 
 _FIRST = 3  # the learning call, and two that use what it has taught
-_PERIOD = 64
+PERIOD = 64
+"""Of the calls after them, one in so many is checked."""
 
 
 @final
@@ -48,7 +49,7 @@ class CallSampler:
         self._is_of_block = is_of_block  # otherwise each call is a learning call
         self._number = 0
         self._end = _FIRST  # of the calls that are checked one after the other
-        self._turn = zlib.crc32(name.encode()) % _PERIOD
+        self._turn = zlib.crc32(name.encode()) % PERIOD
         self.has_warned = False
         self.num_bytes = 0
         """The most that the sketches of a call have taken."""
@@ -58,7 +59,7 @@ class CallSampler:
         self._number = number + 1
         if is_learning and self._is_of_block:
             self._end = number + _FIRST
-        return number < self._end or number % _PERIOD == self._turn
+        return number < self._end or number % PERIOD == self._turn
 
 
 is_paused: ContextVar[bool] = ContextVar("value checks are paused", default=False)

@@ -117,6 +117,10 @@ class _Layout(NamedTuple):
     """The number of elements to read at a time; 0 is all of them, without a copy."""
 
 
+_AS_IT_IS = _Layout(None, (), False, 0)
+_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
 class Sketch(NamedTuple):
     layout: _Layout
     values: torch.Tensor
@@ -132,13 +136,10 @@ def sketch_of(tensor: torch.Tensor, layout: _Layout | None = None) -> Sketch | N
         if shard is None or has_own_dispatch(shard):
             return None
         tensor = shard
-    # A kernel's workspace, of which it may leave parts unwritten, is uint8: oneDNN's and cuDNN's for LSTM, say.
-    if what_is_not_plain(tensor) is not None or tensor.is_meta or tensor.is_neg() or tensor.dtype is torch.uint8:
+    if not _has_values(tensor):
         return None
-    if not tensor.numel() or not tensor.untyped_storage().nbytes():  # FSDP has freed it
-        return None
-    if tensor.is_cuda and _refuses_products():
-        return None
+    if layout in (None, _AS_IT_IS) and tensor.is_contiguous() and tensor.dtype in _FLOATS:  # nearly all of them
+        return Sketch(_AS_IT_IS, _project_flat(tensor.view(-1)))
     layout = layout or _layout_of(tensor)
     if tensor.is_conj() is not layout.is_conjugate:
         return None
@@ -149,6 +150,16 @@ def sketch_of(tensor: torch.Tensor, layout: _Layout | None = None) -> Sketch | N
     else:
         values = _project(tensor, layout)
     return None if values is None else Sketch(layout, values)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    if what_is_not_plain(tensor) is not None or tensor.is_meta or tensor.is_neg() or not tensor.numel():
+        return False
+    if tensor.dtype is torch.uint8:  # a kernel's workspace, of which it may leave parts unwritten: oneDNN's for LSTM
+        return False
+    if not tensor.untyped_storage().nbytes():  # FSDP has freed it
+        return False
+    return not (tensor.is_cuda and _refuses_products())
 
 
 def _refuses_products() -> bool:
@@ -168,7 +179,7 @@ def _layout_of(tensor: torch.Tensor) -> _Layout:
         order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
     layout = _Layout(order, repeated, tensor.is_conj(), 0)
     read = _in_order(tensor, layout)
-    if read.is_contiguous() and (read.dtype in _TOLERANCES):
+    if read.is_contiguous() and read.dtype in _TOLERANCES:
         return layout
     rows = -(-read.numel() // (_MAX_PIECES * _ROW))
     return layout._replace(piece=max(_PIECE, rows * _ROW))
@@ -208,22 +219,27 @@ def _dtype_of_products(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _project_flat(flat: torch.Tensor) -> torch.Tensor:
-    weights = _weights(flat.dtype, flat.device)
     num = flat.numel()
     if num < _LEAST:
-        return flat * weights[:num]
+        return flat * _weights(0, num, flat.dtype, flat.device)
     row = min(_ROW, num // _LEAST)
-    rows = num // row
-    values = torch.mv(flat[: rows * row].view(rows, row), weights[:row])
-    rest = num - rows * row
-    if rest:
-        values[0].add_(torch.dot(flat[-rest:], weights[row : row + rest]))
+    rows, rest = divmod(num, row)
+    weights = _weights(0, row, flat.dtype, flat.device)
+    if not rest:
+        return torch.mv(flat.view(rows, row), weights)
+    values = torch.mv(flat[:-rest].view(rows, row), weights)
+    values[0].add_(torch.dot(flat[-rest:], _weights(row, row + rest, flat.dtype, flat.device)))
     return values
 
 
+@lru_cache(4 * _ROW)
+def _weights(first: int, end: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return _all_weights(dtype, device)[first:end]
+
+
 @lru_cache
-def _weights(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns the weights of a row and of what is left over, about 1/32 in size, so that float16 does not overflow.
+def _all_weights(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the weights of a row and of what is left over, about 1/32 in size, so that sums of float16 do not overflow.
 
     A program's generator must not be drawn from. The copy to a device waits for it, once in a process: other streams
     will read it.
