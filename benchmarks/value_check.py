@@ -1,10 +1,10 @@
 """Times steps in which every block is recomputed, by what is compared: nothing, samples, or every value.
 
-All variants run in one process, in turns and in a new random order each turn, on models of their own; a ratio compares
-two variants of one turn. A turn of ``"default"`` is 64 steps, in which each block is checked once. Where a step is too
+All variants run in one process, in turns and in a new random order each turn, on models of their own, which are built
+anew several times; a ratio compares two variants of one turn. A turn of ``"default"`` is 64 steps, in which each block is checked once. Where a step is too
 long for that, its cost is that of ``"values"`` divided by 64, and the table says so.
 
-    python benchmarks/value_check.py [--turns 30]
+    python benchmarks/value_check.py [--builds 6] [--turns 5]
 """
 
 from __future__ import annotations
@@ -63,23 +63,24 @@ def steps_of(subject: Subject, rule: Any) -> dict[str, Callable[[], torch.Tensor
     return steps
 
 
-def measure(subject: Subject, rule: Any, turns: int) -> dict[str, list[float]]:
+def measure(subject: Subject, rule: Any, builds: int, turns: int) -> dict[str, list[float]]:
     """Returns the CPU seconds of one step, by variant and turn."""
     seconds = defaultdict(list)
-    steps = steps_of(subject, rule)
-    for turn in range(turns + 1):
-        for check in random.sample(CHECKS, len(CHECKS)):
-            count = max(1, subject.steps // 8) if check == "values" else subject.steps
-            begin = process_time()
-            for _ in range(count):
-                steps[check]()
-            if turn:  # the first is to warm up
-                seconds[check].append((process_time() - begin) / count)
+    for _ in range(builds):
+        steps = steps_of(subject, rule)
+        for turn in range(turns + 1):
+            for check in random.sample(CHECKS, len(CHECKS)):
+                count = max(1, subject.steps // 8) if check == "values" else subject.steps
+                begin = process_time()
+                for _ in range(count):
+                    steps[check]()
+                if turn:  # the first is to warm up
+                    seconds[check].append((process_time() - begin) / count)
     return seconds
 
 
-def rows_of(subject: Subject, rule: Any, turns: int) -> dict[str, Any]:
-    seconds = measure(subject, rule, turns)
+def rows_of(subject: Subject, rule: Any, builds: int, turns: int) -> dict[str, Any]:
+    seconds = measure(subject, rule, builds, turns)
     extra = [(every - none) / none for every, none in zip(seconds["values"], seconds["none"], strict=True)]
     if subject.steps == PERIOD:
         sampled = [default / none - 1 for default, none in zip(seconds["default"], seconds["none"], strict=True)]
@@ -103,15 +104,16 @@ def of(ratios: dict[str, float]) -> str:
 def main() -> None:
     """Measures all and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--builds", type=int, default=6, help="how often the models are built anew")
+    parser.add_argument("--turns", type=int, default=5, help="turns per build")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    head = header(n=f"{options.turns} turns")
+    head = header(n=f"{options.builds} builds x {options.turns} turns")
     rows = []
     for subject in MODELS:
         for rule in ("full", "selective") if subject is not LARGE else ("full",):
-            rows.append(rows_of(subject, rule, options.turns))
+            rows.append(rows_of(subject, rule, options.builds, options.turns))
             print(rows[-1]["model"], rule, rows[-1]["default"], rows[-1]["values"], flush=True)
     cells = [
         [row["model"], row["rule"], f"{1e3 * row['none']:.2f} ms", of(row["default"]), row["how"], of(row["values"])]
