@@ -1,8 +1,8 @@
 """Measures how much a recomputation differs by itself on a CUDA device: the tolerances of the value check.
 
 Each model trains for a few steps under ``full`` with every value compared, in each dtype. A row has the number of
-tensors that were compared, how many of them differed in any bit, and the largest difference beside its tolerance; the times are
-those of steps that compare nothing, and every value.
+tensors that were compared, how many of them differed in any bit, and the largest difference beside its tolerance; the
+times are those of steps that compare nothing, and every value.
 
     python benchmarks/values_gpu.py [--steps 8] [--minutes 3] [--out FOLDER] [--name NAME]
 """
