@@ -42,7 +42,7 @@ from graphckpt.engine.saved import (
     may_be_filled_later,
     versions_of,
 )
-from graphckpt.engine.values import Comparison, ValueCheck, begin_check
+from graphckpt.engine.values import ValueCheck, begin_check, begin_comparison
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
 from graphckpt.thread_state import RNGState, enter_ambient, get_rng_state, is_autocast, set_rng_state, take_ambient
@@ -459,7 +459,7 @@ class Recomputation(Execution):
         self._stops = early_stop and not (frame.block.ends_with_saved and self._last == len(holders) - 1)
         # A forward that asks whether it is recomputed may differ on purpose.
         check = None if on_pack is not None or frame.asks_for_recomputation else frame.values
-        self.comparison = None if check is None else Comparison(check, holders)
+        self.comparison = begin_comparison(check, holders)
         self._first_fault: mismatch.Fault | None = None
         self._unfilled: tuple[int, torch.Size] | None = None  # sequence number and shape of what is not written
 

@@ -81,7 +81,7 @@ def _is_capturing() -> bool:
 _ROW = 1024  # numbers of the tensor for one of the sketch
 _LEAST = 8  # numbers of a sketch; fewer estimate a norm badly
 _PIECE = 64 * _ROW  # the least that is copied at a time where a tensor cannot be read as it is
-_MAX_PIECES = 512  # of which each takes up to 20 bytes an element, so together below 1 % of a float32 tensor
+_MAX_PIECES = 2048  # for one byte an element: a piece takes up to 20 bytes an element, so below 1 % of the tensor
 
 _TOLERANCES = {
     torch.float64: 1e-6,
@@ -181,7 +181,7 @@ def _layout_of(tensor: torch.Tensor) -> _Layout:
     read = _in_order(tensor, layout)
     if read.is_contiguous() and read.dtype in _TOLERANCES:
         return layout
-    rows = -(-read.numel() // (_MAX_PIECES * _ROW))
+    rows = read.numel() * read.dtype.itemsize // (_MAX_PIECES * _ROW)
     return layout._replace(piece=max(_PIECE, rows * _ROW))
 
 
@@ -348,6 +348,11 @@ class _Pair(NamedTuple):
     kind: tuple[torch.dtype, torch.Size]
     original: torch.Tensor
     recomputed: torch.Tensor
+
+
+def begin_comparison(check: ValueCheck | None, holders: Sequence[weakref.ref[Any]]) -> Comparison | None:
+    """Begins to compare a recomputation; ``None`` if its call is not checked, or if backward alone is captured."""
+    return None if check is None or _is_capturing() else Comparison(check, holders)
 
 
 @final
