@@ -92,6 +92,7 @@ STEPS = [
     Step("more_stores", 3, 80, bench("stores_gpu.py", "--models gpt2 --tokens 1024 --batch 1")),
     Step("more_peaks", 3, 240, bench("planner_gpu.py", "--pareto --models llama-1b gpt2-1.5b")),
     Step("more_plans", 3, 80, bench("planner_gpu.py", "--pareto gpt2 --shares 0.5 --models --others")),
+    Step("values", 3, 60, bench("values_gpu.py")),
     Step("profile", 3, 30, ("-m", "graphckpt", "profile-device")),
 ]  # fmt: skip
 PARTS = max(step.part for step in STEPS)

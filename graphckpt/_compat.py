@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 from torch import nn, overrides
 from torch._C import (
     DispatchKey,
+    DispatchKeySet,
     _dispatch_has_kernel_for_dispatch_key,
+    _ExcludeDispatchKeyGuard,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     _SetExcludeDispatchKeyGuard,
 )
 from torch._C._autograd import (
+    _enable_record_function,
     _get_sequence_nr,
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -430,6 +433,50 @@ def silence_capturable(optimizer: torch.optim.Optimizer) -> None:
 def unseen_by_modes() -> AbstractContextManager[Any]:
     """Returns a context whose ops no dispatch mode sees, such as those that count bytes."""
     return _disable_current_modes() if is_watched() else nullcontext()
+
+
+_OBSERVERS = DispatchKeySet(DispatchKey.Python)
+for _key in DispatchKey.__members__:
+    if _key.startswith(("Autocast", "Autograd")) or _key in ("PythonTLSSnapshot", "ADInplaceOrView"):
+        _OBSERVERS = _OBSERVERS.add(DispatchKey.__members__[_key])
+
+
+@final
+class unobserved:  # noqa: N801 - a function for those who use it; as a generator it would take twice the time
+    """Hides ops from all that a program can put around them: modes, subclasses, autocast, autograd and profilers.
+
+    It cannot be nested. :func:`unseen_by_modes` sets aside dispatch modes alone, in more time than most ops take.
+    """
+
+    __slots__ = ("_functions", "_keys")
+
+    def __enter__(self) -> None:
+        _enable_record_function(False)
+        self._keys = _ExcludeDispatchKeyGuard(_OBSERVERS)
+        self._functions = torch._C.DisableTorchFunction()
+        self._keys.__enter__()
+        self._functions.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._functions.__exit__(None, None, None)
+        self._keys.__exit__(None, None, None)
+        _enable_record_function(True)
+
+
+def has_own_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether the class of ``tensor`` decides what an op does, as a DTensor or a fake tensor: it may have no memory."""
+    dispatch = type(tensor).__torch_dispatch__
+    return dispatch is not torch.Tensor.__torch_dispatch__
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the part of a DTensor that this rank holds, which ``to_local()`` records in the autograd graph."""
+    return getattr(tensor, "_local_tensor", None)
+
+
+def norms_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the 2-norm of each tensor, in a few kernels; ``clip_grad_norm_`` uses the same function."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def is_watched() -> bool:

@@ -75,6 +75,11 @@ def without_repeats(faults: Iterable[str]) -> list[str]:
     return [same[0] for same in alike.values()]
 
 
+def warn(text: str) -> None:
+    """Logs a warning."""
+    _log.warning("%s", text)
+
+
 def warn_once(block: str, text: str) -> None:
     """Logs a warning about a block, unless another block has caused the same one in this process."""
     if text not in _WARNED:

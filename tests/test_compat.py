@@ -205,6 +205,35 @@ def test_equal_compilers_are_equal() -> None:
         assert one != other
 
 
+def test_what_is_unobserved_is_seen_by_nothing() -> None:
+    x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    mode = ReadsAutocast()
+    with torch.autocast("cpu", torch.bfloat16), mode:
+        with torch.profiler.profile() as profile, _compat.unobserved():
+            product = torch.mm(x, y)
+        assert not mode.seen
+        assert not [event.name for event in profile.events() if event.name.startswith("aten::")]
+        assert not product.requires_grad
+        assert product.dtype is torch.float32
+        with torch.profiler.profile() as profile:
+            torch.mm(x, y)
+    assert mode.seen, "what comes after is seen again"
+    assert [event.name for event in profile.events() if event.name == "aten::mm"]
+
+
+def test_a_class_with_ops_of_its_own_is_told_from_a_plain_one() -> None:
+    x = torch.randn(4)
+    plain = x, nn.Parameter(x), nn.Buffer(x), x.as_subclass(type("Named", (torch.Tensor,), {}))
+    assert not any(map(_compat.has_own_dispatch, plain))
+    fake = torch._subclasses.FakeTensorMode().from_tensor(x)
+    assert all(map(_compat.has_own_dispatch, (fake, _compat.WithoutValues.like(x))))
+
+
+def test_norms_of_several_tensors() -> None:
+    tensors = torch.randn(10).split([3, 5, 2])
+    assert torch.allclose(_compat.norms_of(tensors), torch.stack([tensor.norm() for tensor in tensors]))
+
+
 def test_nothing_private_is_imported_elsewhere() -> None:
     package = Path(graphckpt.__file__).parent
     allowed = {"torch.utils._python_dispatch"}  # TorchDispatchMode lives there; PyTorch documents the class

@@ -142,7 +142,7 @@ def test_a_later_call_that_edits_its_argument_compares_no_buffer(monkeypatch: py
         return (x.mul_(2) * self.scale).sin()
 
     model, x = nn.Sequential(Edits()), torch.ones(3, requires_grad=True)
-    with graphckpt.apply(model, {"0": True}):
+    with graphckpt.apply(model, {"0": True}, determinism_check="none"):
         model(x * 1).sum().backward()
         monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compares a buffer"))
         model(x * 1).sum().backward()

@@ -40,6 +40,7 @@ train = {
         "offload": None,
         "partition": None,
         "contiguous": None,
+        "determinism_check": None,  # "none", "default", or "values": the values of every call are compared
         "compile": None,  # torch.compile of each unit, inside of its policy: True, or a dict of options
         "plan": None,  # a file of `graphckpt plan --save`: its policies, in place of the keys above
         "memory_budget": None,  # "12GiB": policies are planned for it, in place of the keys above

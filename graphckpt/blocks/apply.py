@@ -12,12 +12,14 @@ from weakref import WeakKeyDictionary, WeakMethod
 
 from torch import nn
 
-from graphckpt.blocks.config import FIELDS, OTHER_NAMES, PLACEMENT, BlockConfig, fields_of
+from graphckpt.blocks.config import FIELDS, INHERITED, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.explain import StepRecorder
 from graphckpt.blocks.forward import BlockForward, ForwardWrapper, policy_of
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies, resolve_policies
 from graphckpt.blocks.select import Selector, describe, layers, select
+from graphckpt.engine.sampling import parse_determinism_check
+from graphckpt.engine.values import report_differences
 from graphckpt.errors import ConfigError, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.groups import group_names
@@ -71,6 +73,7 @@ class Handle:
 
     def remove(self) -> None:
         """Removes the policies and restores the model. A second call does nothing."""
+        report_differences()
         self._watcher.close()
         for wrapper in self._wrappers:
             wrapper.uninstall()
@@ -97,7 +100,7 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Handle:
+def apply(model: nn.Module, policies: Policies, *, determinism_check: str = "default", replace: bool = False) -> Handle:
     """Sets policies on blocks of ``model``.
 
     Args:
@@ -108,6 +111,9 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
             ``True``, is set on the model's layers, which ``repr()`` of the handle lists. A list of selectors, a class
             or a module is ``True`` for each of them. A path that ends in ``.yaml``, ``.yml`` or ``.json`` names a
             file that contains a mapping, or a plan that :meth:`Plan.save` has written.
+        determinism_check: What is compared in the recomputation of blocks that do not say so themselves. ``"none"``:
+            nothing. ``"default"``: shapes and dtypes of all saved tensors, and the values of some calls: the first
+            three, and one in 64. ``"values"``: the values of every call.
         replace: Whether existing policies of the model are removed first, as by :func:`remove`.
 
     Raises:
@@ -125,6 +131,10 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
     model = unwrap(model)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"apply: expected an nn.Module, got {shown(model)} · fix: apply(model, policies)")
+    try:
+        parse_determinism_check(determinism_check)
+    except ConfigError as error:
+        raise ConfigError(f"apply.{error}") from None
     configs: dict[nn.Module, BlockConfig] = {}
     faults: list[str] = []
     matches: dict[Selector, tuple[list[nn.Module], set[str]]] = {}
@@ -139,8 +149,8 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
             faults.append(f"{describe(selector)!r}: {error}" if str(error)[:1] not in "'\"" else str(error))
             continue
         is_kept = all(value is None or value is False for value in fields.values())
-        is_placed = PLACEMENT & fields.keys()  # which the blocks inside inherit
-        if not is_kept and not is_placed and all(isinstance(module, UNCALLED) for _, module in blocks):
+        is_inherited = INHERITED & fields.keys()  # by the blocks inside
+        if not is_kept and not is_inherited and all(isinstance(module, UNCALLED) for _, module in blocks):
             name, kind = blocks[0][0], type(blocks[0][1]).__name__
             what = f"{kind} has no forward, so this policy has no effect"
             faults.append(f"{describe(selector)!r}: {what} · fix: use {f'{name}.*'.removeprefix('.')!r}")
@@ -149,7 +159,7 @@ def apply(model: nn.Module, policies: Policies, *, replace: bool = False) -> Han
     plan = None
     if not faults:
         try:
-            plan = resolve_policies([("", model)], configs)
+            plan = resolve_policies([("", model)], configs, determinism_check)
         except ConfigError as error:
             faults.append(str(error))
     for name, module in model.named_modules():

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any, final
 
 from graphckpt.blocks.compiled import check_options
+from graphckpt.engine.sampling import parse_determinism_check
 from graphckpt.errors import ConfigError, did_you_mean, shown
 from graphckpt.rules.base import Rule, parse_rule, rule_classes
 from graphckpt.stores.base import parse_offload
@@ -14,13 +15,16 @@ from graphckpt.stores.partition import parse_partition
 from graphckpt.stores.placement import parse_contiguous, parse_min_elements
 
 FIELDS = (
-    "activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "min_elements", "compile",
-    "stage_id",
+    "activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "min_elements",
+    "determinism_check", "compile", "stage_id",
 )  # fmt: skip
 """Every field of a block's config; the docstring of :class:`BlockConfig` describes each."""
 
 PLACEMENT = ("offload", "partition", "contiguous", "min_elements")
 """The fields that say where kept tensors go; each is inherited by itself."""
+
+INHERITED = (*PLACEMENT, "determinism_check")
+"""The fields that blocks take over from the block around them."""
 
 OTHER_NAMES = {
     "cpu_checkpointing": "offload",
@@ -34,7 +38,7 @@ OTHER_NAMES = {
 
 @final
 class BlockConfig:
-    """The policy of one block, as nine fields. Every field is ``None`` until it is set.
+    """The policy of one block, as ten fields. Every field is ``None`` until it is set.
 
     A field is set as ``block.config.offload = "disk"``, or by :func:`graphckpt.apply`, and checked at once.
 
@@ -57,6 +61,10 @@ class BlockConfig:
             outermost, ``False``.
         min_elements (int | None): Tensors with fewer elements are not offloaded, partitioned or put into the slab.
             ``None``: as the block around it; outermost, 1024.
+        determinism_check (str | None): What is compared in a recomputation. ``"none"``: nothing. ``"default"``: shapes
+            and dtypes of all saved tensors, and the values of some calls: the first three, and one in 64. ``"values"``:
+            the values of every call. ``None``: as the block around it; outermost, what :func:`graphckpt.apply` or
+            ``Graph.config`` says.
         compile (bool | dict | None): Whether ``torch.compile`` compiles the block's forward, inside of its policy, or
             the options to call it with. The option ``activation_memory_budget``, from 0 to 1, is the share that
             is saved of what the compiler would save for backward. ``None`` and ``False``: not compiled.
@@ -162,7 +170,7 @@ def _combine(block: str, values: dict[str, Any]) -> Rule | None:
             raise ConfigError(f"{block}.stage_id: expected an int from 0 on, got {shown(value)} · fix: use its number")
         if field == "compile":
             check_options(block, value)
-        if field in PLACEMENT and value is not None:
+        if field in _PARSERS and value is not None:
             _parsed(block, field, _PARSERS[field], value)
     flag, segments, tiles = (values.get(name) for name in ("activation_checkpointing", "segments", "tiles"))
     rule: Rule | None = _parsed(block, "activation_checkpointing", parse_rule, flag)
@@ -207,6 +215,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "partition": parse_partition,
     "contiguous": parse_contiguous,
     "min_elements": parse_min_elements,
+    "determinism_check": parse_determinism_check,
 }
 
 

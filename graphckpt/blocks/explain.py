@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from graphckpt.blocks.forward import BlockForward, WatchedForward, checkpoints_i
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
 from graphckpt.blocks.select import layers
+from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import GraphError, warn_once
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.live_memory import StorageLog
@@ -91,6 +92,7 @@ class StepRecorder:
             live.use(tensors_in((args, kwargs)))
 
         with ExitStack() as stack:
+            stack.enter_context(without_value_checks())
             self._is_measuring = True
             stack.callback(setattr, self, "_is_measuring", False)
             stack.callback(register_optimizer_step_pre_hook(see_optimizer).remove)
@@ -108,9 +110,9 @@ class StepRecorder:
         self._bytes = recorder
 
     @contextmanager
-    def time(self) -> Iterator[Recorder]:
+    def time(self, *, checks_values: bool) -> Iterator[Recorder]:
         recorder = Recorder()
-        with self._rows_for_modules(recorder):
+        with nullcontext() if checks_values else without_value_checks(), self._rows_for_modules(recorder):
             yield recorder
         self._times = recorder
 
@@ -248,6 +250,7 @@ class StepRecorder:
             legend=tuple((name, f"keeps the results of {text}") for name, text in sorted(ops.items())),
             warnings=tuple(self._warnings(wrappers, recorder, max(levels, default=None))),
             capture=capture,
+            sketch_bytes=sum(w.context.sketch_bytes for w in self._wrappers if w.module is not None),
         )
         if plot is not None:
             explanation.plot(plot)

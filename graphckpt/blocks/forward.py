@@ -140,6 +140,7 @@ class BlockForward(ForwardWrapper):
         placement: Placement | None = None,
         *,
         compile_options: dict[str, Any] | None = None,
+        determinism_check: str = "default",
         is_part: bool = False,
         is_excluded: bool = False,
     ) -> None:
@@ -153,6 +154,8 @@ class BlockForward(ForwardWrapper):
         """Its placement; ``None`` if the blocks around it decide."""
         self.compile_options = compile_options
         """What ``torch.compile`` of its forward is called with; ``None`` if it is not compiled."""
+        self.determinism_check = determinism_check
+        """What is compared in its recomputations."""
         self.is_part = is_part
         """Whether it has no rule of its own and is recomputed, if at all, as a part of the block around it."""
         self.is_excluded = is_excluded
@@ -170,7 +173,8 @@ class BlockForward(ForwardWrapper):
             module = self._module()
             modules = [] if module is None else [module]  # the program may have put another one in its place
             self._native = [weakref.ref(m) for each in modules for m in each.modules() if hasattr(m, _FLAG)]
-            self._context = BlockContext(self.name, modules, None if self.placement is None else self.placement.store)
+            store = None if self.placement is None else self.placement.store
+            self._context = BlockContext(self.name, modules, store, determinism_check=self.determinism_check)
         return self._context
 
     @property
@@ -247,6 +251,10 @@ class BlockForward(ForwardWrapper):
         why = ", ".join(reason for reason in reasons if reason)
         if not why:
             self.is_in_graph |= has_gradients
+            if has_gradients and self.determinism_check == "values" and not isinstance(self.rule, Keep):
+                self.context.note(
+                    "determinism_check='values' has no effect here: torch.compile recomputes it as a part of its graph"
+                )
             return ""
         self.context.note(f"torch.compile leaves it out of the graph around it and runs it as it is: {why}")
         return f"{self.name}: {why} · fix: compile block by block, with graphckpt's field `compile`"
@@ -290,15 +298,21 @@ class BlockForward(ForwardWrapper):
     def __reduce__(self) -> tuple[Any, ...]:
         module = self._module()
         if not self.is_copied:
-            return BlockForward, (module, self.name, Keep()), (self._wrapped, False, None, False, False)
+            return (
+                BlockForward,
+                (module, self.name, Keep()),
+                (self._wrapped, False, None, False, False, self.determinism_check),
+            )
+        flags = self.is_part, self.is_excluded, self.determinism_check
         return (
             BlockForward,
             (module, self.name, self.rule, self.placement),
-            (self._wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded),
+            (self._wrapped, self._is_on, self.compile_options, *flags),
         )
 
-    def __setstate__(self, state: tuple[Any, bool, dict[str, Any] | None, bool, bool]) -> None:
-        wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded = state
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded, *later = state
+        self.determinism_check = later[0] if later else "default"  # of a model that an older version has pickled
         self._cover(wrapped)
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
-from functools import lru_cache, partial, reduce, wraps
+from functools import cache, lru_cache, partial, reduce, wraps
 from itertools import chain
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
@@ -25,6 +25,7 @@ from graphckpt.engine.block import BlockContext
 from graphckpt.engine.execution import running
 from graphckpt.engine.frame import Contexts, Frame
 from graphckpt.engine.objects import attribute_of
+from graphckpt.engine.sampling import CallSampler, parse_determinism_check
 from graphckpt.errors import ConfigError, shown
 from graphckpt.rules.basic import Full
 from graphckpt.rules.in_graph import checkpoint_in_graph
@@ -60,7 +61,9 @@ def checkpoint(
         *args: Its arguments.
         use_reentrant: Ignored: there is one implementation, which supports ``torch.autograd.grad``.
         context_fn: Returns two contexts, for the original forward and for the recomputation.
-        determinism_check: ``"none"`` lets a recomputation save tensors of other shapes.
+        determinism_check: What is compared in the recomputation. ``"none"``: nothing, as in PyTorch. ``"default"``:
+            shapes and dtypes of all saved tensors, and the values of some calls: the first three of ``function``, and
+            one in 64. ``"values"``: the values of every call.
         debug: Ignored: an error always names op and line.
         early_stop: ``False`` runs ``function`` to its end in the recomputation; so does
             ``torch.utils.checkpoint.set_checkpoint_early_stop(False)`` around the forward, for blocks of any rule too.
@@ -100,8 +103,7 @@ def checkpoint(
             options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     del use_reentrant, debug, preserve_rng_state
-    if determinism_check not in ("default", "none"):
-        raise ConfigError(f"determinism_check: {determinism_check!r} is unknown · fix: use 'default' or 'none'")
+    parse_determinism_check(determinism_check)
     if respect_saved_tensors_hooks and context_fn is not noop_context_fn:
         raise ConfigError(
             "checkpoint: expected respect_saved_tensors_hooks=False with a context_fn, got True · fix: leave it out, "
@@ -109,7 +111,7 @@ def checkpoint(
         )
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return function(*args, **kwargs)
-    return _run(function, args, kwargs, context_fn, early_stop=early_stop, strict=determinism_check == "default")
+    return _run(function, args, kwargs, context_fn, early_stop=early_stop, determinism_check=determinism_check)
 
 
 def _needs_arguments(function: Callable[..., Any]) -> bool:
@@ -139,7 +141,7 @@ def _checkpointed(function: Callable[..., Any], **settings: Any) -> Callable[...
 
 
 @never_compiled
-def _run(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **settings: bool) -> Any:
+def _run(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **settings: Any) -> Any:
     if torch.compiler.is_compiling():  # see Note [Blocks in a compiled model]
         return checkpoint_in_graph(function, args, kwargs, context_fn)
     contexts = None if context_fn is noop_context_fn else _GivenContexts(*context_fn())
@@ -170,14 +172,20 @@ def checkpoint_sequential(
     segments: int,
     input: Any,  # noqa: A002  # PyTorch's name for it
     use_reentrant: bool | None = None,
+    *,
+    determinism_check: str = "default",
     **kwargs: Any,
 ) -> Any:
     """Runs a chain in ``segments`` runs, all but the last of them under recompute, as PyTorch's function does.
 
+    ``determinism_check`` is that of :func:`checkpoint`.
+
     Raises:
-        ConfigError: ``segments`` is not an int from 1 to the number of functions, or a keyword is unknown.
+        ConfigError: ``segments`` is not an int from 1 to the number of functions, a value is not valid, or a keyword
+            is unknown.
     """
     del use_reentrant
+    parse_determinism_check(determinism_check)
     kwargs.pop("preserve_rng_state", None)
     if kwargs:
         raise ConfigError(f"checkpoint_sequential has no argument {next(iter(kwargs))!r} · fix: remove it")
@@ -189,19 +197,23 @@ def checkpoint_sequential(
         )
     if not torch.is_grad_enabled() or checkpointing_is_off():
         return reduce(lambda value, function: function(value), chain, input)
-    return _run_chain(functions, chain, segments, input)
+    return _run_chain(functions, chain, segments, input, determinism_check)
 
 
 @never_compiled
-def _run_chain(functions: Any, chain: list[Any], segments: int, value: Any) -> Any:
+def _run_chain(functions: Any, chain: list[Any], segments: int, value: Any, determinism_check: str) -> Any:
     if torch.compiler.is_compiling():  # see Note [Blocks in a compiled model]
         return run_segments_in_graph(chain, segments, value)
     is_module = isinstance(functions, nn.Sequential)
-    context = _context(functions) if is_module else BlockContext("checkpoint_sequential", (), learns=False)
+    name = "checkpoint_sequential"
+    context = _context(functions) if is_module else BlockContext(name, (), learns=False, sampler=_sampler_of(name))
+    context.determinism_check = determinism_check
     return run_segments(context, chain, segments, value)
 
 
-def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
+def checkpoint_wrapper(
+    module: nn.Module, offload_to_cpu: bool = False, *, determinism_check: str = "default"
+) -> nn.Module:
     """Puts ``full`` on a module and returns it, as FairScale's function of this name does.
 
     The module keeps its class, its attributes and its ``state_dict`` keys.
@@ -209,15 +221,17 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
     Args:
         module: The module to wrap.
         offload_to_cpu: Whether what it keeps goes to pinned host memory; all modules wrapped so share its buffers.
+        determinism_check: That of :func:`checkpoint`.
 
     Raises:
-        ConfigError: The module is wrapped already.
+        ConfigError: The module is wrapped already, or ``determinism_check`` is not valid.
     """
+    parse_determinism_check(determinism_check)
     module = unwrap(module)
     if policy_of(module) is not None:
         raise ConfigError(f"checkpoint_wrapper: this {type(module).__name__} is wrapped already · fix: wrap it once")
     placement = _IN_HOST_MEMORY if offload_to_cpu else None
-    BlockForward(module, type(module).__name__, Full(), placement).install()
+    BlockForward(module, type(module).__name__, Full(), placement, determinism_check=determinism_check).install()
     return module
 
 
@@ -246,7 +260,7 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
     if not isinstance(name, str):  # an object that can be called
         name = type(modules[0] if modules else function).__name__
     if not modules:
-        return BlockContext(name, (), learns=False)
+        return BlockContext(name, (), learns=False, sampler=_sampler_of(_place_of(function)))
     sites = _SITES.setdefault(modules[0], {})
     key = tuple(weakref.ref(module) for module in modules)  # not ids: those of the dead are given anew
     if key not in sites:
@@ -254,6 +268,20 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
             del sites[other]
         sites[key] = BlockContext(name, modules)
     return sites[key]
+
+
+@cache
+def _sampler_of(place: str) -> CallSampler:
+    """Returns the sampler of a function without modules, of which each call has a block of its own."""
+    return CallSampler(place, is_of_block=False)
+
+
+def _place_of(function: Any) -> str:
+    """Returns file and line of the code that a call runs: closures that a loop makes are one function."""
+    while isinstance(function, partial):
+        function = function.func
+    code = attribute_of(attribute_of(function, "__func__") or function, "__code__")
+    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else type(function).__qualname__
 
 
 _DEPTH = 3

@@ -32,12 +32,12 @@ class ResolvedPolicies:
 
 
 def resolve_policies(
-    roots: Iterable[tuple[str, nn.Module]], configs: Mapping[nn.Module, BlockConfig]
+    roots: Iterable[tuple[str, nn.Module]], configs: Mapping[nn.Module, BlockConfig], determinism_check: str
 ) -> ResolvedPolicies:
-    """Resolves the policies of all modules below ``roots``."""
+    """Resolves the policies of all modules below ``roots``; ``determinism_check`` is that of blocks that name none."""
     walk = _Resolver(configs)
     for name, root in roots:
-        walk.visit(name, root, _Inherited())
+        walk.visit(name, root, _Inherited(determinism_check))
     for name, why in walk.plan.idle.items():
         if "has no effect" in why:
             warn_once(name, why)
@@ -51,6 +51,7 @@ def resolve_policies(
 class _Inherited:
     """What a module inherits from the blocks around it."""
 
+    determinism_check: str
     rule: Rule | None = None
     """The rule of the recomputed block that the module is a part of."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -79,6 +80,9 @@ class _Resolver:
             if offload is not None and (fault := offload.check()) is not None:
                 self.faults.append(f"{name or '(model)'}: {fault}")
             outer = replace(outer, fields={**outer.fields, **fields})
+        own_check = config.fields().get("determinism_check") if config is not None else None
+        if own_check is not None:
+            outer = replace(outer, determinism_check=own_check)
         first = len(self.plan.wrappers)
         inside = self._decide(name, module, config, outer)
         for key, child in module.named_children():
@@ -87,6 +91,10 @@ class _Resolver:
             stores = [w.placement for w in self.plan.wrappers[first:]] + [outer.covering]
             if all(store is None or store.is_plain for store in stores):
                 self.plan.idle[name] = "min_elements has no effect here: saved tensors stay on their device in any case"
+        is_recomputed = any(not isinstance(wrapper.rule, Keep) for wrapper in self.plan.wrappers[first:])
+        if own_check is not None and not is_recomputed and name not in self.plan.idle:
+            what = "it is not recomputed as a block of its own"
+            self.plan.idle[name] = f"determinism_check has no effect here: {what}"
 
     def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, outer: _Inherited) -> _Inherited:
         rule = config.rule if config is not None else None
@@ -112,7 +120,10 @@ class _Resolver:
             self.plan.idle[name] = "is recomputed as part of the block around it"
         if options is not None and isinstance(rule, Selective):
             self.plan.idle[name] = "selective has no effect beyond full here: it cannot see the ops of compiled code"
-        self.plan.wrappers.append(BlockForward(module, name, rule, placement, compile_options=options))
+        wrapper = BlockForward(
+            module, name, rule, placement, compile_options=options, determinism_check=outer.determinism_check
+        )
+        self.plan.wrappers.append(wrapper)
         return replace(outer, rule=rule)
 
     def _decide_kept(

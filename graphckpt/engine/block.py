@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphckpt.engine.call_state import ModuleState
+from graphckpt.engine.sampling import CallSampler
 from graphckpt.errors import warn_once
 from graphckpt.stores.base import DeviceStore, TensorGroup
 
@@ -31,11 +32,14 @@ class BlockContext:
         roots: The modules that run in the block, each with all below it; they are held weakly.
         store: Where kept tensors go; ``None`` if the blocks around this one say that, or they stay on the device.
         learns: ``False`` for a function that is seen once: nothing can be learnt from a first call.
+        determinism_check: What is compared in a recomputation; see :mod:`graphckpt.engine.values`.
+        sampler: Chooses the calls whose values are compared; by default one of the block's own.
     """
 
     __slots__ = (
         "_parts",
         "_roots",
+        "determinism_check",
         "ends_with_saved",
         "has_rrelu",
         "is_placed",
@@ -45,15 +49,25 @@ class BlockContext:
         "notes",
         "num_mismatches",
         "recorder",
+        "sampler",
         "schedules",
         "state",
         "store",
     )  # fmt: skip
 
     def __init__(
-        self, name: str, roots: Iterable[nn.Module], store: Store | None = None, *, learns: bool = True
+        self,
+        name: str,
+        roots: Iterable[nn.Module],
+        store: Store | None = None,
+        *,
+        learns: bool = True,
+        determinism_check: str = "default",
+        sampler: CallSampler | None = None,
     ) -> None:
         self.name = name
+        self.determinism_check = determinism_check
+        self.sampler = sampler or CallSampler(name)
         self._roots = [weakref.ref(root) for root in roots]
         self.is_placed = store is not None
         self.store = store or DeviceStore()
@@ -83,8 +97,14 @@ class BlockContext:
         roots = [child for child in children if isinstance(child, nn.Module)]
         part = self._parts.get(key)
         if part is None or [ref() for ref in part._roots] != roots:
-            part = self._parts[key] = BlockContext(self.name, roots, self.store if self.is_placed else None)
+            part = self._parts[key] = BlockContext(
+                self.name,
+                roots,
+                self.store if self.is_placed else None,
+                sampler=CallSampler(f"{self.name} {len(self._parts)}") if self.learns else self.sampler,
+            )
         part.recorder = self.recorder
+        part.determinism_check = self.determinism_check
         part.notes = self.notes
         return part
 
@@ -113,6 +133,11 @@ class BlockContext:
         self.notes.setdefault(text)
         if "has no effect" in text:
             warn_once(self.title, text)
+
+    @property
+    def sketch_bytes(self) -> int:
+        """The most that the value check has held for a call of the block, or for one of each of its parts."""
+        return self.sampler.num_bytes + sum(part.sketch_bytes for part in self._parts.values())
 
     def tensors(self) -> list[torch.Tensor]:
         return self.state.tensors()

@@ -24,6 +24,7 @@ from graphckpt._compat import (
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
+from graphckpt.engine.values import begin_comparison
 from graphckpt.errors import MutatedError, RecomputeError
 
 Frame: TypeAlias = Any
@@ -75,8 +76,8 @@ class Recomputation(Execution):
     """Fills the holders of a call while its block is recomputed."""
 
     __slots__ = (
-        "_early_stop", "_first_fault", "_holders", "_last", "_on_pack", "_stops", "_unfilled", "borrowed", "cursor",
-        "excluded_cursor", "returns_output", "versions",
+        "_early_stop", "_first_fault", "_holders", "_last", "_on_pack", "_stops", "_unfilled", "borrowed", "comparison",
+        "cursor", "excluded_cursor", "returns_output", "versions",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +99,9 @@ class Recomputation(Execution):
             self._last -= 1
         # Where nothing is left to skip, an exception, which takes 25 us on its way through PyTorch, is not worth it.
         self._stops = early_stop and not (frame.block.ends_with_saved and self._last == len(holders) - 1)
+        # A forward that asks whether it is recomputed may differ on purpose.
+        check = None if on_pack is not None or frame.asks_for_recomputation else frame.values
+        self.comparison = begin_comparison(check, holders)
         self._first_fault: mismatch.Fault | None = None
         self._unfilled: tuple[int, torch.Size] | None = None  # sequence number and shape of what is not written
 
@@ -132,6 +136,9 @@ class Recomputation(Execution):
         if position >= self._last and self._stops and not fills:
             raise StopRecomputation(self)
         return tensor
+
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        return (self.pack if self.comparison is None else self.comparison.hook(self.pack)), self.unpack
 
     @property
     def unpack(self) -> Callable[[Any], torch.Tensor]:

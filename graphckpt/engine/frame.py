@@ -50,6 +50,7 @@ from graphckpt.engine.saved import (
     last_output,
     versions_of,
 )
+from graphckpt.engine.values import ValueCheck, begin_check
 from graphckpt.errors import GraphckptError, MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
 from graphckpt.thread_state import (
@@ -104,14 +105,14 @@ class Frame(Call):
         function: Its forward.
         contexts: Contexts around the original forward and the recomputation.
         early_stop: Whether a recomputation ends once it has filled the last holder that is alive.
-        strict: Whether the saved tensors of a recomputation must have the shapes and dtypes of the original ones.
+        determinism_check: What is compared in the recomputation; ``None`` as the block says.
         joins: Whether the block is joined to the one right before it.
     """
 
     __slots__ = (
-        "_ambient", "_arguments", "_call_state", "_context", "_early_stop", "_failure", "_function", "_is_joined",
-        "_last_saved", "_learning", "_modes", "_random", "_state", "_strict", "asks_for_recomputation", "contexts",
-        "devices", "excluded", "holders", "original", "outputs",
+        "_ambient", "_arguments", "_call_state", "_context", "_determinism_check", "_early_stop", "_failure",
+        "_function", "_is_joined", "_last_saved", "_learning", "_modes", "_random", "_state", "asks_for_recomputation",
+        "contexts", "devices", "excluded", "holders", "original", "outputs", "values",
     )  # fmt: skip
 
     def __init__(
@@ -121,14 +122,15 @@ class Frame(Call):
         contexts: Contexts | None = None,
         *,
         early_stop: bool = True,
-        strict: bool = True,
+        determinism_check: str | None = None,
         joins: bool = False,
     ) -> None:
         self.block = block
         self.group = None
         self.contexts = contexts
         self._early_stop = early_stop_active(early_stop)
-        self._strict = strict
+        self._determinism_check = determinism_check or block.determinism_check
+        self.values: ValueCheck | None = None
         self._is_joined = joins
         self.outputs: list[torch.Tensor] | None = None
         """What a recomputation for the joined block right behind it has returned."""
@@ -153,10 +155,12 @@ class Frame(Call):
         arguments = self._arguments = Arguments(args, kwargs, self._function)
         self.devices = state.devices(arguments.leaves)  # whose RNG state the call may use, beside that of the CPU
         outer = running.get()
+        is_nested = outer is not None and outer.is_recomputation
         with modes_paused, block.copy_in_record():
             modes = state.modes()
             self._learning = block.learns and not state.has_learnt(modes)
-            self._call_state = state.take(modes, is_nested=outer is not None and outer.is_recomputation)
+            self.values = begin_check(block, self._determinism_check, is_learning=self._learning, is_nested=is_nested)
+            self._call_state = state.take(modes, is_nested=is_nested)
             may_draw_on_host = self._learning or not block.learns or modes in state.host_rng_modes
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
@@ -190,7 +194,8 @@ class Frame(Call):
     def _original_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
         recorder = block.recorder
-        hooks: tuple[Any, Any] = self.pack, self.unpack
+        pack = self.pack if self.values is None else self.values.hook(self.pack)
+        hooks: tuple[Any, Any] = pack, self.unpack
         if recorder is not None:
             hooks = recorder.original_forward_began(block.name, *hooks)
         run = self.original = Execution(self, running.get(), is_recomputation=False)
@@ -199,6 +204,8 @@ class Frame(Call):
                 return self._function(*args, **kwargs)
         finally:
             self.original = run.outer
+            if self.values is not None:
+                self.values.end_forward()
             if recorder is not None:
                 recorder.original_forward_ended(block.name, tensors_in((args, kwargs)))
 
@@ -344,8 +351,12 @@ class Frame(Call):
                         else mismatch.mutates_argument(title, self._arguments.name(position))
                     )
             fault = run.fault()
-            if fault is not None and (self._strict or isinstance(fault.first, int)):
+            if fault is not None and (self._determinism_check != "none" or isinstance(fault.first, int)):
                 raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
+            fault = run.comparison.end() if run.comparison is not None else None
+            if fault is not None:
+                fault = fault.located(self._watch_recomputation)
+                raise RecomputeError(mismatch.values_differ(self.block.title, fault))
         finally:
             if recorder is not None:
                 recorder.recomputation_ended(self.block.name)
@@ -406,7 +417,7 @@ class Frame(Call):
     def _run_again(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs forward, in the context variables of the call."""
         with (
-            ExecutionScope(run, run.pack, run.unpack),
+            ExecutionScope(run, *run.hooks()),
             self.contexts.recomputation(self) if self.contexts else _NOTHING,
         ):
             torch.set_grad_enabled(True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, final
 
 import torch
@@ -20,7 +21,7 @@ _FIX = (
     "fix: make forward depend on its arguments, parameters and RNG state alone, or set "
     "activation_checkpointing = False on this block, or call the function without checkpoint()"
 )
-_LIBRARIES = tuple(str(Path(module).parent) for module in (torch.__file__, __file__))
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 @final
@@ -36,6 +37,8 @@ class Fault:
     second: _Kind | int
     op: str = ""
     line: str = ""
+    difference: float = 0.0
+    """Of the values, relative, where ``first`` and ``second`` are equal."""
 
     def located(self, recompute: Callable[[Callable[[int], None]], None]) -> Fault:
         """Returns the fault with its op and line. ``recompute`` passes the number of each saved tensor on."""
@@ -70,12 +73,23 @@ class _OpFinder(TorchFunctionMode):
             return
         func = self._running[0] if self._running else None
         self.op = "an op" if func is None else resolve_name(func) or getattr(func, "__name__", repr(func))
-        frame = sys._getframe(1)  # inspect.stack() reads every source file on the way
-        while frame is not None:
-            if not frame.f_code.co_filename.startswith(_LIBRARIES):
-                self.line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                return
-            frame = frame.f_back  # type: ignore[assignment]
+        self.line = calling_line(sys._getframe(1))  # inspect.stack() reads every source file on the way
+
+
+def calling_code(frame: FrameType | None) -> CodeType | None:
+    """Returns the innermost code from ``frame`` outwards that is not ours: what calls the op that saves a tensor."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[1]):
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
+
+
+def calling_line(frame: FrameType | None) -> str:
+    """Returns the file and the line of the innermost code from ``frame`` outwards that is neither torch's nor ours."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def differs(block: str, fault: Fault) -> str:
@@ -101,6 +115,37 @@ def raised_in_recomputation(block: str) -> str:
         "has ended, a tensor whose `data` was replaced · fix: leave it as it is until backward() has ended, or set "
         "activation_checkpointing = False on this block"
     )
+
+
+_CAUSES = (
+    "something that its forward reads has changed since, such as an attribute of an object, a context variable, a "
+    "mode, a global, or a tensor through `.data`"
+)
+_FIX_VALUES = (
+    "fix: pass it to the block as an argument, or leave it as it is until backward() is over; if the difference is "
+    "deliberate, ask graphckpt.blocks.is_recomputing() in forward, or set determinism_check='none' on this block"
+)
+
+
+def values_differ(block: str, fault: Fault, *, is_late: bool = False) -> str:
+    """Returns the message for a difference in values; ``is_late`` if the backward that it belongs to is over."""
+    assert not isinstance(fault.first, int)
+    where = (f", saved by {fault.op}" if fault.op else ", saved") + f" at {fault.line}" if fault.line else ""
+    effect = "gradients would be wrong"
+    if is_late:
+        effect = "the gradients of that step may be wrong, and the update that followed it was made"
+    message = (
+        f"{block}: saved tensor {fault.position}{where}, {_describe(*fault.first)}: expected the values of the "
+        f"original forward, got others in the recomputation (relative difference {fault.difference:.1e}), so "
+        f"{effect}: {_CAUSES} · {_FIX_VALUES}"
+    )
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1 and not is_late:
+        message += (
+            "; if the program catches this error, call torch.distributed.destroy_process_group(), since the other "
+            "ranks may wait in a collective that this one does not reach"
+        )
+    return message
 
 
 def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind]) -> str:

@@ -131,7 +131,7 @@ class AutoPlan:
         model, blocks, options = self._find_blocks(step.config.plan_options)
         if options.compile not in (None, False) or options.partition:
             raise PlanError("blocks that are compiled or partitioned cannot be planned without memory")
-        resolved = resolve_policies(step.roots.items(), self._tree.configs)
+        resolved = resolve_policies(step.roots.items(), self._tree.configs, step.config.determinism_check)
         before = {w.module: w for w in resolved.wrappers}
         device = next(model.parameters()).device
         try:

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 
+from graphckpt.engine.sampling import parse_determinism_check
 from graphckpt.errors import ConfigError, did_you_mean
 from graphckpt.graph.capture import CHOICES, CaptureBackend
 from graphckpt.planning.options import PlanOptions, check_budget
@@ -63,6 +64,10 @@ class GraphConfig:
     :meth:`graphckpt.Graph.plan`."""
     plan_options: Any = PlanOptions()
     """The :class:`~graphckpt.planning.PlanOptions` of such plans, or a mapping of its fields."""
+    determinism_check: str = "default"
+    """What is compared in the recomputation of blocks that do not say so themselves: ``"none"``, nothing;
+    ``"default"``, shapes and dtypes of all saved tensors, and the values of some calls; ``"values"``, the values of
+    every call. Replays of a capture are not checked."""
     on_out_of_memory: str = "raise"
     """``"replan"`` plans again when a step runs out of memory, for the memory that is free, and repeats the step, with
     one warning. Each step then keeps a copy of the buffers."""
@@ -101,6 +106,11 @@ class GraphConfig:
             raise ConfigError(
                 f"Graph.config.{name}: expected 'raise' or 'replan', got {value!r}{hint} · fix: use one of these"
             )
+        if name == "determinism_check":
+            try:
+                parse_determinism_check(value)
+            except ConfigError as error:
+                raise ConfigError(f"Graph.config.{error}") from None
         if name == "plan_options":
             value = PlanOptions.of(value, "Graph.config.plan_options")
         object.__setattr__(self, name, value)
@@ -164,6 +174,8 @@ class GraphConfig:
             settings.append(f"gradient_accumulation_steps={self.num_micro_batches}")
         if self.capture != "auto":
             settings.append(f"capture={self.capture if isinstance(self.capture, str) else self.capture.name!r}")
+        if self.determinism_check != "default":
+            settings.append(f"determinism_check={self.determinism_check!r}")
         if self.strict_static:
             settings.append("strict_static=True")
         return ", ".join(settings)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from graphckpt.blocks.proxy import BlockTree, unwrap
+from graphckpt.engine.values import report_differences
 from graphckpt.errors import GraphError, bullets
 from graphckpt.graph.config import GraphConfig
 from graphckpt.graph.out_of_memory import call_or_replan
@@ -314,6 +315,7 @@ class Graph:
     def state_dict(self, destination: Any = None) -> OrderedDict[str, Any]:
         """Returns each module's state under its attribute name, and that of optimizers, schedulers and scaler."""
         self._step.count_steps()
+        report_differences()
         state: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
         for name, module in self._roots.items():
             state[name] = module.state_dict()

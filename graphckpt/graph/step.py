@@ -197,9 +197,17 @@ class Step:
     def prepare(self) -> None:
         if not self.setup.is_stale:
             return
-        plan = resolve_policies(self.roots.items(), self._tree.configs)
+        plan = resolve_policies(self.roots.items(), self._tree.configs, self.config.determinism_check)
         blocks = [
-            (w.module, w.rule, w.placement, w.compile_options, w.is_part, [ref(m) for m in w.module.modules()])
+            (
+                w.module,
+                w.rule,
+                w.placement,
+                w.compile_options,
+                w.is_part,
+                w.determinism_check,
+                [ref(m) for m in w.module.modules()],
+            )
             for w in plan.wrappers
             if w.module is not None
         ]
@@ -237,7 +245,8 @@ class Step:
         if self.watcher is None:
             self.watcher = StepRecorder(self.name, self._prepared[-1], self._policies)
         if self._num_watched >= _WATCHED_OPS and not self._is_measured:
-            return self.watcher.time()
+            # A step that will be captured has no other warm-up step to be checked in.
+            return self.watcher.time(checks_values=self.captured is not None)
         return self.watcher.measure(tensors_in((args, kwargs)))
 
     def _train(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import GraphError
 from graphckpt.graph.capture import modules_of
 from graphckpt.training_state import ModuleTree, TrainingState
@@ -37,6 +38,7 @@ class Verification:
         return f"bitwise equal to the plain step: {steps}, {self.num_tensors} tensors, {format_bytes(self.num_bytes)}"
 
 
+@without_value_checks()
 def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verification:
     """Runs each step twice from one state, as the Graph does it and plainly, and compares outputs and state.
 

@@ -30,7 +30,8 @@ class GraphckptCallback(PolicyCallback, Callback):
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the first batch with optimizer
             states, and that of a plan; ``True`` one line for each, ``False`` nothing, and measures no batch.
         plot: File for a picture of the live bytes over the same batch, ``.png``, ``.svg`` or ``.html``.
-        **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
+        **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``,
+            ``determinism_check``.
 
     Raises:
         ConfigError: A field does not exist, or a value is invalid for it.

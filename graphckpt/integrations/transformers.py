@@ -49,7 +49,8 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
             optimizer states, and that of a plan; ``True`` one line for each, ``False`` nothing.
         plot: File for a picture of the live bytes over the second step, ``.png``, ``.svg`` or ``.html``.
-        **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``.
+        **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``,
+            ``determinism_check``.
 
     Raises:
         ConfigError: A field does not exist, or a value is invalid for it.
@@ -229,6 +230,10 @@ class GraphckptArguments:
     graphckpt_offload: str | None = field(default=None, metadata={"help": "cpu, disk, or disk:/a/folder"})
     graphckpt_contiguous: bool | None = field(default=None, metadata={"help": "whether saved tensors are in one slab"})
 
+    graphckpt_determinism_check: str | None = field(
+        default=None, metadata={"help": "what a recomputation is compared by: none, default, or values for every call"}
+    )
+
     def keys(self) -> dict[str, Any]:
         """Returns the arguments of :class:`GraphckptCallback`.
 
@@ -239,7 +244,11 @@ class GraphckptArguments:
         {'rule': 'full', 'unit': None, 'blocks': {'*.h.0': False}, 'offload': 'disk'}
         """
         rule: Any = None if self.graphckpt_rule == "none" else self.graphckpt_rule
-        fields = {"offload": self.graphckpt_offload, "contiguous": self.graphckpt_contiguous}
+        fields = {
+            "offload": self.graphckpt_offload,
+            "contiguous": self.graphckpt_contiguous,
+            "determinism_check": self.graphckpt_determinism_check,
+        }
         set_fields = {name: value for name, value in fields.items() if value is not None}
         if self.graphckpt_memory_budget is not None:
             rule = True if rule == "full" else rule

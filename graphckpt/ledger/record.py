@@ -134,6 +134,8 @@ class StepRecord:
     """The predicted live bytes of the step without policies, at each event of :attr:`timeline`."""
     tensors: tuple[TensorLife, ...] = field(default=(), repr=False)
     """Every tensor storage of the measured step, in order of allocation."""
+    sketch_bytes: int = 0
+    """What the value check holds on top, in the steps in which all blocks are checked; a measured step is not."""
     legend: tuple[tuple[str, str], ...] = ()
     """Names of rules in the rows, and what they stand for."""
     warnings: tuple[str, ...] = ()

@@ -280,6 +280,8 @@ def _summary(explanation: StepRecord) -> Iterator[str]:
     yield _change("kept for backward", explanation.bytes_before, explanation.bytes_after)
     if offloaded := offloaded_bytes(explanation):
         yield f"offloaded: {offloaded}"
+    if explanation.sketch_bytes:
+        yield f"value check: {format_bytes(explanation.sketch_bytes)} of sketches in the steps that it checks"
     peak_bytes, plain_bytes = explanation.peak_bytes, explanation.plain_peak_bytes
     if peak_bytes is not None:
         if plain_bytes is None or plain_bytes == peak_bytes:

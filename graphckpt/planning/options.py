@@ -61,6 +61,9 @@ class PlanOptions:
     """Whether each layer is compiled inside of its policy: ``True``, or the arguments of ``torch.compile``. The levels
     of ``selective`` are then replaced by the compiler's ``activation_memory_budget`` at 0.8, 0.5, 0.3 and 0.1, unless
     ``candidates`` or an ``activation_memory_budget`` is given."""
+    determinism_check: str | None = None
+    """What is compared in the recomputations of the planned blocks, ``"none"``, ``"default"`` or ``"values"``, and
+    saved with the plan. ``None``: as the blocks around them."""
     group: Any = field(default=None, metadata=_except("config", "command"))
     """The processes that run this step together: a ``ProcessGroup``, whose ranks must all plan and get the same plan.
     ``None`` is the default group if ``torch.distributed`` is initialized; ``False`` is this process alone."""
@@ -82,7 +85,7 @@ class PlanOptions:
                 f"progress: expected True, False or a function, got {self.progress!r} · fix: progress=True"
             )
         _ = self.host_bytes
-        BlockConfig("plan").update({"compile": self.compile})
+        BlockConfig("plan").update({"compile": self.compile, "determinism_check": self.determinism_check})
 
     @property
     def host_bytes(self) -> int | None:

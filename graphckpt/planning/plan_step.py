@@ -14,6 +14,7 @@ from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.apply import apply
 from graphckpt.blocks.forward import policy_of
 from graphckpt.blocks.select import Selector, layers, select
+from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
 from graphckpt.planning import options as budgets
@@ -140,7 +141,7 @@ def plan_step(
             return lowest_and_check(planner, step, group)
         return plan_and_check(planner, step, limit, group)
 
-    with _progress_of(options, group) as progress:
+    with without_value_checks(), _progress_of(options, group) as progress:
         progress.begin("running the step to measure it")
         with step.standing_alone() if isinstance(step, RecordedStep) else nullcontext():
             planners = measure_all(step, model, blocks, options, group, notes, progress)

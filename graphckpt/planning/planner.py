@@ -15,7 +15,7 @@ from graphckpt.ledger.table import time_of
 from graphckpt.planning.candidates import JOINED, parse_compile
 from graphckpt.planning.memory_model import MeasuredStep
 from graphckpt.planning.options import PlanOptions
-from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan import KEEP_ALL, Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import PolicyChoice, PolicySearch
@@ -112,6 +112,8 @@ class Planner:
                 name, fields = f"{name}, compiled", {"compile": compile_field, **fields}
             if self.options.contiguous and not (option is JOINED or option.is_far):
                 name, fields = f"{name} + slab", {**fields, "contiguous": True}
+            if self.options.determinism_check is not None and fields != KEEP_ALL:
+                fields["determinism_check"] = self.options.determinism_check
             rows.append(
                 PlanRow(
                     block=measured.names[block],

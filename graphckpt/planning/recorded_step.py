@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from graphckpt._compat import unseen_by_modes
 from graphckpt.blocks.hooks import ModuleHook
+from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.memory_model import StepSample
@@ -240,6 +241,7 @@ class RecordedStep(RealStep):
                 recorder.add(number, module, args, kwargs)
 
         with ExitStack() as stack:
+            stack.enter_context(without_value_checks())
             for number, module in enumerate(self._blocks.modules):
                 hook = ModuleHook(partial(record, number))
                 stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)

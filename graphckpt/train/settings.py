@@ -149,6 +149,9 @@ class ActivationCheckpointConfig:
     """Whether they are partitioned over the processes of ``train.dist.tensor_parallel_size``."""
     contiguous: bool | None = None
     """Whether they are stored in one slab, as big as the first step needs."""
+    determinism_check: Literal["none", "default", "values"] | None = None
+    """What is compared in the recomputation of every unit: nothing; shapes and dtypes, and the values of some calls;
+    or the values of every call. ``None`` is ``"default"``."""
     compile: bool | dict[str, Any] | None = None
     """Whether each unit is compiled inside of its policy; or what ``torch.compile`` is called with."""
 
@@ -179,7 +182,9 @@ class ActivationCheckpointConfig:
     @property
     def beside_rule(self) -> dict[str, Any]:
         """The keys that hold for every unit, whatever its rule, as far as they are set."""
-        values = {name: getattr(self, name) for name in ("offload", "partition", "contiguous", "compile")}
+        values = {
+            name: getattr(self, name) for name in ("offload", "partition", "contiguous", "determinism_check", "compile")
+        }
         return {name: value for name, value in values.items() if value is not None}
 
     def plan_options(self, **changes: Any) -> PlanOptions:

@@ -15,6 +15,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphckpt.engine.values import report_differences
 from graphckpt.errors import ConfigError, GraphError, first_line
 from graphckpt.graph.out_of_memory import is_out_of_memory
 from graphckpt.train.build_model import BuiltModel, EvalGraph, TrainGraph, build_model, check_task
@@ -169,6 +170,7 @@ class Trainer:
                     batch = step.batches.get(loop.done)
                     plan_on_batch(graph, section, self.report, self.saved, batch)
             loop.run()
+            report_differences()
         files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
         result = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
         self.report.show(result.table())

@@ -128,11 +128,14 @@ def left_behind(stores: set[Any]) -> list[str]:
 
 
 def run(
-    make_model: Callable[[], nn.Module], rules: dict[str, Any] | None, steps: list[tuple[Any, dict[str, Any]]]
+    make_model: Callable[[], nn.Module],
+    rules: dict[str, Any] | None,
+    steps: list[tuple[Any, dict[str, Any]]],
+    determinism_check: str = "default",
 ) -> dict[str, Any]:
     """Runs the steps under ``rules``, or as the plain model if they are ``None``, and returns what was seen."""
     model = make_model().to(DEVICE)
-    handle = None if rules is None else graphckpt.apply(model, rules)
+    handle = None if rules is None else graphckpt.apply(model, rules, determinism_check=determinism_check)
     bench = Bench(model, handle)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.5)
     torch.manual_seed(5)
@@ -175,10 +178,12 @@ class Captured(graphckpt.Graph):
         return loss
 
 
-def run_captured(make_model: Callable[[], nn.Module], rules: dict[str, Any] | None, capture: str) -> dict[str, Any]:
+def run_captured(
+    make_model: Callable[[], nn.Module], rules: dict[str, Any] | None, capture: str, determinism_check: str = "default"
+) -> dict[str, Any]:
     """Runs seven steps of a Graph: three to warm up, then one that is captured, and its replays."""
     model = make_model().to(DEVICE)
-    handle = None if rules is None else graphckpt.apply(model, rules)
+    handle = None if rules is None else graphckpt.apply(model, rules, determinism_check=determinism_check)
     graph, inputs = Captured(model, capture), torch.Generator().manual_seed(1)
     torch.manual_seed(5)
     seen = {f"loss {number}": frozen(graph(torch.randn(4, D, generator=inputs).to(DEVICE))) for number in range(7)}

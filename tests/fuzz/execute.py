@@ -90,7 +90,7 @@ class Outcome:
         return self.kind == other.kind and _class_of(self) == _class_of(other)
 
 
-def execute(programme: Programme) -> Outcome:
+def execute(programme: Programme, *, determinism_check: str = "default") -> Outcome:
     steps = [(SHAPES[step.shape], step.options()) for step in programme.steps]
     make_model = partial(_model_of, programme)
 
@@ -101,7 +101,7 @@ def execute(programme: Programme) -> Outcome:
         except Exception as error:
             return Outcome("invalid", _text(error))
         try:
-            ours = run(make_model, _rules(programme), steps)
+            ours = run(make_model, _rules(programme), steps, determinism_check)
         except GraphckptError as error:
             family = family_of(error, programme)
             return Outcome("documented" if family else "refused", _text(error), family or _place_of(error))
@@ -117,7 +117,7 @@ def execute(programme: Programme) -> Outcome:
         return Outcome("differs", f"{names[0]}{values}{more}")
 
 
-def execute_captured(programme: Programme) -> Outcome:
+def execute_captured(programme: Programme, *, determinism_check: str = "default") -> Outcome:
     """Runs the model of a programme as a captured step, plain and under its policies."""
     make_model = partial(_model_of, programme)
 
@@ -128,7 +128,7 @@ def execute_captured(programme: Programme) -> Outcome:
         except Exception as error:  # most of what a plain model does with values on the host cannot be captured
             return Outcome("invalid", _text(error))
         try:
-            ours = run_captured(make_model, _rules(programme), "cuda_graph")
+            ours = run_captured(make_model, _rules(programme), "cuda_graph", determinism_check)
         except GraphckptError as error:
             has_disk = isinstance(error, GraphError) and "isk" in str(programme.rules())
             kind = "documented" if has_disk else "refused"

@@ -52,7 +52,7 @@ def main() -> int:
         for kinds in (LAYERS, CONTAINERS, SHAPES):
             kinds.pop(name, None)  # type: ignore[attr-defined]
         RULES[:] = [rule for rule in RULES if name.lower() not in rule.lower()]
-    how = execute_captured if arguments.captured else execute
+    how = partial(execute_captured if arguments.captured else execute, determinism_check=arguments.determinism_check)
     if arguments.worker:
         return _work(*arguments.worker, minutes=arguments.minutes, execute=how)
     if arguments.seed is not None:
@@ -69,6 +69,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--device", choices=["cpu", "simulated"], default="cpu", help="where the models are")
     parser.add_argument("--captured", action="store_true", help="captured steps alone; on the simulated device")
+    parser.add_argument(
+        "--determinism-check", choices=["none", "default", "values"], default="default", help="what policies compare"
+    )
     parser.add_argument("--without", nargs="*", default=[], help="kinds of layers, steps, rules to leave out")
     parser.add_argument("--scripts", type=Path, help="a folder for the scripts, which are printed otherwise")
     parser.add_argument("--worker", nargs=3, type=int, help=argparse.SUPPRESS)
@@ -138,7 +141,8 @@ class _Run:
 
     def _command(self, *words: str) -> list[str]:
         arguments = self._arguments
-        settings = ["--device", arguments.device, *["--captured"] * arguments.captured, "--without", *arguments.without]
+        settings = ["--device", arguments.device, "--determinism-check", arguments.determinism_check]
+        settings += [*["--captured"] * arguments.captured, "--without", *arguments.without]
         return [sys.executable, __file__, *settings, *words]
 
     def _note(self, told: dict[str, Any]) -> None:

@@ -21,8 +21,8 @@ from graphckpt.train.settings import ActivationCheckpointConfig
 
 VALUES = {
     "offload": "disk", "host_budget": "1GiB", "blocks": ["layers.*"], "candidates": ("full",), "head": {"head": "full"},
-    "partition": True, "contiguous": True, "compile": {"backend": "eager"}, "group": False, "check": False,
-    "progress": print,
+    "partition": True, "contiguous": True, "compile": {"backend": "eager"},
+    "determinism_check": "values", "group": False, "check": False, "progress": print,
 }  # fmt: skip
 ELSEWHERE = {
     "blocks": "a config selects them by `unit`, which the command reads",

@@ -17,6 +17,7 @@ from typing import Any, Literal, final
 
 from torch import Tensor
 
+from graphckpt.engine.values import report_differences
 from graphckpt.train.data.tokens import END_OF_TEXT
 from graphckpt.train.loop import HookBase, Loop, TrainError
 from graphckpt.train.output import hidden
@@ -59,6 +60,7 @@ class SnapshotWriter:
         """
         where = loop.position
         loop.synchronize()
+        report_differences()
         started = time.perf_counter()
 
         def done() -> None:

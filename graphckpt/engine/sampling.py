@@ -1,0 +1,75 @@
+"""Which calls the value check compares: the setting ``determinism_check``, and the choice of calls by default.
+
+::
+
+    calls of a block    0 1 2 3 4 ... 17 ... 81 ... 145 ...
+    checked             x x x         x      x      x           one in 64 after the first three
+
+A call that begins while bytes or times are measured is neither checked nor counted.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, final
+
+from graphckpt.errors import ConfigError, did_you_mean, shown
+
+CHECKS = ("none", "default", "values")
+"""The values of ``determinism_check``."""
+
+
+def parse_determinism_check(value: Any) -> str:
+    if not isinstance(value, str) or value not in CHECKS:
+        hint = did_you_mean(value, CHECKS) if isinstance(value, str) else ""
+        what = f"expected 'none', 'default' or 'values', got {shown(value)}"
+        raise ConfigError(f"determinism_check: {what}{hint} · fix: use 'default'")
+    return str(value)
+
+
+_FIRST = 3  # the learning call, and two that use what it has taught
+PERIOD = 64
+"""Of the calls after them, one in so many is checked."""
+
+
+@final
+class CallSampler:
+    """Chooses the calls whose values are checked by default, of one block or of a function that has no block.
+
+    All ranks must choose the same call, since one that raises alone leaves the others in a collective: neither a
+    random number nor a string's ``hash`` decides. Blocks take turns, so that no step pays for all of them.
+    """
+
+    __slots__ = ("_end", "_is_of_block", "_number", "_turn", "has_warned", "num_bytes")
+
+    def __init__(self, name: str, *, is_of_block: bool = True) -> None:
+        self._is_of_block = is_of_block  # otherwise each call is a learning call
+        self._number = 0
+        self._end = _FIRST  # of the calls that are checked one after the other
+        self._turn = zlib.crc32(name.encode()) % PERIOD
+        self.has_warned = False
+        self.num_bytes = 0
+        """The most that the sketches of a call have taken."""
+
+    def is_due(self, *, is_learning: bool) -> bool:
+        number = self._number
+        self._number = number + 1
+        if is_learning and self._is_of_block:
+            self._end = number + _FIRST
+        return number < self._end or number % PERIOD == self._turn
+
+
+is_paused: ContextVar[bool] = ContextVar("value checks are paused", default=False)
+
+
+@contextmanager
+def without_value_checks() -> Iterator[None]:
+    """Checks and counts no call that begins in this context: bytes and times are measured in it."""
+    token = is_paused.set(True)
+    try:
+        yield
+    finally:
+        is_paused.reset(token)
