@@ -45,4 +45,5 @@ def main(code: str, target: str) -> None:
     torch.save(dict(graph.state_dict()), folder / "graph.pt")
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
