@@ -105,7 +105,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return 0.0
 
 
-class _Layout(NamedTuple):
+class _Reading(NamedTuple):
     """How a tensor is read. The original one decides, so that both are read in the same order."""
 
     order: tuple[int, ...] | None
@@ -117,16 +117,16 @@ class _Layout(NamedTuple):
     """The number of elements to read at a time; 0 is all of them, without a copy."""
 
 
-_AS_IT_IS = _Layout(None, (), False, 0)
+_AS_IT_IS = _Reading(None, (), False, 0)
 _FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 class Sketch(NamedTuple):
-    layout: _Layout
+    layout: _Reading
     values: torch.Tensor
 
 
-def sketch_of(tensor: torch.Tensor, layout: _Layout | None = None) -> Sketch | None:
+def sketch_of(tensor: torch.Tensor, layout: _Reading | None = None) -> Sketch | None:
     """Returns the sketch of a tensor, read by ``layout`` if that is given; ``None`` if it has no plain values.
 
     It is called :func:`unobserved`. No temporary takes more than 1 % of a large tensor.
@@ -140,7 +140,7 @@ def sketch_of(tensor: torch.Tensor, layout: _Layout | None = None) -> Sketch | N
         return None
     if layout in (None, _AS_IT_IS) and tensor.is_contiguous() and tensor.dtype in _FLOATS:  # nearly all of them
         return Sketch(_AS_IT_IS, _project_flat(tensor))
-    layout = layout or _layout_of(tensor)
+    layout = layout or _reading_of(tensor)
     if tensor.is_conj() is not layout.is_conjugate:
         return None
     if tensor.is_complex():
@@ -170,14 +170,14 @@ def _refuses_products() -> bool:
     return is_strict and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def _layout_of(tensor: torch.Tensor) -> _Layout:
+def _reading_of(tensor: torch.Tensor) -> _Reading:
     shape, strides = tensor.shape, tensor.stride()
     is_contiguous = tensor.is_contiguous()
     repeated = () if is_contiguous else tuple([d for d, s in enumerate(strides) if s == 0 and shape[d] > 1])
     order = None
     if not is_contiguous:
         order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
-    layout = _Layout(order, repeated, tensor.is_conj(), 0)
+    layout = _Reading(order, repeated, tensor.is_conj(), 0)
     read = _in_order(tensor, layout)
     if read.is_contiguous() and read.dtype in _TOLERANCES:
         return layout
@@ -185,13 +185,13 @@ def _layout_of(tensor: torch.Tensor) -> _Layout:
     return layout._replace(piece=max(_PIECE, rows * _ROW))
 
 
-def _in_order(tensor: torch.Tensor, layout: _Layout) -> torch.Tensor:
+def _in_order(tensor: torch.Tensor, layout: _Reading) -> torch.Tensor:
     for dim in layout.repeated:
         tensor = tensor.narrow(dim, 0, 1)
     return tensor if layout.order is None else tensor.permute(layout.order)
 
 
-def _project(tensor: torch.Tensor, layout: _Layout) -> torch.Tensor | None:
+def _project(tensor: torch.Tensor, layout: _Reading) -> torch.Tensor | None:
     tensor = _in_order(tensor, layout)
     is_contiguous = tensor.is_contiguous()
     if not layout.piece:

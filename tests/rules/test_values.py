@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphckpt
 from graphckpt import RecomputeError, Selective
 from graphckpt.blocks import is_recomputing
+from graphckpt.blocks.functional import _sampler_of
 from graphckpt.engine import values
 from graphckpt.engine.sampling import CallSampler, without_value_checks
 from graphckpt.engine.values import Sketch, relative_differences, sketch_of, tolerance_of
@@ -284,6 +285,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         begin(self, block, **kwargs)
 
     monkeypatch.setattr(values.ValueCheck, "__init__", note)
+    _sampler_of.cache_clear()  # which has counted the calls of other tests
     return names
 
 
