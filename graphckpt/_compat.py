@@ -122,6 +122,10 @@ current_backward = torch._C._current_graph_task_id
 """Returns the number of the backward that this thread works for, ``-1`` outside of one."""
 
 
+current_accelerator = torch._C._accelerator_getAccelerator
+"""``torch.accelerator.current_accelerator()`` without its Python, and without a copy of its result."""
+
+
 def is_fake(value: Any) -> bool:
     """Whether ``value`` is a tensor of ``FakeTensorMode``: shape, dtype and history without memory or values."""
     return isinstance(value, FakeTensor)

@@ -104,14 +104,8 @@ def keep_context() -> Context:
     A recomputation must not add to it a second time, and a block must not hold its own output until its backward, for
     it would never be freed without a backward. Nor are outputs of other blocks held longer for that.
     """
-
-    def weakly(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor) or item.grad_fn is None or item.layout is not torch.strided:
-            return item
-        kind = item.size(), item.stride(), item.storage_offset(), item.dtype, item.device
-        return _FreedTensor(weakref.ref(item), kind)
-
-    return _with_copies(copy_context(), weakly)
+    context = copy_context()
+    return context if _has_no_container(context) else _with_copies(context, _weakly)
 
 
 def context_again(context: Context, stand_in: Callable[[Any], Any]) -> Context:
@@ -123,16 +117,24 @@ def context_again(context: Context, stand_in: Callable[[Any], Any]) -> Context:
         tensor = item.tensor()
         return stand_in(item.kind) if tensor is None else tensor
 
-    return _with_copies(context.copy(), alive)
+    return context.copy() if _has_no_container(context) else _with_copies(context.copy(), alive)
+
+
+def _has_no_container(context: Context) -> bool:
+    return _COPIED.isdisjoint(map(type, context.values()))
+
+
+def _weakly(item: Any) -> Any:
+    if not isinstance(item, torch.Tensor) or item.grad_fn is None or item.layout is not torch.strided:
+        return item
+    kind = item.size(), item.stride(), item.storage_offset(), item.dtype, item.device
+    return _FreedTensor(weakref.ref(item), kind)
 
 
 def _with_copies(context: Context, function: Callable[[Any], Any]) -> Context:
-    containers = [
-        (variable, value) for variable, value in context.items() if type(value) in _CONTAINERS or type(value) is tuple
-    ]
-    if containers:
-        twins: dict[int, Any] = {}
-        context.run(_set_all, [(variable, _twin(value, twins, function)) for variable, value in containers])
+    containers = [(variable, value) for variable, value in context.items() if type(value) in _COPIED]
+    twins: dict[int, Any] = {}
+    context.run(_set_all, [(variable, _twin(value, twins, function)) for variable, value in containers])
     return context
 
 

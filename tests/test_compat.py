@@ -16,13 +16,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphckpt
 from graphckpt import _compat, _compat_compiler
-from graphckpt._compat import call_with_autocast
+from graphckpt._compat import FakeTensorMode, call_with_autocast
 from graphckpt._compat_compiler import never_compiled
+from graphckpt.ledger.live_memory import LiveBytes
 
 
 def test_active_hooks_are_the_innermost_pair() -> None:
@@ -55,6 +58,68 @@ def test_a_version_sharing_alias_sees_later_edits() -> None:
     y.add_(1)
     assert shared._version > versions[0]
     assert alone._version == versions[1], "a plain detach() would do: version_sharing_detach can go"
+
+
+class CountEntries(TorchDispatchMode):
+    """A mode of a user's, which notes when it is entered and what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_entries = 0
+        self.ops: list[str] = []
+
+    def __enter__(self) -> Any:
+        self.num_entries += 1
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Renames(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.cos(*args) if func is torch.sin else func(*args, **(kwargs or {}))
+
+
+def test_foreign_modes_are_those_of_users_innermost_last() -> None:
+    assert _compat.foreign_modes() == ((), ())
+    outer, inner, function = CountEntries(), CountEntries(), Renames()
+    with torch.device("cpu"), LiveBytes(), FakeTensorMode(), FlopCounterMode(display=False), outer, inner, function:
+        assert _compat.foreign_modes() == ((function,), (outer, inner))
+    assert _compat.foreign_modes() == ((), ())
+
+
+def test_modes_are_active_without_being_entered() -> None:
+    mode, function = CountEntries(), Renames()
+    with _compat.within_modes([function], [mode]):
+        assert _compat.foreign_modes() == ((function,), (mode,))
+        assert torch.sin(torch.zeros(1)).item() == 1
+    assert mode.num_entries == 0
+    assert mode.ops == ["aten.zeros.default", "aten.cos.default", "aten._local_scalar_dense.default"]
+    with pytest.raises(ZeroDivisionError), _compat.within_modes([function], [mode]):
+        1 / 0
+    assert _compat.foreign_modes() == ((), ())
+
+
+def test_global_forward_hooks_are_where_torch_registers_them() -> None:
+    pre_hooks, hooks = _compat.global_forward_hooks()
+    module = nn.modules.module
+    handles = [
+        module.register_module_forward_pre_hook(lambda *_: None),
+        module.register_module_forward_hook(lambda *_: None, always_call=True),
+    ]
+    try:
+        assert [len(each) for each in pre_hooks] == [1]
+        assert [len(each) for each in hooks] == [1, 0, 1]
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not any([*pre_hooks, *hooks])
+
+
+def test_the_accelerator_is_the_same_without_python() -> None:
+    assert _compat.current_accelerator() == torch.accelerator.current_accelerator()
 
 
 def test_which_tensors_share_a_version_counter() -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import global_forward_hooks, is_fake, storage_of
+from graphckpt._compat import current_accelerator, global_forward_hooks, is_fake, storage_of
 from graphckpt.engine.objects import (
     ABSENT,
     CONTAINERS,
@@ -52,6 +52,7 @@ from graphckpt.tree import ATOMS, tensors_in
 _OWN = frozenset(nn.Module().__dict__)  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
+_NOTHING_BORROWED: frozenset[int] = frozenset()
 _MAX_REACHED = 256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
 
 _Edit: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
@@ -192,7 +193,7 @@ class ModuleState:
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
 
     def devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
-        if torch.accelerator.current_accelerator() is None:
+        if current_accelerator() is None:
             return ()
         return rng_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
 
@@ -221,7 +222,7 @@ class ModuleState:
             modes,
             tensors,
             _versions(tensors),
-            _copies(tensors, scope.copied, shares_memory=scope.shares_memory),
+            _copies(tensors, scope.copied, shares_memory=scope.shares_memory) if scope.copied else {},
             scope.names,
             attributes,
             reached,
@@ -441,7 +442,7 @@ class ModuleState:
             self._put_numbers(state.numbers, edit)
         if state.hooks or any(self._hooks):
             self._put_hooks(state.hooks, undo)
-        parameters = [owner.get(key) for owner, key in self._slots[: self._num_parameters]]
+        parameters = [*starmap(dict.get, self._slots[: self._num_parameters])]
         if self._trainable(parameters) != state.trainable:
             _put_trainable(parameters, state.trainable, restore)
         return borrowed
@@ -487,7 +488,7 @@ class ModuleState:
             yield from tensors_in([contents for _, contents in objects])
 
     def _slots_of(self, state: CallState) -> list[tuple[dict[str, Any], str]]:
-        return self._slots + [(_fields(ref), key) for ref, key in state.names]
+        return self._slots + [(_fields(ref), key) for ref, key in state.names] if state.names else self._slots
 
     def _put_tensors(self, state: CallState, edit: _Edit, restore: ExitStack) -> frozenset[int]:
         slots = self._slots_of(state)
@@ -497,7 +498,10 @@ class ModuleState:
                 if present is not tensor and not _is_sharding(present, tensor):
                     edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
         borrowed = set()
-        for index, clone in _copies(state.copies, state.copies, shares_memory=state.scope.shares_memory).items():
+        copies = state.copies
+        if copies:
+            copies = _copies(copies, copies, shares_memory=state.scope.shares_memory)
+        for index, clone in copies.items():
             owner, key = slots[index]
             tensor = state.tensors[index]
             # A cache may know a buffer by its identity, as nested tensors know their offsets. One that forward leaves
@@ -514,7 +518,7 @@ class ModuleState:
             for owner in (*self._owners[0], *self._empty):
                 for key in [key for key, value in owner.items() if (id(owner), key) not in keys and _is_plain(value)]:
                     del edit(owner)[key]
-        return frozenset(borrowed)
+        return frozenset(borrowed) if borrowed else _NOTHING_BORROWED
 
     def hide(
         self, state: CallState, unread: Collection[int], stand_in: Callable[[torch.Tensor], Any], undo: Objects

@@ -40,7 +40,10 @@ class Holder:
     __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = shape_of(tensor)
+        try:
+            self.shape = tensor.shape
+        except RuntimeError:  # of a nested tensor; asked for afterwards, as every saved tensor comes by here
+            self.shape = shape_of(tensor)
         self.dtype = tensor.dtype
         self.value: torch.Tensor | None = None
         self.version = 0

@@ -47,6 +47,7 @@ from graphckpt.engine.saved import (
     StoredCall,
     has_storage,
     hooks_around,
+    joined_blocks,
     last_output,
     versions_of,
 )
@@ -188,7 +189,8 @@ class Frame(Call):
         if self._learning:
             block.ends_with_saved = self._ends_with_saved(output)
         self._after_forward(previous)
-        last_output.set(BlockOutput(self, output))
+        if joined_blocks.may_exist:
+            last_output.set(BlockOutput(self, output))
         return output
 
     def _original_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -257,6 +258,9 @@ class BlockOutput:
 
 
 last_output: ContextVar[BlockOutput | None] = ContextVar("last_output", default=None)
+
+joined_blocks = SimpleNamespace(may_exist=False)
+"""Whether outputs are noted in ``last_output``, which takes 4 us a block: only a joined block asks for it."""
 
 
 class _JoinedInput(NamedTuple):
