@@ -1,4 +1,4 @@
-"""The call state: what a call of a block can change beside its outputs, and what it finds, as it was before the call.
+"""The call state: what a call of a block can change beside its outputs, and its caller until backward, as it was then.
 
 Before a call, the state of the block's modules is copied; for the recomputation, the copy is put in place; after it,
 what was there is put back. Tensors that can change are cloned, so that the recomputation modifies clones alone.
