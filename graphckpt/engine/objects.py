@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from graphckpt._compat import pytree
+from graphckpt.errors import MutatedError
 from graphckpt.tree import ATOMS
 
 ABSENT: Final = object()
@@ -65,6 +66,22 @@ class Slots:
             else:
                 with suppress(AttributeError):
                     slot.__delete__(self._object)
+
+
+def _raise_freed(freed: FreedObject, *_: Any) -> Any:
+    raise MutatedError(object.__getattribute__(freed, "message"))
+
+
+@final
+class FreedObject:
+    """Stands for an object that the call has found and that is freed by now: to read it is an error."""
+
+    def __init__(self, message: str) -> None:
+        object.__setattr__(self, "message", message)
+
+    __getattribute__ = __setattr__ = __delattr__ = _raise_freed
+    __call__ = __bool__ = __len__ = __iter__ = __next__ = __contains__ = __eq__ = __hash__ = _raise_freed
+    __getitem__ = __setitem__ = __delitem__ = __enter__ = __exit__ = __float__ = __int__ = __index__ = _raise_freed
 
 
 class _Layout(NamedTuple):
@@ -203,7 +220,7 @@ def put_back(objects: Objects) -> None:
         objects.pop()
 
 
-def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
+def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MAX_OBJECTS) -> Objects:
     """Copies, one level deep each, the containers, attributes and generators that objects among ``values`` reach.
 
     This is how a key-value cache that is passed by reference can be seen as it was.
@@ -211,6 +228,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     Args:
         values: The objects.
         deeply: ``False`` copies those among them that are containers, and nothing that they reach.
+        limit: How many objects are copied at most.
     """
     if not deeply:
         objects = [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
@@ -218,7 +236,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     ids: set[int] = set()
     objects, tensors = [], []
     todo = [value for value in values if _is_mutable(value)]
-    while todo and len(objects) < _MAX_OBJECTS:
+    while todo and len(objects) < limit:
         value = todo.pop()
         if isinstance(value, (MethodType, BuiltinFunctionType)):
             value = value.__self__

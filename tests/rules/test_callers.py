@@ -571,9 +571,152 @@ def test_a_tensor_in_a_context_variable_is_that_of_the_forward_or_refused(policy
     model = stack(Conditioned)()
     with (
         graphckpt.apply(model, {"layers.*": POLICIES[policy]}),
-        pytest.raises(MutatedError, match=r"layers.1: the recomputation reads a tensor that a container in a context"),
+        pytest.raises(MutatedError, match=r"layers.1: the recomputation reads an object, or a tensor in a container"),
     ):
         step(model, is_freed=True)
+
+
+class Collector:
+    def __init__(self, **fields: Any) -> None:
+        self.outputs: list[Tensor] = []
+        self.fields = fields
+
+
+class Outputs(UserDict[str, Any]):
+    @property
+    def outputs(self) -> list[Tensor]:
+        return self["outputs"]  # type: ignore[no-any-return]
+
+
+class Numbers:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+scope: ContextVar[Any] = ContextVar("scope", default=None)
+
+
+def append(module: nn.Module, args: Any, output: Tensor) -> None:
+    if (collector := scope.get()) is not None:
+        (collector[0] if isinstance(collector, tuple) else collector).outputs.append(output)
+
+
+@policies
+@pytest.mark.parametrize("has_backward", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [Collector, lambda: SimpleNamespace(outputs=[]), lambda: (Collector(),), lambda: Outputs(outputs=[])],
+    ids=["object", "namespace", "in a tuple", "with a dictionary"],
+)
+def test_what_an_object_in_a_context_variable_collects_is_collected_once_and_freed(
+    make: Callable[[], Any], policy: str, has_backward: bool
+) -> None:
+    freed: list[weakref.ref[Any]] = []
+
+    def step(model: nn.Module) -> Tensor:
+        handles = [layer.register_forward_hook(append) for layer in model.layers]
+        inner = [layer.up.register_forward_hook(append) for layer in model.layers]
+        collector = make()
+        token = scope.set(collector)
+        loss = model(torch.randn(4, D)).square().mean()
+        scope.reset(token)
+        outputs = (collector[0] if isinstance(collector, tuple) else collector).outputs
+        freed.extend(weakref.ref(tensor.untyped_storage()) for tensor in outputs)
+        if has_backward:
+            loss.backward()
+        for handle in (*handles, *inner):
+            handle.remove()
+        assert len(outputs) == 2 * len(model.layers)
+        return loss.detach()
+
+    if has_backward:
+        assert_same(stack(lambda: Reads(one)), step, policy)
+    else:
+        model = stack(lambda: Reads(one))()
+        with graphckpt.apply(model, {"layers.*": POLICIES[policy]}):
+            for _ in range(3):
+                step(model)
+    assert len(freed) >= 12
+    assert not [storage for each in freed if (storage := each()) is not None]
+
+
+@policies
+def test_a_context_variable_that_has_the_last_output_keeps_one_call_alive(policy: str) -> None:
+    model = stack(lambda: Reads(one))()
+    freed: list[weakref.ref[Any]] = []
+    with graphckpt.apply(model, {"layers.*": POLICIES[policy]}):
+        for _ in range(5):
+            x = model.embed(torch.randn(4, D))
+            for layer in model.layers:
+                x = layer(x)
+                freed.append(weakref.ref(x.untyped_storage()))
+                scope.set(x)
+    scope.set(None)
+    assert len([each for each in freed if each() is not None]) <= len(model.layers) + 1
+
+
+def count(settings: Any) -> float:
+    settings.calls += 1
+    return float(settings.calls)
+
+
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[], float]]] = {
+    "numbers": (lambda: Numbers(scale=2.0), lambda: scope.get().scale),
+    "numbers in a namespace": (lambda: SimpleNamespace(scale=2.0, name=None), lambda: scope.get().scale),
+    "counter": (lambda: Numbers(calls=0), lambda: count(scope.get())),
+    "with history": (lambda: torch.ones(D).requires_grad_() * 2, scope.get),
+}
+
+
+@policies
+@pytest.mark.parametrize("case", OBJECTS)
+def test_an_object_in_a_context_variable_is_that_of_the_forward(case: str, policy: str) -> None:
+    make, read = OBJECTS[case]
+
+    def step(model: nn.Module) -> Tensor:
+        token = scope.set(make())
+        loss = model(torch.randn(4, D)).square().mean()
+        assert case != "counter" or scope.get().calls == len(model.layers)
+        scope.reset(token)
+        del token
+        loss.backward()
+        return loss
+
+    assert_same(stack(lambda: Reads(read)), step, policy)
+
+
+@policies
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda value: value.fields["scale"],
+        lambda value: 2.0 if isinstance(value, Collector) else 1.0,
+        lambda value: 2.0 if value else 1.0,
+        lambda value: 2.0 if value == 3 else 1.0,
+    ],
+    ids=["attribute", "class", "truth", "equality"],
+)
+def test_an_object_in_a_context_variable_that_is_freed_is_an_error_if_it_is_read(
+    read: Callable[[Any], float], is_read: bool, policy: str
+) -> None:
+    def step(model: nn.Module) -> Tensor:
+        token = scope.set(Collector(scale=2.0))
+        loss = model(torch.randn(4, D)).square().mean()
+        scope.reset(token)
+        del token
+        loss.backward()
+        return loss
+
+    if not is_read:
+        assert_same(stack(lambda: Reads(one)), step, policy)
+        return
+    model = stack(lambda: Reads(lambda: read(scope.get())))()
+    with (
+        graphckpt.apply(model, {"layers.*": POLICIES[policy]}),
+        pytest.raises(MutatedError, match=r"layers.1: the recomputation reads an object, or .* fix: pass it"),
+    ):
+        step(model)
 
 
 # Hooks that exist during the model's forward alone
