@@ -628,10 +628,29 @@ def _memory_of_several(tensors: Iterable[torch.Tensor | None]) -> dict[int, torc
 
 def _clone(tensor: torch.Tensor, memory: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
     storage = memory.get(id(storage_of(tensor))) if memory else None
-    if storage is None:
-        return tensor.detach().clone()
-    place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
+    if storage is not None:
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
+    clone = tensor.detach().clone()
+    if not _is_sparse_in_memory(tensor):
+        return clone
+    # A clone of an expanded or a sliced tensor is dense, and a sum of it is rounded in another order.
+    return tensor.detach().as_strided((_num_spanned(tensor),), (1,)).clone().as_strided(tensor.size(), tensor.stride())
+
+
+def _is_sparse_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is not dense: expanded, or a slice of another one."""
+    if type(tensor) is not torch.Tensor or not _has_plain_values(tensor) or tensor.is_contiguous():
+        return False
+    return bool(tensor.numel()) and _num_spanned(tensor) != tensor.numel()
+
+
+def _num_spanned(tensor: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def _has_plain_values(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_meta or is_fake(tensor) or tensor.is_nested or tensor.layout is not torch.strided)
 
 
 def _without_history(value: Any) -> Any:
@@ -644,7 +663,7 @@ def has_changed(state: CallState, index: int) -> bool:
     now, then = state.tensors[index], state.copies[index]
     if _versions([now]) != (state.versions[index],):
         return True
-    if now.is_meta or is_fake(now):
+    if not (_has_plain_values(now) and _has_plain_values(then)):
         return False
     return now.shape != then.shape or now.dtype != then.dtype or not torch.equal(now, then)
 
@@ -657,7 +676,10 @@ def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _is_small(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and (type(tensor) is torch.Tensor or is_fake(tensor)) and tensor.nbytes <= _SMALL_BYTES
+    if tensor is None or tensor.layout is torch.sparse_coo or not (type(tensor) is torch.Tensor or is_fake(tensor)):
+        return False
+    num_elements = _num_spanned(tensor) if _is_sparse_in_memory(tensor) else tensor.numel()
+    return num_elements * tensor.element_size() <= _SMALL_BYTES
 
 
 def _is_sharding(now: Any, then: Any) -> bool:
@@ -665,7 +687,8 @@ def _is_sharding(now: Any, then: Any) -> bool:
     if now is None or then is None:
         return False
     mesh = getattr(then, "device_mesh", None)  # with tensor parallelism a whole one is sharded too, over another mesh
-    return getattr(now, "device_mesh", None) != mesh or not (mesh is not None or then.untyped_storage().nbytes())
+    storage = storage_of(then)  # of a sparse tensor there is none
+    return getattr(now, "device_mesh", None) != mesh or (mesh is None and storage is not None and not storage.nbytes())
 
 
 def _ids_in(owners: Iterable[dict[str, Any]]) -> list[int]:

@@ -899,6 +899,74 @@ def test_a_view_of_a_buffer_follows_it(view: str, as_buffer: bool, policy: str) 
     assert_same(stack(Decayed), then(lambda model: None), policy)
 
 
+@as_module(lambda make, read: {"linear": nn.Linear(D, D), "buffer": nn.Buffer(make()), "read": read})
+def ReadsBuffer(self, x: Tensor) -> Tensor:
+    return x + (self.linear(x) * self.read(self)).sin()
+
+
+def values(*size: int) -> Tensor:
+    return torch.linspace(-1.3, 2.7, torch.Size(size).numel()).reshape(size)
+
+
+def column_sums(layer: Any) -> Tensor:
+    return layer.buffer.sum(0) + layer.buffer.sum() * 0.01
+
+
+STRIDES: dict[str, tuple[Callable[[], Tensor], Callable[[Any], Any]]] = {
+    "expanded": (lambda: values(64, 1).expand(64, D), column_sums),
+    "expanded number": (lambda: values(1).expand(D), column_sums),
+    "columns of a matrix": (lambda: values(64, D, 3)[:, :, 1], column_sums),
+    "strides": (lambda: values(64, 2 * D)[:, :D], lambda layer: float(layer.buffer.stride(0))),
+    "overlapping": (lambda: values(40 + D).unfold(0, D, 2), column_sums),
+    "a column of much": (lambda: values(64 * D, 400)[:, 5], lambda layer: layer.buffer.view(64, D).sum(0)),
+    "transposed": (lambda: values(D, 64).t(), column_sums),
+    "no elements": (lambda: values(4, D)[:0, ::2], lambda layer: layer.buffer.sum() + 1),
+}
+
+
+@policies
+@pytest.mark.parametrize("case", STRIDES)
+@pytest.mark.parametrize("modify", [lambda layer: None, lambda layer: setattr(layer, "buffer", layer.buffer * 3)])
+def test_a_buffer_is_rounded_alike_whatever_its_strides(case: str, modify: Callable[[Any], Any], policy: str) -> None:
+    make, read = STRIDES[case]
+    assert_same(stack(lambda: ReadsBuffer(make, read)), then(each(modify)), policy)
+
+
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[Any], Any]]] = {
+    "COO": (lambda: torch.eye(D).to_sparse(), lambda layer: torch.sparse.mm(layer.buffer, layer.linear.weight).sum(1)),
+    "CSR": (lambda: torch.eye(D).to_sparse_csr(), lambda layer: (layer.buffer @ layer.linear.weight).sum(1)),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2) * 2, torch.ones(3)]),
+        lambda layer: layer.buffer.to_padded_tensor(0.0).sum(),
+    ),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2) * 2, torch.ones(3)], layout=torch.jagged),
+        lambda layer: layer.buffer.values().sum(),
+    ),
+}
+
+
+@policies
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors)")
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_buffer_may_have_any_layout(case: str, is_replaced: bool, policy: str) -> None:
+    make, read = LAYOUTS[case]
+    losses = []
+    for layers in ({}, {"layers.*": POLICIES[policy]}):
+        torch.manual_seed(0)
+        model = stack(lambda: ReadsBuffer(make, read))()
+        with graphckpt.apply(model, layers):
+            for _ in range(3):
+                loss = model(torch.randn(4, D)).square().mean()
+                if is_replaced:
+                    for layer in model.layers:
+                        layer.buffer = layer.buffer * 1.5
+                loss.backward()
+        losses.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *losses))
+
+
 @policies
 def test_offsets_of_nested_tensors_may_be_a_buffer(policy: str) -> None:
     class Jagged(nn.Module):
