@@ -295,9 +295,15 @@ def holds_tensors(objects: Objects) -> bool:
 
 
 def is_plain_container(objects: Objects) -> bool:
-    """Whether ``objects`` are containers of numbers, strings and flags, and of such containers, and not empty."""
+    """Whether ``objects`` are containers of numbers, strings and flags, and of such containers, and not empty.
+
+    A small array of NumPy is one.
+    """
     num_values = 0
     for owner, own in objects:
+        if type(own).__module__ == "numpy":
+            num_values += own.size
+            continue
         if not isinstance(owner, CONTAINERS):
             return False
         num_values += len(own)

@@ -7,9 +7,12 @@ from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import SimpleNamespace
+from enum import Enum
+from functools import partial
+from types import FunctionType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from helpers.modules import as_module
@@ -65,6 +68,11 @@ policies = pytest.mark.parametrize("policy", POLICIES)
 
 
 # Objects among the arguments, and in attributes
+
+
+class Scale(Enum):
+    LOW = 1.5
+    HIGH = 2.5
 
 
 class Slotted:
@@ -717,6 +725,101 @@ def test_an_object_in_a_context_variable_that_is_freed_is_an_error_if_it_is_read
         pytest.raises(MutatedError, match=r"layers.1: the recomputation reads an object, or .* fix: pass it"),
     ):
         step(model)
+
+
+# Attributes that come, go, or change their type
+
+
+@as_module(lambda value: {"linear": nn.Linear(D, D), "value": value})
+def Valued(self, x: Tensor) -> Tensor:
+    value = getattr(self, "value", 1.0)
+    while not isinstance(value, (float, int, Tensor)):
+        value = READERS[type(value)](value)
+    return x + (self.linear(x) * value).sin()
+
+
+READERS: dict[type, Callable[[Any], Any]] = {
+    NoneType: lambda value: 1.0,
+    list: lambda value: value[0],
+    tuple: lambda value: value[0],
+    frozenset: len,
+    range: len,
+    slice: lambda value: value.stop,
+    SimpleNamespace: lambda value: value.x,
+    FunctionType: lambda value: value(),
+    partial: lambda value: value(),
+    np.float32: float,
+    np.ndarray: lambda value: float(value[0]),
+    Scale: lambda value: value.value,
+}
+
+
+def one_argument() -> float:
+    return 1.5
+
+
+def other_argument() -> float:
+    return 2.5
+
+
+CONSTANTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "member of an Enum": (lambda: Scale.LOW, lambda: Scale.HIGH),
+    "function": (lambda: one_argument, lambda: other_argument),
+    "partial": (lambda: partial(float, 1), lambda: partial(float, 2)),
+    "number of NumPy": (lambda: np.float32(1.5), lambda: np.float32(2.5)),
+    "double of NumPy": (lambda: np.float64(1.5), lambda: np.float64(2.5)),
+    "array of NumPy": (lambda: np.ones(3), lambda: np.full(3, 2.5)),
+    "range": (lambda: range(1), lambda: range(2)),
+    "slice": (lambda: slice(1), lambda: slice(2)),
+    "frozenset": (lambda: frozenset([1]), lambda: frozenset([1, 2])),
+    "tuple in a tuple": (lambda: ((1.5,),), lambda: ((2.5,),)),
+}
+
+
+@policies
+@pytest.mark.parametrize("case", CONSTANTS)
+def test_values_that_cannot_change_are_those_of_the_forward(case: str, policy: str) -> None:
+    before, after = CONSTANTS[case]
+
+    def step(model: nn.Module) -> Tensor:
+        each(lambda layer: setattr(layer, "value", before()))(model)
+        return then(each(lambda layer: setattr(layer, "value", after())))(model)
+
+    assert_same(stack(lambda: Valued(before())), step, policy)
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.rand(D),
+    "number": lambda: 2.0,
+    "nothing": lambda: None,
+    "list": lambda: [torch.rand(D)],
+    "object": lambda: SimpleNamespace(x=torch.rand(D)),
+    "function": lambda: one_argument,
+}
+
+
+@policies
+@pytest.mark.parametrize("later", VALUES)
+@pytest.mark.parametrize("first", [*VALUES, "absent"])
+@pytest.mark.parametrize("after", ["tensor", "number", "list"])
+def test_an_attribute_may_change_its_type_from_call_to_call(first: str, later: str, after: str, policy: str) -> None:
+    def step(model: nn.Module) -> Tensor:
+        number = model.number = getattr(model, "number", -1) + 1
+        name = (first, later)[number % 2]
+        for layer in model.layers if name in VALUES else ():
+            layer.value = VALUES[name]()
+        is_absent = not hasattr(model.layers[0], "value")
+        return then(lambda model: None if is_absent else each(lambda x: setattr(x, "value", VALUES[after]()))(model))(
+            model
+        )
+
+    def build() -> nn.Module:
+        model = stack(lambda: Valued(1.0))()
+        for layer in model.layers if first == "absent" else ():
+            del layer.value
+        return model
+
+    assert_same(build, step, policy)
 
 
 # Hooks that exist during the model's forward alone
