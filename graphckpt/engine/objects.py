@@ -163,7 +163,12 @@ def _is_own_small_array(array: Any) -> bool:
 
 def contents(owner: Any) -> Any:
     container, accessors, *_ = _layout_of(owner)
-    return container(owner) if container is not None else accessors[0](owner)  # type: ignore[index]
+    if container is None:
+        return accessors[0](owner)  # type: ignore[index]
+    if type(owner) is container:
+        return container(owner)
+    # What a subclass iterates over may be anything, such as items that are made anew each time.
+    return container(container.items(owner) if issubclass(container, dict) else container.__iter__(owner))
 
 
 def fill(owner: Any, value: Any) -> None:
@@ -173,15 +178,23 @@ def fill(owner: Any, value: Any) -> None:
         return
     if issubclass(kind, dict):
         # Never empty in between, where it can be avoided: it may be the `__dict__` of a module, and Ctrl-C may come.
-        kind.update(owner, value)
-        for key in [key for key in owner if key not in value]:
+        _set_items(owner, value, kind)
+        for key in [key for key in kind.keys(owner) if key not in value]:
             kind.__delitem__(owner, key)
-        if not all(map(is_, owner, value)):
+        if not all(map(is_, kind.keys(owner), value)):
             kind.clear(owner)
-            kind.update(owner, value)
+            _set_items(owner, value, kind)
     else:
         kind.clear(owner)
         kind.update(owner, value) if kind is set else kind.extend(owner, value)
+
+
+def _set_items(owner: Any, value: Any, kind: Any) -> None:
+    if kind is dict:
+        dict.update(owner, value)
+    else:  # `OrderedDict.update` would call the `__setitem__` of a subclass
+        for key, item in value.items():
+            kind.__setitem__(owner, key, item)
 
 
 def differs(now: Any, then: Any) -> bool:
@@ -193,6 +206,8 @@ def differs(now: Any, then: Any) -> bool:
         return version_of(now) != then if isinstance(now, torch.Tensor) else not torch.equal(contents(now), then)
     if isinstance(now, Slots):
         now = now.read()
+    elif isinstance(now, CONTAINERS) and type(now) not in _PLAIN:
+        now = contents(now)
     if not isinstance(now, CONTAINERS):  # NumPy's generators have arrays in their states
         return pickle.dumps(contents(now)) != pickle.dumps(then)
     if len(now) != len(then):

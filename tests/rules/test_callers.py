@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -91,6 +91,33 @@ class Pair(NamedTuple):
     edges: Tensor
 
 
+class Doubling(list[Tensor]):
+    """Makes its items anew each time that they are iterated over."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (item * 2 for item in list.__iter__(self))
+
+
+class Odd(dict[str, Tensor]):
+    """Has other keys than it says."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("abc")
+
+    def keys(self) -> Any:
+        return list("abc")
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        raise AssertionError(key)
+
+
+class OddOrdered(OrderedDict[str, Tensor]):
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        if key in self:
+            raise AssertionError(key)
+        super().__setitem__(key, value)
+
+
 class Kind(NamedTuple):
     """How a graph is made, read, and given the next ``x`` by the caller."""
 
@@ -126,6 +153,21 @@ GRAPHS = {
         lambda x, edges: SimpleNamespace(items=deque([x, edges])),
         lambda g: tuple(g.items),
         lambda g, x: g.items.__setitem__(0, x),
+    ),
+    "list that iterates over others": Kind(
+        lambda x, edges: SimpleNamespace(items=Doubling([x, edges])),
+        lambda g: (g.items[0], g.items[1]),
+        lambda g, x: g.items.__setitem__(0, x),
+    ),
+    "dict with odd keys": Kind(
+        lambda x, edges: SimpleNamespace(items=Odd(x=x, edges=edges)),
+        lambda g: (g.items["x"], g.items["edges"]),
+        lambda g, x: dict.__setitem__(g.items, "x", x),
+    ),
+    "ordered dict that refuses new values": Kind(
+        lambda x, edges: SimpleNamespace(items=OddOrdered(x=x, edges=edges)),
+        lambda g: (g.items["x"], g.items["edges"]),
+        lambda g, x: OrderedDict.__setitem__(g.items, "x", x),
     ),
     "object in an object": Kind(
         lambda x, edges: SimpleNamespace(inner=Slotted(x, edges)),
