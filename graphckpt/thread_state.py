@@ -198,7 +198,9 @@ def _set_all(values: Iterable[tuple[Any, Any]]) -> None:
 def _twin(value: Any, twins: dict[int, Any], function: Callable[[Any], Any]) -> Any:
     """Copies a container, or a namespace, with those in it, and applies ``function`` to other items."""
     if type(value) is tuple:
-        items = [_twin(item, twins, function) for item in value] if len(value) <= _MAX_ITEMS else value
+        if len(value) > _MAX_ITEMS:
+            return value
+        items = [_twin(item, twins, function) for item in value]
         return value if all(map(is_, items, value)) else tuple(items)
     if type(value) is SimpleNamespace and id(value) not in twins:
         twins[id(value)] = SimpleNamespace()

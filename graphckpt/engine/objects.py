@@ -220,7 +220,11 @@ def differs(now: Any, then: Any) -> bool:
 
 
 def swap(objects: Objects) -> Objects:
-    """Gives each object its contents in ``objects``. Returns what they held, for :func:`put_back`."""
+    """Gives each object its contents in ``objects``. Returns what they held, for :func:`put_back`.
+
+    Tensors are passed over: their versions can only be compared.
+    """
+    objects = [each for each in objects if not isinstance(each[0], torch.Tensor)]
     present = [(owner, contents(owner)) for owner, _ in objects]
     put_back(list(reversed(objects)))
     return present
@@ -292,7 +296,10 @@ def _versions(items: Iterable[Any]) -> Objects:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version  # inference tensors have none
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors have none; to ask first takes as long as to read it
+        return None
 
 
 def attribute_of(value: Any, name: str) -> Any:
