@@ -93,7 +93,7 @@ _CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Count
 _MAX_ITEMS = 1024  # a container of more than this is data, whose copy costs more than a block that reads it
 
 
-class _Held(NamedTuple):
+class _Reference(NamedTuple):
     """A tensor or an object that a context variable held."""
 
     get: Callable[[], Any]
@@ -120,41 +120,41 @@ def keep_context() -> KeptContext:
     may come to hold an output are held weakly, as they cannot be copied.
     """
 
-    def held(item: Any) -> Any:
+    def reference_to(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             if item.grad_fn is None or item.layout is not torch.strided:
                 return item
             kind = item.size(), item.stride(), item.storage_offset(), item.dtype, item.device
-            return _Held(weakref.ref(item), kind)
+            return _Reference(weakref.ref(item), kind)
         fields = _fields_of(item)
         if not fields:
             return item
         if all(type(value) in ATOMS and value is not None for value in fields.values()):
-            return _Held(lambda: item, fields=fields.copy())
-        return _Held(weakref.ref(item) if type(item).__weakrefoffset__ else lambda: item)
+            return _Reference(lambda: item, fields=fields.copy())
+        return _Reference(weakref.ref(item) if type(item).__weakrefoffset__ else lambda: item)
 
     def value_of(value: Any, twins: dict[int, Any]) -> Any:
         # The values of a tensor are enough: its graph would hold the calls before, of which each holds the one before.
         has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
-        return value.detach().requires_grad_() if has_history else _twin(value, twins, held)
+        return value.detach().requires_grad_() if has_history else _twin(value, twins, reference_to)
 
     return KeptContext(*_exchanged(copy_context(), value_of))
 
 
 def context_again(
-    kept: KeptContext, stand_in: Callable[[Any], Any]
+    original: KeptContext, stand_in: Callable[[Any], Any]
 ) -> tuple[Context, list[Any], list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Returns a copy of a kept context, the objects in it that a call may change, and attributes as they were.
+    """Returns a copy of the context of a call, the objects in it that a call may change, and attributes as they were.
 
     It has a ``stand_in`` for what is freed by now: of a tensor's kind, or of ``None`` for an object.
     """
     objects: list[Any] = []
     attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    if not kept.is_changed:
-        return kept.context.copy(), objects, attributes
+    if not original.is_changed:
+        return original.context.copy(), objects, attributes
 
     def alive(item: Any) -> Any:
-        if not isinstance(item, _Held):
+        if not isinstance(item, _Reference):
             return item
         value = item.get()
         if value is None:
@@ -165,7 +165,7 @@ def context_again(
             objects.append(value)
         return value
 
-    context, _ = _exchanged(kept.context.copy(), lambda value, twins: _twin(value, twins, alive))
+    context, _ = _exchanged(original.context.copy(), lambda value, twins: _twin(value, twins, alive))
     return context, objects, attributes
 
 

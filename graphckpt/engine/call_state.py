@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import global_forward_hooks, is_fake, storage_of
+from graphckpt.engine.clones import clones_of, has_plain_values, is_sparse_in_memory, memory_of_several, num_spanned
 from graphckpt.engine.objects import (
     ABSENT,
     CONTAINERS,
@@ -229,7 +230,7 @@ class ModuleState:
             modes,
             tensors,
             _versions(tensors),
-            _copies(tensors, scope.copied, shares_memory=scope.shares_memory),
+            clones_of(tensors, scope.copied, shares_memory=scope.shares_memory),
             scope.names,
             attributes,
             reached,
@@ -364,7 +365,7 @@ class ModuleState:
         later += [index for index, name in enumerate(names, first) if name in mutated]
         objects = [(r, k, False) for r, k, value in present if isinstance(value, CONTAINERS) and (r, k) not in deep]
         objects += [(ref, key, True) for ref, key in deep]
-        shares_memory = bool(_memory_of_several(state.tensors[index] for index in copied))
+        shares_memory = bool(memory_of_several(state.tensors[index] for index in copied))
         scope = _Scope(names, later, objects, shares_memory, open=[], moved=frozenset(mutated))
         self._open(scope, {ref: _fields(ref) for ref in self._users})
         state.copies = {index: clone for index, clone in state.copies.items() if index in copied}
@@ -520,7 +521,7 @@ class ModuleState:
                 if present is not tensor and not _is_sharding(present, tensor):
                     edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
         borrowed = set()
-        for index, clone in _copies(state.copies, state.copies, shares_memory=state.scope.shares_memory).items():
+        for index, clone in clones_of(state.copies, state.copies, shares_memory=state.scope.shares_memory).items():
             owner, key = slots[index]
             tensor = state.tensors[index]
             # A cache may know a buffer by its identity, as nested tensors know their offsets. One that forward leaves
@@ -623,70 +624,6 @@ def _changes(now: dict[str, Any], then: dict[str, Any]) -> list[tuple[str, Any, 
     return [change for change in changed_keys(now, then) if change[0] not in _OWN]
 
 
-def _copies(
-    tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int], *, shares_memory: bool
-) -> dict[int, torch.Tensor]:
-    """Clones tensors. With ``shares_memory``, the clones share it where the tensors do."""
-    present = [index for index in indices if tensors[index] is not None]
-    memory = _memory_of_several(tensors[index] for index in present) if shares_memory else {}
-    clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
-    copies = {}
-    for index in present:
-        tensor = tensors[index]
-        clone = clones.get(id(tensor))
-        if clone is None:
-            clone = clones[id(tensor)] = _clone(tensor, memory)
-            if type(tensor) is torch.Tensor and tensor.__dict__:
-                clone.__dict__.update(tensor.__dict__)  # as `nn.Buffer` has: tensors with attributes are not moved
-            if tensor.requires_grad:
-                clone.requires_grad_()
-        copies[index] = clone
-    return copies
-
-
-def _memory_of_several(tensors: Iterable[torch.Tensor | None]) -> dict[int, torch.UntypedStorage]:
-    """Returns clones of the storages that several of ``tensors`` share, by the ids of these storages."""
-    members: dict[int, dict[int, torch.Tensor]] = {}
-    for tensor in tensors:
-        storage = None if tensor is None or is_fake(tensor) or tensor.is_meta else storage_of(tensor)
-        if tensor is not None and storage is not None:
-            members.setdefault(id(storage), {})[id(tensor)] = tensor
-    memory = {}
-    for key, several in members.items():
-        if len(several) > 1:
-            storage = next(iter(several.values())).untyped_storage()
-            all_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            memory[key] = all_bytes.clone().untyped_storage()
-    return memory
-
-
-def _clone(tensor: torch.Tensor, memory: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
-    storage = memory.get(id(storage_of(tensor))) if memory else None
-    if storage is not None:
-        place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
-    clone = tensor.detach().clone()
-    if not _is_sparse_in_memory(tensor):
-        return clone
-    # A clone of an expanded or a sliced tensor is dense, and a sum of it is rounded in another order.
-    return tensor.detach().as_strided((_num_spanned(tensor),), (1,)).clone().as_strided(tensor.size(), tensor.stride())
-
-
-def _is_sparse_in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is not dense: expanded, or a slice of another one."""
-    if type(tensor) is not torch.Tensor or not _has_plain_values(tensor) or tensor.is_contiguous():
-        return False
-    return bool(tensor.numel()) and _num_spanned(tensor) != tensor.numel()
-
-
-def _num_spanned(tensor: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-
-
-def _has_plain_values(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_meta or is_fake(tensor) or tensor.is_nested or tensor.layout is not torch.strided)
-
-
 def _without_history(value: Any) -> Any:
     has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
     return value.detach().requires_grad_() if has_history else value
@@ -697,7 +634,7 @@ def has_changed(state: CallState, index: int) -> bool:
     now, then = state.tensors[index], state.copies[index]
     if _versions([now]) != (state.versions[index],):
         return True
-    if not (_has_plain_values(now) and _has_plain_values(then)):
+    if not (has_plain_values(now) and has_plain_values(then)):
         return False
     return now.shape != then.shape or now.dtype != then.dtype or not torch.equal(now, then)
 
@@ -712,7 +649,7 @@ def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:
 def _is_small(tensor: torch.Tensor | None) -> bool:
     if tensor is None or tensor.layout is torch.sparse_coo or not (type(tensor) is torch.Tensor or is_fake(tensor)):
         return False
-    num_elements = _num_spanned(tensor) if _is_sparse_in_memory(tensor) else tensor.numel()
+    num_elements = num_spanned(tensor) if is_sparse_in_memory(tensor) else tensor.numel()
     return num_elements * tensor.element_size() <= _SMALL_BYTES
 
 
