@@ -11,12 +11,15 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from contextvars import Context, copy_context
+from operator import is_
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphckpt._compat import has_function_modes
+from graphckpt.tree import ATOMS
 
 RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
 """State of PyTorch's CPU generator, of each device's default generator, and of Python and NumPy if it was asked for."""
@@ -87,55 +90,116 @@ def _numpy_random() -> Any:
 
 
 _CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
-_COPIED = _CONTAINERS | {tuple}
+_MAX_ITEMS = 1024  # a container of more than this is data, whose copy costs more than a block that reads it
 
 
-class _FreedTensor(NamedTuple):
-    """A tensor that may be freed before the recomputation, and what it was like."""
+class _Reference(NamedTuple):
+    """A tensor or an object that a context variable held."""
 
-    tensor: weakref.ref[torch.Tensor]
-    kind: tuple[Any, ...]
+    get: Callable[[], Any]
+    """Returns it; a weak reference, if it may be freed before the recomputation."""
+    kind: tuple[Any, ...] | None = None
+    """What a tensor was like."""
+    fields: dict[str, Any] | None = None
+    """The attributes of an object that holds numbers, strings and flags alone."""
 
 
-def keep_context() -> Context:
+class KeptContext(NamedTuple):
+    """The context variables of a call, and whether some hold what is not simply held."""
+
+    context: Context
+    is_changed: bool
+
+
+def keep_context() -> KeptContext:
     """Returns the context variables of the caller, for :func:`context_again`.
 
     Containers are copied: Transformers collects the outputs of layers in a dictionary of lists in a context variable.
     A recomputation must not add to it a second time, and a block must not hold its own output until its backward, for
-    it would never be freed without a backward. Nor are outputs of other blocks held longer for that.
+    it would never be freed without a backward. Nor are outputs of other blocks held longer for that. Other objects that
+    may come to hold an output are held weakly, as they cannot be copied.
     """
+
+    def reference_to(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            if item.grad_fn is None or item.layout is not torch.strided:
+                return item
+            kind = item.size(), item.stride(), item.storage_offset(), item.dtype, item.device
+            return _Reference(weakref.ref(item), kind)
+        fields = _fields_of(item)
+        if not fields:
+            return item
+        if all(map(_is_settled, fields.values())):
+            return _Reference(lambda: item, fields=fields.copy())
+        return _Reference(weakref.ref(item) if type(item).__weakrefoffset__ else lambda: item)
+
+    def value_of(value: Any, twins: dict[int, Any]) -> Any:
+        # The values of a tensor are enough: its graph would hold the calls before, of which each holds the one before.
+        has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
+        return value.detach().requires_grad_() if has_history else _twin(value, twins, reference_to)
+
     context = copy_context()
-    return context if _has_no_container(context) else _with_copies(context, _weakly)
+    if ATOMS.issuperset(map(type, context.values())):  # nearly always
+        return KeptContext(context, False)
+    return KeptContext(*_exchanged(context, value_of))
 
 
-def context_again(context: Context, stand_in: Callable[[Any], Any]) -> Context:
-    """Returns a copy of a kept context, with a ``stand_in`` for each tensor in a container that is freed by now."""
+def context_again(
+    original: KeptContext, stand_in: Callable[[Any], Any]
+) -> tuple[Context, list[Any], list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """Returns a copy of the context of a call, the objects in it that a call may change, and attributes as they were.
+
+    It has a ``stand_in`` for what is freed by now: of a tensor's kind, or of ``None`` for an object.
+    """
+    objects: list[Any] = []
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    if not original.is_changed:
+        return original.context.copy(), objects, attributes
 
     def alive(item: Any) -> Any:
-        if not isinstance(item, _FreedTensor):
+        if not isinstance(item, _Reference):
             return item
-        tensor = item.tensor()
-        return stand_in(item.kind) if tensor is None else tensor
+        value = item.get()
+        if value is None:
+            return stand_in(item.kind)
+        if item.fields is not None:
+            attributes.append((_fields_of(value), item.fields))
+        elif item.kind is None:
+            objects.append(value)
+        return value
 
-    return context.copy() if _has_no_container(context) else _with_copies(context.copy(), alive)
-
-
-def _has_no_container(context: Context) -> bool:
-    return _COPIED.isdisjoint(map(type, context.values()))
-
-
-def _weakly(item: Any) -> Any:
-    if not isinstance(item, torch.Tensor) or item.grad_fn is None or item.layout is not torch.strided:
-        return item
-    kind = item.size(), item.stride(), item.storage_offset(), item.dtype, item.device
-    return _FreedTensor(weakref.ref(item), kind)
+    context, _ = _exchanged(original.context.copy(), lambda value, twins: _twin(value, twins, alive))
+    return context, objects, attributes
 
 
-def _with_copies(context: Context, function: Callable[[Any], Any]) -> Context:
-    containers = [(variable, value) for variable, value in context.items() if type(value) in _COPIED]
+def _is_settled(value: Any) -> bool:
+    """Whether an attribute does not look as if it were to be filled: it is set, not empty, and no result of a graph."""
+    if isinstance(value, torch.Tensor):
+        return value.grad_fn is None
+    if type(value) in _CONTAINERS or type(value) is tuple:
+        return bool(value) and all(map(_is_settled, value.values() if isinstance(value, dict) else value))
+    return type(value) in ATOMS and value is not None
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, and nothing for what has none that can be set."""
+    if type(value) in ATOMS:
+        return {}
+    try:
+        fields = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _exchanged(context: Context, function: Callable[[Any, dict[int, Any]], Any]) -> tuple[Context, bool]:
+    """Gives the variables of ``context`` the values that ``function`` returns, and says whether some are others."""
     twins: dict[int, Any] = {}
-    context.run(_set_all, [(variable, _twin(value, twins, function)) for variable, value in containers])
-    return context
+    values = [(variable, value, function(value, twins)) for variable, value in context.items()]
+    others = [(variable, new) for variable, old, new in values if new is not old]
+    if others:
+        context.run(_set_all, others)
+    return context, bool(others)
 
 
 def _set_all(values: Iterable[tuple[Any, Any]]) -> None:
@@ -144,12 +208,21 @@ def _set_all(values: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _twin(value: Any, twins: dict[int, Any], function: Callable[[Any], Any]) -> Any:
-    """Copies a container with the containers in it, and applies ``function`` to other items."""
+    """Copies a container, or a namespace, with those in it, and applies ``function`` to other items."""
     if type(value) is tuple:
-        return tuple([_twin(item, twins, function) for item in value])
-    if type(value) not in _CONTAINERS:
+        if len(value) > _MAX_ITEMS:
+            return value
+        items = [_twin(item, twins, function) for item in value]
+        return value if all(map(is_, items, value)) else tuple(items)
+    if type(value) is SimpleNamespace and id(value) not in twins:
+        twins[id(value)] = SimpleNamespace()
+        fields = _fields_of(value).items()
+        twins[id(value)].__dict__.update({key: _twin(item, twins, function) for key, item in fields})
+    elif type(value) is not SimpleNamespace and type(value) not in _CONTAINERS:
         return function(value)
-    if id(value) not in twins:
+    elif id(value) not in twins:
+        if len(value) > _MAX_ITEMS:
+            return value
         twin = twins[id(value)] = copy.copy(value)
         keys = list(twin) if isinstance(twin, dict) else () if isinstance(twin, set) else range(len(twin))
         for key in keys:

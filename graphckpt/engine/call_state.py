@@ -17,9 +17,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from itertools import chain, starmap
+from numbers import Number
 from operator import is_, itemgetter
-from types import SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, final
 
 import torch
@@ -27,6 +30,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import current_accelerator, global_forward_hooks, is_fake, storage_of
+from graphckpt.engine.clones import clones_of, has_plain_values, is_sparse_in_memory, memory_of_several, num_spanned
 from graphckpt.engine.objects import (
     ABSENT,
     CONTAINERS,
@@ -54,6 +58,8 @@ _NORMS = nn.modules.batchnorm._NormBase
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
 _NOTHING_BORROWED: frozenset[int] = frozenset()
 _MAX_REACHED = 256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
+
+_CONSTANTS = (Number, str, bytes, Enum, range, type, torch.layout, torch.memory_format)  # NumPy registers its numbers
 
 _Edit: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 Modes: TypeAlias = tuple[bool, ...]
@@ -91,8 +97,8 @@ class _Scope:
     """Whether some of ``copied`` share memory, as an attribute does that is a view of a buffer."""
     open: list[_Attribute]
     """The attributes that may hold an object with tensors in a later call."""
-    sizes: list[int]
-    """How many attributes the modules of the user's had when that was seen."""
+    moved: frozenset[_Attribute]
+    """The attributes that are tensors which calls modify in place."""
 
 
 @final
@@ -131,8 +137,9 @@ class CallState:
 @final
 class ModuleState:
     __slots__ = (
-        "_children", "_empty", "_ends", "_freed", "_hooks", "_inert", "_modules", "_notes_of_hooks", "_num_parameters",
-        "_numbers", "_owners", "_policy_changes", "_scopes", "_slots", "_users", "_watched", "host_rng_modes",
+        "_children", "_empty", "_ends", "_freed", "_hooks", "_inert", "_kinds", "_modules", "_notes_of_hooks",
+        "_num_parameters", "_numbers", "_owners", "_policy_changes", "_scopes", "_slots", "_users",
+        "_watched", "host_rng_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -163,6 +170,8 @@ class ModuleState:
         # may come to hold an output, whose graph holds the copy.
         self._watched: dict[_Module, tuple[str, ...]] = {}
         self._watch(self._users)
+        self._kinds: list[list[type]] = []
+        """The types of the attributes of the user's modules when these were last sorted."""
         self._policy_changes = -1
         self.host_rng_modes: set[Modes] = set()
         """The modes in which a first call has drawn from the generators of Python or NumPy."""
@@ -208,6 +217,8 @@ class ModuleState:
         scope = self._scopes.get(modes)
         attributes = {ref: _fields(ref).copy() for ref in (self._modules if scope is None else self._watched)}
         is_known = scope is not None
+        if self._kinds_of(attributes) != self._kinds:
+            self._note_kinds(attributes)
         scope = scope or self._scope_of_all(attributes)
         values = [_without_history(attributes[ref].get(key)) for ref, key in scope.names]
         tensors: tuple[Any, ...] = (*starmap(dict.get, self._slots), *values)
@@ -215,14 +226,12 @@ class ModuleState:
             (ref, key, copy_objects([attributes[ref].get(key)], deeply=is_deep)) for ref, key, is_deep in scope.objects
         ]
         if is_known:
-            if self._sizes(attributes) != scope.sizes:
-                self._open(scope, attributes)
             reached += self._objects_with_tensors(scope.open, attributes)
         return CallState(
             modes,
             tensors,
             _versions(tensors),
-            _copies(tensors, scope.copied, shares_memory=scope.shares_memory) if scope.copied else {},
+            clones_of(tensors, scope.copied, shares_memory=scope.shares_memory) if scope.copied else {},
             scope.names,
             attributes,
             reached,
@@ -249,8 +258,11 @@ class ModuleState:
 
     def _open(self, scope: _Scope, attributes: Mapping[_Module, dict[str, Any]]) -> None:
         """Notes which attributes may hold an object with tensors in a call: those that hold none, or an object."""
-        copied = {(ref, key) for ref, key, _ in scope.objects}
-        scope.sizes = self._sizes(attributes)
+        copied = {
+            (ref, key)
+            for ref, key, is_deep in scope.objects
+            if is_deep or isinstance(attributes.get(ref, {}).get(key), CONTAINERS)
+        }
         scope.open = [
             (ref, key)
             for ref in self._users
@@ -259,8 +271,20 @@ class ModuleState:
             if value is None or (may_reach(value) and not _is_plain_value(value))
         ]
 
-    def _sizes(self, attributes: Mapping[_Module, dict[str, Any]]) -> list[int]:
-        return [len(attributes[ref]) for ref in self._users]
+    def _kinds_of(self, attributes: Mapping[_Module, dict[str, Any]]) -> list[list[type]]:
+        return [list(map(type, attributes[ref].values())) for ref in self._users]
+
+    def _note_kinds(self, attributes: Mapping[_Module, dict[str, Any]]) -> None:
+        """Notes which attributes are tensors, plain values and objects, once some have come or have another type."""
+        self._kinds = self._kinds_of(attributes)
+        self._watch(self._users)
+        first = len(self._slots)
+        names = [(ref, key) for ref, fields in attributes.items() for key in fields if _is_plain(fields[key])]
+        for scope in self._scopes.values():
+            scope.names = names
+            scope.copied = [index for index in scope.copied if index < first]
+            scope.copied += [index for index, name in enumerate(names, first) if name in scope.moved]
+            self._open(scope, attributes)
 
     def _is_inert(self, ref: _Module, key: str, value: object) -> bool:
         inert = self._inert.get((ref, key))
@@ -298,7 +322,7 @@ class ModuleState:
         copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if _is_plain(owner.get(key))]
         copied += range(first, first + len(names))
         objects = [(ref, key, ref in users) for ref, key, value in present if may_reach(value)]
-        return _Scope(names, copied, objects, shares_memory=True, open=[], sizes=[])
+        return _Scope(names, copied, objects, shares_memory=True, open=[], moved=frozenset())
 
     def _narrow(self, state: CallState) -> None:
         """Leaves of a first call's state the copies of what it has changed, or a later call may change."""
@@ -325,7 +349,7 @@ class ModuleState:
                 if differs(owner, then)
             )
             is_small = len(entries) <= _MAX_REACHED
-            if is_deep or is_container or (is_small and holds_tensors(entries)):
+            if is_deep or is_container or (is_small and (holds_tensors(entries) or is_plain_container(entries))):
                 reached.append((ref, key, entries if is_deep or is_small else entries[:1]))
             else:
                 self._note_inert(ref, key, value)
@@ -342,8 +366,8 @@ class ModuleState:
         later += [index for index, name in enumerate(names, first) if name in mutated]
         objects = [(r, k, False) for r, k, value in present if isinstance(value, CONTAINERS) and (r, k) not in deep]
         objects += [(ref, key, True) for ref, key in deep]
-        shares_memory = bool(_memory_of_several(state.tensors[index] for index in copied))
-        scope = _Scope(names, later, objects, shares_memory, open=[], sizes=[])
+        shares_memory = bool(memory_of_several(state.tensors[index] for index in copied))
+        scope = _Scope(names, later, objects, shares_memory, open=[], moved=frozenset(mutated))
         self._open(scope, {ref: _fields(ref) for ref in self._users})
         state.copies = {index: clone for index, clone in state.copies.items() if index in copied}
         state.reached, state.scope = reached, scope
@@ -500,7 +524,7 @@ class ModuleState:
         borrowed = set()
         copies = state.copies
         if copies:
-            copies = _copies(copies, copies, shares_memory=state.scope.shares_memory)
+            copies = clones_of(copies, copies, shares_memory=state.scope.shares_memory)
         for index, clone in copies.items():
             owner, key = slots[index]
             tensor = state.tensors[index]
@@ -586,56 +610,22 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def _is_plain_value(value: Any) -> bool:
-    return type(value) in ATOMS or (type(value) is tuple and all(type(item) in ATOMS for item in value))
+    """Whether a value cannot change, and cannot come to hold an output of a block."""
+    if type(value) in ATOMS or isinstance(value, _CONSTANTS):
+        return True
+    if isinstance(value, BuiltinFunctionType):
+        return isinstance(value.__self__, (ModuleType, type))
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None and not value.__dict__
+    if isinstance(value, partial):
+        return _is_plain_value((value.func, *value.args, *value.keywords.values()))
+    if isinstance(value, slice):
+        return _is_plain_value((value.start, value.stop, value.step))
+    return type(value) in (tuple, frozenset) and all(map(_is_plain_value, value))
 
 
 def _changes(now: dict[str, Any], then: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     return [change for change in changed_keys(now, then) if change[0] not in _OWN]
-
-
-def _copies(
-    tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int], *, shares_memory: bool
-) -> dict[int, torch.Tensor]:
-    """Clones tensors. With ``shares_memory``, the clones share it where the tensors do."""
-    present = [index for index in indices if tensors[index] is not None]
-    memory = _memory_of_several(tensors[index] for index in present) if shares_memory else {}
-    clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
-    copies = {}
-    for index in present:
-        tensor = tensors[index]
-        clone = clones.get(id(tensor))
-        if clone is None:
-            clone = clones[id(tensor)] = _clone(tensor, memory)
-            if type(tensor) is torch.Tensor and tensor.__dict__:
-                clone.__dict__.update(tensor.__dict__)  # as `nn.Buffer` has: tensors with attributes are not moved
-            if tensor.requires_grad:
-                clone.requires_grad_()
-        copies[index] = clone
-    return copies
-
-
-def _memory_of_several(tensors: Iterable[torch.Tensor | None]) -> dict[int, torch.UntypedStorage]:
-    """Returns clones of the storages that several of ``tensors`` share, by the ids of these storages."""
-    members: dict[int, dict[int, torch.Tensor]] = {}
-    for tensor in tensors:
-        storage = None if tensor is None or is_fake(tensor) or tensor.is_meta else storage_of(tensor)
-        if tensor is not None and storage is not None:
-            members.setdefault(id(storage), {})[id(tensor)] = tensor
-    memory = {}
-    for key, several in members.items():
-        if len(several) > 1:
-            storage = next(iter(several.values())).untyped_storage()
-            all_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            memory[key] = all_bytes.clone().untyped_storage()
-    return memory
-
-
-def _clone(tensor: torch.Tensor, memory: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
-    storage = memory.get(id(storage_of(tensor))) if memory else None
-    if storage is None:
-        return tensor.detach().clone()
-    place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
 
 
 def _without_history(value: Any) -> Any:
@@ -648,7 +638,7 @@ def has_changed(state: CallState, index: int) -> bool:
     now, then = state.tensors[index], state.copies[index]
     if _versions([now]) != (state.versions[index],):
         return True
-    if now.is_meta or is_fake(now):
+    if not (has_plain_values(now) and has_plain_values(then)):
         return False
     return now.shape != then.shape or now.dtype != then.dtype or not torch.equal(now, then)
 
@@ -661,7 +651,10 @@ def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _is_small(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and (type(tensor) is torch.Tensor or is_fake(tensor)) and tensor.nbytes <= _SMALL_BYTES
+    if tensor is None or tensor.layout is torch.sparse_coo or not (type(tensor) is torch.Tensor or is_fake(tensor)):
+        return False
+    num_elements = num_spanned(tensor) if is_sparse_in_memory(tensor) else tensor.numel()
+    return num_elements * tensor.element_size() <= _SMALL_BYTES
 
 
 def _is_sharding(now: Any, then: Any) -> bool:
@@ -669,7 +662,8 @@ def _is_sharding(now: Any, then: Any) -> bool:
     if now is None or then is None:
         return False
     mesh = getattr(then, "device_mesh", None)  # with tensor parallelism a whole one is sharded too, over another mesh
-    return getattr(now, "device_mesh", None) != mesh or not (mesh is not None or then.untyped_storage().nbytes())
+    storage = storage_of(then)  # of a sparse tensor there is none
+    return getattr(now, "device_mesh", None) != mesh or (mesh is None and storage is not None and not storage.nbytes())
 
 
 def _ids_in(owners: Iterable[dict[str, Any]]) -> list[int]:

@@ -38,7 +38,7 @@ from graphckpt.engine.execution import (
     modes_paused,
     running,
 )
-from graphckpt.engine.objects import Objects, copy_objects, differs, put_back
+from graphckpt.engine.objects import FreedObject, Objects, copy_objects, differs, put_back, swap
 from graphckpt.engine.saved import (
     Arguments,
     BlockOutput,
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NOTHING = nullcontext()
+_MAX_IN_CONTEXT = 256  # a context variable may hold a whole program; a walk of this much takes 100 us
 _NO_MODES: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
 
@@ -400,7 +401,8 @@ class Frame(Call):
                         enter_ambient(stack, self._ambient, ambient_now)
                     if self._modes != _NO_MODES:
                         self._enter_modes(stack)
-                    context = context_again(self._context, self._stand_in_of_context)
+                    context, objects, attributes = context_again(self._context, self._stand_in_of_context)
+                    undo += [*swap(attributes), *copy_objects(objects, limit=_MAX_IN_CONTEXT)]
                     output = context.run(self._run_again, run, args, kwargs)
                     if returns_output:
                         self.outputs = [tensor.detach() for tensor in tensors_in(output)]
@@ -458,8 +460,9 @@ class Frame(Call):
             raise MutatedError(message)
         return WithoutValues.like(tensor, MutatedError, message)
 
-    def _stand_in_of_context(self, kind: Any) -> WithoutValues:
-        return WithoutValues.like(kind, MutatedError, mismatch.freed_in_context(self.block.title))
+    def _stand_in_of_context(self, kind: Any) -> object:
+        message = mismatch.freed_in_context(self.block.title)
+        return FreedObject(message) if kind is None else WithoutValues.like(kind, MutatedError, message)
 
 
 # Excluded children

@@ -162,8 +162,9 @@ def modified_in_place(block: str, what: str) -> str:
 
 def freed_in_context(block: str) -> str:
     return (
-        f"{block}: the recomputation reads a tensor that a container in a context variable held, and that was freed "
-        "between forward and backward · fix: pass it to the block as an argument, or keep it until backward()"
+        f"{block}: the recomputation reads an object, or a tensor in a container, that a context variable held, and "
+        "that was freed between forward and backward · fix: pass it to the block as an argument, or keep it until "
+        "backward()"
     )
 
 

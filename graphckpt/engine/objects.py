@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from graphckpt._compat import pytree
+from graphckpt.errors import MutatedError
 from graphckpt.tree import ATOMS
 
 ABSENT: Final = object()
@@ -65,6 +66,22 @@ class Slots:
             else:
                 with suppress(AttributeError):
                     slot.__delete__(self._object)
+
+
+def _raise_freed(freed: FreedObject, *_: Any) -> Any:
+    raise MutatedError(object.__getattribute__(freed, "message"))
+
+
+@final
+class FreedObject:
+    """Stands for an object that the call has found and that is freed by now: to read it is an error."""
+
+    def __init__(self, message: str) -> None:
+        object.__setattr__(self, "message", message)
+
+    __getattribute__ = __setattr__ = __delattr__ = _raise_freed
+    __call__ = __bool__ = __len__ = __iter__ = __next__ = __contains__ = __eq__ = __hash__ = _raise_freed
+    __getitem__ = __setitem__ = __delitem__ = __enter__ = __exit__ = __float__ = __int__ = __index__ = _raise_freed
 
 
 class _Layout(NamedTuple):
@@ -146,7 +163,12 @@ def _is_own_small_array(array: Any) -> bool:
 
 def contents(owner: Any) -> Any:
     container, accessors, *_ = _layout_of(owner)
-    return container(owner) if container is not None else accessors[0](owner)  # type: ignore[index]
+    if container is None:
+        return accessors[0](owner)  # type: ignore[index]
+    if type(owner) is container:
+        return container(owner)
+    # What a subclass iterates over may be anything, such as items that are made anew each time.
+    return container(container.items(owner) if issubclass(container, dict) else container.__iter__(owner))
 
 
 def fill(owner: Any, value: Any) -> None:
@@ -156,15 +178,23 @@ def fill(owner: Any, value: Any) -> None:
         return
     if issubclass(kind, dict):
         # Never empty in between, where it can be avoided: it may be the `__dict__` of a module, and Ctrl-C may come.
-        kind.update(owner, value)
-        for key in [key for key in owner if key not in value]:
+        _set_items(owner, value, kind)
+        for key in [key for key in kind.keys(owner) if key not in value]:
             kind.__delitem__(owner, key)
-        if not all(map(is_, owner, value)):
+        if not all(map(is_, kind.keys(owner), value)):
             kind.clear(owner)
-            kind.update(owner, value)
+            _set_items(owner, value, kind)
     else:
         kind.clear(owner)
         kind.update(owner, value) if kind is set else kind.extend(owner, value)
+
+
+def _set_items(owner: Any, value: Any, kind: Any) -> None:
+    if kind is dict:
+        dict.update(owner, value)
+    else:  # `OrderedDict.update` would call the `__setitem__` of a subclass
+        for key, item in value.items():
+            kind.__setitem__(owner, key, item)
 
 
 def differs(now: Any, then: Any) -> bool:
@@ -176,6 +206,8 @@ def differs(now: Any, then: Any) -> bool:
         return version_of(now) != then if isinstance(now, torch.Tensor) else not torch.equal(contents(now), then)
     if isinstance(now, Slots):
         now = now.read()
+    elif isinstance(now, CONTAINERS) and type(now) not in _PLAIN:
+        now = contents(now)
     if not isinstance(now, CONTAINERS):  # NumPy's generators have arrays in their states
         return pickle.dumps(contents(now)) != pickle.dumps(then)
     if len(now) != len(then):
@@ -188,7 +220,11 @@ def differs(now: Any, then: Any) -> bool:
 
 
 def swap(objects: Objects) -> Objects:
-    """Gives each object its contents in ``objects``. Returns what they held, for :func:`put_back`."""
+    """Gives each object its contents in ``objects``. Returns what they held, for :func:`put_back`.
+
+    Tensors are passed over: their versions can only be compared.
+    """
+    objects = [each for each in objects if not isinstance(each[0], torch.Tensor)]
     present = [(owner, contents(owner)) for owner, _ in objects]
     put_back(list(reversed(objects)))
     return present
@@ -203,7 +239,7 @@ def put_back(objects: Objects) -> None:
         objects.pop()
 
 
-def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
+def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MAX_OBJECTS) -> Objects:
     """Copies, one level deep each, the containers, attributes and generators that objects among ``values`` reach.
 
     This is how a key-value cache that is passed by reference can be seen as it was.
@@ -211,6 +247,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     Args:
         values: The objects.
         deeply: ``False`` copies those among them that are containers, and nothing that they reach.
+        limit: How many objects are copied at most.
     """
     if not deeply:
         objects = [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
@@ -218,7 +255,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True) -> Objects:
     ids: set[int] = set()
     objects, tensors = [], []
     todo = [value for value in values if _is_mutable(value)]
-    while todo and len(objects) < _MAX_OBJECTS:
+    while todo and len(objects) < limit:
         value = todo.pop()
         if isinstance(value, (MethodType, BuiltinFunctionType)):
             value = value.__self__
@@ -259,7 +296,10 @@ def _versions(items: Iterable[Any]) -> Objects:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version  # inference tensors have none
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors have none; to ask first takes as long as to read it
+        return None
 
 
 def attribute_of(value: Any, name: str) -> Any:
@@ -277,9 +317,15 @@ def holds_tensors(objects: Objects) -> bool:
 
 
 def is_plain_container(objects: Objects) -> bool:
-    """Whether ``objects`` are containers of numbers, strings and flags, and of such containers, and not empty."""
+    """Whether ``objects`` are containers of numbers, strings and flags, and of such containers, and not empty.
+
+    A small array of NumPy is one.
+    """
     num_values = 0
     for owner, own in objects:
+        if type(own).__module__ == "numpy":
+            num_values += own.size
+            continue
         if not isinstance(owner, CONTAINERS):
             return False
         num_values += len(own)

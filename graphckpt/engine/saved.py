@@ -472,20 +472,21 @@ class Arguments:
         self, state: ModuleState, call_state: CallState, originals: Sequence[_OriginalArgument]
     ) -> list[str] | None:
         """Returns the names of two that share memory, arguments or buffers, if forward has modified one in place."""
-        owners: dict[int, list[str]] = {}
+        owners: dict[int, list[int]] = {}
         mutated: set[int] = set()
         for each in originals:
             if has_storage(each.tensor):
                 storage = id(each.tensor.untyped_storage())
-                owners.setdefault(storage, []).append(self.name(each.position))
+                owners.setdefault(storage, []).append(each.position)
                 mutated |= {storage} if each.position in self._mutated else set()
         for index in call_state.copies:
             buffer = call_state.tensors[index]
-            names = owners.get(id(buffer.untyped_storage())) if has_storage(buffer) else None
+            positions = owners.get(id(buffer.untyped_storage())) if has_storage(buffer) else None
             # Compared last: that waits for an accelerator, which a capture forbids.
-            if names is not None and has_changed(call_state, index):
-                return [names[0], state.name(index, call_state)]
-        return next((owners[storage] for storage in mutated if len(owners[storage]) > 1), None)
+            if positions is not None and has_changed(call_state, index):
+                return [self.name(positions[0]), state.name(index, call_state)]
+        several = next((owners[storage] for storage in mutated if len(owners[storage]) > 1), None)
+        return None if several is None else list(map(self.name, several))
 
 
 @final

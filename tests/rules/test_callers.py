@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import SimpleNamespace
+from enum import Enum
+from functools import partial
+from types import FunctionType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from helpers.modules import as_module
@@ -68,6 +71,11 @@ policies = pytest.mark.parametrize("policy", POLICIES)
 # Objects among the arguments, and in attributes
 
 
+class Scale(Enum):
+    LOW = 1.5
+    HIGH = 2.5
+
+
 class Slotted:
     __slots__ = ("edges", "x")
 
@@ -82,6 +90,33 @@ class SlottedBelow(Slotted):
 class Pair(NamedTuple):
     x: Tensor
     edges: Tensor
+
+
+class Doubling(list[Tensor]):
+    """Makes its items anew each time that they are iterated over."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (item * 2 for item in list.__iter__(self))
+
+
+class Odd(dict[str, Tensor]):
+    """Has other keys than it says."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("abc")
+
+    def keys(self) -> Any:
+        return list("abc")
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        raise AssertionError(key)
+
+
+class OddOrdered(OrderedDict[str, Tensor]):
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        if key in self:
+            raise AssertionError(key)
+        super().__setitem__(key, value)
 
 
 class Kind(NamedTuple):
@@ -119,6 +154,21 @@ GRAPHS = {
         lambda x, edges: SimpleNamespace(items=deque([x, edges])),
         lambda g: tuple(g.items),
         lambda g, x: g.items.__setitem__(0, x),
+    ),
+    "list that iterates over others": Kind(
+        lambda x, edges: SimpleNamespace(items=Doubling([x, edges])),
+        lambda g: (g.items[0], g.items[1]),
+        lambda g, x: g.items.__setitem__(0, x),
+    ),
+    "dict with odd keys": Kind(
+        lambda x, edges: SimpleNamespace(items=Odd(x=x, edges=edges)),
+        lambda g: (g.items["x"], g.items["edges"]),
+        lambda g, x: dict.__setitem__(g.items, "x", x),
+    ),
+    "ordered dict that refuses new values": Kind(
+        lambda x, edges: SimpleNamespace(items=OddOrdered(x=x, edges=edges)),
+        lambda g: (g.items["x"], g.items["edges"]),
+        lambda g, x: OrderedDict.__setitem__(g.items, "x", x),
     ),
     "object in an object": Kind(
         lambda x, edges: SimpleNamespace(inner=Slotted(x, edges)),
@@ -509,6 +559,14 @@ def test_a_context_variable_that_forward_sets_is_set_once() -> None:
     assert_same(stack(Counts), step, "full")
 
 
+def wait_until_freed(references: list[weakref.ref[Any]]) -> None:
+    """Fails if something is alive that the thread of a store does not let go soon."""
+    deadline = time.monotonic() + 5
+    while any(each() is not None for each in references):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 collector: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("collector", default=None)
 
 
@@ -545,11 +603,7 @@ def test_what_hooks_collect_in_a_context_variable_is_collected_once_and_freed(po
             for _ in range(3):
                 step(model)
     assert len(freed) >= 27
-    for _ in range(500):  # the thread that writes to disk may be at the last one
-        if not [storage for each in freed if (storage := each()) is not None]:
-            return
-        time.sleep(0.01)
-    raise AssertionError("outputs are alive after the step")
+    wait_until_freed(freed)
 
 
 conditions: ContextVar[dict[str, Tensor]] = ContextVar("conditions")
@@ -576,9 +630,247 @@ def test_a_tensor_in_a_context_variable_is_that_of_the_forward_or_refused(policy
     model = stack(Conditioned)()
     with (
         graphckpt.apply(model, {"layers.*": POLICIES[policy]}),
-        pytest.raises(MutatedError, match=r"layers.1: the recomputation reads a tensor that a container in a context"),
+        pytest.raises(MutatedError, match=r"layers.1: the recomputation reads an object, or a tensor in a container"),
     ):
         step(model, is_freed=True)
+
+
+class Collector:
+    def __init__(self, **fields: Any) -> None:
+        self.outputs: list[Tensor] = []
+        self.fields = fields
+
+
+class Outputs(UserDict[str, Any]):
+    @property
+    def outputs(self) -> list[Tensor]:
+        return self["outputs"]  # type: ignore[no-any-return]
+
+
+class Numbers:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+scope: ContextVar[Any] = ContextVar("scope", default=None)
+
+
+def append(module: nn.Module, args: Any, output: Tensor) -> None:
+    if (collector := scope.get()) is not None:
+        (collector[0] if isinstance(collector, tuple) else collector).outputs.append(output)
+
+
+@policies
+@pytest.mark.parametrize("has_backward", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [Collector, lambda: SimpleNamespace(outputs=[]), lambda: (Collector(),), lambda: Outputs(outputs=[])],
+    ids=["object", "namespace", "in a tuple", "with a dictionary"],
+)
+def test_what_an_object_in_a_context_variable_collects_is_collected_once_and_freed(
+    make: Callable[[], Any], policy: str, has_backward: bool
+) -> None:
+    freed: list[weakref.ref[Any]] = []
+
+    def step(model: nn.Module) -> Tensor:
+        handles = [layer.register_forward_hook(append) for layer in model.layers]
+        inner = [layer.up.register_forward_hook(append) for layer in model.layers]
+        collector = make()
+        token = scope.set(collector)
+        loss = model(torch.randn(4, D)).square().mean()
+        scope.reset(token)
+        outputs = (collector[0] if isinstance(collector, tuple) else collector).outputs
+        freed.extend(weakref.ref(tensor.untyped_storage()) for tensor in outputs)
+        if has_backward:
+            loss.backward()
+        for handle in (*handles, *inner):
+            handle.remove()
+        assert len(outputs) == 2 * len(model.layers)
+        return loss.detach()
+
+    if has_backward:
+        assert_same(stack(lambda: Reads(one)), step, policy)
+    else:
+        model = stack(lambda: Reads(one))()
+        with graphckpt.apply(model, {"layers.*": POLICIES[policy]}):
+            for _ in range(3):
+                step(model)
+    assert len(freed) >= 12
+    wait_until_freed(freed)
+
+
+@policies
+def test_a_context_variable_that_has_the_last_output_keeps_one_call_alive(policy: str) -> None:
+    model = stack(lambda: Reads(one))()
+    freed: list[weakref.ref[Any]] = []
+    with graphckpt.apply(model, {"layers.*": POLICIES[policy]}):
+        for _ in range(5):
+            x = model.embed(torch.randn(4, D))
+            for layer in model.layers:
+                x = layer(x)
+                freed.append(weakref.ref(x.untyped_storage()))
+                scope.set(x)
+    scope.set(None)
+    assert len([each for each in freed if each() is not None]) <= len(model.layers) + 1
+
+
+def count(settings: Any) -> float:
+    settings.calls += 1
+    return float(settings.calls)
+
+
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[], float]]] = {
+    "numbers": (lambda: Numbers(scale=2.0), lambda: scope.get().scale),
+    "numbers in a namespace": (lambda: SimpleNamespace(scale=2.0, name=None), lambda: scope.get().scale),
+    "counter": (lambda: Numbers(calls=0), lambda: count(scope.get())),
+    "with history": (lambda: torch.ones(D).requires_grad_() * 2, scope.get),
+}
+
+
+@policies
+@pytest.mark.parametrize("case", OBJECTS)
+def test_an_object_in_a_context_variable_is_that_of_the_forward(case: str, policy: str) -> None:
+    make, read = OBJECTS[case]
+
+    def step(model: nn.Module) -> Tensor:
+        token = scope.set(make())
+        loss = model(torch.randn(4, D)).square().mean()
+        assert case != "counter" or scope.get().calls == len(model.layers)
+        scope.reset(token)
+        del token
+        loss.backward()
+        return loss
+
+    assert_same(stack(lambda: Reads(read)), step, policy)
+
+
+@policies
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda value: value.fields["scale"],
+        lambda value: 2.0 if isinstance(value, Collector) else 1.0,
+        lambda value: 2.0 if value else 1.0,
+        lambda value: 2.0 if value == 3 else 1.0,
+    ],
+    ids=["attribute", "class", "truth", "equality"],
+)
+def test_an_object_in_a_context_variable_that_is_freed_is_an_error_if_it_is_read(
+    read: Callable[[Any], float], is_read: bool, policy: str
+) -> None:
+    def step(model: nn.Module) -> Tensor:
+        token = scope.set(Collector(scale=2.0))
+        loss = model(torch.randn(4, D)).square().mean()
+        scope.reset(token)
+        del token
+        loss.backward()
+        return loss
+
+    if not is_read:
+        assert_same(stack(lambda: Reads(one)), step, policy)
+        return
+    model = stack(lambda: Reads(lambda: read(scope.get())))()
+    with (
+        graphckpt.apply(model, {"layers.*": POLICIES[policy]}),
+        pytest.raises(MutatedError, match=r"layers.1: the recomputation reads an object, or .* fix: pass it"),
+    ):
+        step(model)
+
+
+# Attributes that come, go, or change their type
+
+
+@as_module(lambda value: {"linear": nn.Linear(D, D), "value": value})
+def Valued(self, x: Tensor) -> Tensor:
+    value = getattr(self, "value", 1.0)
+    while not isinstance(value, (float, int, Tensor)):
+        value = READERS[type(value)](value)
+    return x + (self.linear(x) * value).sin()
+
+
+READERS: dict[type, Callable[[Any], Any]] = {
+    NoneType: lambda value: 1.0,
+    list: lambda value: value[0],
+    tuple: lambda value: value[0],
+    frozenset: len,
+    range: len,
+    slice: lambda value: value.stop,
+    SimpleNamespace: lambda value: value.x,
+    FunctionType: lambda value: value(),
+    partial: lambda value: value(),
+    np.float32: float,
+    np.ndarray: lambda value: float(value[0]),
+    Scale: lambda value: value.value,
+}
+
+
+def one_argument() -> float:
+    return 1.5
+
+
+def other_argument() -> float:
+    return 2.5
+
+
+CONSTANTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "member of an Enum": (lambda: Scale.LOW, lambda: Scale.HIGH),
+    "function": (lambda: one_argument, lambda: other_argument),
+    "partial": (lambda: partial(float, 1), lambda: partial(float, 2)),
+    "number of NumPy": (lambda: np.float32(1.5), lambda: np.float32(2.5)),
+    "double of NumPy": (lambda: np.float64(1.5), lambda: np.float64(2.5)),
+    "array of NumPy": (lambda: np.ones(3), lambda: np.full(3, 2.5)),
+    "range": (lambda: range(1), lambda: range(2)),
+    "slice": (lambda: slice(1), lambda: slice(2)),
+    "frozenset": (lambda: frozenset([1]), lambda: frozenset([1, 2])),
+    "tuple in a tuple": (lambda: ((1.5,),), lambda: ((2.5,),)),
+}
+
+
+@policies
+@pytest.mark.parametrize("case", CONSTANTS)
+def test_values_that_cannot_change_are_those_of_the_forward(case: str, policy: str) -> None:
+    before, after = CONSTANTS[case]
+
+    def step(model: nn.Module) -> Tensor:
+        each(lambda layer: setattr(layer, "value", before()))(model)
+        return then(each(lambda layer: setattr(layer, "value", after())))(model)
+
+    assert_same(stack(lambda: Valued(before())), step, policy)
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.rand(D),
+    "number": lambda: 2.0,
+    "nothing": lambda: None,
+    "list": lambda: [torch.rand(D)],
+    "object": lambda: SimpleNamespace(x=torch.rand(D)),
+    "function": lambda: one_argument,
+}
+
+
+@policies
+@pytest.mark.parametrize("later", VALUES)
+@pytest.mark.parametrize("first", [*VALUES, "absent"])
+@pytest.mark.parametrize("after", ["tensor", "number", "list"])
+def test_an_attribute_may_change_its_type_from_call_to_call(first: str, later: str, after: str, policy: str) -> None:
+    def step(model: nn.Module) -> Tensor:
+        number = model.number = getattr(model, "number", -1) + 1
+        name = (first, later)[number % 2]
+        for layer in model.layers if name in VALUES else ():
+            layer.value = VALUES[name]()
+        is_absent = not hasattr(model.layers[0], "value")
+        return then(lambda model: None if is_absent else each(lambda x: setattr(x, "value", VALUES[after]()))(model))(
+            model
+        )
+
+    def build() -> nn.Module:
+        model = stack(lambda: Valued(1.0))()
+        for layer in model.layers if first == "absent" else ():
+            del layer.value
+        return model
+
+    assert_same(build, step, policy)
 
 
 # Hooks that exist during the model's forward alone
@@ -759,6 +1051,74 @@ def test_a_view_of_a_buffer_follows_it(view: str, as_buffer: bool, policy: str) 
             return x + (self.linear(x) * rate).sin()
 
     assert_same(stack(Decayed), then(lambda model: None), policy)
+
+
+@as_module(lambda make, read: {"linear": nn.Linear(D, D), "buffer": nn.Buffer(make()), "read": read})
+def ReadsBuffer(self, x: Tensor) -> Tensor:
+    return x + (self.linear(x) * self.read(self)).sin()
+
+
+def values(*size: int) -> Tensor:
+    return torch.linspace(-1.3, 2.7, torch.Size(size).numel()).reshape(size)
+
+
+def column_sums(layer: Any) -> Tensor:
+    return layer.buffer.sum(0) + layer.buffer.sum() * 0.01
+
+
+STRIDES: dict[str, tuple[Callable[[], Tensor], Callable[[Any], Any]]] = {
+    "expanded": (lambda: values(64, 1).expand(64, D), column_sums),
+    "expanded number": (lambda: values(1).expand(D), column_sums),
+    "columns of a matrix": (lambda: values(64, D, 3)[:, :, 1], column_sums),
+    "strides": (lambda: values(64, 2 * D)[:, :D], lambda layer: float(layer.buffer.stride(0))),
+    "overlapping": (lambda: values(40 + D).unfold(0, D, 2), column_sums),
+    "a column of much": (lambda: values(64 * D, 400)[:, 5], lambda layer: layer.buffer.view(64, D).sum(0)),
+    "transposed": (lambda: values(D, 64).t(), column_sums),
+    "no elements": (lambda: values(4, D)[:0, ::2], lambda layer: layer.buffer.sum() + 1),
+}
+
+
+@policies
+@pytest.mark.parametrize("case", STRIDES)
+@pytest.mark.parametrize("modify", [lambda layer: None, lambda layer: setattr(layer, "buffer", layer.buffer * 3)])
+def test_a_buffer_is_rounded_alike_whatever_its_strides(case: str, modify: Callable[[Any], Any], policy: str) -> None:
+    make, read = STRIDES[case]
+    assert_same(stack(lambda: ReadsBuffer(make, read)), then(each(modify)), policy)
+
+
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[Any], Any]]] = {
+    "COO": (lambda: torch.eye(D).to_sparse(), lambda layer: torch.sparse.mm(layer.buffer, layer.linear.weight).sum(1)),
+    "CSR": (lambda: torch.eye(D).to_sparse_csr(), lambda layer: (layer.buffer @ layer.linear.weight).sum(1)),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2) * 2, torch.ones(3)]),
+        lambda layer: layer.buffer.to_padded_tensor(0.0).sum(),
+    ),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2) * 2, torch.ones(3)], layout=torch.jagged),
+        lambda layer: layer.buffer.values().sum(),
+    ),
+}
+
+
+@policies
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors)")
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_buffer_may_have_any_layout(case: str, is_replaced: bool, policy: str) -> None:
+    make, read = LAYOUTS[case]
+    losses = []
+    for layers in ({}, {"layers.*": POLICIES[policy]}):
+        torch.manual_seed(0)
+        model = stack(lambda: ReadsBuffer(make, read))()
+        with graphckpt.apply(model, layers):
+            for _ in range(3):
+                loss = model(torch.randn(4, D)).square().mean()
+                if is_replaced:
+                    for layer in model.layers:
+                        layer.buffer = layer.buffer * 1.5
+                loss.backward()
+        losses.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *losses))
 
 
 @policies

@@ -1,0 +1,74 @@
+"""Clones tensors, which share memory where the tensors do and have their strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphckpt._compat import is_fake, storage_of
+
+
+def clones_of(
+    tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int], *, shares_memory: bool
+) -> dict[int, torch.Tensor]:
+    """Clones tensors. With ``shares_memory``, the clones share it where the tensors do."""
+    present = [index for index in indices if tensors[index] is not None]
+    memory = memory_of_several(tensors[index] for index in present) if shares_memory else {}
+    clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
+    copies = {}
+    for index in present:
+        tensor = tensors[index]
+        clone = clones.get(id(tensor))
+        if clone is None:
+            clone = clones[id(tensor)] = _clone(tensor, memory)
+            if type(tensor) is torch.Tensor and tensor.__dict__:
+                clone.__dict__.update(tensor.__dict__)  # as `nn.Buffer` has: tensors with attributes are not moved
+            if tensor.requires_grad:
+                clone.requires_grad_()
+        copies[index] = clone
+    return copies
+
+
+def memory_of_several(tensors: Iterable[torch.Tensor | None]) -> dict[int, torch.UntypedStorage]:
+    """Returns clones of the storages that several of ``tensors`` share, by the ids of these storages."""
+    members: dict[int, dict[int, torch.Tensor]] = {}
+    for tensor in tensors:
+        storage = None if tensor is None or is_fake(tensor) or tensor.is_meta else storage_of(tensor)
+        if tensor is not None and storage is not None:
+            members.setdefault(id(storage), {})[id(tensor)] = tensor
+    memory = {}
+    for key, several in members.items():
+        if len(several) > 1:
+            storage = next(iter(several.values())).untyped_storage()
+            all_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            memory[key] = all_bytes.clone().untyped_storage()
+    return memory
+
+
+def _clone(tensor: torch.Tensor, memory: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
+    storage = memory.get(id(storage_of(tensor))) if memory else None
+    if storage is not None:
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
+    clone = tensor.detach().clone()
+    if not is_sparse_in_memory(tensor):
+        return clone
+    # A clone of an expanded or a sliced tensor is dense, and a sum of it is rounded in another order.
+    return tensor.detach().as_strided((num_spanned(tensor),), (1,)).clone().as_strided(tensor.size(), tensor.stride())
+
+
+def is_sparse_in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is not dense: expanded, or a slice of another one."""
+    if type(tensor) is not torch.Tensor or not has_plain_values(tensor) or tensor.is_contiguous():
+        return False
+    return bool(tensor.numel()) and num_spanned(tensor) != tensor.numel()
+
+
+def num_spanned(tensor: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def has_plain_values(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_meta or is_fake(tensor) or tensor.is_nested or tensor.layout is not torch.strided)
