@@ -26,7 +26,8 @@ def parse_determinism_check(value: Any) -> str:
     if not isinstance(value, str) or value not in CHECKS:
         hint = did_you_mean(value, CHECKS) if isinstance(value, str) else ""
         what = f"expected 'none', 'default' or 'values', got {shown(value)}"
-        raise ConfigError(f"determinism_check: {what}{hint} · fix: use 'default'")
+        fix = "use 'values' to compare the values of every call, 'default' for those of some, 'none' for none"
+        raise ConfigError(f"determinism_check: {what}{hint} · fix: {fix}")
     return str(value)
 
 

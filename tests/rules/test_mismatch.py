@@ -274,7 +274,7 @@ DIFFERENCES: dict[str, tuple[Callable[[int, Tensor], Tensor], str]] = {
     ),
     "dtype": (
         lambda call, h: torch.sigmoid(h.double() if call > 1 else h),
-        r"saved by torch\.sigmoid.*expected float32\[8, 4\], got float64\[8, 4\] in the recomputation",
+        r"saved by torch\.sigmoid at \S+\.py:\d+: expected float32\[8, 4\], got float64\[8, 4\] in the recomputation",
     ),
     "fewer": (
         lambda call, h: h if call > 1 else torch.sigmoid(torch.tanh(h)),
