@@ -111,15 +111,15 @@ def ops_differ(block: str, what: str) -> str:
 def raised_in_recomputation(block: str) -> str:
     return (
         f"{block}: raised while backward recomputed the forward of this block, which had run without this error. A "
-        "likely cause is something that forward reads and that has changed since: a global variable, a context that "
-        "has ended, a tensor whose `data` was replaced · fix: leave it as it is until backward() has ended, or set "
+        "likely cause is something that forward reads and that has changed since: a global variable, a submodule, "
+        "a context that has ended, a tensor whose `data` was replaced · fix: leave it as it is until backward() has ended, or set "
         "activation_checkpointing = False on this block"
     )
 
 
 _CAUSES = (
-    "something that its forward reads has changed since, such as an attribute of an object, a context variable, a "
-    "mode, a global, a generator of random numbers, or a tensor through `.data`"
+    "something that its forward reads has changed since, such as a submodule, an attribute of an object, a context "
+    "variable, a mode, a global, a generator of random numbers, or a tensor through `.data`"
 )
 _FIX_VALUES = (
     "fix: pass it to the block as an argument, or leave it as it is until backward() is over; if the difference is "
