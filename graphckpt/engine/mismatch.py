@@ -112,8 +112,8 @@ def raised_in_recomputation(block: str) -> str:
     return (
         f"{block}: raised while backward recomputed the forward of this block, which had run without this error. A "
         "likely cause is something that forward reads and that has changed since: a global variable, a submodule, "
-        "a context that has ended, a tensor whose `data` was replaced · fix: leave it as it is until backward() has ended, or set "
-        "activation_checkpointing = False on this block"
+        "a context that has ended, a tensor whose `data` was replaced · fix: leave it as it is until backward() has "
+        "ended, or set activation_checkpointing = False on this block"
     )
 
 
