@@ -248,9 +248,9 @@ def is_recomputing() -> bool:
     return innermost is not None and innermost.is_recomputation
 
 
-_SITES: weakref.WeakKeyDictionary[nn.Module, dict[tuple[weakref.ref[nn.Module], ...], BlockContext]] = (
-    weakref.WeakKeyDictionary()
-)
+_Site = tuple[str, tuple[weakref.ref[nn.Module], ...]]
+"""The place of a function, and the modules that it runs: two functions may do different things with a module."""
+_SITES: weakref.WeakKeyDictionary[nn.Module, dict[_Site, BlockContext]] = weakref.WeakKeyDictionary()
 # What first calls have taught about modules: a cache, which changes no result.
 
 
@@ -259,12 +259,13 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
     name = attribute_of(function, "__qualname__")
     if not isinstance(name, str):  # an object that can be called
         name = type(modules[0] if modules else function).__name__
+    place = _place_of(function)
     if not modules:
-        return BlockContext(name, (), learns=False, sampler=_sampler_of(_place_of(function)))
+        return BlockContext(name, (), learns=False, sampler=_sampler_of(place))
     sites = _SITES.setdefault(modules[0], {})
-    key = tuple(weakref.ref(module) for module in modules)  # not ids: those of the dead are given anew
+    key = place, tuple(weakref.ref(module) for module in modules)  # not ids: those of the dead are given anew
     if key not in sites:
-        for other in [other for other in sites if any(ref() is None for ref in other)]:
+        for other in [other for other in sites if any(ref() is None for ref in other[1])]:
             del sites[other]
         sites[key] = BlockContext(name, modules)
     return sites[key]

@@ -136,7 +136,7 @@ class BlockContext:
 
     @property
     def sketch_bytes(self) -> int:
-        """The most that the value check has held for a call of the block, or for one of each of its parts."""
+        """The most that the value check has held at a time for calls of the block and of its parts."""
         return self.sampler.num_bytes + sum(part.sketch_bytes for part in self._parts.values())
 
     def tensors(self) -> list[torch.Tensor]:

@@ -325,6 +325,17 @@ class Frame(Call):
             frame._recompute(returns_output=True)
 
     def _recompute(self, *, returns_output: bool = False) -> None:
+        try:
+            self._recompute_and_check(returns_output=returns_output)
+        except BaseException:
+            # A program may catch it and repeat a backward that retains its graph, which must not read these tensors.
+            for ref in self.holders:
+                holder = ref()
+                if holder is not None:
+                    holder.value = None
+            raise
+
+    def _recompute_and_check(self, *, returns_output: bool) -> None:
         self._recompute_before()
         recorder = self.block.recorder
         if recorder is not None:

@@ -93,12 +93,12 @@ def calling_line(frame: FrameType | None) -> str:
 
 
 def differs(block: str, fault: Fault) -> str:
-    where = f", saved by {fault.op} at {fault.line}," if fault.op else ""
+    where = f", saved by {fault.op} at {fault.line}" if fault.op else ""
     # The compiler uses code that it has made for another block, with dynamic shapes or numbers, for this one too.
     fix = f"{_FIX}; if it is compiled, compile={{'dynamic': False}}" if "torch._dynamo" in sys.modules else _FIX
     if isinstance(fault.first, int):
         number = f"the original forward saved {fault.first} tensors, the recomputation {fault.second}"
-        return f"{block}: {number}; the last one{where} differs · {fix}"
+        return f"{block}: {number}; the last one{where and where + ','} differs · {fix}"
     assert not isinstance(fault.second, int)
     was, now = _describe(*fault.first), _describe(*fault.second)
     return f"{block}: saved tensor {fault.position}{where}: expected {was}, got {now} in the recomputation · {fix}"
@@ -111,19 +111,19 @@ def ops_differ(block: str, what: str) -> str:
 def raised_in_recomputation(block: str) -> str:
     return (
         f"{block}: raised while backward recomputed the forward of this block, which had run without this error. A "
-        "likely cause is something that forward reads and that has changed since: a global variable, a context that "
-        "has ended, a tensor whose `data` was replaced · fix: leave it as it is until backward() has ended, or set "
-        "activation_checkpointing = False on this block"
+        "likely cause is something that forward reads and that has changed since: a global variable, a submodule, "
+        "a context that has ended, a tensor whose `data` was replaced · fix: leave it as it is until backward() has "
+        "ended, or set activation_checkpointing = False on this block"
     )
 
 
 _CAUSES = (
-    "something that its forward reads has changed since, such as an attribute of an object, a context variable, a "
-    "mode, a global, or a tensor through `.data`"
+    "something that its forward reads has changed since, such as a submodule, an attribute of an object, a context "
+    "variable, a mode, a global, a generator of random numbers, or a tensor through `.data`"
 )
 _FIX_VALUES = (
     "fix: pass it to the block as an argument, or leave it as it is until backward() is over; if the difference is "
-    "deliberate, ask graphckpt.blocks.is_recomputing() in forward, or set determinism_check='none' on this block"
+    "deliberate, ask graphckpt.blocks.is_recomputing() in forward, or set determinism_check='none' for this block"
 )
 
 

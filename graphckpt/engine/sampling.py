@@ -26,7 +26,8 @@ def parse_determinism_check(value: Any) -> str:
     if not isinstance(value, str) or value not in CHECKS:
         hint = did_you_mean(value, CHECKS) if isinstance(value, str) else ""
         what = f"expected 'none', 'default' or 'values', got {shown(value)}"
-        raise ConfigError(f"determinism_check: {what}{hint} · fix: use 'default'")
+        fix = "use 'values' to compare the values of every call, 'default' for those of some, 'none' for none"
+        raise ConfigError(f"determinism_check: {what}{hint} · fix: {fix}")
     return str(value)
 
 
@@ -43,7 +44,7 @@ class CallSampler:
     random number nor a string's ``hash`` decides. Blocks take turns, so that no step pays for all of them.
     """
 
-    __slots__ = ("_end", "_is_of_block", "_number", "_turn", "has_warned", "num_bytes")
+    __slots__ = ("_end", "_is_of_block", "_live_bytes", "_number", "_turn", "has_warned", "num_bytes")
 
     def __init__(self, name: str, *, is_of_block: bool = True) -> None:
         self._is_of_block = is_of_block  # otherwise each call is a learning call
@@ -51,8 +52,9 @@ class CallSampler:
         self._end = _FIRST  # of the calls that are checked one after the other
         self._turn = zlib.crc32(name.encode()) % PERIOD
         self.has_warned = False
+        self._live_bytes = 0
         self.num_bytes = 0
-        """The most that the sketches of a call have taken."""
+        """The most that the sketches have taken at a time: a block may be called several times in a step."""
 
     def is_due(self, *, is_learning: bool) -> bool:
         number = self._number
@@ -60,6 +62,11 @@ class CallSampler:
         if is_learning and self._is_of_block:
             self._end = number + _FIRST
         return number < self._end or number % PERIOD == self._turn
+
+    def count_bytes(self, num_bytes: int) -> None:
+        """Counts the sketches of one more call, or, if negative, of one less."""
+        self._live_bytes += num_bytes
+        self.num_bytes = max(self.num_bytes, self._live_bytes)
 
 
 is_paused: ContextVar[bool] = ContextVar("value checks are paused", default=False)

@@ -280,7 +280,7 @@ class ValueCheck:
         waits: Whether a CUDA device is waited for at the end of backward.
     """
 
-    __slots__ = ("_number", "_unsettled", "block", "later", "lines", "sketches", "waits")
+    __slots__ = ("_num_bytes", "_number", "_unsettled", "block", "later", "lines", "sketches", "waits")
 
     def __init__(self, block: BlockContext, *, waits: bool) -> None:
         self.block = block
@@ -290,6 +290,7 @@ class ValueCheck:
         """The values of other sketches, for CUDA: taken once the op that saves a tensor is over."""
         self.lines: dict[int, str] = {}
         """Of the code that saves tensors on a CUDA device, whose report comes when the recomputation is over."""
+        self._num_bytes = 0  # of the sketches
         self._number = 0  # of the op that has saved what is unsettled
         self._unsettled: list[tuple[int, torch.Tensor]] = []
 
@@ -336,11 +337,13 @@ class ValueCheck:
         self._unsettled.clear()
 
     def end_forward(self) -> None:
-        sampler = self.block.sampler
         with unobserved():
             self._settle()
-            num_bytes = sum(sketch.values.nbytes for sketch in self.sketches if sketch is not None)
-        sampler.num_bytes = max(sampler.num_bytes, num_bytes)
+            self._num_bytes = sum(sketch.values.nbytes for sketch in self.sketches if sketch is not None)
+        self.block.sampler.count_bytes(self._num_bytes)
+
+    def __del__(self) -> None:
+        self.block.sampler.count_bytes(-self._num_bytes)
 
 
 class _Pair(NamedTuple):

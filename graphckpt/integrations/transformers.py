@@ -231,7 +231,11 @@ class GraphckptArguments:
     graphckpt_contiguous: bool | None = field(default=None, metadata={"help": "whether saved tensors are in one slab"})
 
     graphckpt_determinism_check: str | None = field(
-        default=None, metadata={"help": "what a recomputation is compared by: none, default, or values for every call"}
+        default=None,
+        metadata={
+            "help": "what is compared in a recomputation: none, default (shapes, dtypes and the values of some calls), "
+            "or values (those of every call)"
+        },
     )
 
     def keys(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class StepRecord:
     tensors: tuple[TensorLife, ...] = field(default=(), repr=False)
     """Every tensor storage of the measured step, in order of allocation."""
     sketch_bytes: int = 0
-    """What the value check holds on top, in the steps in which all blocks are checked; a measured step is not."""
+    """The most that the value check has held for each block, in steps that it has checked."""
     legend: tuple[tuple[str, str], ...] = ()
     """Names of rules in the rows, and what they stand for."""
     warnings: tuple[str, ...] = ()

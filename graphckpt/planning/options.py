@@ -62,8 +62,8 @@ class PlanOptions:
     of ``selective`` are then replaced by the compiler's ``activation_memory_budget`` at 0.8, 0.5, 0.3 and 0.1, unless
     ``candidates`` or an ``activation_memory_budget`` is given."""
     determinism_check: str | None = None
-    """What is compared in the recomputations of the planned blocks, ``"none"``, ``"default"`` or ``"values"``, and
-    saved with the plan. ``None``: as the blocks around them."""
+    """What is compared in the recomputations of the planned blocks: ``"none"``, ``"default"``, or ``"values"`` for the
+    values of every call. It is saved with the plan. ``None`` is what the blocks around them have."""
     group: Any = field(default=None, metadata=_except("config", "command"))
     """The processes that run this step together: a ``ProcessGroup``, whose ranks must all plan and get the same plan.
     ``None`` is the default group if ``torch.distributed`` is initialized; ``False`` is this process alone."""

@@ -274,7 +274,7 @@ DIFFERENCES: dict[str, tuple[Callable[[int, Tensor], Tensor], str]] = {
     ),
     "dtype": (
         lambda call, h: torch.sigmoid(h.double() if call > 1 else h),
-        r"saved by torch\.sigmoid.*expected float32\[8, 4\], got float64\[8, 4\] in the recomputation",
+        r"saved by torch\.sigmoid at \S+\.py:\d+: expected float32\[8, 4\], got float64\[8, 4\] in the recomputation",
     ),
     "fewer": (
         lambda call, h: h if call > 1 else torch.sigmoid(torch.tanh(h)),
@@ -295,3 +295,50 @@ def test_another_number_or_kind_of_saved_tensors(case: str) -> None:
         loss = model(torch.randn(8, 4)).sum()
         with pytest.raises(RecomputeError, match=f"(?s){message}"):
             loss.backward()
+
+
+class Around:
+    """What the block below reads from outside of it."""
+
+    change: Callable[[Tensor], Tensor] = torch.tanh
+
+
+@as_module(lambda: {"layer": nn.Linear(4, 4)})
+def Reads(self, x: Tensor) -> Tensor:
+    return Around.change(torch.sigmoid(self.layer(x))).exp()
+
+
+def fails(h: Tensor) -> Tensor:
+    message = "of the user's own"
+    raise ValueError(message)
+
+
+REPEATED: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception]]] = {
+    "other values": (lambda h: torch.tanh(2 * h.detach()) + h - h.detach(), RecomputeError),
+    "another shape": (lambda h: torch.tanh(h[:2]), RecomputeError),
+    "fewer tensors": (lambda h: h, RecomputeError),
+    "an exception of the block": (fails, ValueError),
+}
+
+
+@pytest.mark.parametrize("rule", ["full", "selective"])
+@pytest.mark.parametrize("case", REPEATED)
+def test_a_backward_that_is_repeated_after_an_error_raises_it_again(
+    case: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, error = REPEATED[case]
+    model = nn.Sequential(Reads())
+    x = torch.randn(8, 4, requires_grad=True)
+    model(x).sum().backward()
+    expected, x.grad = x.grad, None
+    with graphckpt.apply(model, {"0": rule}, determinism_check="values"):
+        loss = model(x).sum()
+        with monkeypatch.context() as patch:
+            patch.setattr(Around, "change", change)
+            for _ in range(3):
+                with pytest.raises(error):
+                    loss.backward(retain_graph=True)
+        assert x.grad is None
+        loss.backward()  # what forward reads is as it was
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)

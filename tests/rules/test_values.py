@@ -7,18 +7,21 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphckpt
-from graphckpt import RecomputeError, Selective
+from graphckpt import RecomputeError, Selective, Tiles
 from graphckpt.blocks import is_recomputing
 from graphckpt.blocks.functional import _sampler_of
 from graphckpt.engine import values
@@ -321,6 +324,40 @@ def test_a_function_is_counted_by_its_code(checked: list[str]) -> None:
     assert 3 <= len(checked) <= 4, "the first three, and maybe its turn"
 
 
+@pytest.mark.parametrize("kind", ["nested function", "lambda", "partial", "object"])
+def test_two_functions_of_a_module_are_two_blocks(kind: str, checked: list[str]) -> None:
+    layer = nn.Linear(3, 3)
+    factor = [1.0]
+
+    @dataclass
+    class Scaled:
+        layer: nn.Linear
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return (self.layer(x) * factor[0]).tanh()
+
+    def scaled(x: Tensor) -> Tensor:
+        return (layer(x) * factor[0]).tanh()
+
+    def plain(x: Tensor) -> Tensor:
+        return layer(x).tanh()
+
+    kinds: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+        "nested function": (scaled, "scaled"),
+        "lambda": (lambda x: (layer(x) * factor[0]).tanh(), "<lambda>"),
+        "partial": (partial(scaled), "Linear"),
+        "object": (Scaled(layer), "Linear"),
+    }
+    function, name = kinds[kind]
+    for _ in range(5):
+        graphckpt.checkpoint(plain, torch.ones(2, 3)).sum().backward()
+    assert len(checked) == 3
+    loss = graphckpt.checkpoint(function, torch.ones(2, 3)).sum()
+    factor[0] = 2.0
+    with pytest.raises(RecomputeError, match=rf"^\S*{name}: saved tensor "):
+        loss.backward()
+
+
 @pytest.mark.parametrize(
     "functions", [lambda: [torch.sin, torch.cos, torch.tanh], lambda: nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())]
 )
@@ -548,6 +585,42 @@ def test_explain_counts_the_sketches() -> None:
         explanation = handle.explain(show=False)
     assert explanation.sketch_bytes == 0
     assert "sketches" not in str(explanation)
+
+
+@as_module(lambda: {"layer": nn.Sequential(nn.Linear(D, D), nn.Tanh())})
+def Repeated(self, x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = self.layer(x)
+    return x
+
+
+SEVERAL_CALLS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "a layer that is used five times": (Repeated, {"layer": True}),
+    "tiles": (lambda: nn.Sequential(Reader(lambda x: x)), {"0": Tiles(4)}),
+    "segments": (lambda: nn.Sequential(*(Reader(lambda x: x) for _ in range(4))), {"": {"segments": 3}}),
+    "layers in turn": (lambda: nn.Sequential(Reader(lambda x: x), Reader(lambda x: x)), {"*": "selective"}),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL_CALLS)
+def test_explain_counts_the_sketches_of_all_calls(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, policies = SEVERAL_CALLS[case]
+    alive: list[weakref.ref[Any]] = []
+    end = values.ValueCheck.end_forward
+
+    def note(self: values.ValueCheck) -> None:
+        end(self)
+        alive.extend(weakref.ref(sketch.values) for sketch in self.sketches if sketch is not None)
+
+    monkeypatch.setattr(values.ValueCheck, "end_forward", note)
+    model = build()
+    with graphckpt.apply(model, policies, determinism_check="values") as handle:
+        for _ in range(2):  # what one step has freed is not counted in the next
+            alive.clear()
+            loss = model(torch.ones(D, D)).sum()
+            num_bytes = sum(sketch.nbytes for ref in alive if (sketch := ref()) is not None)
+            loss.backward()
+            assert handle.explain(show=False).sketch_bytes == num_bytes > 0
 
 
 def test_sketches_live_no_longer_than_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
