@@ -126,6 +126,15 @@ current_accelerator = torch._C._accelerator_getAccelerator
 """``torch.accelerator.current_accelerator()`` without its Python, and without a copy of its result."""
 
 
+attention_kernels_enabled = (
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
+"""``torch.backends.cuda.math_sdp_enabled()`` and so on, without a call of Python for each block."""
+
+
 def is_fake(value: Any) -> bool:
     """Whether ``value`` is a tensor of ``FakeTensorMode``: shape, dtype and history without memory or values."""
     return isinstance(value, FakeTensor)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphckpt._compat import has_function_modes
+from graphckpt._compat import attention_kernels_enabled, has_function_modes
 from graphckpt.tree import ATOMS
 
 RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
@@ -235,7 +235,7 @@ Ambient: TypeAlias = tuple[object, ...]
 
 
 def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
-    kernels = tuple([is_enabled() for is_enabled in _KERNELS_ENABLED])
+    kernels = tuple([is_enabled() for is_enabled in attention_kernels_enabled])
     device = torch.get_default_device() if has_function_modes() else _CPU
     defaults = device, torch.get_default_dtype()
     if not devices:
@@ -273,13 +273,6 @@ def is_autocast(ambient: Ambient) -> bool:
 
 _CPU = torch.device("cpu")
 _KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-_cuda = torch.backends.cuda
-_KERNELS_ENABLED = (
-    _cuda.math_sdp_enabled,
-    _cuda.flash_sdp_enabled,
-    _cuda.mem_efficient_sdp_enabled,
-    _cuda.cudnn_sdp_enabled,
-)
 _HOW = ("dtype", "cache_enabled")
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)

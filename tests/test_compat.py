@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -116,6 +117,16 @@ def test_global_forward_hooks_are_where_torch_registers_them() -> None:
         for handle in handles:
             handle.remove()
     assert not any([*pre_hooks, *hooks])
+
+
+def test_enabled_attention_kernels_are_the_same_without_python() -> None:
+    cuda = torch.backends.cuda
+    public = cuda.math_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        with sdpa_kernel([backend]):
+            enabled = [is_enabled() for is_enabled in _compat.attention_kernels_enabled]
+            assert enabled == [is_enabled() for is_enabled in public]
+            assert sum(enabled) == 1
 
 
 def test_the_accelerator_is_the_same_without_python() -> None:

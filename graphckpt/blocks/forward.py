@@ -21,9 +21,10 @@ from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import policy_changes
 from graphckpt.engine.execution import running
 from graphckpt.engine.objects import replaced
+from graphckpt.engine.saved import joined_blocks
 from graphckpt.errors import NOT_SCRIPTABLE, ConfigError
 from graphckpt.rules.base import Rule
-from graphckpt.rules.basic import Keep
+from graphckpt.rules.basic import Joined, Keep
 from graphckpt.rules.in_graph import ForwardInGraph, exclude_in_graph
 from graphckpt.stores.placement import Placement
 
@@ -150,6 +151,7 @@ class BlockForward(ForwardWrapper):
         self._context: BlockContext | None = None
         self.name = name
         self.rule = rule
+        joined_blocks.may_exist |= isinstance(rule, Joined)
         self.placement = placement
         """Its placement; ``None`` if the blocks around it decide."""
         self.compile_options = compile_options

@@ -225,7 +225,7 @@ class ModuleState:
         reached = [
             (ref, key, copy_objects([attributes[ref].get(key)], deeply=is_deep)) for ref, key, is_deep in scope.objects
         ]
-        if is_known:
+        if is_known and scope.open:
             reached += self._objects_with_tensors(scope.open, attributes)
         return CallState(
             modes,
@@ -272,7 +272,7 @@ class ModuleState:
         ]
 
     def _kinds_of(self, attributes: Mapping[_Module, dict[str, Any]]) -> list[list[type]]:
-        return [list(map(type, attributes[ref].values())) for ref in self._users]
+        return [[*map(type, attributes[ref].values())] for ref in self._users]
 
     def _note_kinds(self, attributes: Mapping[_Module, dict[str, Any]]) -> None:
         """Notes which attributes are tensors, plain values and objects, once some have come or have another type."""

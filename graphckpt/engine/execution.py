@@ -118,19 +118,22 @@ class Recomputation(Execution):
             if tensor.error_class is MutatedError:
                 raise MutatedError(tensor.message)
             raise ScheduleMismatch(f"{self.frame.block.title}: tensor {position} is saved, but its op was skipped")
+        try:
+            shape = tensor.shape
+        except RuntimeError:  # of a nested tensor; asked for afterwards, as every saved tensor comes by here
+            shape = shape_of(tensor)
         fills = False  # `rrelu` saves its noise before writing it, then its input: stop only after that
         if tensor.requires_grad:
             if self._unfilled is not None:
-                fills = self._unfilled == (autograd_sequence_number(), shape_of(tensor))
+                fills = self._unfilled == (autograd_sequence_number(), shape)
             tensor = tensor.detach()
         elif may_be_filled_later(tensor):
-            self._unfilled = autograd_sequence_number(), shape_of(tensor)
+            self._unfilled = autograd_sequence_number(), shape
         if id(tensor) in self.borrowed:
             tensor = tensor.data  # stays with the copy
         if position < len(self._holders):
             holder = self._holders[position]()
             if holder is not None and holder.value is None:
-                shape = shape_of(tensor)
                 if holder.shape != shape or holder.dtype != tensor.dtype:
                     kinds = (holder.dtype, holder.shape), (tensor.dtype, shape)
                     self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
@@ -141,16 +144,13 @@ class Recomputation(Execution):
         return tensor
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        return (self.pack if self.comparison is None else self.comparison.hook(self.pack)), self.unpack
+        """Returns what autograd calls for each tensor that it saves, and for each that is asked for.
 
-    @property
-    def unpack(self) -> Callable[[Any], torch.Tensor]:
-        """What a backward inside of the block's own forward calls, which the original forward did not run.
-
-        It does not hold the call: the graph of a recomputation holds it, and may outlive the call where a hook of the
-        user's collects outputs.
+        The second one does not hold the call: the graph of a recomputation holds it, and may outlive the call where a
+        hook of the user's collects outputs.
         """
-        return partial(_refuse_backward, self.frame.block.title)
+        pack = self.pack if self.comparison is None else self.comparison.hook(self.pack)
+        return pack, partial(_refuse_backward, self.frame.block.title)
 
     def fault(self) -> mismatch.Fault | None:
         if self._first_fault is not None:
@@ -162,6 +162,7 @@ class Recomputation(Execution):
 
 @never_compiled
 def _refuse_backward(block: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Called by a backward inside of the block's own forward, which the original forward did not run."""
     raise RecomputeError(mismatch.runs_backward(block))
 
 

@@ -134,6 +134,8 @@ class Frame(Call):
         self._determinism_check = determinism_check or block.determinism_check
         self.values: ValueCheck | None = None
         self._is_joined = joins
+        if joins:
+            joined_blocks.may_exist = True
         self.outputs: list[torch.Tensor] | None = None
         """What a recomputation for the joined block right behind it has returned."""
         self.excluded: list[ExcludedCall] = []
@@ -413,7 +415,8 @@ class Frame(Call):
                     if self._modes != _NO_MODES:
                         self._enter_modes(stack)
                     context, objects, attributes = context_again(self._context, self._stand_in_of_context)
-                    undo += [*swap(attributes), *copy_objects(objects, limit=_MAX_IN_CONTEXT)]
+                    if objects or attributes:
+                        undo += [*swap(attributes), *copy_objects(objects, limit=_MAX_IN_CONTEXT)]
                     output = context.run(self._run_again, run, args, kwargs)
                     if returns_output:
                         self.outputs = [tensor.detach() for tensor in tensors_in(output)]
@@ -431,12 +434,13 @@ class Frame(Call):
 
     def _run_again(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs forward, in the context variables of the call."""
-        with (
-            ExecutionScope(run, *run.hooks()),
-            self.contexts.recomputation(self) if self.contexts else _NOTHING,
-        ):
-            torch.set_grad_enabled(True)
-            return self._function(*args, **kwargs)
+        with ExecutionScope(run, *run.hooks()):
+            if self.contexts is None:
+                torch.set_grad_enabled(True)
+                return self._function(*args, **kwargs)
+            with self.contexts.recomputation(self):
+                torch.set_grad_enabled(True)
+                return self._function(*args, **kwargs)
 
     def _enter_modes(self, stack: ExitStack) -> None:
         """Enters the modes of the call that are not active now. Those that are active now alone stay active."""

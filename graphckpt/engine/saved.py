@@ -366,8 +366,9 @@ class Arguments:
                 with another argument or a buffer.
         """
         originals, self._originals = self._originals, ()
-        changed = changed_tensors(self._objects)
-        self._objects = without_tensors(self._objects, changed)
+        changed = changed_tensors(self._objects) if self._objects else []
+        if changed:
+            self._objects = without_tensors(self._objects, changed)
         if self._objects and call.block.recorder is not None:
             self._record_objects(call)
         mutated = frozenset([each.position for each in originals if each.is_mutated()])
@@ -454,7 +455,8 @@ class Arguments:
 
         Objects among the arguments hold what they held then; see :func:`with_stand_ins`.
         """
-        undo += swap(with_stand_ins(self._objects, stand_in))
+        if self._objects:
+            undo += swap(with_stand_ins(self._objects, stand_in))
         return self._shape.assemble(leaves)
 
     def _keep(

@@ -12,7 +12,6 @@ from torch import nn
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.execution import running
 from graphckpt.engine.frame import Frame, run_excluded, run_excluded_without_gradients
-from graphckpt.engine.saved import joined_blocks
 from graphckpt.rules.base import Rule
 from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_around
 
@@ -76,9 +75,6 @@ class Joined(Rule):
     """
 
     name: ClassVar[str] = "joined"
-
-    def __post_init__(self) -> None:
-        joined_blocks.may_exist = True
 
     def check(self, module: nn.Module) -> str | None:
         """Rejects units of FSDP2, whose weights are gathered one unit at a time."""
