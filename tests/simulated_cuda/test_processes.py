@@ -96,10 +96,10 @@ def test_every_row_of_a_run_on_a_gpu_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "gpu"
     steps = [json.loads(line) for path in out.glob("gpu_part_*.jsonl") for line in path.read_text().splitlines()]
     ends = {row["step"]: row.get("failed") for row in steps if "step" in row}
-    assert len(ends) == 13
+    assert len(ends) == 14
     assert set(ends.values()) == {None}
     rows = {path.stem: rows_in(path) for path in out.glob("*_gpu_*.json")} | {"": rows_in(out / "gpu_probe_probe.json")}
-    assert len(rows) == 10
+    assert len(rows) == 11
     every = [row for many in rows.values() for row in many]
     captured = [row for row in every if row.get("kind") == "captured" or row.get("is_captured")]
     assert len(captured) > 10
