@@ -101,7 +101,7 @@ class _Reference(NamedTuple):
     kind: tuple[Any, ...] | None = None
     """What a tensor was like."""
     fields: dict[str, Any] | None = None
-    """The attributes of an object that holds numbers, strings and flags alone."""
+    """The attributes of an object that are all set; see :func:`_is_settled`."""
 
 
 class KeptContext(NamedTuple):
