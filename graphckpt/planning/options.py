@@ -137,7 +137,6 @@ except ImportError:  # Windows
 _FRACTION = re.compile(r"\s*\d*\.\d*\s*")
 _SHARED = (0, 0)  # the pool of tensors that are not in a private one
 _HEADROOM = 0.03  # of what a step may use: the planner counts tensors, not the gaps between an allocator's blocks
-_CUDA_CONTEXT_BYTES = 512 * 2**20  # kernels and libraries of a process; on a device that is present they are not free
 
 Budget: TypeAlias = int | float | str
 """Bytes, ``"12GiB"``; ``"50%"`` of the device's memory; ``0.6`` of the plain step's peak; ``"max"`` or ``"min"``."""
@@ -273,9 +272,8 @@ def device_memory(device: torch.device, alive: int, sharers: int = 1) -> DeviceM
     return DeviceMemory(total=total // sharers, available=available, headroom=int(_HEADROOM * available))
 
 
-def absent_memory(kind: str, total: int) -> DeviceMemory:
-    """Returns the memory of a device of this kind that runs nothing yet, not even its context."""
-    context = _CUDA_CONTEXT_BYTES if kind == "cuda" else 0
+def absent_memory(total: int, context: int) -> DeviceMemory:
+    """Returns the memory of a device that runs nothing yet, not even its context, which will take ``context`` bytes."""
     return DeviceMemory(total=total, available=total, headroom=int(_HEADROOM * total) + context)
 
 

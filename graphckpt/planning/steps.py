@@ -325,7 +325,7 @@ class FakeStep:
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         del static, sharers
-        return absent_memory(self._device.machine.kind, self._device.machine.memory_bytes)
+        return absent_memory(self._device.machine.memory_bytes, self._device.machine.context_bytes)
 
     def restoring(self) -> AbstractContextManager[None]:
         return nullcontext()
