@@ -346,6 +346,7 @@ class _AttentionCall:
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and (is_half or query.dtype is torch.float32)
+            and (query.dtype is not torch.bfloat16 or capability >= (8, 0))
             and query.shape[1] == key.shape[1]
             and width * query.element_size() % 16 == 0
         )

@@ -134,7 +134,7 @@ def plan_step(
             f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
         )
 
-    of_reserved = budget == "max" and isinstance(step, FakeStep)
+    of_reserved = budget == "max" and isinstance(step, FakeStep) and step.machine.kind == "cuda"
 
     def choose_and_check(planner: Planner, limit: int | None) -> Plan:
         if not options.check:
@@ -251,7 +251,7 @@ def _limit_of(budget: Budget, planner: Planner, step: RealStep | FakeStep, group
     memory = step.memory(planner.measured.model.static_bytes, num_sharing)
     headroom = 0
     if budget == "max":
-        headroom = memory.total - memory.available if isinstance(step, FakeStep) else memory.headroom
+        headroom = memory.headroom + (memory.total - memory.available if isinstance(step, FakeStep) else 0)
     limits = group.all_gather([budgets.budget_bytes(budget, memory, planner.plain.peak), headroom])
     limit, headroom = limits[group.leader] if isinstance(budget, float) else min(limits)
     return int(limit), int(headroom)

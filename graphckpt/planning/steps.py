@@ -381,7 +381,7 @@ class FakeStep:
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         del static, sharers
-        return absent_memory(self.machine.memory_bytes, self.machine.context_bytes)
+        return absent_memory(self.machine.kind, self.machine.memory_bytes, self.machine.context_bytes)
 
     def restoring(self) -> AbstractContextManager[None]:
         return nullcontext()
