@@ -48,7 +48,7 @@ examples:
   graphckpt train --config-file configs/quickstart.py train.activation_checkpoint.enabled=False
   torchrun --nproc-per-node 2 -m graphckpt train --config-file configs/quickstart.py train.dist.tensor_parallel_size=2
   graphckpt train --config-file configs/quickstart.py \\
-      'train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpointing": "selective"}}'
+      'train.activation_checkpoint.policies={"transformer.h.*": {"activation_checkpointing": "selective"}}'
 
 sections of a config:
   data    texts or a data set, tokenizer, sequence length
@@ -76,7 +76,7 @@ examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
 
-The device may be absent, and no tensor allocates memory. The file of --save has a section `blocks` for
+The device may be absent, and no tensor allocates memory. The file of --save has a section `policies` for
 train.activation_checkpoint.
 
 exit codes: 0 done, 2 invalid input, such as a budget that no plan fits, 130 stopped by Ctrl-C

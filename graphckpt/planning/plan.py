@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 from graphckpt.blocks.apply import apply
+from graphckpt.deprecation import warn_deprecated
 from graphckpt.errors import ConfigError, bullets, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.page import notebook_html
@@ -57,12 +58,18 @@ class Plan(PlanData):
     """Computes the Pareto-optimal plans of the same step, lowest peak first."""
 
     @property
-    def blocks(self) -> dict[str, Mapping[str, Any]]:
-        """The policies by name, as :func:`graphckpt.apply` and ``train.activation_checkpoint.blocks`` take them.
+    def policies(self) -> dict[str, Mapping[str, Any]]:
+        """The policy of each block, as :func:`graphckpt.apply` and ``train.activation_checkpoint.policies`` take them.
 
         Blocks that keep everything are left out, as this is the default.
         """
         return {row.block: dict(row.fields) for row in self.rows if row.fields != KEEP_ALL}
+
+    @property
+    def blocks(self) -> dict[str, Mapping[str, Any]]:
+        """The deprecated name of :attr:`policies`."""
+        warn_deprecated("Plan.blocks is deprecated · fix: Plan.policies")
+        return self.policies
 
     def apply(self, model: nn.Module | None = None, *, replace: bool = False) -> AppliedPolicies:
         """Sets the policies on a model, until the handle's ``remove()`` or the end of the ``with`` block.
@@ -82,7 +89,7 @@ class Plan(PlanData):
         if model is None:
             source = f"simulated on {self.device}" if self.is_simulated else "from a file"
             raise ConfigError(f"Plan.apply: expected a model, since the plan is {source} · fix: plan.apply(model)")
-        rules: dict[Selector, Mapping[str, Any] | Rule | bool | str] = dict(self.blocks.items())
+        rules: dict[Selector, Mapping[str, Any] | Rule | bool | str] = dict(self.policies.items())
         return apply(model, rules, replace=replace)
 
     def __str__(self) -> str:
@@ -115,7 +122,7 @@ class Plan(PlanData):
             {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
             for row in self.rows
         ]
-        return {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}
+        return {"policies": self.policies, "plan": {**numbers, "rows": rows}}
 
     def plot(self, path: str | Path) -> Path:
         """Draws the predicted live bytes over the step; ``path`` ends in ``.png`` or ``.svg``.
@@ -136,7 +143,7 @@ class Plan(PlanData):
         return draw_plan(self, target)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as YAML, with a section ``blocks`` for ``train.activation_checkpoint``.
+        """Writes the plan as YAML, with a section ``policies`` for ``train.activation_checkpoint``.
 
         Raises:
             ConfigError: it partitions tensors over a process group, which cannot be written to a file, or the file
