@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from graphckpt.config.run import FakeConfigSteps
     from graphckpt.planning.fit_result import Fit
     from graphckpt.planning.planner import Planners
+    from graphckpt.planning.profile import DeviceProfile
 else:
     yaml = LazyPackage("yaml", "plan")
 
@@ -72,6 +73,7 @@ examples:
       train.train_micro_batch_size=64
   graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
   graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.6 --save plan.yaml
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h100 --memory 24GiB
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
@@ -263,9 +265,10 @@ def _add_step_command(
         "--device",
         default="cpu",
         metavar="NAME",
-        help="device profile: a packaged name (a100-80g, h100, h200, rtx3090, rtx4090, cpu), or a file of "
+        help=f"device profile: a packaged name ({', '.join(_profile_names())}), or a file of "
         "'graphckpt profile-device'",
     )
+    parser.add_argument("--memory", metavar="SIZE", help="the device's memory in place of its profile's, such as 24GiB")
     parser.add_argument("--memory-budget", default="max", metavar="SIZE", help=budget_help)
     for option, kind, meaning in _planner_options():
         flag: dict[str, Any] = {"metavar": "VALUE", "help": meaning}
@@ -278,6 +281,11 @@ def _add_step_command(
         parser.add_argument(f"--{option.replace('_', '-')}", dest=option, **flag)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     return parser
+
+
+def _profile_names() -> list[str]:
+    """Returns the packaged profiles, as `profile_names` does, without the seconds of its imports."""
+    return sorted(path.stem for path in (Path(__file__).parent / "planning" / "profiles").glob("*.yaml"))
 
 
 def _planner_options() -> Iterator[tuple[str, str, str]]:
@@ -340,6 +348,7 @@ def _train(parsed: argparse.Namespace) -> int:
 def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.planning.options import check_budget  # noqa: PLC0415
 
+    machine = _machine(parsed)  # it and the budget are checked before the config is imported
     budget = check_budget(parsed.memory_budget)
     if parsed.plot:
         from graphckpt.ledger.plot import file_of  # noqa: PLC0415
@@ -359,7 +368,7 @@ def _plan(parsed: argparse.Namespace) -> int:
                 print(f"drawn: {parsed.sweep}")
 
         progress.begin("loading the config and its model")
-        with _steps(parsed) as steps:
+        with _steps(parsed, machine) as steps:
             plan = steps.plan(
                 budget, lambda done, total: progress.begin(f"simulated run {done} of {total}"), on_measured
             )
@@ -373,7 +382,16 @@ def _plan(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(parsed: argparse.Namespace, sizes: Sequence[str] = ()) -> AbstractContextManager[FakeConfigSteps]:
+def _machine(parsed: argparse.Namespace) -> DeviceProfile:
+    from graphckpt.planning.profile import load_profile  # noqa: PLC0415 - as above
+
+    machine = load_profile(parsed.device)
+    return machine if parsed.memory is None else machine.with_memory(parsed.memory)
+
+
+def _steps(
+    parsed: argparse.Namespace, machine: DeviceProfile, sizes: Sequence[str] = ()
+) -> AbstractContextManager[FakeConfigSteps]:
     from graphckpt.config.run import fake_steps_from  # noqa: PLC0415 - as above
 
     values = {option: value for option, _, _ in _planner_options() if (value := getattr(parsed, option)) is not None}
@@ -381,12 +399,13 @@ def _steps(parsed: argparse.Namespace, sizes: Sequence[str] = ()) -> AbstractCon
         values["candidates"] = [yaml.safe_load(rule) for rule in values["candidates"]]
     if "head" in values:
         values["head"] = _heads(values["head"])
-    return fake_steps_from(parsed.config_file, [*parsed.overrides, *sizes], device=parsed.device, options=values)
+    return fake_steps_from(parsed.config_file, [*parsed.overrides, *sizes], device=machine, options=values)
 
 
 def _fit(parsed: argparse.Namespace) -> int:
     from graphckpt.planning.options import check_budget  # noqa: PLC0415
 
+    machine = _machine(parsed)
     budget = check_budget(parsed.memory_budget, for_fit=True)
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)
     lengths = [None] if parsed.sequence_lengths is None else _numbers(parsed.sequence_lengths, "--sequence-lengths")
@@ -398,7 +417,7 @@ def _fit(parsed: argparse.Namespace) -> int:
     with CommandProgress() as progress:
         for length in lengths:
             progress.begin("loading the config and its model")
-            with _steps(parsed, [] if length is None else [f"data.seq_length={length}"]) as steps:
+            with _steps(parsed, machine, [] if length is None else [f"data.seq_length={length}"]) as steps:
                 fits.append((length, steps.fit(budget, sizes, parsed.global_batch_size, progress.begin)))
     if parsed.json:
         rows = [fit.to_dict() if one is None else {"sequence_length": one, **fit.to_dict()} for one, fit in fits]

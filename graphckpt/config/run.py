@@ -48,14 +48,18 @@ _POLICIES = ("fit", "enabled", "rule", "policies", "memory_budget", "head", "off
 
 @contextmanager
 def fake_steps_from(
-    config_file: str | Path, overrides: Iterable[str] = (), *, device: str, options: Mapping[str, Any] | None = None
+    config_file: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    device: str | Path | DeviceProfile,
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[FakeConfigSteps]:
     """Yields the steps that a config describes, of any batch size, simulated on the device of a profile.
 
     ``options`` are fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
     """
-    source = ConfigSource(config_file, overrides)
     target = load_profile(device)
+    source = ConfigSource(config_file, overrides)
     with source.checked() as run:
         yield FakeConfigSteps(run, target, options or {})
 

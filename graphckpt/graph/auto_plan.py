@@ -137,7 +137,7 @@ class AutoPlan:
         try:
             with fake_training(step, model, call) as fake:
                 with step.with_policies(resolved.wrappers):
-                    failed = fake.run()[0]
+                    failed = fake.run().peak_bytes
                 with step.with_policies([]):
                     planners = measure_all(fake, model, blocks, options, PlanGroup())
             memory = device_memory(device, planners.plain.measured.model.static_bytes)
@@ -336,4 +336,6 @@ def _profile_of(device: torch.device) -> DeviceProfile:
     if device.type != "cuda":
         return load_profile("cpu")
     device_name = torch.cuda.get_device_name(device).lower().replace(" ", "")
-    return load_profile(next((name for name in profile_names() if name.split("-")[0] in device_name), _ANY_CUDA))
+    names = [name for name in profile_names() if name.partition("-")[0] in device_name]
+    # The longest one: "l4" is in "nvidial40s" too.
+    return load_profile(max(names, key=lambda name: len(name.partition("-")[0]), default=_ANY_CUDA))

@@ -167,7 +167,6 @@ except ImportError:  # Windows
 _FRACTION = re.compile(r"\s*\d*\.\d*\s*")
 _SHARED = (0, 0)  # the pool of tensors that are not in a private one
 _HEADROOM = 0.03  # of what a step may use: the planner counts tensors, not the gaps between an allocator's blocks
-_CUDA_CONTEXT_BYTES = 512 * 2**20  # kernels and libraries of a process; on a device that is present they are not free
 
 Budget: TypeAlias = int | float | str
 """Bytes, ``"12GiB"``; ``"50%"`` of the device's memory; ``0.6`` of the plain step's peak; ``"max"`` or ``"min"``."""
@@ -303,10 +302,13 @@ def device_memory(device: torch.device, alive: int, sharers: int = 1) -> DeviceM
     return DeviceMemory(total=total // sharers, available=available, headroom=int(_HEADROOM * available))
 
 
-def absent_memory(kind: str, total: int) -> DeviceMemory:
-    """Returns the memory of a device of this kind that runs nothing yet, not even its context."""
-    context = _CUDA_CONTEXT_BYTES if kind == "cuda" else 0
-    return DeviceMemory(total=total, available=total, headroom=int(_HEADROOM * total) + context)
+def absent_memory(kind: str, total: int, context_bytes: int) -> DeviceMemory:
+    """Returns the memory of a device of this kind that runs nothing yet, not even its context.
+
+    ``"max"`` leaves nothing of what is available on CUDA, where the allocator is simulated.
+    """
+    available = total - context_bytes
+    return DeviceMemory(total=total, available=available, headroom=0 if kind == "cuda" else int(_HEADROOM * available))
 
 
 def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:

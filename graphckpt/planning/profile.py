@@ -7,7 +7,7 @@ efficiency; a measured rate has efficiency 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphckpt.errors import ConfigError, bullets, did_you_mean
 from graphckpt.extras import LazyPackage
+from graphckpt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -155,9 +156,15 @@ def _up(number: int, multiple: int) -> int:
 
 
 _PROFILES = Path(__file__).parent / "profiles"
+_GUIDE = '"A profile of your own" in docs/planning.md'
 _KINDS = ("cuda", "cpu")
 _ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "rounding")
-_FROM_ZERO_ON = ("copy_out", "copy_in", "disk_write", "disk_read", "workspace_bytes", "launch_seconds")
+_FROM_ZERO_ON = (
+    "copy_out", "copy_in", "disk_write", "disk_read", "workspace_bytes", "context_bytes", "launch_seconds",
+)  # fmt: skip
+_LEAST_MEMORY = 2**20  # a smaller number is of another unit
+_CUDA_CONTEXT_BYTES = 512 * 2**20
+"""Bytes of a context where nothing better is known: `nvidia-smi` shows 300 to 876 MiB for one tensor."""
 _KERNELS = ("flash", "cudnn", "efficient", "math")
 
 
@@ -193,6 +200,9 @@ class DeviceProfile:
     """The allocator rounds sizes up to multiples of this."""
     workspace_bytes: int = 0
     """Bytes of the workspace of cuBLAS on each stream."""
+    context_bytes: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
+    """Bytes of the CUDA context of a process, its kernels and libraries, which ``nvidia-smi`` shows beside the bytes
+    that the allocator has reserved. ``None`` is 512 MiB for ``"cuda"`` and 0 for ``"cpu"``."""
     launch_seconds: float = 0.0
     """Overhead of each op."""
     attention: tuple[str, ...] = ("math",)
@@ -201,9 +211,28 @@ class DeviceProfile:
     """Compute capability of a CUDA device, such as ``(9, 0)``."""
 
     def __post_init__(self) -> None:
+        if vars(self)["context_bytes"] is None:
+            object.__setattr__(self, "context_bytes", _CUDA_CONTEXT_BYTES if self.kind == "cuda" else 0)
         faults = _faults(self)
         if faults:
             raise ConfigError(bullets(f"device profile {self.name!r}", faults))
+
+    def with_memory(self, memory: int | str) -> DeviceProfile:
+        """Returns the profile of the same device with another memory, in bytes or as ``"24GiB"``.
+
+        Raises:
+            ConfigError: ``memory`` is 0, or not a size.
+
+        >>> load_profile("h100").with_memory("24GiB").name
+        'h100 of 24.0 GiB'
+        """
+        try:
+            num_bytes = parse_bytes(memory)
+        except ValueError as error:
+            raise ConfigError(f"memory: {str(error).removeprefix('memory size ')}") from None
+        if num_bytes < _LEAST_MEMORY:
+            raise ConfigError(f"memory: expected at least 1 MiB, got {format_bytes(num_bytes)} · fix: '24GiB'")
+        return replace(self, name=f"{self.name} of {format_bytes(num_bytes)}", memory_bytes=num_bytes)
 
     def rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self.rounding) * self.rounding
@@ -249,7 +278,7 @@ def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
     if isinstance(name_or_path, DeviceProfile):
         return name_or_path
     names = profile_names()
-    fix = f"use one of {', '.join(names)}, or a profile file that `graphckpt profile-device` wrote"
+    fix = f"use one of {', '.join(names)}; or write a profile of about 20 lines, see {_GUIDE}"
     if not isinstance(name_or_path, (str, Path)) or str(name_or_path).startswith("cuda"):
         fix += "; or leave `device` out for a device that is present"
     if not isinstance(name_or_path, (str, Path)):
@@ -257,8 +286,12 @@ def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
     path = Path(name_or_path)
     if not (path.suffix in (".yaml", ".yml") or path.is_file()):
         if str(name_or_path) not in names:
-            guess = did_you_mean(str(name_or_path), names)
-            raise ConfigError(f"device: unknown profile {str(name_or_path)!r}{guess} · fix: {fix}")
+            name = str(name_or_path)
+            variants = [each for each in names if each.rpartition("-")[0] == name]
+            if variants:
+                listed = ", ".join(variants)
+                raise ConfigError(f"device: expected one of {listed}, got {name!r} · fix: use {variants[0]!r}")
+            raise ConfigError(f"device: unknown profile {name!r}{did_you_mean(name, names)} · fix: {fix}")
         path = _PROFILES / f"{name_or_path}.yaml"
     if not path.is_file():
         raise ConfigError(f"device: the file {path} does not exist · fix: write one with `graphckpt profile-device`")
@@ -271,6 +304,7 @@ def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
 
 
 def profile_names() -> list[str]:
+    """Returns the names of the packaged profiles."""
     return sorted(path.stem for path in _PROFILES.glob("*.yaml"))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from statistics import median
+from threading import Timer
 from time import perf_counter
 from typing import Any, final
 
@@ -25,6 +28,17 @@ _MIN_RUNS = 3
 _KERNELS = ("flash", "cudnn", "efficient")
 _SLOW_PRODUCT_SECONDS = 1e-3  # of 256 x 256 in float16; one of 4096 x 4096 would take 4 s
 _MAX_PRODUCTS = 64
+_CONTEXT_SECONDS = 120.0
+_IN_CONTEXT = """
+import sys, torch
+device = torch.device(sys.argv[1])
+x = torch.ones(1, 1, device=device)
+x @ x
+torch.cuda.synchronize(device)
+print(torch.cuda.memory_reserved(device), flush=True)
+sys.stdin.readline()  # its memory is in use until the end of this line
+"""
+"""A process with a context of its own, which prints the bytes that its allocator has reserved."""
 
 
 class DeviceBenchmark:
@@ -77,6 +91,10 @@ class DeviceBenchmark:
         return {kind: min(1.0, rate / flops[dtype]) for kind, rate in rates.items() if rate}
 
     def workspace(self) -> int:
+        return 0
+
+    def context(self) -> int | None:
+        """Returns the bytes of a process beside its tensors, ``None`` if they cannot be measured."""
         return 0
 
     def attention(self) -> tuple[str, ...]:
@@ -165,6 +183,28 @@ class CudaBenchmark(DeviceBenchmark):
             self.wait()
             return torch.cuda.memory_allocated(self.device) - before
 
+    def context(self) -> int | None:
+        """Measures how much less is free while another process has a context, with one tensor and cuBLAS.
+
+        What other processes hold meanwhile cancels out, as long as it stays the same.
+        """
+        command = [sys.executable, "-c", _IN_CONTEXT, str(self.device)]
+        before = torch.cuda.mem_get_info(self.device)[0]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
+            timer = Timer(_CONTEXT_SECONDS, process.kill)
+            timer.start()
+            try:
+                assert process.stdout is not None
+                reserved = process.stdout.readline()
+                during = torch.cuda.mem_get_info(self.device)[0]
+                process.communicate("\n")
+            finally:
+                timer.cancel()
+        if not reserved.strip().isdigit():  # as where the device admits one process
+            return None
+        num_bytes = before - during - int(reserved)
+        return num_bytes if num_bytes > 0 else None  # others have freed more meanwhile
+
     def attention(self) -> tuple[str, ...]:
         """Returns the kernel of the plain call first, then those of calls that it does not support."""
         query = torch.zeros(2, 4, 128, 64, dtype=torch.float16, device=self.device, requires_grad=True)
@@ -228,6 +268,8 @@ def profile(
     workspace = bench.workspace()
     attention = bench.attention()
     report(f"attention: {', '.join(attention)}; workspace: {format_bytes(workspace)}")
+    context = bench.context()
+    report(f"context of a process: {'could not be measured' if context is None else format_bytes(context)}")
     return DeviceProfile(
         name=name or bench.name,
         kind=place.type,
@@ -241,6 +283,7 @@ def profile(
         disk_read=disk_read,
         rounding=bench.rounding,
         workspace_bytes=workspace,
+        context_bytes=context,  # type: ignore[arg-type]  # None: the default
         launch_seconds=launch,
         attention=attention,
         capability=bench.capability,

@@ -9,6 +9,7 @@ import pytest
 from graphckpt import progress
 from graphckpt.cli import main
 from graphckpt.config.run import fake_steps_from
+from graphckpt.units import format_bytes
 
 CONFIG = ["--config-file", "configs/quickstart.py", "--device", "h200"]
 SMALL = ["model.config.n_layer=3", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
@@ -84,3 +85,27 @@ def test_sequence_lengths(tmp_path, capsys):
 def test_faults_are_one_clear_error(words, message, capsys):
     assert main(["fit", *CONFIG, *words, *SMALL]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "v100"], "device: expected one of v100-16g, v100-32g, got 'v100'"),
+        (["--device", "h100", "--memory", "24"], "memory: expected at least 1 MiB, got 24 B"),
+        (["--device", "h100", "--memory-budget", "60"], "memory_budget: expected at least 1 KiB, got 60 B"),
+    ],
+)
+def test_flags_are_checked_before_the_config_is_imported(command, flags, message, tmp_path, capsys):
+    config = tmp_path / "config.py"
+    config.write_text("raise SystemExit('imported')\n")
+    assert main([command, "--config-file", str(config), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_memory_replaces_that_of_the_profile(capsys):
+    flags = ["--device", "h100", "--memory", "3GiB"]
+    assert main(["plan", "--config-file", "configs/quickstart.py", *flags, *SMALL]) == 0
+    headroom = int(0.03 * 3 * 2**30) + 512 * 2**20
+    line = f"memory budget {format_bytes(3 * 2**30 - headroom)} on h100 of 3.00 GiB (simulated)"
+    assert line in capsys.readouterr().out

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers.count_ops import CountOps
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.profile import DeviceProfile, load_profile, profile_names
-from graphckpt.planning.write_profile import DeviceBenchmark, copy_rates, profile, write_profile
+from graphckpt.planning.write_profile import CudaBenchmark, DeviceBenchmark, copy_rates, profile, write_profile
 
 aten = torch.ops.aten
+PROFILES = Path(graphckpt.__file__).parent / "planning" / "profiles"
 
 
 def seconds_of(device: DeviceProfile, func: object, *args: object) -> float:
@@ -23,7 +28,10 @@ def seconds_of(device: DeviceProfile, func: object, *args: object) -> float:
 
 class TestProfiles:
     def test_every_packaged_profile_is_whole(self) -> None:
-        assert profile_names() == ["a100-80g", "cpu", "h100", "h200", "rtx3090", "rtx4090"]
+        assert profile_names() == [
+            "a100-40g", "a100-80g", "a10g", "a6000", "b200", "cpu", "h100", "h200", "l4", "l40s", "rtx3060", "rtx3080",
+            "rtx3090", "rtx4060ti-16g", "rtx4070", "rtx4090", "rtx5090", "t4", "v100-16g", "v100-32g",
+        ]  # fmt: skip
         for name in profile_names():
             device = load_profile(name)
             assert device.name == name
@@ -34,14 +42,80 @@ class TestProfiles:
             if device.kind == "cuda":
                 assert device.rounding == 512
                 assert device.capability is not None
+                # `parseChosenWorkspaceSize` of PyTorch's CublasHandlePool.cpp: 32 MiB for 9.x, 10.x and 12.x
                 assert device.workspace_bytes == (33_554_432 if device.capability >= (9, 0) else 8_519_680)
+                assert device.context_bytes == 512 * 2**20
+                assert ("flash" in device.attention) == (device.capability >= (8, 0))
+                # `check_prefer_cudnn_attention` of its sdp_utils.cpp
+                assert (device.attention[0] == "cudnn") == (device.capability in ((9, 0), (10, 0)))
+
+    def test_every_figure_has_a_source(self) -> None:
+        for name in profile_names():
+            lines = (PROFILES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+            explained = (
+                "name",
+                "kind",
+                "capability",
+                "copy_in",
+                "workspace_bytes",
+                "matmul",
+                "convolution",
+                "attention",
+            )
+            explained += ("bandwidth", "copy")  # by the comment at their head
+            for line, before in zip(lines[1:], lines, strict=False):
+                key, _, value = line.strip().partition(": ")
+                if value and not line.startswith("#") and key not in explained:
+                    assert "#" in line or before.startswith("#"), f"{name}: {line}"
+
+    @pytest.mark.parametrize(("name", "variants"), [("v100", "v100-16g, v100-32g"), ("a100", "a100-40g, a100-80g")])
+    def test_a_short_name_lists_its_variants(self, name: str, variants: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            load_profile(name)
+        first = variants.partition(",")[0]
+        assert str(error.value) == f"device: expected one of {variants}, got {name!r} · fix: use {first!r}"
+
+    def test_a_memory_replaces_that_of_the_profile(self) -> None:
+        device = load_profile("h100").with_memory("24GiB")
+        assert (device.name, device.memory_bytes) == ("h100 of 24.0 GiB", 24 * 2**30)
+        assert replace(device, name="h100", memory_bytes=80_000_000_000) == load_profile("h100")
+
+    @pytest.mark.parametrize(
+        ("memory", "message"),
+        [
+            ("24Gi", "memory: '24Gi': unknown unit 'Gi' · fix: use 'GiB'"),
+            (24, "memory: expected at least 1 MiB, got 24 B · fix: '24GiB'"),
+        ],
+    )
+    def test_a_memory_that_is_not_one_is_an_error(self, memory: int | str, message: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_profile("h100").with_memory(memory)
+
+    def test_the_example_of_the_docs_is_a_profile(self, tmp_path: Path) -> None:
+        page = Path("docs/planning.md").read_text(encoding="utf-8").partition("### A profile of your own")[2]
+        example = page.partition("```yaml\n")[2].partition("```")[0]
+        (tmp_path / "a40.yaml").write_text(example)
+        device = load_profile(tmp_path / "a40.yaml")
+        assert example.count("\n") <= 20
+        assert device.context_bytes == 512 * 2**20
+        assert "disk_write" not in example
+        assert {field.name for field in fields(DeviceProfile)} - set(yaml.safe_load(example)) == {
+            "disk_write",
+            "disk_read",
+        }
+
+    def test_the_context_has_a_default_for_each_kind(self) -> None:
+        values = {"name": "x", "memory_bytes": 1, "flops": {"float32": 1.0}, "memory_bandwidth": 1.0}
+        assert DeviceProfile(kind="cuda", **values).context_bytes == 512 * 2**20
+        assert DeviceProfile(kind="cpu", **values).context_bytes == 0
+        assert DeviceProfile(kind="cuda", context_bytes=7, **values).context_bytes == 7
 
     def test_an_unknown_device_is_one_clear_error(self) -> None:
         with pytest.raises(ConfigError) as error:
             load_profile("h20")
         assert str(error.value) == (
-            "device: unknown profile 'h20' · did you mean 'h200'? · fix: use one of a100-80g, cpu, h100, h200, "
-            "rtx3090, rtx4090, or a profile file that `graphckpt profile-device` wrote"
+            f"device: unknown profile 'h20' · did you mean 'h200'? · fix: use one of {', '.join(profile_names())}; "
+            'or write a profile of about 20 lines, see "A profile of your own" in docs/planning.md'
         )
 
     def test_all_faults_of_a_file_are_told_at_once(self, tmp_path: Path) -> None:
@@ -147,6 +221,25 @@ def test_attention_runs_on_the_kernel_that_the_device_prefers(name: str, kernel:
     assert ops.counts[f"aten._scaled_dot_product_{kernel}_attention_backward.default"] == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "kernel"),
+    [
+        ("t4", torch.float16, "efficient"),
+        ("t4", torch.float32, "efficient"),
+        ("v100-16g", torch.bfloat16, "math"),  # whose efficient kernel needs capability 8.0 for it
+        ("a100-40g", torch.bfloat16, "flash"),
+        ("b200", torch.bfloat16, "cudnn"),
+        ("rtx5090", torch.bfloat16, "flash"),
+    ],
+)
+def test_older_devices_run_attention_on_other_kernels(name: str, dtype: torch.dtype, kernel: str) -> None:
+    with FakeDevice(load_profile(name)), CountOps() as ops:
+        q = torch.randn(2, 4, 64, 64, dtype=dtype, requires_grad=True)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    ran = [op for op in ops.counts if "_attention" in op and "backward" not in op]
+    assert ran == ([] if kernel == "math" else [f"aten._scaled_dot_product_{kernel}_attention.default"])
+
+
 class TestExtraBytes:
     query = torch.zeros(2, 8, 100, 64, dtype=torch.bfloat16, device="meta")
     op = aten._scaled_dot_product_flash_attention_backward.default
@@ -196,7 +289,8 @@ class TestProfileDevice:
         assert all(rate > 0 for rate in measured.flops.values())
         assert measured.launch_seconds > 0
         assert measured.disk_read > 0
-        assert len(lines) == len(measured.flops) + 6
+        assert measured.context_bytes == 0
+        assert len(lines) == len(measured.flops) + 7
         assert [path.name for path in tmp_path.iterdir()] == ["here.yaml"]
 
     @pytest.mark.parametrize("place", ["host", "disk"])
@@ -218,3 +312,31 @@ class TestProfileDevice:
             pytest.skip("there is one")
         with pytest.raises(ConfigError, match=message):
             profile(device)
+
+    @pytest.mark.parametrize(
+        ("printed", "free", "num_bytes"),
+        [
+            ("print(2**21, flush=True)", (10 * 2**30, 9 * 2**30), 2**30 - 2**21),
+            ("print(2**21, flush=True)", (10 * 2**30, 11 * 2**30), None),  # another process has ended meanwhile
+            ("", (10 * 2**30, 9 * 2**30), None),  # the device admits one process
+        ],
+    )
+    def test_a_context_is_what_another_process_takes_beside_its_tensors(
+        self, printed: str, free: tuple[int, int], num_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            "graphckpt.planning.write_profile._IN_CONTEXT", f"import sys\n{printed}\nsys.stdin.readline()"
+        )
+        readings = iter(free)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(readings), 80 * 2**30))
+        bench = object.__new__(CudaBenchmark)
+        bench.device = torch.device("cuda", 0)
+        assert bench.context() == num_bytes
+
+
+@pytest.mark.gpu
+def test_the_context_of_a_device_is_measured_in_a_process_of_its_own() -> None:
+    num_bytes = CudaBenchmark(torch.device("cuda", 0), seconds=0.001).context()
+    assert (
+        num_bytes is None or 2**20 < num_bytes < 2**31
+    )  # None: on the simulated device, whose processes share nothing
