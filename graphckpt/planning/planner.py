@@ -261,7 +261,7 @@ class CheckedPlan:
     """The peak; or the least bytes that the allocator has to be able to reserve."""
 
     def uses_all_of(self, limit: int) -> bool:
-        return not self.plan.blocks or self.needed_bytes >= _ENOUGH * limit
+        return not self.plan.policies or self.needed_bytes >= _ENOUGH * limit
 
 
 def run_plan(
