@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.config.files import LazyConfig
+from graphckpt.config.lazy import dotted_name
 from graphckpt.config.schema import RunConfig, optimizer_of
 from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.planning.candidates import compile_options
@@ -105,6 +106,42 @@ class FakeConfigSteps:
         with step.restoring():
             arguments = self.model, self.blocks, memory_budget, options, PlanGroup()
             return plan_step(step, *arguments, notes=self.notes, on_measured=on_measured)
+
+    def to_dict(self, plan: Plan) -> dict[str, Any]:
+        """Returns a plan of this step as plain values, as ``graphckpt plan --json`` prints them."""
+        parts = {f"{kind.replace(' ', '_')}_bytes": num_bytes for kind, num_bytes in plan.peak_parts.items()}
+        sizes, amp, machine = self.run.train.sizes, self.run.train.amp, self.machine
+        return {
+            "device": plan.device,
+            "is_simulated": plan.is_simulated,
+            "device_memory_bytes": machine.memory_bytes,
+            "memory_budget": plan.memory_budget,
+            "budget_bytes": plan.budget_bytes,
+            "headroom_bytes": plan.headroom_bytes,
+            "allocated_bytes": plan.predicted_peak_bytes,
+            "reserved_bytes": plan.predicted_reserved_bytes or None,
+            "expandable_reserved_bytes": plan.expandable_reserved_bytes or None,
+            "nvidia_smi_bytes": plan.predicted_nvidia_smi_bytes or None,
+            "seconds": plan.predicted_step_seconds,
+            "parts": parts or None,
+            "binding": plan.binding,
+            "plain_peak_bytes": plan.plain_peak_bytes,
+            "plain_seconds": plan.plain_step_seconds,
+            "floor_bytes": plan.floor_bytes,
+            "policies": plan.policies,
+            "rows": [asdict(row) for row in plan.rows],
+            "assumptions": {
+                "micro_batch_size": sizes.micro_batch,
+                "accumulation_steps": sizes.accumulation,
+                "weight_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}),
+                "autocast_dtype": amp.dtype if amp.enabled else None,
+                "optimizer": dotted_name(type(self._optimizer)),
+                "attention_kernels": list(machine.attention),
+                "rounding_bytes": machine.rounding,
+                "context_bytes": machine.context_bytes,
+            },
+            "notes": list(plan.notes),
+        }
 
     def fit(
         self,

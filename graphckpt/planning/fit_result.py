@@ -140,6 +140,11 @@ class BatchFit:
         values = {name: getattr(self, name) for name in _NUMBERS}
         if not self.fits:
             values |= {"seconds": None, "samples_per_second": None}
+        values |= {
+            "allocated_bytes": self.peak_bytes if self.fits else None,
+            "reserved_bytes": (self.plan.predicted_reserved_bytes or None) if self.plan else None,
+            "nvidia_smi_bytes": (self.plan.predicted_nvidia_smi_bytes or None) if self.plan else None,
+        }
         policies = {name: dict(fields) for name, fields in self.plan.policies.items()} if self.plan else None
         return {**values, "policies": policies, "blocks": policies}  # under its old name for scripts that read it
 

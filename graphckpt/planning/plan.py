@@ -198,7 +198,7 @@ def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = 
     if not isinstance(values, Mapping):
         yield f"{where}: expected a mapping, got {shown(values)}"
         return
-    own = {each.name: each for each in fields(kind) if each.name not in ("rows", "stages", "notes")}
+    own = {each.name: each for each in fields(kind) if each.name not in _NOT_SAVED}
     for name, each in own.items():
         expected = _KINDS.get(str(each.type))
         if name not in values:
@@ -211,5 +211,6 @@ def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = 
             yield f"{where}.{name}: unknown field"
 
 
+_NOT_SAVED = ("rows", "stages", "notes", "peak_parts")  # rows are saved apart
 _KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool, "Mapping[str, Any]": Mapping}
-_NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in ("rows", "stages", "notes"))
+_NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in _NOT_SAVED)

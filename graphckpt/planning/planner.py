@@ -279,6 +279,7 @@ def run_plan(
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
     if difference:  # the step with everything kept has run too, and needs no correction
         plan = replace(corrected(plan, difference), plain_peak_bytes=plan.plain_peak_bytes)
+    plan = replace(plan, peak_parts=run.allocations.parts_at_peak(step.machine.rounded))
     needed = step.least_capacity(run.allocations) if of_reserved else peak
     return CheckedPlan(with_reserved(plan, run.allocations, step), is_met, needed)
 
