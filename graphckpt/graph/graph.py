@@ -22,7 +22,7 @@ from graphckpt.graph.step import Setup, Step, StepCall, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
 from graphckpt.graph.verify import Verification, verify
-from graphckpt.planning.options import OLD_NAMES, PlanOptions, PlanOptionsDict
+from graphckpt.planning.options import OLD_NAMES, PlanOptions, PlanOptionsDict, lists_options
 
 if TYPE_CHECKING:
     from graphckpt.graph.auto_plan import AutoPlan
@@ -272,6 +272,7 @@ class Graph:
     @overload
     def plan(self, *args: Any, memory_budget: Budget, device: Device = None, **kwargs: Any) -> Plan: ...
 
+    @lists_options(PlanOptionsDict)
     def plan(self, *args: Any, memory_budget: Budget, device: Device = None, **kwargs: Any) -> Plan:
         """Chooses the policies of the layers for inputs like these; ``plan.apply()`` sets them on the blocks.
 

@@ -20,7 +20,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng
 from graphckpt.planning.fit import fit
-from graphckpt.planning.options import FitOptionsDict
+from graphckpt.planning.options import FitOptionsDict, lists_options
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
@@ -138,6 +138,7 @@ def _calling_trainer() -> Trainer | None:
     return None if frame is None else frame.f_locals["self"]
 
 
+@lists_options(FitOptionsDict)
 def fit_training_arguments(
     model: nn.Module,
     args: TrainingArguments,

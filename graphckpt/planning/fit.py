@@ -24,6 +24,7 @@ from graphckpt.planning.options import (
     PlanOptions,
     budget_bytes,
     check_budget,
+    lists_options,
 )
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
@@ -468,6 +469,7 @@ def largest(bytes_of: Callable[[int], int], low: int, high: int | None, start: I
     return fits
 
 
+@lists_options(FitOptionsDict)
 def fit(
     make_step: MakeStep,
     *,

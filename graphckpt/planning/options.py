@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, TypedDict, final
+from typing import Any, Literal, Self, TypeAlias, TypedDict, TypeVar, final
 
 import torch
 
@@ -157,6 +158,28 @@ class PlanOptionsDict(FitOptionsDict, total=False):
     """The fields of :class:`PlanOptions` as keyword arguments: ``def f(**options: Unpack[PlanOptionsDict])``."""
 
     progress: Callable[[int, int], None] | bool | None
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def lists_options(keys: type[Any]) -> Callable[[_Function], _Function]:
+    """Makes ``inspect.signature``, and so ``help`` and the completion of notebooks, list the options of a function.
+
+    Args:
+        keys: The ``TypedDict`` of its ``**options``.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        *named, last = signature.parameters.values()
+        fields_of_options = inspect.signature(PlanOptions).parameters.items()
+        listed = [parameter for name, parameter in fields_of_options if name in keys.__annotations__]
+        others = [] if str(last.annotation).startswith("Unpack[") else [last]  # such as inputs of a Graph
+        vars(function)["__signature__"] = signature.replace(parameters=[*named, *listed, *others])
+        return function
+
+    return decorate
 
 
 try:

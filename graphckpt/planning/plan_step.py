@@ -21,7 +21,7 @@ from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.options import Budget, PlanOptions, PlanOptionsDict
+from graphckpt.planning.options import Budget, PlanOptions, PlanOptionsDict, lists_options
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_and_check
@@ -39,6 +39,7 @@ from graphckpt.tree import storages_of
 from graphckpt.units import format_sizes
 
 
+@lists_options(PlanOptionsDict)
 def plan(
     model: nn.Module | MakeModel,
     step_fn: Callable[[], object] | None = None,

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
-from typing import get_overloads, get_type_hints
+from typing import Unpack, get_overloads, get_type_hints
 
 import pytest
 import torch
@@ -92,11 +92,26 @@ def test_the_typed_options_are_the_fields():
     ],
 )
 def test_entry_points_are_typed(function, options):
-    signature = inspect.signature(function)
-    *named, last = signature.parameters.values()
-    assert (last.kind, last.annotation) == (inspect.Parameter.VAR_KEYWORD, f"Unpack[{options.__name__}]")
-    assert not {each.name for each in named} & options.__annotations__.keys()
-    assert inspect.getmodule(function).__dict__[options.__name__] is options, "an annotation that can be resolved"
+    annotations = function.__annotations__
+    assert [text for text in annotations.values() if text.startswith("Unpack[")] == [f"Unpack[{options.__name__}]"]
+    assert not annotations.keys() & options.__annotations__.keys(), "no parameter has the name of an option"
+    assert vars(inspect.getmodule(function))[options.__name__] is options, "so that the annotation can be resolved"
+
+
+@pytest.mark.parametrize("function", [graphckpt.plan, graphckpt.fit, fit_training_arguments, graphckpt.Graph.plan])
+def test_signatures_list_the_options(function):
+    parameters = inspect.signature(function).parameters
+    defaults = {option.name: option.default for option in fields(PlanOptions) if option.name != "progress"}
+    options = {name: parameters[name].default for name in defaults}
+    assert options == defaults
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in defaults)
+    assert ("kwargs" in parameters) == (function is graphckpt.Graph.plan), "inputs of the step"
+    assert "options" not in parameters
+
+
+def test_annotations_can_be_read_at_run_time():
+    assert get_type_hints(graphckpt.plan)["options"] == Unpack[PlanOptionsDict]
+    assert get_type_hints(graphckpt.fit)["options"] == Unpack[FitOptionsDict]
 
 
 @pytest.mark.slow
