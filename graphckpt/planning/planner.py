@@ -280,6 +280,8 @@ def run_plan(
     if difference:  # the step with everything kept has run too, and needs no correction
         plan = replace(corrected(plan, difference), plain_peak_bytes=plan.plain_peak_bytes)
     plan = replace(plan, peak_parts=run.allocations.parts_at_peak(step.machine.rounded))
+    if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
+        plan = replace(plan, predicted_step_seconds=run.seconds)
     needed = step.least_capacity(run.allocations) if of_reserved else peak
     return CheckedPlan(with_reserved(plan, run.allocations, step), is_met, needed)
 
