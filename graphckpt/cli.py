@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -49,7 +49,7 @@ examples:
   graphckpt train --config-file configs/quickstart.py train.activation_checkpoint.enabled=False
   torchrun --nproc-per-node 2 -m graphckpt train --config-file configs/quickstart.py train.dist.tensor_parallel_size=2
   graphckpt train --config-file configs/quickstart.py \\
-      'train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpointing": "selective"}}'
+      'train.activation_checkpoint.policies={"transformer.h.*": {"activation_checkpointing": "selective"}}'
 
 sections of a config:
   data    texts or a data set, tokenizer, sequence length
@@ -74,11 +74,12 @@ examples:
   graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
   graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.6 --save plan.yaml
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h100 --memory 24GiB
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --json > plan.json
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
 
-The device may be absent, and no tensor allocates memory. The file of --save has a section `blocks` for
+The device may be absent, and no tensor allocates memory. The file of --save has a section `policies` for
 train.activation_checkpoint.
 
 exit codes: 0 done, 2 invalid input, such as a budget that no plan fits, 130 stopped by Ctrl-C
@@ -116,8 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(parsed, "overrides") and rest:
         parser.error(f"unexpected argument {rest[0]!r} · see 'graphckpt {parsed.command} --help'")
     parsed.overrides = [*getattr(parsed, "overrides", []), *rest]  # flags may be placed between overrides
+    parsed.stdout = sys.stdout
     try:
-        code: int = parsed.run(parsed)
+        with redirect_stdout(
+            sys.stderr if getattr(parsed, "json", False) else sys.stdout
+        ):  # of a config's own code too
+            code: int = parsed.run(parsed)
     except GraphckptError as error:
         who = f" on rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else ""  # torchrun's name for it
         text = f"error{who}: {error}"
@@ -218,6 +223,9 @@ def add_plan(commands: _Commands) -> None:
         description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
         epilog=_PLAN_EXAMPLES,
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON to stdout, and nothing else there"
+    )
     parser.add_argument("--save", metavar="FILE", help="write the plan as YAML")
     parser.add_argument("--plot", metavar="FILE", help="draw the step's memory: .png, .svg or .html")
     parser.add_argument("--sweep", metavar="FILE", help="draw peak against step time for all budgets")
@@ -250,7 +258,9 @@ def add_fit(commands: _Commands) -> None:
         metavar="LENGTHS",
         help="fit for each of these lengths, such as 512,1024, in place of data.seq_length",
     )
-    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, and no table")
+    parser.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON to stdout, and nothing else there"
+    )
     parser.add_argument(
         "--plot", metavar="FILE", help="draw throughput, peak and policies over the batch: .png or .svg"
     )
@@ -372,7 +382,11 @@ def _plan(parsed: argparse.Namespace) -> int:
             plan = steps.plan(
                 budget, lambda done, total: progress.begin(f"simulated run {done} of {total}"), on_measured
             )
-    plan.explain()
+            values = steps.to_dict(plan)
+    if parsed.json:
+        print(json.dumps(values, indent=1), file=parsed.stdout)
+    else:
+        plan.explain()
     if parsed.save:
         plan.save(parsed.save)
         print(f"written: {parsed.save}")
@@ -421,7 +435,7 @@ def _fit(parsed: argparse.Namespace) -> int:
                 fits.append((length, steps.fit(budget, sizes, parsed.global_batch_size, progress.begin)))
     if parsed.json:
         rows = [fit.to_dict() if one is None else {"sequence_length": one, **fit.to_dict()} for one, fit in fits]
-        print(json.dumps(rows[0] if len(rows) == 1 else rows, indent=1))
+        print(json.dumps(rows[0] if len(rows) == 1 else rows, indent=1), file=parsed.stdout)
     for length, fit in fits:
         if not parsed.json:
             if length is not None:
@@ -430,7 +444,7 @@ def _fit(parsed: argparse.Namespace) -> int:
         if parsed.plot is not None:
             path = Path(parsed.plot)
             path = fit.plot(path if length is None else path.with_name(f"{path.stem}_{length}{path.suffix}"))
-            print(f"drawn: {path}", file=sys.stderr if parsed.json else sys.stdout)
+            print(f"drawn: {path}")
     return 0
 
 

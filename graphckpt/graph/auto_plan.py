@@ -104,11 +104,11 @@ class AutoPlan:
 
     def _find_blocks(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:
         step, model = self._step, _Roots(self._step.roots)
-        selectors = options.blocks
+        selectors = options.select
         if selectors is None:
             selectors = [".".join(filter(None, (root, n))) for root, m in step.roots.items() for n in layers(m)]
         if not selectors:
-            raise ConfigError(f"{step.name}.plan: no list of layers was found · fix: blocks='model.layers.*'")
+            raise ConfigError(f"{step.name}.plan: no list of layers was found · fix: select='model.layers.*'")
         blocks = find_blocks(model, selectors)
         if options.compile is None:
             options = replace(options, compile=self._compile_of(blocks))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
+
+import torch
 
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, Block, CachingAllocator, CapacityError
+from graphckpt.tree import storages_of
 
 OpSeconds: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 """Returns the seconds of an op from the op, its arguments and its result."""
+
+StorageKind: TypeAlias = Literal["weights", "gradients", "optimizer states", "workspaces", "activations"]
+"""``"weights"`` are parameters and buffers; ``"activations"`` is all that is of no other kind: saved tensors, inputs,
+results that are alive for a moment."""
 
 _NUM_STEPS = 3
 """Steps that are replayed: the first creates optimizer states, the second is the first that has them, and later ones
@@ -42,9 +49,38 @@ class AllocationLog:
 
     steps: list[list[Allocation]] = field(default_factory=lambda: [[]])
     """The allocations before the first step, those of the first step, and so on."""
+    kinds: dict[int, StorageKind] = field(default_factory=dict)
+    """What storages are; those without an entry are activations."""
 
     def begin_step(self) -> None:
         self.steps.append([])
+
+    def parts_at_peak(self, rounded: Callable[[int], int] = int) -> dict[StorageKind, int]:
+        """Returns the bytes of each kind at the peak of the last step; their sum is the peak.
+
+        Args:
+            rounded: Returns the bytes that the allocator of the device counts for a size.
+
+        >>> steps = [[Allocation(0, 1024)], [Allocation(1, 4096), Allocation(1, 0)]]
+        >>> parts = AllocationLog(steps, {0: "weights"}).parts_at_peak()
+        >>> parts["weights"], parts["activations"], parts["gradients"]
+        (1024, 4096, 0)
+        """
+        sizes: dict[int, int] = {}
+        level = dict.fromkeys(get_args(StorageKind), 0)
+        peak, total = level, 0
+        for number, step in enumerate(self.steps, 1):
+            for storage, num_bytes, _ in step:
+                change = rounded(num_bytes) if num_bytes else -sizes.pop(storage, 0)
+                if num_bytes:
+                    sizes[storage] = change
+                level[self.kinds.get(storage, "activations")] += change
+                total += change
+                if number == len(self.steps) and total > sum(peak.values()):
+                    peak = level.copy()
+            if number == len(self.steps) - 1:
+                peak = level.copy()
+        return peak
 
     def repeated(self, num_steps: int) -> Iterator[list[Allocation]]:
         """Yields the allocations before the first step, and those of ``num_steps`` steps; the last one is repeated.
@@ -226,6 +262,13 @@ class AllocationTrace(LiveBytes):
         self.allocations.begin_step()
         self.peak_bytes = self.live_bytes
         self.total_seconds = 0.0
+
+    def label(self, tensors: Iterable[torch.Tensor | None], kind: StorageKind) -> None:
+        """Says what the storages of tensors are, as far as they are counted."""
+        for tensor in tensors:
+            for storage in () if tensor is None else storages_of(tensor):
+                if (number := self._numbers.get(id(storage))) is not None:
+                    self.allocations.kinds[number] = kind
 
     def _add_seconds(self, seconds: float) -> None:
         self.total_seconds += seconds

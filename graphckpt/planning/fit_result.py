@@ -119,7 +119,7 @@ class BatchFit:
     @property
     def recomputes(self) -> bool:
         """Whether the plan of any block does something other than keeping everything on the device."""
-        return self.plan is None or bool(self.plan.blocks)
+        return self.plan is None or bool(self.plan.policies)
 
     def accumulating(self, accumulation: int) -> BatchFit:
         """Returns the same micro-batch with ``accumulation`` forwards for one update."""
@@ -140,8 +140,13 @@ class BatchFit:
         values = {name: getattr(self, name) for name in _NUMBERS}
         if not self.fits:
             values |= {"seconds": None, "samples_per_second": None}
-        blocks = {name: dict(fields) for name, fields in self.plan.blocks.items()} if self.plan else None
-        return {**values, "blocks": blocks}
+        values |= {
+            "allocated_bytes": self.peak_bytes if self.fits else None,
+            "reserved_bytes": (self.plan.predicted_reserved_bytes or None) if self.plan else None,
+            "nvidia_smi_bytes": (self.plan.predicted_nvidia_smi_bytes or None) if self.plan else None,
+        }
+        policies = {name: dict(fields) for name, fields in self.plan.policies.items()} if self.plan else None
+        return {**values, "policies": policies, "blocks": policies}  # under its old name for scripts that read it
 
 
 @final

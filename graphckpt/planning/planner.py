@@ -269,7 +269,7 @@ class CheckedPlan:
     """The peak; or the least bytes that the allocator has to be able to reserve."""
 
     def uses_all_of(self, limit: int) -> bool:
-        return not self.plan.blocks or self.needed_bytes >= _ENOUGH * limit
+        return not self.plan.policies or self.needed_bytes >= _ENOUGH * limit
 
 
 def run_plan(
@@ -287,6 +287,7 @@ def run_plan(
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
     if difference:  # the step with everything kept has run too, and needs no correction
         plan = replace(corrected(plan, difference), plain_peak_bytes=plan.plain_peak_bytes)
+    plan = replace(plan, peak_parts=run.allocations.parts_at_peak(step.machine.rounded))
     if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
         plan = replace(plan, predicted_step_seconds=run.seconds)
     needed = step.least_capacity(run.allocations) if of_reserved else peak

@@ -265,7 +265,7 @@ class DeviceProfile:
         Path(path).write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
-Device: TypeAlias = "str | Path | DeviceProfile | None"
+Device: TypeAlias = str | Path | DeviceProfile | None
 """What functions take as ``device``: the name of a profile, a file, a profile, or ``None`` for that of the model."""
 
 

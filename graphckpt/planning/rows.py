@@ -11,6 +11,7 @@ from rich.text import Text
 
 from graphckpt.ledger.groups import common_prefix, group_names
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, prefix_note, show, table_of, time_of
+from graphckpt.planning.allocations import StorageKind
 from graphckpt.planning.options import Budget, describe_budget
 from graphckpt.units import format_bytes, format_seconds, format_sizes
 
@@ -76,6 +77,9 @@ class PlanData(Budgeted):
     """What ``nvidia-smi`` shows then: the reserved bytes and the CUDA context; 0 if it is not known."""
     expandable_reserved_bytes: int = 0
     """What it reserves with ``expandable_segments:True``; 0 if it is not known."""
+    peak_parts: Mapping[StorageKind, int] = field(default_factory=dict, repr=False, compare=False)
+    """What the bytes at the peak belong to: ``"weights"`` (and buffers), ``"gradients"``, ``"optimizer states"``,
+    ``"workspaces"`` of cuBLAS, ``"activations"`` (all else). Empty if no simulated step has run under the plan."""
     plain_step_seconds: float
     correction_bytes: int = 0
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""

@@ -390,12 +390,25 @@ class FakeStep:
         """Runs the first two steps of a process; the peak and the seconds are those of the second."""
         with self._device, self._from_start():
             trace = self._trace(AllocationTrace)
-            trace.track([*self._model.parameters(), *self._model.buffers(), *self._workspaces])
-            with trace:
+            weights = [*self._model.parameters(), *self._model.buffers()]
+            trace.track([*weights, *self._workspaces])
+            trace.label(weights, "weights")
+            trace.label(self._workspaces, "workspaces")
+
+            def see(
+                optimizer: Optimizer,
+            ) -> None:  # the first step creates its state, the second has gradients and state
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                trace.label((parameter.grad for parameter in parameters), "gradients")
+                states = (value for state in optimizer.state.values() for value in state.values())
+                trace.label((value for value in states if isinstance(value, torch.Tensor)), "optimizer states")
+
+            with on_optimizer_step(see), trace:
                 trace.begin_step()
                 self._step_fn()  # creates optimizer states, and finds buffers that change
                 trace.begin_step()
                 self._step_fn()
+            trace.label((parameter.grad for parameter in self._model.parameters()), "gradients")
         return StepRun(trace.peak_bytes, trace.total_seconds, trace.allocations)
 
     @contextmanager
