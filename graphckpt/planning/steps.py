@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.errors import ConfigError
+from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
@@ -33,6 +34,7 @@ _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be ti
 
 class RealStep:
     is_simulated = False
+    assumptions: tuple[str, ...] = ()
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
     def __init__(self, model: nn.Module, step_fn: Callable[[], object]) -> None:
@@ -280,6 +282,8 @@ class FakeStep:
         self._model = model
         self._step_fn = step_fn
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self.assumptions: tuple[str, ...] = ()
+        """What the first step that was sampled has run: see :class:`StepObserver`."""
         self.plain: tuple[int, float] | None = None
         """Peak in bytes and seconds of the step with everything kept, once it was sampled so."""
         with device:
@@ -315,9 +319,10 @@ class FakeStep:
         with self._device, blocks.under(options, [store] * len(options), learns=learns):
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
-            trace = self._trace()
-            with traced(blocks, trace, [store]):
+            trace, observer = self._trace(), StepObserver()
+            with traced(blocks, trace, [store]), nullcontext() if self.assumptions else observer.observing():
                 self._step_fn()
+        self.assumptions = self.assumptions or observer.assumptions
         seconds = sum(trace.seconds.values())
         if self.plain is None and all(option is KEEP for option in options):  # later ones may have a policy on the head
             self.plain = trace.peak_bytes, seconds
