@@ -137,7 +137,7 @@ class AutoPlan:
         try:
             with fake_training(step, model, call) as fake:
                 with step.with_policies(resolved.wrappers):
-                    failed = fake.run()[0]
+                    failed = fake.run().peak_bytes
                 with step.with_policies([]):
                     planners = measure_all(fake, model, blocks, options, PlanGroup())
             memory = device_memory(device, planners.plain.measured.model.static_bytes)

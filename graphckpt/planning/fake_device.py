@@ -6,7 +6,7 @@ The tensors are on the CPU: fake tensors on a device that the process does not h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +20,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import swap_tensors
 
-from graphckpt._compat import TRUNCATED_NORMAL, FakeTensors, NoValueError, backward_within, forget_fake, is_fake
+from graphckpt._compat import (
+    TRUNCATED_NORMAL,
+    FakeTensors,
+    NoValueError,
+    backward_within,
+    forget_fake,
+    is_fake,
+    unseen_by_modes,
+)
 from graphckpt.errors import ConfigError
 from graphckpt.planning.profile import DeviceProfile
+from graphckpt.stores.base import Offload, Traffic
+from graphckpt.stores.disk import Disk
+from graphckpt.stores.host import CopyEngine, CopyEvent, Host, HostStore
+from graphckpt.stores.pinned import HostBuffer
 
 _READS = frozenset({torch.Tensor.item, torch.Tensor.__float__})
 
@@ -59,6 +71,8 @@ class FakeDevice:
             if self.machine.kind == "cuda":
                 stack.enter_context(_autocast_here())
                 stack.enter_context(_foreach_optimizers())
+                for target in (Host, Disk):
+                    stack.enter_context(swapped(target, {"byte_store_for": _absent_store}))
             stack.enter_context(swapped(torch.utils, {"swap_tensors": self._swap}))  # `module.to(...)` calls it
             # It draws once, as a fake tensor has no values to compare with the bounds.
             normal = torch.no_grad()(lambda tensor, *_, **__: tensor.normal_())
@@ -219,6 +233,49 @@ def _foreach_optimizers() -> Iterator[None]:
         forget()
         for handle in handles:
             handle.remove()
+
+
+def _absent_store(target: Offload, device: torch.device, note: Callable[[str], None]) -> HostStore:
+    """Returns the store of pinned host memory, whose copies are not made: it holds device memory as long as with them.
+
+    The threads of a file hold it for another time, which depends on the disk.
+    """
+    del note
+    return HostStore(device, _AbsentCopies(), target.in_flight_bytes if isinstance(target, Host) else None)
+
+
+@final
+class _AbsentCopies(CopyEngine):
+    """Copies nothing: neither device nor host memory has bytes."""
+
+    def __init__(self) -> None: ...
+
+    def buffer(self, num_bytes: int) -> HostBuffer:
+        with unseen_by_modes():  # it is not memory of the device
+            return HostBuffer(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), lambda: None)
+
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> CopyEvent:
+        del device_flat, host_flat
+        return CopyEvent(None, None, is_captured=False, traffic=traffic)
+
+    def reload(
+        self, host_flats: Sequence[torch.Tensor], device_flats: Sequence[torch.Tensor], traffic: Traffic | None = None
+    ) -> list[CopyEvent]:
+        del host_flats
+        return [CopyEvent(None, None, is_captured=False, traffic=traffic) for _ in device_flats]
+
+    def wait(self, event: CopyEvent) -> bool:
+        del event
+        return True
+
+    def wait_in_order(self, events: Sequence[CopyEvent]) -> None: ...
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def collect_times(self) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 _HALF = (torch.float16, torch.bfloat16)

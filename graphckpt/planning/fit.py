@@ -270,7 +270,7 @@ class _SizedRows:
         self.progress(f"{self.verb} two steps of batch size {size} for one update")
         sized = self.make_sized(size, 2)
         with row.plan.apply(sized.model):
-            peak, _ = sized.step.run()
+            peak = sized.step.run().peak_bytes
         self.rows[size] = replace(self.rows[size], checked_accumulating_bytes=peak)
 
     def _new_row(self, size: int) -> BatchFit:
@@ -333,7 +333,7 @@ class _SizedRows:
             peak, seconds = sized.step.plain
         else:
             with plan.apply(sized.model):
-                peak, seconds = sized.step.run()
+                peak, seconds, _ = sized.step.run()
         if peak > self.memory.limit:
             return replace(row, floor_bytes=max(row.floor_bytes, self.memory.limit + 1))
         factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
@@ -364,7 +364,7 @@ class _SizedRows:
         def run(number: int) -> Plan:
             try:
                 with plans[number].apply(sized.model):
-                    peak, seconds = sized.step.run()
+                    peak, seconds, _ = sized.step.run()
             except torch.OutOfMemoryError:
                 peak, seconds = max(self.memory.total.available, self.memory.limit) + 1, float("inf")
             return replace(

@@ -272,9 +272,13 @@ def device_memory(device: torch.device, alive: int, sharers: int = 1) -> DeviceM
     return DeviceMemory(total=total // sharers, available=available, headroom=int(_HEADROOM * available))
 
 
-def absent_memory(total: int, context: int) -> DeviceMemory:
-    """Returns the memory of a device that runs nothing yet, not even its context, which will take ``context`` bytes."""
-    return DeviceMemory(total=total, available=total, headroom=int(_HEADROOM * total) + context)
+def absent_memory(kind: str, total: int, context_bytes: int) -> DeviceMemory:
+    """Returns the memory of a device of this kind that runs nothing yet, not even its context.
+
+    ``"max"`` leaves nothing of what is available on CUDA, where the allocator is simulated.
+    """
+    available = total - context_bytes
+    return DeviceMemory(total=total, available=available, headroom=0 if kind == "cuda" else int(_HEADROOM * available))
 
 
 def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:

@@ -134,12 +134,14 @@ def plan_step(
             f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
         )
 
+    of_reserved = budget == "max" and isinstance(step, FakeStep) and step.machine.kind == "cuda"
+
     def choose_and_check(planner: Planner, limit: int | None) -> Plan:
-        if isinstance(step, FakeStep) or not options.check:
+        if not options.check:
             return planner.plan(planner.floor.peak if limit is None else limit)
         if limit is None:
             return lowest_and_check(planner, step, group)
-        return plan_and_check(planner, step, limit, group)
+        return plan_and_check(planner, step, limit, group, of_reserved=of_reserved)
 
     with without_value_checks(), _progress_of(options, group) as progress:
         progress.begin("running the step to measure it")
@@ -247,7 +249,9 @@ def _limit_of(budget: Budget, planner: Planner, step: RealStep | FakeStep, group
         memory_id = budgets.memory_id(step.device)
         num_sharing = group.all_gather(memory_id).count(memory_id)
     memory = step.memory(planner.measured.model.static_bytes, num_sharing)
-    headroom = memory.headroom if budget == "max" else 0
+    headroom = 0
+    if budget == "max":
+        headroom = memory.headroom + (memory.total - memory.available if isinstance(step, FakeStep) else 0)
     limits = group.all_gather([budgets.budget_bytes(budget, memory, planner.plain.peak), headroom])
     limit, headroom = limits[group.leader] if isinstance(budget, float) else min(limits)
     return int(limit), int(headroom)

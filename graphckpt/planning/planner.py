@@ -12,6 +12,7 @@ from torch import nn
 
 from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
+from graphckpt.planning.allocations import AllocationLog
 from graphckpt.planning.candidates import JOINED, parse_compile
 from graphckpt.planning.memory_model import MeasuredStep
 from graphckpt.planning.options import PlanOptions
@@ -19,7 +20,7 @@ from graphckpt.planning.plan import KEEP_ALL, Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import PolicyChoice, PolicySearch
-from graphckpt.planning.steps import RealStep
+from graphckpt.planning.steps import FakeStep, RealStep, StepRun
 from graphckpt.units import format_bytes, format_sizes
 
 
@@ -211,50 +212,101 @@ class Planners:
 
 _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 _MOST_CHECKS = 3  # another plan may run other ops at its peak
+_ENOUGH = 0.98  # of the memory of an absent device: a plan that needs as much is not replaced by a faster one
 
 
-def plan_and_check(planner: Planner, step: RealStep, limit: int, group: PlanGroup) -> Plan:
+def plan_and_check(
+    planner: Planner, step: RealStep | FakeStep, limit: int, group: PlanGroup, *, of_reserved: bool = False
+) -> Plan:
     """Returns the fastest plan of ``group`` under which no step exceeds ``limit`` bytes.
 
     The step of each process runs under the plan. If the highest peak exceeds the limit or is over 1 % off, the next
-    plan counts in the difference, a few times, and at last the plan with the lowest predicted peak runs.
+    plan counts in the difference, a few times, and at last the plan with the lowest predicted peak runs. With
+    ``of_reserved`` the limit is that of the bytes that the allocator of an absent device has to reserve.
     """
-    runs: dict[tuple[str, ...], Plan] = {}
-    fitting: list[Plan] = []
-    correction = 0
+    runs: dict[tuple[str, ...], CheckedPlan] = {}
+    correction = gap = 0
     while True:
-        plan = planner.closest(limit, correction) if len(runs) < _MOST_CHECKS else None
+        plan = planner.closest(limit - gap, correction) if len(runs) < _MOST_CHECKS else None
         if plan is None or _policies(plan) in runs:
             plan = planner.lowest(limit)
-            if fitting or _policies(plan) in runs:
+            if any(run.needed_bytes <= limit for run in runs.values()) or _policies(plan) in runs:
                 break
-        run = runs[_policies(plan)] = run_plan(plan, step, group)
-        if run is plan:
-            return plan
-        correction = run.correction_bytes
-        if run.predicted_peak_bytes <= limit:
-            fitting.append(run)
+        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, group, of_reserved=of_reserved)
+        if run.is_met and run.needed_bytes <= limit and (not of_reserved or run.uses_all_of(limit)):
+            return replace(run.plan, budget_bytes=limit)
+        correction = run.plan.correction_bytes
+        gap = run.needed_bytes - run.plan.predicted_peak_bytes
+    fitting = [run.plan for run in runs.values() if run.needed_bytes <= limit]
     if not fitting:
-        raise planner.infeasible(limit, min(run.predicted_peak_bytes for run in runs.values()))
-    return min(fitting, key=lambda plan: plan.predicted_step_seconds)
+        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()))
+    return replace(min(fitting, key=lambda plan: plan.predicted_step_seconds), budget_bytes=limit)
 
 
-def lowest_and_check(planner: Planner, step: RealStep, group: PlanGroup) -> Plan:
+def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> Plan:
     """Returns the plan with the lowest peak, as it is when the step of each process of ``group`` runs under it."""
     plan = planner.plan(planner.floor.peak)
-    run = run_plan(plan, step, group)
+    run = run_plan(plan, planner.model, step, group).plan
     return run if run is plan else replace(run, budget_bytes=run.predicted_peak_bytes)
 
 
-def run_plan(plan: Plan, step: RealStep, group: PlanGroup) -> Plan:
-    """Runs the step under a plan; returns the plan, corrected if its prediction is not met."""
+@final
+@dataclass(frozen=True)
+class CheckedPlan:
+    """A plan under which a step has run."""
+
+    plan: Plan
+    """With the peak of that step, unless it is as predicted."""
+    is_met: bool
+    """Whether the peak was predicted to 1 %, and within the budget of the plan."""
+    needed_bytes: int
+    """The peak; or the least bytes that the allocator has to be able to reserve."""
+
+    def uses_all_of(self, limit: int) -> bool:
+        return not self.plan.blocks or self.needed_bytes >= _ENOUGH * limit
+
+
+def run_plan(
+    plan: Plan, model: nn.Module | None, step: RealStep | FakeStep, group: PlanGroup, *, of_reserved: bool = False
+) -> CheckedPlan:
+    """Runs the step under a plan, which is corrected if its prediction is not met."""
     group.check_equal(policies=list(_policies(plan)))
-    with plan.apply():
-        peak = group.max(_peak(step, group, plan))
+    with plan.apply(model):
+        run = step.run() if isinstance(step, FakeStep) else StepRun(_peak(step, group, plan), 0.0)
+        peak = group.max(run.peak_bytes)
     difference = peak - plan.predicted_peak_bytes
-    if peak <= plan.budget_bytes and abs(difference) <= _TOLERANCE * plan.predicted_peak_bytes:
+    is_met = peak <= plan.budget_bytes and abs(difference) <= _TOLERANCE * plan.predicted_peak_bytes
+    if not isinstance(step, FakeStep) or run.allocations is None:
+        checked = plan if is_met else corrected(plan, difference)
+        return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
+    if difference:  # the step with everything kept has run too, and needs no correction
+        plan = replace(corrected(plan, difference), plain_peak_bytes=plan.plain_peak_bytes)
+    needed = step.least_capacity(run.allocations) if of_reserved else peak
+    return CheckedPlan(with_reserved(plan, run.allocations, step), is_met, needed)
+
+
+def with_reserved(plan: Plan, allocations: AllocationLog, step: FakeStep) -> Plan:
+    """Returns a plan with the bytes that the allocator of the step's device reserves for the allocations under it."""
+    replayed = step.replay(allocations)
+    if replayed is None:
         return plan
-    return corrected(plan, difference)
+    notes = []
+    capacity = step.capacity_bytes
+    if replayed.reserved_bytes > capacity:
+        reserved, present = format_sizes(replayed.reserved_bytes, capacity)
+        notes.append(f"the allocator would reserve {reserved} of {present}: the step does not fit on the device")
+    elif not replayed.is_steady:
+        notes.append(
+            "the allocator releases free memory in every step, and waits for the device each time · fix: a smaller "
+            "budget, or PYTORCH_ALLOC_CONF=expandable_segments:True"
+        )
+    return replace(
+        plan,
+        predicted_reserved_bytes=replayed.reserved_bytes,
+        predicted_nvidia_smi_bytes=replayed.reserved_bytes + step.machine.context_bytes,
+        expandable_reserved_bytes=step.reserved_if_expandable(allocations),
+        notes=(*plan.notes, *notes),
+    )
 
 
 def _policies(plan: Plan) -> tuple[str, ...]:

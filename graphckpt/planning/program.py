@@ -8,13 +8,10 @@ one block fits every equal one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Self, TypeAlias, final
-
-OpSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
-"""Returns the seconds that an op takes on a device, from the op, its arguments and its result."""
 
 
 class EventKind(Enum):

@@ -12,7 +12,7 @@ from rich.text import Text
 from graphckpt.ledger.groups import common_prefix, group_names
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, prefix_note, show, table_of, time_of
 from graphckpt.planning.options import Budget, describe_budget
-from graphckpt.units import format_bytes, format_seconds
+from graphckpt.units import format_bytes, format_seconds, format_sizes
 
 
 @final
@@ -70,6 +70,12 @@ class PlanData(Budgeted):
     """The lowest peak that the candidates can reach."""
     plain_peak_bytes: int
     """The peak when everything is kept."""
+    predicted_reserved_bytes: int = 0
+    """What PyTorch's caching allocator reserves in the first steps of a process, at most; 0 if it is not known."""
+    predicted_nvidia_smi_bytes: int = 0
+    """What ``nvidia-smi`` shows then: the reserved bytes and the CUDA context; 0 if it is not known."""
+    expandable_reserved_bytes: int = 0
+    """What it reserves with ``expandable_segments:True``; 0 if it is not known."""
     plain_step_seconds: float
     correction_bytes: int = 0
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""
@@ -105,17 +111,30 @@ def assumptions_line(plan: PlanData) -> str:
 def summary_lines(plan: PlanData) -> Iterator[str]:
     budget = plan.budget_bytes
     share = f", {plan.predicted_peak_bytes / budget:.1%} of the budget".replace("%", " %") if budget else ""
+    kind = "simulated" if plan.is_simulated else "measured"
     corrected = (
-        f" (corrected by {format_bytes(plan.correction_bytes)} after a measured step)" if plan.correction_bytes else ""
+        f" (corrected by {format_bytes(plan.correction_bytes)} after a {kind} step)" if plan.correction_bytes else ""
     )
     yield budget_line(plan)
     yield f"predicted peak {format_bytes(plan.predicted_peak_bytes)}{share}; reached {time_of(plan.binding)}{corrected}"
+    yield from _reserved_line(plan)
     slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
     percent = f"{round(slower, 4) + 0.0:+.1%}".replace("%", " %")
     yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} over keeping everything"
     yield f"everything kept: {format_bytes(plan.plain_peak_bytes)}; lowest possible: {format_bytes(plan.floor_bytes)}"
     if plan.assumptions:
         yield assumptions_line(plan)
+
+
+def _reserved_line(plan: PlanData) -> Iterator[str]:
+    if not plan.predicted_reserved_bytes:
+        return
+    reserved, shown = format_sizes(plan.predicted_reserved_bytes, plan.predicted_nvidia_smi_bytes)
+    line = f"reserved by PyTorch's allocator: {reserved}; shown by nvidia-smi: {shown}"
+    if 0 < plan.expandable_reserved_bytes < plan.predicted_reserved_bytes:
+        saved = format_bytes(plan.predicted_reserved_bytes - plan.expandable_reserved_bytes)
+        line += f"; PYTORCH_ALLOC_CONF=expandable_segments:True saves {saved}"
+    yield line
 
 
 def parts_of(plan: PlanData) -> Iterator[RenderableType]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import torch
 from torch import nn
@@ -13,12 +15,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.errors import ConfigError
+from graphckpt.planning.allocations import AllocationLog, AllocationTrace, Replay, least_capacity, replay
+from graphckpt.planning.allocator import AllocatorRules, CapacityError
 from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
+from graphckpt.planning.profile import DeviceProfile
 from graphckpt.planning.program import Interval
 from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace, now
 from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
@@ -27,9 +32,23 @@ from graphckpt.stores.base import Offload
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.training_state import TrainingState
 
+_CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
 _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one
+
+
+_AnyTrace = TypeVar("_AnyTrace", bound=AllocationTrace)
+
+
+class StepRun(NamedTuple):
+    """What a step took under the policies that were set when it ran."""
+
+    peak_bytes: int
+    """The peak of live bytes."""
+    seconds: float
+    allocations: AllocationLog | None = None
+    """Those of the first steps of a process; ``None`` for a step on a device that is present."""
 
 
 class RealStep:
@@ -145,8 +164,8 @@ class RealStep:
                 self._step()
         return trace.peak_bytes
 
-    def run(self) -> tuple[int, float]:
-        return self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS))
+    def run(self) -> StepRun:
+        return StepRun(self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS)))
 
     def _seconds(self) -> float:
         begin = now(self.device)
@@ -267,7 +286,10 @@ def _checked_pair(pair: Any, where: str) -> tuple[nn.Module, Callable[[], object
 
 @final
 class FakeStep:
-    """A training step whose model, optimizer and inputs were created inside of ``device``."""
+    """A training step whose model, optimizer and inputs were created inside of ``device``.
+
+    ``capture_after`` is the number of warm-up steps of a step that is captured; ``None`` for one that runs eagerly.
+    """
 
     is_simulated = True
 
@@ -277,17 +299,21 @@ class FakeStep:
         model: nn.Module,
         step_fn: Callable[[], object],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        capture_after: int | None = None,
     ) -> None:
         self._device = device
         self._model = model
         self._step_fn = step_fn
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        self._rules = AllocatorRules.of_environment()
+        self._capture_after = capture_after
         self.assumptions: tuple[str, ...] = ()
         """What the first step that was sampled has run: see :class:`StepObserver`."""
         self.plain: tuple[int, float] | None = None
         """Peak in bytes and seconds of the step with everything kept, once it was sampled so."""
         with device:
-            self._workspace = torch.empty(device.machine.workspace_bytes, dtype=torch.uint8)
+            self._workspaces = [torch.empty(device.machine.workspace_bytes, dtype=torch.uint8) for _ in _CUBLAS_HANDLES]
             for each in self._optimizers:
                 if each.state:
                     continue
@@ -300,6 +326,35 @@ class FakeStep:
     @property
     def device_name(self) -> str:
         return self._device.machine.name
+
+    @property
+    def machine(self) -> DeviceProfile:
+        return self._device.machine
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that the allocator of the device can reserve."""
+        return self.memory(0).available
+
+    def replay(self, allocations: AllocationLog) -> Replay | None:
+        """Replays the first steps in the allocator of the device, with its memory if that is enough.
+
+        Returns ``None`` for a device without a caching allocator.
+        """
+        if self.machine.kind != "cuda":
+            return None
+        try:
+            return replay(allocations, self._rules, self.capacity_bytes, capture_after=self._capture_after)
+        except CapacityError:
+            return replay(allocations, self._rules, capture_after=self._capture_after)
+
+    def least_capacity(self, allocations: AllocationLog) -> int:
+        """Returns the least memory with which the allocator releases no segments after the second step."""
+        return least_capacity(allocations, self._rules, capture_after=self._capture_after)
+
+    def reserved_if_expandable(self, allocations: AllocationLog) -> int:
+        rules = replace(self._rules, expandable_segments=True)
+        return replay(allocations, rules, capture_after=self._capture_after).reserved_bytes
 
     @property
     def no_copies(self) -> str:
@@ -319,7 +374,8 @@ class FakeStep:
         with self._device, blocks.under(options, [store] * len(options), learns=learns):
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
-            trace, observer = self._trace(), StepObserver()
+            trace, observer = self._trace(Trace), StepObserver()
+            trace.track([*self._workspaces, *_state_tensors(self._model, self._optimizers)])
             with traced(blocks, trace, [store]), nullcontext() if self.assumptions else observer.observing():
                 self._step_fn()
         self.assumptions = self.assumptions or observer.assumptions
@@ -330,19 +386,40 @@ class FakeStep:
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         del static, sharers
-        return absent_memory(self._device.machine.memory_bytes, self._device.machine.context_bytes)
+        return absent_memory(self.machine.kind, self.machine.memory_bytes, self.machine.context_bytes)
 
     def restoring(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self) -> tuple[int, float]:
-        with self._device:
-            if any(buffer.is_floating_point() for buffer in self._model.buffers()):
-                self._step_fn()  # finds those that change
-            trace = self._trace()
+    def run(self) -> StepRun:
+        """Runs the first two steps of a process; the peak and the seconds are those of the second."""
+        with self._device, self._from_start():
+            trace = self._trace(AllocationTrace)
+            trace.track([*self._model.parameters(), *self._model.buffers(), *self._workspaces])
             with trace:
+                trace.begin_step()
+                self._step_fn()  # creates optimizer states, and finds buffers that change
+                trace.begin_step()
                 self._step_fn()
-        return trace.peak_bytes, sum(trace.seconds.values())
+        return StepRun(trace.peak_bytes, trace.total_seconds, trace.allocations)
+
+    @contextmanager
+    def _from_start(self) -> Iterator[None]:
+        """Takes gradients and optimizer states away within the ``with`` block, as they are before the first step."""
+        parameters = list(self._model.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        states = [optimizer.state for optimizer in self._optimizers]
+        for parameter in parameters:
+            parameter.grad = None
+        for optimizer in self._optimizers:
+            optimizer.state = defaultdict(dict)
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for optimizer, state in zip(self._optimizers, states, strict=True):
+                optimizer.state = state
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         with self._device:
@@ -369,14 +446,12 @@ class FakeStep:
                 each._modules.clear()
                 each._modules.update(modules)
 
-    def _trace(self) -> Trace:
+    def _trace(self, kind: type[_AnyTrace]) -> _AnyTrace:
         machine = self._device.machine
-        trace = Trace(
+        return kind(
             "meta",
             is_fake=True,
             rounded=machine.rounded,
             op_seconds=machine.op_seconds,
             extra_bytes=machine.op_extra_bytes,
         )
-        trace.track([self._workspace, *_state_tensors(self._model, self._optimizers)])
-        return trace

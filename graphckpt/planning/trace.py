@@ -32,19 +32,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt._compat import current_backward
-from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.engine.objects import copy_objects, items_of
 from graphckpt.errors import PlanError
-from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.planning.allocations import AllocationTrace, OpSeconds
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.program import (
     ArgumentObject,
     BlockCall,
     EventKind,
     Interval,
-    OpSeconds,
     Phase,
     StorageEvent,
     TraceLog,
@@ -245,18 +243,10 @@ class StepClock(StepMarks):
 
 
 @final
-class Trace(StepMarks, LiveBytes):
-    """The storages of a step, interval by interval and op by op.
+class Trace(StepMarks, AllocationTrace):
+    """The storages of a step, interval by interval and op by op; see its bases for the arguments.
 
-    As a mode it counts live bytes as :class:`~graphckpt.ledger.live_memory.LiveBytes` does, and logs each change.
-    Storages have numbers, in the order in which they were first seen.
-
-    Args:
-        device: count only this kind of device; ``None`` counts all.
-        is_fake: the step runs on fake tensors.
-        rounded: returns the bytes that the allocator of the device reserves for a size.
-        op_seconds: returns the seconds of an op on the device, whose sums are ``seconds``; ``None`` records no times.
-        extra_bytes: returns the temporary bytes of an op on the device, beside its results.
+    ``seconds`` are those of the ops of each interval.
     """
 
     def __init__(
@@ -269,33 +259,14 @@ class Trace(StepMarks, LiveBytes):
         extra_bytes: Callable[[Any, tuple[Any, ...]], int] | None = None,
     ) -> None:
         StepMarks.__init__(self)
-        LiveBytes.__init__(self, device, record_timeline=False, counts_fake=is_fake)
+        AllocationTrace.__init__(
+            self, device, is_fake=is_fake, rounded=rounded, op_seconds=op_seconds, extra_bytes=extra_bytes
+        )
         self.seconds: dict[Interval, float] = defaultdict(float)
-        self._rounded = rounded
-        self._op_seconds = op_seconds
-        self._extra_bytes = extra_bytes
-        self._numbers: dict[int, int] = {}
-        """The number of each storage that is alive, by its id."""
-        self._sizes: list[int] = []
-        """The bytes of each storage, by its number."""
-        self._num_ops = 0
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
         """What the last call has returned, and its versions."""
         self._objects: dict[int, tuple[ref[Any], ArgumentObject]] = {}
         """By the id of each object among the arguments of calls that is alive."""
-
-    @never_compiled
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self._num_ops += 1
-        if getattr(func, "namespace", "") == "prim":  # `prim.device`: two out of three dispatches of a fake step
-            return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._op_seconds is not None and result is not NotImplemented:
-            self.seconds[self._interval] += self._op_seconds(func, args, kwargs or {}, result)
-        if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
-            self._change(num_bytes, -1)  # allocated and freed at once; -1 is not the id of a storage
-            self._change(-num_bytes, -1)
-        return result
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Logs that a store holds a tensor for the present call; returns what :meth:`release` takes."""
@@ -355,18 +326,14 @@ class Trace(StepMarks, LiveBytes):
         self.log.calls[call].backwards.add(current_backward())
         self.log.calls[call].gradients.setdefault(output, self.storage_number(gradient))
 
-    def _change(self, num_bytes: int, key: int) -> None:
-        number = self._numbers.pop(key, None)
-        if number is not None:  # freed, or resized: then it is another storage from now on
-            super()._change(-self._rounded(self._sizes[number]), key)
-            self._log(EventKind.GONE, number)
-            num_bytes += self._sizes[number]
-            if num_bytes == 0:
-                return
-        number = self._numbers[key] = len(self._sizes)
-        self._sizes.append(num_bytes)
-        super()._change(self._rounded(num_bytes), key)
+    def _add_seconds(self, seconds: float) -> None:
+        self.seconds[self._interval] += seconds
+
+    def _begin(self, number: int) -> None:
         self._log(EventKind.BORN, number)
+
+    def _end(self, number: int) -> None:
+        self._log(EventKind.GONE, number)
 
     def _log(self, kind: EventKind, storage: int, call: int = -1) -> None:
         num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0

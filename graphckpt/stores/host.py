@@ -397,8 +397,8 @@ class PinnedPool:
 class CopyEvent:
     event: torch.cuda.Event | None
     """``None`` once it was waited for."""
-    stream: torch.cuda.Stream
-    """The compute stream that the copy started from."""
+    stream: torch.cuda.Stream | None
+    """The compute stream that the copy started from; ``None`` where the device is absent."""
     is_captured: bool
     traffic: Traffic | None
 
@@ -466,7 +466,7 @@ class CopyEngine:
         if event.is_captured == self.is_capturing():
             timer = _StreamTimer(current) if event.traffic is not None else None
             current.wait_event(recorded)
-            if not is_same:
+            if not is_same and event.stream is not None:
                 event.stream.wait_event(recorded)
             if timer is not None and event.traffic is not None:
                 timer.stop()

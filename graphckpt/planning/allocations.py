@@ -1,0 +1,253 @@
+"""Births and deaths of storages in the first steps of a process, and what an allocator reserves for them."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, final
+
+from graphckpt._compat_compiler import never_compiled
+from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, Block, CachingAllocator, CapacityError
+
+OpSeconds: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
+"""Returns the seconds of an op from the op, its arguments and its result."""
+
+_NUM_STEPS = 3
+"""Steps that are replayed: the first creates optimizer states, the second is the first that has them, and later ones
+repeat the second. Reserved bytes of the models tried do not grow after the third."""
+_PRECISION = 2 * 2**20  # bytes: the smallest segment
+
+
+class Allocation(NamedTuple):
+    """The birth of a storage, or its death."""
+
+    storage: int
+    """A number that no other storage of the log has."""
+    num_bytes: int
+    """0 where it is freed."""
+    stream: int = 0
+
+
+@final
+@dataclass(slots=True)
+class AllocationLog:
+    """The births and deaths of storages on a device, in their order.
+
+    >>> log = AllocationLog([[Allocation(0, 1024)], [Allocation(1, 4096), Allocation(1, 0)]])
+    >>> replay(log).reserved_bytes
+    2097152
+    """
+
+    steps: list[list[Allocation]] = field(default_factory=lambda: [[]])
+    """The allocations before the first step, those of the first step, and so on."""
+
+    def begin_step(self) -> None:
+        self.steps.append([])
+
+    def repeated(self, num_steps: int) -> Iterator[list[Allocation]]:
+        """Yields the allocations before the first step, and those of ``num_steps`` steps; the last one is repeated.
+
+        What it frees of the step before it, such as gradients that the next step sets to ``None``, its repetitions free
+        of the steps before them.
+        """
+        yield from self.steps[: num_steps + 1]
+        if len(self.steps) < 3:
+            return
+        last = self.steps[-1]
+        replacements = _replacements(self.steps[-2], last)
+        births = [entry.storage for entry in last if entry.num_bytes]
+        end = 1 + max(entry.storage for step in self.steps for entry in step)
+        names = {storage: storage for storage in births}
+        for _ in range(num_steps + 1 - len(self.steps)):
+            older = {old: names[new] for old, new in replacements.items()}
+            names = {storage: end + number for number, storage in enumerate(births)}
+            end += len(births)
+            own = names | older
+            yield [entry._replace(storage=own[entry.storage]) for entry in last if entry.storage in own]
+
+
+def _replacements(before: Sequence[Allocation], last: Sequence[Allocation]) -> dict[int, int]:
+    """Returns, for each storage of a step that the next step frees, the storage that the next step leaves in its place.
+
+    It is the one of equal size with the same number in the order of births.
+    """
+    freed = {entry.storage for entry in last if not entry.num_bytes}
+    left: dict[int, deque[int]] = defaultdict(deque)
+    for entry in last:
+        if entry.num_bytes and entry.storage not in freed:
+            left[entry.num_bytes].append(entry.storage)
+    return {
+        entry.storage: left[entry.num_bytes].popleft()
+        for entry in before
+        if entry.num_bytes and entry.storage in freed and left[entry.num_bytes]
+    }
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What an allocator did for the first steps of a process, in bytes."""
+
+    reserved_bytes: int
+    """The most that it reserved."""
+    allocated_bytes: int
+    """The most in blocks in use."""
+    retries: tuple[int, ...]
+    """By step: how often it had to release free segments. The first entry is before the first step."""
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether no step after the second has to release segments, each of which waits for the device."""
+        return not any(self.retries[3:])
+
+
+def replay(
+    log: AllocationLog,
+    rules: AllocatorRules = DEFAULT_RULES,
+    capacity: int | None = None,
+    *,
+    num_steps: int = _NUM_STEPS,
+    capture_after: int | None = None,
+) -> Replay:
+    """Replays the first steps of a process in a caching allocator that may reserve ``capacity`` bytes.
+
+    Args:
+        log: The allocations of at least one step.
+        rules: Settings of the allocator.
+        capacity: ``None`` is without a limit.
+        num_steps: The steps to replay.
+        capture_after: The steps that run eagerly, on the stream of a capture, before one is captured: from then on
+            nothing is allocated. ``None`` captures none.
+
+    Raises:
+        CapacityError: It does not fit.
+    """
+    allocator = CachingAllocator(rules, capacity)
+    blocks: dict[int, Block] = {}
+    retries: list[int] = []
+    if capture_after is not None:
+        num_steps = capture_after + 1
+    for number, step in enumerate(log.repeated(num_steps)):
+        before, private_pool, stream = allocator.num_retries, 0, 0
+        if capture_after is not None and number:
+            stream = 1
+            if number > capture_after:
+                allocator.release_free_segments()
+                private_pool = 1
+        for storage, num_bytes, own_stream in step:
+            if num_bytes:
+                blocks[storage] = allocator.allocate(num_bytes, stream=own_stream + stream, private_pool=private_pool)
+            elif (block := blocks.pop(storage, None)) is not None:
+                allocator.free(block)
+        retries.append(allocator.num_retries - before)
+    return Replay(
+        reserved_bytes=allocator.peak_reserved_bytes,
+        allocated_bytes=allocator.peak_allocated_bytes,
+        retries=tuple(retries),
+    )
+
+
+def least_capacity(log: AllocationLog, rules: AllocatorRules = DEFAULT_RULES, **options: Any) -> int:
+    """Returns the least capacity, to 2 MiB, in which no step after the second releases segments.
+
+    See :func:`replay` for the options.
+    """
+    unlimited = replay(log, rules, **options)
+    low, high = unlimited.allocated_bytes - 1, unlimited.reserved_bytes
+    while high - low > _PRECISION:
+        middle = (low + high) // 2
+        if fits(log, middle, rules, **options):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def fits(log: AllocationLog, capacity: int, rules: AllocatorRules = DEFAULT_RULES, **options: Any) -> bool:
+    """Returns whether the steps run in ``capacity`` bytes, and release no segments after the second."""
+    try:
+        return replay(log, rules, capacity, **options).is_steady
+    except CapacityError:
+        return False
+
+
+class AllocationTrace(LiveBytes):
+    """Logs the births and deaths of storages on a device, with the seconds of its ops.
+
+    As a mode it counts live bytes as :class:`~graphckpt.ledger.live_memory.LiveBytes` does. Storages have numbers, in
+    the order in which they were first seen.
+
+    Args:
+        device: count only this kind of device; ``None`` counts all.
+        is_fake: the step runs on fake tensors.
+        rounded: returns the bytes that the allocator of the device counts for a size.
+        op_seconds: returns the seconds of an op on the device; ``None`` counts none.
+        extra_bytes: returns the temporary bytes of an op on the device, beside its results.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        *,
+        is_fake: bool = False,
+        rounded: Callable[[int], int] = int,
+        op_seconds: OpSeconds | None = None,
+        extra_bytes: Callable[[Any, tuple[Any, ...]], int] | None = None,
+    ) -> None:
+        super().__init__(device, record_timeline=False, counts_fake=is_fake)
+        self.allocations = AllocationLog()
+        self.total_seconds = 0.0
+        self._rounded = rounded
+        self._op_seconds = op_seconds
+        self._extra_bytes = extra_bytes
+        self._numbers: dict[int, int] = {}
+        """The number of each storage that is alive, by its id."""
+        self._sizes: list[int] = []
+        """The bytes of each storage, by its number."""
+        self._num_ops = 0
+
+    @never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self._num_ops += 1
+        if getattr(func, "namespace", "") == "prim":  # `prim.device`: two out of three dispatches of a fake step
+            return func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._op_seconds is not None and result is not NotImplemented:
+            self._add_seconds(self._op_seconds(func, args, kwargs or {}, result))
+        if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
+            self._change(num_bytes, -1)  # allocated and freed at once; -1 is not the id of a storage
+            self._change(-num_bytes, -1)
+        return result
+
+    def begin_step(self) -> None:
+        """Begins another step, whose peak and seconds count from now on."""
+        self.allocations.begin_step()
+        self.peak_bytes = self.live_bytes
+        self.total_seconds = 0.0
+
+    def _add_seconds(self, seconds: float) -> None:
+        self.total_seconds += seconds
+
+    def _change(self, num_bytes: int, key: int) -> None:
+        number = self._numbers.pop(key, None)
+        if number is not None:  # freed, or resized: then it is another storage from now on
+            super()._change(-self._rounded(self._sizes[number]), key)
+            self._end(number)
+            num_bytes += self._sizes[number]
+            if num_bytes == 0:
+                return
+        number = self._numbers[key] = len(self._sizes)
+        self._sizes.append(num_bytes)
+        super()._change(self._rounded(num_bytes), key)
+        self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        """Logs the birth of a storage."""
+        if size := self._sizes[number]:
+            self.allocations.steps[-1].append(Allocation(number, size))
+
+    def _end(self, number: int) -> None:
+        """Logs the death of a storage."""
+        self.allocations.steps[-1].append(Allocation(number, 0))
