@@ -77,8 +77,8 @@ class Row:
 
 OLD_SOFTWARE = (
     "eager attention, `zero_grad(set_to_none=False)`, AdamW in a loop over parameters, and the softmax of torch up to "
-    "1.10, which saved its input beside its output. The trainer's gradient clipping and scaler, which work in place, are left "
-    "out"
+    "1.10, which saved its input beside its output. The trainer's clipping and gradient scaler, which work in place, "
+    "are left out"
 )
 
 
@@ -348,8 +348,8 @@ def _formula(size: str, kind: str) -> Job:
 
 
 _OF_ADAFACTOR = (
-    "the rate is not met: Adafactor runs thousands of small ops in a loop over parameters, and the 5 us that the profile "
-    "has for each are an assumption"
+    "the rate is not met: Adafactor runs thousands of small ops in a loop over parameters, and the 5 us that the "
+    "profile has for each are an assumption"
 )
 
 
