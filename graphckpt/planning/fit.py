@@ -303,11 +303,10 @@ class _SizedRows:
                 memory = step.memory(static)
                 self.memory = _Memory(step.device_name, static, gradients, memory, budget_bytes(self.budget, memory))
             limit = self.memory.limit
+            of_reserved = isinstance(step, FakeStep) and step.limits_reserved(self.budget)
 
             def plan_of(planner: Planner) -> Plan:
-                if isinstance(step, FakeStep):
-                    return planner.plan(limit)
-                return plan_and_check(planner, step, limit, PlanGroup())
+                return plan_and_check(planner, step, limit, PlanGroup(), of_reserved=of_reserved)
 
             row = BatchFit(
                 batch_size=size,
@@ -326,14 +325,12 @@ class _SizedRows:
         return replace(row, accumulating_plan=accumulating_plan if row.fits else None)
 
     def _run_under_plan(self, row: BatchFit, sized: SizedStep, plan: Plan) -> BatchFit:
-        """Returns the row with its plan, run under it unless the step is fake and offloads: traces show no copies."""
-        if isinstance(sized.step, FakeStep) and _offloads(plan):
-            return replace(row, plan=plan)
-        if isinstance(sized.step, FakeStep) and not plan.blocks and sized.step.plain is not None:
-            peak, seconds = sized.step.plain
-        else:
-            with plan.apply(sized.model):
-                peak, seconds, _ = sized.step.run()
+        """Returns the row with its plan; a step on a device that is present runs under it once more, to be timed."""
+        if isinstance(sized.step, FakeStep):
+            seconds = plan.predicted_step_seconds
+            return replace(row, plan=plan, checked_peak_bytes=plan.predicted_peak_bytes, checked_seconds=seconds)
+        with plan.apply(sized.model):
+            peak, seconds, _ = sized.step.run()
         if peak > self.memory.limit:
             return replace(row, floor_bytes=max(row.floor_bytes, self.memory.limit + 1))
         factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0

@@ -173,6 +173,8 @@ class Fit(Budgeted):
     def largest_without_recompute(self) -> BatchFit | None:
         """The largest batch that fits with everything kept; ``None`` if none does."""
         plain = [row for row in self.rows if row.is_measured and row.plain_peak_bytes <= self.budget_bytes]
+        if self.is_simulated:  # the bytes that are reserved may have to fit, too
+            plain = [row for row in plain if row.plan is not None and row.plan.keeps_everything]
         return plain[-1] if plain else None
 
     @property

@@ -275,10 +275,10 @@ def device_memory(device: torch.device, alive: int, sharers: int = 1) -> DeviceM
 def absent_memory(kind: str, total: int, context_bytes: int) -> DeviceMemory:
     """Returns the memory of a device of this kind that runs nothing yet, not even its context.
 
-    ``"max"`` leaves nothing of what is available on CUDA, where the allocator is simulated.
+    ``"max"`` leaves the context alone on CUDA, where the allocator is simulated.
     """
-    available = total - context_bytes
-    return DeviceMemory(total=total, available=available, headroom=0 if kind == "cuda" else int(_HEADROOM * available))
+    headroom = context_bytes if kind == "cuda" else int(_HEADROOM * total)
+    return DeviceMemory(total=total, available=total, headroom=headroom)
 
 
 def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:

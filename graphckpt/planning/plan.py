@@ -64,6 +64,16 @@ class Plan(PlanData):
         """
         return {row.block: dict(row.fields) for row in self.rows if row.fields != KEEP_ALL}
 
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether every block keeps its saved tensors on the device."""
+        return all(
+            row.fields.get("activation_checkpointing") is False
+            and not row.fields.get("offload")
+            and not row.fields.get("partition")
+            for row in self.rows
+        )
+
     def apply(self, model: nn.Module | None = None, *, replace: bool = False) -> AppliedPolicies:
         """Sets the policies on a model, until the handle's ``remove()`` or the end of the ``with`` block.
 

@@ -134,7 +134,7 @@ def plan_step(
             f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
         )
 
-    of_reserved = budget == "max" and isinstance(step, FakeStep) and step.machine.kind == "cuda"
+    of_reserved = isinstance(step, FakeStep) and step.limits_reserved(budget)
 
     def choose_and_check(planner: Planner, limit: int | None) -> Plan:
         if not options.check:
@@ -249,9 +249,7 @@ def _limit_of(budget: Budget, planner: Planner, step: RealStep | FakeStep, group
         memory_id = budgets.memory_id(step.device)
         num_sharing = group.all_gather(memory_id).count(memory_id)
     memory = step.memory(planner.measured.model.static_bytes, num_sharing)
-    headroom = 0
-    if budget == "max":
-        headroom = memory.headroom + (memory.total - memory.available if isinstance(step, FakeStep) else 0)
+    headroom = memory.headroom if budget == "max" else 0
     limits = group.all_gather([budgets.budget_bytes(budget, memory, planner.plain.peak), headroom])
     limit, headroom = limits[group.leader] if isinstance(budget, float) else min(limits)
     return int(limit), int(headroom)

@@ -281,6 +281,8 @@ def run_plan(
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
     if difference:  # the step with everything kept has run too, and needs no correction
         plan = replace(corrected(plan, difference), plain_peak_bytes=plan.plain_peak_bytes)
+    if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
+        plan = replace(plan, predicted_step_seconds=run.seconds)
     needed = step.least_capacity(run.allocations) if of_reserved else peak
     return CheckedPlan(with_reserved(plan, run.allocations, step), is_met, needed)
 

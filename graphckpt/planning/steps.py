@@ -22,7 +22,7 @@ from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
-from graphckpt.planning.options import DeviceMemory, absent_memory, device_memory
+from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.profile import DeviceProfile
 from graphckpt.planning.program import Interval
 from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace, now
@@ -310,8 +310,6 @@ class FakeStep:
         self._capture_after = capture_after
         self.assumptions: tuple[str, ...] = ()
         """What the first step that was sampled has run: see :class:`StepObserver`."""
-        self.plain: tuple[int, float] | None = None
-        """Peak in bytes and seconds of the step with everything kept, once it was sampled so."""
         with device:
             self._workspaces = [torch.empty(device.machine.workspace_bytes, dtype=torch.uint8) for _ in _CUBLAS_HANDLES]
             for each in self._optimizers:
@@ -334,7 +332,11 @@ class FakeStep:
     @property
     def capacity_bytes(self) -> int:
         """The most that the allocator of the device can reserve."""
-        return self.memory(0).available
+        return self.machine.memory_bytes - self.machine.context_bytes
+
+    def limits_reserved(self, budget: Budget) -> bool:
+        """Whether a budget is for the bytes that the allocator reserves: with ``"max"`` they have to fit."""
+        return budget == "max" and self.machine.kind == "cuda"
 
     def replay(self, allocations: AllocationLog) -> Replay | None:
         """Replays the first steps in the allocator of the device, with its memory if that is enough.
@@ -380,8 +382,6 @@ class FakeStep:
                 self._step_fn()
         self.assumptions = self.assumptions or observer.assumptions
         seconds = sum(trace.seconds.values())
-        if self.plain is None and all(option is KEEP for option in options):  # later ones may have a policy on the head
-            self.plain = trace.peak_bytes, seconds
         return StepSample(trace.log, trace.peak_bytes, trace.seconds, seconds)
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:

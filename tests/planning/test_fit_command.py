@@ -9,6 +9,7 @@ import pytest
 from graphckpt import progress
 from graphckpt.cli import main
 from graphckpt.config.run import fake_steps_from
+from graphckpt.planning.profile import load_profile
 from graphckpt.units import format_bytes
 
 CONFIG = ["--config-file", "configs/quickstart.py", "--device", "h200"]
@@ -106,6 +107,7 @@ def test_flags_are_checked_before_the_config_is_imported(command, flags, message
 def test_a_memory_replaces_that_of_the_profile(capsys):
     flags = ["--device", "h100", "--memory", "3GiB"]
     assert main(["plan", "--config-file", "configs/quickstart.py", *flags, *SMALL]) == 0
-    headroom = int(0.03 * 3 * 2**30) + 512 * 2**20
-    line = f"memory budget {format_bytes(3 * 2**30 - headroom)} on h100 of 3.00 GiB (simulated)"
+    line = (
+        f"memory budget {format_bytes(3 * 2**30 - load_profile('h100').context_bytes)} on h100 of 3.00 GiB (simulated)"
+    )
     assert line in capsys.readouterr().out
