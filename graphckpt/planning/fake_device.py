@@ -100,9 +100,9 @@ class _FunctionOverrides(TorchFunctionMode):
         self._kernels = machine.attention
         self._capability = machine.capability or (8, 0)
         self._is_cuda = machine.kind == "cuda"
-        self._instead: dict[Any, Callable[..., Any]] = {}
+        self._instead: dict[Any, Callable[..., Any]] = {torch.Tensor.cuda: lambda tensor, *_, **__: tensor}
         if self._is_cuda:
-            self._instead = {
+            self._instead |= {
                 F.scaled_dot_product_attention: self._attention,
                 F.dropout: dropout,
                 torch.dropout: dropout,
@@ -140,8 +140,6 @@ class _FunctionOverrides(TorchFunctionMode):
 
 def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replaces devices in arguments by the CPU, where the fake tensors are."""
-    if func is torch.Tensor.cuda:
-        return args[:1], {}
     if any(map(_is_elsewhere, args)):
         args = tuple(torch.device("cpu") if _is_elsewhere(value) else value for value in args)
     if _is_elsewhere(kwargs.get("device")):

@@ -41,6 +41,7 @@ class Planner:
     in_callback: bool = False
     """Whether a trainer's callback plans: that takes neither ``head`` nor ``segments``."""
     notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
     head: tuple[PlanRow, ...] = ()
     """The policy of the head when the step was measured."""
 
@@ -97,6 +98,7 @@ class Planner:
                 for level in self.search.levels(choice.plan, choice.runs)
             ),
             notes=(*measured.notes, *self.notes),
+            assumptions=self.assumptions,
             model=None if self.is_simulated else self.model,
         )
 
