@@ -267,8 +267,9 @@ def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[R
         model, step_fn = _checked_pair(make(), where)
         return RealStep(model, step_fn), model
     optimizers: dict[int, Optimizer] = {}
-    with device, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
+    with device.building():
         model, step_fn = _checked_pair(make(), where)
+    with device, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
         step_fn()  # creates the state of the optimizers
     return FakeStep(device, model, step_fn, list(optimizers.values())), model
 
