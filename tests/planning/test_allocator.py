@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphckpt.planning.allocations import Allocation, AllocationLog, fits, least_capacity, replay
-from graphckpt.planning.allocator import AllocatorRules, Block, CachingAllocator, CapacityError
+from graphckpt.planning.allocator import AllocatorRules, SegmentBlock, CachingAllocator, CapacityError
 
 MIB = 2**20
 EXPANDABLE = AllocatorRules(expandable_segments=True)
@@ -140,7 +140,7 @@ def run(allocator: Any, actions: list[int]) -> list[tuple[int, int]]:
 @given(actions=ACTIONS)
 def test_blocks_never_overlap_and_sums_are_right(rules: AllocatorRules, actions: list[int]):
     allocator = CachingAllocator(rules, capacity=400 * MIB)
-    blocks: list[Block] = []
+    blocks: list[SegmentBlock] = []
     for action in actions:
         if action > 0:
             try:
