@@ -272,22 +272,22 @@ class CachingAllocator:
 
     def _release_oversized(self, pool: _Pool, size: int) -> bool:
         """Releases free blocks that are never split until there is room for ``size``; returns whether there is."""
-        least = self.rules.max_split_bytes
-        if least is None or self.rules.expandable_segments:
+        threshold = self.rules.max_split_bytes
+        if threshold is None or self.rules.expandable_segments:
             return False
-        num_bytes = max(size, least)
+        num_bytes = max(size, threshold)
         at = bisect_left(pool.free, (num_bytes, 0))
         blocks = [pool.blocks[address] for _, address in pool.free]
-        chosen = blocks[at : at + 1]
-        if not chosen:
-            for block in reversed([block for block in blocks if block.size >= least]):
-                chosen.append(block)
-                if sum(one.size for one in chosen) >= num_bytes:
+        released = blocks[at : at + 1]
+        if not released:
+            for block in reversed([block for block in blocks if block.size >= threshold]):
+                released.append(block)
+                if sum(one.size for one in released) >= num_bytes:
                     break
-        for block in chosen:
+        for block in released:
             pool.remove(block)
             self.reserved_bytes -= block.size
-        return sum(block.size for block in chosen) >= num_bytes
+        return sum(block.size for block in released) >= num_bytes
 
     def _add_merged(self, block: SegmentBlock) -> None:
         """Adds a free block to its pool, merged with the free blocks beside it."""

@@ -79,7 +79,7 @@ def estimate(
         The figures, which print as a table; bytes and seconds are attributes.
 
     Raises:
-        ConfigError: There is no such model, or an option cannot be used.
+        ConfigError: The model does not exist, or an option cannot be used.
         MissingPackageError: Transformers or PEFT is not installed.
 
     >>> from transformers import LlamaConfig

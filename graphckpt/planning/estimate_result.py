@@ -67,7 +67,7 @@ class PolicyEstimate:
             fits=total <= machine.memory_bytes,
             binding=plan.binding,
             parts=parts,
-            blocks=plan.blocks,
+            blocks=plan.policies,
         )
 
     def to_dict(self) -> dict[str, Any]:

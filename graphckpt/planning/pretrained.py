@@ -212,7 +212,7 @@ def read_model(name: Any, options: EstimateOptions) -> PretrainedModel:
         options: The step.
 
     Raises:
-        ConfigError: There is no such model, it needs code or weights that are not Transformers', or an option does not
+        ConfigError: The model does not exist, it needs code or weights that are not Transformers', or an option does not
             suit it.
     """
     require(EXTRA, "transformers")
