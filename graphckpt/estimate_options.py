@@ -73,8 +73,8 @@ got 'adm' · did you mean 'adam'? · fix: optimizer='adam'
     @classmethod
     def of_text(cls, values: Mapping[str, Any]) -> Self:
         """Returns options from flags, whose values are text; ``None`` is a flag that was not given."""
-        known = {option.name for option in fields(cls)}
-        texts = {name: value for name, value in values.items() if name in known and value is not None}
+        names = {option.name for option in fields(cls)}
+        texts = {name: value for name, value in values.items() if name in names and value is not None}
         for name in _COUNTS:
             if texts.get(name, "").isdecimal():
                 texts[name] = int(texts[name])
