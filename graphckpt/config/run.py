@@ -91,8 +91,12 @@ class FakeConfigSteps:
         sample = _sample(self._data.train, size)
         with self._fake:
             batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in sample.items()}
-        step = _step_fn(self.run, self.machine.kind, self._task, self.model, self._optimizer, batch, accumulation)
-        return SizedStep(FakeStep(self._fake, self.model, step, self._optimizer), self.model, self.blocks)
+        # The third micro-batch does what the second did; only copies may pile up over several.
+        num_traced = accumulation if self.options.offload else min(accumulation, 2)
+        step_fn = _step_fn(self.run, self.machine.kind, self._task, self.model, self._optimizer, batch, num_traced)
+        num_micro_batches = accumulation if num_traced < accumulation else 0
+        step = FakeStep(self._fake, self.model, step_fn, self._optimizer, num_micro_batches=num_micro_batches)
+        return SizedStep(step, self.model, self.blocks)
 
     def plan(
         self,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphckpt.engine.sampling import without_value_checks
-from graphckpt.errors import PlanError
+from graphckpt.errors import ConfigError, PlanError
 from graphckpt.estimate_options import EstimateOptions
 from graphckpt.extras import require
 from graphckpt.planning.estimate_result import Estimate, PolicyEstimate
@@ -109,13 +109,16 @@ def estimate_model(
     model: Any, device: str | Path | DeviceProfile, options: EstimateOptions, begin: Callable[[str], None]
 ) -> Estimate:
     """Does the work of :func:`estimate`; ``begin`` gets a line about each stage."""
+    require(EXTRA, "transformers", "yaml", "numpy", "networkx")  # before seconds of imports
     budget = check_budget(options.memory_budget)
     if options.policy is not None:
-        parse_rule(options.policy)  # raises now, not after the model is built
+        try:
+            parse_rule(options.policy)  # raises now, not after the model is built
+        except ConfigError as error:
+            raise ConfigError(f"policy: {error}") from None
     machine = load_profile(device)
     if options.memory is not None:
         machine = machine.with_memory(options.memory)
-    require(EXTRA, "transformers", "numpy", "networkx")  # before seconds of imports
     begin("reading the config of the model")
     source = read_model(model, options)
     begin(f"building {source.architecture}")
@@ -157,6 +160,9 @@ class _Estimation:
         self._group = PlanGroup()
         self._plans: dict[tuple[str, ...], Plan] = {}
         """Plans under which the step has run, by the policies of their blocks."""
+        self._fault = ""
+        """Why no plan fits."""
+        self._notes: list[str] = []
         self._steady: set[tuple[str, ...]] = set()
         """Those for whose allocations the device has enough memory."""
         parameters = list(module.parameters())
@@ -195,7 +201,7 @@ class _Estimation:
             plan=plan,
             devices=_devices_with(min(one.nvidia_smi_bytes or one.allocated_bytes for one in policies.values())),
             assumptions=tuple(self._assumptions()),
-            notes=tuple(self._notes([*policies.values()][-1])),
+            notes=tuple(self._all_notes([*policies.values()][-1])),
         )
 
     def _best_plan(self, budget: Budget) -> dict[str, tuple[str, Plan, PeakParts]]:
@@ -219,6 +225,7 @@ class _Estimation:
                     if of_reserved and self._is_steady(full, limit):
                         return replace(full, budget_bytes=limit)
             title = "lowest peak"
+            self._fault = f"no plan fits into {format_bytes(limit)}"
             lowest = self._run_under(planner.lowest(limit))
             return min(lowest, full, key=lambda plan: plan.predicted_reserved_bytes or plan.predicted_peak_bytes)
 
@@ -227,10 +234,12 @@ class _Estimation:
         self._begin("simulating the step under all policies of each kind of layer")
         try:
             plan = plan_step(*step, budget, options, self._group, choose=choose)
-        except PlanError:  # a budget below the weights alone
+        except PlanError as error:  # a budget below the weights alone
+            self._fault = str(error).partition(" · fix: ")[0]
             plan = plan_step(*step, "min", options, self._group, choose=choose)
             title = "lowest peak"
         uniform = planners[0].uniform()
+        self._notes += [note for note in plan.notes if note not in uniform["keep"].notes]
         every = {
             "keep": ("everything kept", self._run_under(uniform["keep"])),
             "full": ("full everywhere", self._run_under(uniform["full"])),
@@ -281,10 +290,11 @@ class _Estimation:
         sizes = {id(storage): storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
         return sum(map(self._machine.rounded, sizes.values()))
 
-    def _notes(self, last: PolicyEstimate) -> Iterator[str]:
-        if not last.fits:
-            missing = format_bytes((last.nvidia_smi_bytes or last.allocated_bytes) - self._machine.memory_bytes)
-            yield f"{missing} more than the device has · fix: a smaller batch or seq, lora, or more devices (FSDP)"
+    def _all_notes(self, last: PolicyEstimate) -> Iterator[str]:
+        if self._fault:
+            yield f"{self._fault} · fix: a smaller batch or seq, lora, or a device with more memory"
+        if last.fits:
+            yield from self._notes
         if last.binding == Phase.OPTIMIZER.value and self._source.options.optimizer == "adamw":
             yield "the update of AdamW sets the peak, by its temporaries · fix: optimizer='adamw-fused', which has none"
 
@@ -317,7 +327,7 @@ class _Estimation:
 
 
 def _devices_with(num_bytes: int) -> tuple[str, ...]:
-    profiles = map(load_profile, profile_names())
+    profiles = sorted(map(load_profile, profile_names()), key=lambda profile: profile.memory_bytes)
     return tuple(profile.name for profile in profiles if profile.kind == "cuda" and profile.memory_bytes >= num_bytes)
 
 

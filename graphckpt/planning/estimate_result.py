@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
 from rich.text import Text
 
+from graphckpt.errors import ConfigError
 from graphckpt.ledger.page import notebook_html
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of, time_of
 from graphckpt.planning.peak_parts import PeakParts
@@ -121,7 +123,7 @@ class Estimate:
     plan: Plan | None = field(default=None, compare=False)
     """The best plan, or if none fits the one with the lowest peak; ``None`` with ``policy=``."""
     devices: tuple[str, ...] = ()
-    """The packaged profiles whose memory suffices for the least of the estimates, by its bytes alone."""
+    """The packaged profiles whose memory suffices for the least of the estimates, smallest first."""
     assumptions: tuple[str, ...] = ()
     """What was assumed."""
     notes: tuple[str, ...] = ()
@@ -145,11 +147,12 @@ class Estimate:
         return f"<Estimate of {self.model} on {self.device}: {peaks}>"
 
     def _repr_html_(self) -> str:
-        return (
-            notebook_html(_parts_of(self), lambda _: None)
-            if self.plan is None
-            else notebook_html(_parts_of(self), self.plan.plot)
-        )
+        return notebook_html(_parts_of(self), self._draw)
+
+    def _draw(self, target: Path) -> None:
+        if self.plan is None:
+            raise ConfigError("Estimate: one policy has no plan to draw · fix: leave `policy` out")
+        self.plan.plot(target)
 
     def explain(self, *, show_table: bool = True) -> Self:
         """Prints the table unless ``show_table`` is false; returns the estimate."""
@@ -173,13 +176,26 @@ class Estimate:
         }
 
 
+_MOST_DEVICES = 6  # in a line
+
+
+def _grouped(number: float) -> str:
+    """Returns a number with its digits in groups of three.
+
+    >>> _grouped(8030261248), _grouped(7539.4)
+    ('8 030 261 248', '7 539')
+    """
+    return f"{number:,.0f}".replace(",", " ")
+
+
 def _parts_of(estimate: Estimate) -> Iterator[RenderableType]:
-    size = f"{estimate.num_parameters:,} parameters".replace(",", " ")
+    size = f"{_grouped(estimate.num_parameters)} parameters"
     if estimate.num_trainable != estimate.num_parameters:
-        size += f", {estimate.num_trainable:,} of them trained".replace(",", " ")
+        size += f", {_grouped(estimate.num_trainable)} of them trained"
     step = f"batch {estimate.batch}" + (f" x {estimate.seq} tokens" if estimate.seq else " images")
     yield Text(f"{estimate.model} ({estimate.architecture}, {size})")
-    yield Text(f"{step} on {estimate.device} (simulated), {format_bytes(estimate.memory_bytes)}")
+    memory = "" if " of " in estimate.device else f" of {format_bytes(estimate.memory_bytes)}"
+    yield Text(f"{step} on {estimate.device}{memory} (simulated)")
     policies = list(estimate.policies.values())
     columns = [Column(""), *(Column(policy.title, is_number=True) for policy in policies)]
     yield table_of(columns, [[name, *cells] for name, cells in _rows(estimate, policies)])
@@ -187,7 +203,9 @@ def _parts_of(estimate: Estimate) -> Iterator[RenderableType]:
         yield Text(f"{policy.title}: peak reached {time_of(policy.binding)}")
     if estimate.devices:
         total = format_bytes(min(policy.nvidia_smi_bytes or policy.allocated_bytes for policy in policies))
-        yield Text(f"devices with the {total} of the least of these: {', '.join(estimate.devices)}")
+        first, others = estimate.devices[:_MOST_DEVICES], estimate.devices[_MOST_DEVICES:]
+        more = f" and {len(others)} with more memory" if others else ""
+        yield Text(f"devices with {total}, as the least of these takes: {', '.join(first)}{more}")
     yield Text(estimate.apply_line)
     for note in estimate.notes:
         yield bullet(note, "*")
@@ -210,7 +228,7 @@ def _rows(estimate: Estimate, policies: list[PolicyEstimate]) -> Iterator[tuple[
     if estimate.seq is None:
         yield "samples/s", [f"{policy.samples_per_second:.3g}" for policy in policies]
     else:
-        yield "tokens/s", [f"{policy.tokens_per_second or 0:,.0f}".replace(",", " ") for policy in policies]
+        yield "tokens/s", [_grouped(policy.tokens_per_second or 0) for policy in policies]
     for place in policies[0].parts.saved_by_layers:
         yield f"saved by {place}", [bytes_or_dash(one.saved_by_layers[place]) for one in parts]
 

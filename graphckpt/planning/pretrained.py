@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -196,7 +197,9 @@ def _with_lora(model: Any, rank: int, name: str) -> nn.Module:
     import peft  # noqa: PLC0415
 
     try:
-        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT reads names that Transformers has deprecated
+            adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank))
     except ValueError as error:
         kind = model.config.model_type
         fix = "leave lora out, or plan your own model: graphckpt.plan(make_model, device=...)"
@@ -212,8 +215,8 @@ def read_model(name: Any, options: EstimateOptions) -> PretrainedModel:
         options: The step.
 
     Raises:
-        ConfigError: The model does not exist, it needs code or weights that are not Transformers', or an option does not
-            suit it.
+        ConfigError: The model does not exist, it needs code or weights that are not Transformers', or an option does
+            not suit it.
     """
     require(EXTRA, "transformers")
     if isinstance(name, (str, os.PathLike)):

@@ -20,7 +20,7 @@ from graphckpt.planning.allocator import AllocatorRules, CapacityError
 from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.memory_model import StepSample
+from graphckpt.planning.memory_model import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.profile import DeviceProfile
@@ -290,6 +290,8 @@ class FakeStep:
     """A training step whose model, optimizer and inputs were created inside of ``device``.
 
     ``capture_after`` is the number of warm-up steps of a step that is captured; ``None`` for one that runs eagerly.
+    ``num_micro_batches``, if it is above 2, is that of the step whose first two ``step_fn`` runs: all after the first
+    are alike, so that they change no peak, and their seconds are those of the second.
     """
 
     is_simulated = True
@@ -302,6 +304,7 @@ class FakeStep:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         capture_after: int | None = None,
+        num_micro_batches: int = 0,
     ) -> None:
         self._device = device
         self._model = model
@@ -309,6 +312,8 @@ class FakeStep:
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self._rules = AllocatorRules.of_environment()
         self._capture_after = capture_after
+        self._factor = max(2, num_micro_batches) / 2
+        self._optimizer_seconds = 0.0
         self.assumptions: tuple[str, ...] = ()
         """What the first step that was sampled has run: see :class:`StepObserver`."""
         with device:
@@ -415,7 +420,21 @@ class FakeStep:
                 trace.begin_step()
                 self._step_fn()
             trace.label((parameter.grad for parameter in self._model.parameters()), "gradients")
-        return StepRun(trace.peak_bytes, trace.total_seconds, trace.allocations)
+        return StepRun(trace.peak_bytes, self._seconds_of_all(trace.total_seconds), trace.allocations)
+
+    def of_all_micro_batches(self, measured: MeasuredStep) -> MeasuredStep:
+        """Returns what was measured with the seconds of all micro-batches."""
+        self._optimizer_seconds = measured.optimizer_seconds
+        tables = (
+            tuple(tuple(self._factor * seconds for seconds in row) for row in table)
+            for table in (measured.forward_seconds, measured.backward_seconds)
+        )
+        forward, backward = tables
+        total = self._seconds_of_all(measured.step_seconds)
+        return replace(measured, forward_seconds=forward, backward_seconds=backward, step_seconds=total)
+
+    def _seconds_of_all(self, seconds: float) -> float:
+        return self._factor * (seconds - self._optimizer_seconds) + self._optimizer_seconds
 
     @contextmanager
     def _from_start(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphckpt.planning.allocations import Allocation, AllocationLog, fits, least_capacity, replay
-from graphckpt.planning.allocator import AllocatorRules, SegmentBlock, CachingAllocator, CapacityError
+from graphckpt.planning.allocator import AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
 
 MIB = 2**20
 EXPANDABLE = AllocatorRules(expandable_segments=True)
