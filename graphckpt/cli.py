@@ -1,4 +1,4 @@
-"""The command line: ``graphckpt train``, ``plan``, ``fit`` and ``profile-device``."""
+"""The command line: ``graphckpt train``, ``plan``, ``fit``, ``estimate`` and ``profile-device``."""
 
 from __future__ import annotations
 
@@ -100,6 +100,19 @@ under all policies and then under its plan. The largest batch is exact: with one
 exit codes: 0 done, 2 invalid input, such as a budget that no batch fits, 130 stopped by Ctrl-C
 """
 
+_ESTIMATE_EXAMPLES = """\
+examples:
+  graphckpt estimate meta-llama/Llama-3.1-8B --device h100 --batch 4 --seq 4096
+  graphckpt estimate ./my_model --device rtx4090 --batch 1 --seq 2048 --lora 16
+  graphckpt estimate config.json --device h100 --memory 40GiB --optimizer adamw-fused --autocast bfloat16
+  graphckpt estimate google-bert/bert-large-uncased --device a100-80g --batch 64 --policy full --json
+
+MODEL is a folder with a config.json, that file, or the name of a Transformers model in its cache or on the hub. Weights
+are not loaded, the code of a model is not run, and no tensor allocates memory. The device may be absent.
+
+exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
+"""
+
 _PROFILE_EXAMPLES = """\
 examples:
   graphckpt profile-device my_gpu.yaml
@@ -145,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"graphckpt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=_CommandParser)
-    for add in (add_train, add_plan, add_fit, add_profile_device):
+    for add in (add_train, add_plan, add_fit, add_estimate, add_profile_device):
         add(commands)
     return parser
 
@@ -299,12 +312,16 @@ def _profile_names() -> list[str]:
 
 
 def _planner_options() -> Iterator[tuple[str, str, str]]:
-    """Yields name, type and meaning of each option of :class:`~graphckpt.planning.PlanOptions` that is a flag.
+    return _options_of("planning/options.py", "PlanOptions")
+
+
+def _options_of(module: str, name: str) -> Iterator[tuple[str, str, str]]:
+    """Yields name, type and meaning of each option of a class that is a flag.
 
     From the text of the class: to import it takes seconds, which ``--help`` can do without.
     """
-    text = (Path(__file__).parent / "planning" / "options.py").read_text(encoding="utf-8")
-    (options,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "PlanOptions")
+    text = (Path(__file__).parent / module).read_text(encoding="utf-8")
+    (options,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == name)
     assert isinstance(options, ast.ClassDef)
     for node, doc in pairwise(options.body):
         if isinstance(node, ast.AnnAssign) and "'command'" not in ast.unparse(node) and isinstance(doc, ast.Expr):
@@ -312,6 +329,31 @@ def _planner_options() -> Iterator[tuple[str, str, str]]:
             meaning = " ".join(re.sub('``True`` or |``|"', "", ast.literal_eval(doc.value)).split())
             sentence, *_ = re.split(r"[.;] |, as ", meaning.removesuffix("."))
             yield node.target.id, ast.unparse(node.annotation), sentence[:1].lower() + sentence[1:]
+
+
+def add_estimate(commands: _Commands) -> None:
+    parser = _add_command(
+        commands,
+        "estimate",
+        _estimate,
+        help="estimate the memory and the time of training a Transformers model, from its config alone",
+        description="Estimates the memory and the time of a training step of a Transformers model, from its config "
+        "alone: with everything kept, with every layer recomputed, and under the best plan for the device.",
+        epilog=_ESTIMATE_EXAMPLES,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a name")
+    parser.add_argument(
+        "--device",
+        required=True,
+        metavar="NAME",
+        help=f"device profile: a packaged name ({', '.join(_profile_names())}), or a file of "
+        "'graphckpt profile-device'",
+    )
+    for option, _, meaning in _options_of("estimate_options.py", "EstimateOptions"):
+        parser.add_argument(
+            f"--{option.replace('_', '-')}", dest=option, metavar="VALUE", help=meaning.replace("%", "%%")
+        )
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, and no table")
 
 
 def add_profile_device(commands: _Commands) -> None:
@@ -445,6 +487,21 @@ def _fit(parsed: argparse.Namespace) -> int:
             path = Path(parsed.plot)
             path = fit.plot(path if length is None else path.with_name(f"{path.stem}_{length}{path.suffix}"))
             print(f"drawn: {path}")
+    return 0
+
+
+def _estimate(parsed: argparse.Namespace) -> int:
+    from graphckpt.estimate_options import EstimateOptions  # noqa: PLC0415
+
+    options = EstimateOptions.of_text(vars(parsed))  # checked before seconds of imports
+    from graphckpt.planning.estimate import estimate_model  # noqa: PLC0415
+
+    with CommandProgress() as progress:
+        estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)
+    if parsed.json:
+        print(json.dumps(estimate.to_dict(), indent=1))
+    else:
+        estimate.explain()
     return 0
 
 

@@ -27,6 +27,8 @@ GROUPS = {
     "solve": "Solvers",
     "growth": "Growth",
     "commands": "Commands",
+    "published": "Published figures",
+    "assumptions": "Assumptions",
     "trainer": "Trainers",
     "matrix": "What works",
 }

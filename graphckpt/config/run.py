@@ -74,7 +74,7 @@ class FakeConfigSteps:
         self._task: Any = run.task()
         self._data = run.data().open(self._task, seed=run.train.seed, report=Report.silent())
         self._fake = FakeDevice(machine)
-        with self._fake:
+        with self._fake.building():
             self.model: Any = self._task.prepare(run.model())
         check_task(self._task, self.model, self._data, runs=False)
         with self._fake:

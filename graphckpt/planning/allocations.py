@@ -11,7 +11,7 @@ import torch
 
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, Block, CachingAllocator, CapacityError
+from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, SegmentBlock, CachingAllocator, CapacityError
 from graphckpt.tree import storages_of
 
 OpSeconds: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
@@ -161,7 +161,7 @@ def replay(
         CapacityError: It does not fit.
     """
     allocator = CachingAllocator(rules, capacity)
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, SegmentBlock] = {}
     retries: list[int] = []
     if capture_after is not None:
         num_steps = capture_after + 1

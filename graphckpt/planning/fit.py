@@ -31,6 +31,7 @@ from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all
 from graphckpt.planning.planner import Planner, plan_and_check
 from graphckpt.planning.profile import Device, load_profile
+from graphckpt.planning.rows import assumptions_line
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.progress import Progress
 
@@ -191,6 +192,7 @@ class _SizedRows:
         rows = tuple(row for row in map(self.row, sizes) if row is not None)
         self.check_any_ran()
         notes = dict.fromkeys(note for row in rows if row.plan is not None for note in row.plan.notes)
+        notes |= {assumptions_line(row.plan): None for row in rows if row.plan is not None and row.plan.assumptions}
         notes |= {f"left out: the step cannot run at {fault}": None for fault in self._faults(sorted(self.errors))}
         return Fit(
             rows=rows,

@@ -127,7 +127,7 @@ class Plan(PlanData):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what :meth:`save` writes: the policies as a section of a config, the predictions and the rows."""
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        numbers = {name: getattr(self, name) for name in _NUMBERS} | {"assumptions": [*self.assumptions]}
         rows = [
             {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
             for row in self.rows
@@ -194,6 +194,7 @@ class Plan(PlanData):
             what = several if len(faults) > 1 else f"{path}: {faults[0]}"
             raise ConfigError(f"{what} · fix: name a file that Plan.save wrote in this version or an earlier one")
         values = {name: value for name, value in numbers.items() if name != "rows"}
+        values["assumptions"] = tuple(map(str, values.get("assumptions", ())))
         return cls(rows=tuple(PlanRow(**row) for row in rows), **values)
 
     def relative_to(self, name: str) -> Plan:
@@ -223,4 +224,5 @@ def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = 
 
 _NOT_SAVED = ("rows", "stages", "notes", "peak_parts")  # rows are saved apart
 _KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool, "Mapping[str, Any]": Mapping}
+_KINDS["tuple[str, ...]"] = list  # in a file
 _NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in _NOT_SAVED)

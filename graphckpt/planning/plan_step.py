@@ -319,6 +319,7 @@ def measure_all(
                 is_simulated=step.is_simulated,
                 in_callback=isinstance(step, RecordedStep),
                 notes=(*notes, *group.notes),
+                assumptions=step.assumptions,
                 head=rows,
             )
         )

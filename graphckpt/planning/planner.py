@@ -41,6 +41,7 @@ class Planner:
     in_callback: bool = False
     """Whether a trainer's callback plans: that takes neither ``head`` nor ``segments``."""
     notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
     head: tuple[PlanRow, ...] = ()
     """The policy of the head when the step was measured."""
 
@@ -97,6 +98,7 @@ class Planner:
                 for level in self.search.levels(choice.plan, choice.runs)
             ),
             notes=(*measured.notes, *self.notes),
+            assumptions=self.assumptions,
             model=None if self.is_simulated else self.model,
         )
 
@@ -126,8 +128,11 @@ class Planner:
             )
         return rows
 
-    def infeasible(self, budget: int, lowest: int) -> PlanError:
-        """Returns the error of a budget that no plan fits, with what helps; ``lowest`` is the lowest peak in bytes."""
+    def infeasible(self, budget: int, lowest: int, *, of_reserved: bool = False) -> PlanError:
+        """Returns the error of a budget that no plan fits, with what helps.
+
+        ``lowest`` is the lowest peak in bytes, with ``of_reserved`` the least memory that the allocator needs.
+        """
         where, static = self.measured.interval_name(self.floor.interval), self.measured.model.static_bytes
         fixes = []
         if where.startswith("the head") and not self.in_callback:
@@ -142,6 +147,9 @@ class Planner:
             fixes.append(f"segments='log' on {container} (less memory, more time)")
         content = f"weights, optimizer state, inputs{', workspaces' if self.is_simulated else ''} and what runs before"
         limit, peak = format_sizes(budget, lowest)
+        if of_reserved and self.floor.peak <= budget < lowest:
+            fixes.append("PYTORCH_ALLOC_CONF=expandable_segments:True")
+            peak = f"{format_bytes(self.floor.peak)}, for which the allocator has to reserve {peak}"
         return PlanError(
             f"memory_budget {limit}: no plan fits · the lowest possible peak is {peak}"
             f"{' without offloading' if self.search.rates is not None else ''}, reached {time_of(where)}; "
@@ -236,8 +244,10 @@ def plan_and_check(
         correction = run.plan.correction_bytes
         gap = run.needed_bytes - run.plan.predicted_peak_bytes
     fitting = [run.plan for run in runs.values() if run.needed_bytes <= limit]
+    if not fitting and of_reserved:  # better a step that waits for the allocator than none
+        fitting = [run.plan for run in runs.values() if 0 < run.plan.predicted_reserved_bytes <= limit]
     if not fitting:
-        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()))
+        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()), of_reserved=of_reserved)
     return replace(min(fitting, key=lambda plan: plan.predicted_step_seconds), budget_bytes=limit)
 
 

@@ -85,6 +85,9 @@ class PlanData(Budgeted):
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""
     memory_budget: Budget | None = field(default=None, compare=False)
     """The budget as it was given to this process, such as ``0.6`` or ``"50%"``."""
+    assumptions: tuple[str, ...] = ()
+    """What the simulated step ran: ``("attention flash", "autocast bfloat16", "AdamW foreach")``; empty for a step that
+    ran on its device."""
 
 
 def byte_values(plan: PlanData) -> dict[str, Any]:
@@ -117,6 +120,10 @@ def budget_text(of: Budgeted) -> str:
     return f"{format_bytes(of.budget_bytes)} ({share})" if share else format_bytes(of.budget_bytes)
 
 
+def assumptions_line(plan: PlanData) -> str:
+    return f"assumed: {', '.join(plan.assumptions)}"
+
+
 def summary_lines(plan: PlanData) -> Iterator[str]:
     budget = plan.budget_bytes
     share = f", {plan.predicted_peak_bytes / budget:.1%} of the budget".replace("%", " %") if budget else ""
@@ -131,6 +138,8 @@ def summary_lines(plan: PlanData) -> Iterator[str]:
     percent = f"{round(slower, 4) + 0.0:+.1%}".replace("%", " %")
     yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} over keeping everything"
     yield f"everything kept: {format_bytes(plan.plain_peak_bytes)}; lowest possible: {format_bytes(plan.floor_bytes)}"
+    if plan.assumptions:
+        yield assumptions_line(plan)
 
 
 def _reserved_line(plan: PlanData) -> Iterator[str]:

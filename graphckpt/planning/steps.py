@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt.errors import ConfigError
 from graphckpt.planning.allocations import AllocationLog, AllocationTrace, Replay, least_capacity, replay
 from graphckpt.planning.allocator import AllocatorRules, CapacityError
+from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.memory_model import StepSample
@@ -52,6 +53,7 @@ class StepRun(NamedTuple):
 
 class RealStep:
     is_simulated = False
+    assumptions: tuple[str, ...] = ()
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
     def __init__(self, model: nn.Module, step_fn: Callable[[], object]) -> None:
@@ -265,8 +267,9 @@ def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[R
         model, step_fn = _checked_pair(make(), where)
         return RealStep(model, step_fn), model
     optimizers: dict[int, Optimizer] = {}
-    with device, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
+    with device.building():
         model, step_fn = _checked_pair(make(), where)
+    with device, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
         step_fn()  # creates the state of the optimizers
     return FakeStep(device, model, step_fn, list(optimizers.values())), model
 
@@ -306,6 +309,8 @@ class FakeStep:
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self._rules = AllocatorRules.of_environment()
         self._capture_after = capture_after
+        self.assumptions: tuple[str, ...] = ()
+        """What the first step that was sampled has run: see :class:`StepObserver`."""
         with device:
             self._workspaces = [torch.empty(device.machine.workspace_bytes, dtype=torch.uint8) for _ in _CUBLAS_HANDLES]
             for each in self._optimizers:
@@ -372,10 +377,11 @@ class FakeStep:
         with self._device, blocks.under(options, [store] * len(options), learns=learns):
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
-            trace = self._trace(Trace)
+            trace, observer = self._trace(Trace), StepObserver()
             trace.track([*self._workspaces, *_state_tensors(self._model, self._optimizers)])
-            with traced(blocks, trace, [store]):
+            with traced(blocks, trace, [store]), nullcontext() if self.assumptions else observer.observing():
                 self._step_fn()
+        self.assumptions = self.assumptions or observer.assumptions
         seconds = sum(trace.seconds.values())
         return StepSample(trace.log, trace.peak_bytes, trace.seconds, seconds)
 

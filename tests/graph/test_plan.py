@@ -12,6 +12,7 @@ from helpers.train_graphs import SquareGraph
 from torch import nn
 
 from graphckpt import ConfigError, Graph, GraphError, PlanError
+from graphckpt.graph import auto_plan
 
 
 def made():
@@ -128,6 +129,22 @@ def test_a_graph_is_simulated_for_an_absent_device_and_stays_as_it_was():
         assert same(trained(step, X), expected)
     with pytest.raises(ConfigError, match="compile: its effect is not known on an absent device"):
         step.plan(X, memory_budget="max", device="h200", compile=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "profile"),
+    [
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti-16g"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce GTX 1080", "a100-80g"),
+    ],
+)
+def test_a_present_device_is_simulated_with_its_own_rates(device, profile, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    assert auto_plan._profile_of(torch.device("cuda", 0)).name == profile
 
 
 def test_micro_batches_are_planned_as_they_run():

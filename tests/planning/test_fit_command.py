@@ -9,6 +9,7 @@ import pytest
 from graphckpt import progress
 from graphckpt.cli import main
 from graphckpt.config.run import fake_steps_from
+from graphckpt.planning.profile import load_profile
 from graphckpt.units import format_bytes
 
 CONFIG = ["--config-file", "configs/quickstart.py", "--device", "h200"]

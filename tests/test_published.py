@@ -1,0 +1,118 @@
+"""Predicted bytes beside those that others have published."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.profile import load_profile
+from graphckpt.planning.steps import made_step
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("published")
+
+
+def test_the_old_softmax_computes_the_same_and_saves_its_input_too(published: Any) -> None:
+    results, storages = [], []
+    for patch in (False, True):
+        x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        saved: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        original = F.softmax
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            scores = x * 2
+            if patch:
+                with published.old_softmax():
+                    y = F.softmax(scores, dim=-1)
+            else:
+                y = F.softmax(scores, dim=-1)
+        assert F.softmax is original
+        (y * torch.arange(4)).sum().backward()
+        results.append((y.detach(), x.grad))
+        storages.append({tensor.untyped_storage().data_ptr() for tensor in saved})
+        assert (scores.untyped_storage().data_ptr() in storages[-1]) == patch
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("eager", 1e-3), ("flash", 0.0025), ("full", 0)])
+def test_a_block_keeps_the_bytes_of_the_formula(published: Any, kind: str, bound: float) -> None:
+    jobs = [job for job in published.jobs() if f", {kind}: " in job.row.name]
+    assert len(jobs) == 5
+    for job in jobs:
+        assert 0 <= job.run(job.row).ratio - 1 <= bound
+
+
+def test_a_small_step_of_that_time_takes_more_than_one_of_today(published: Any) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    make = published.bert_2022(2, 1, **sizes)
+    plain = published.simulate(make, "v100-16g")
+    with published.old_softmax():
+        old = published.simulate(make, "v100-16g")
+    weights = 2 * 4 * 512 * 512 * 4  # bytes of the attention weights of one layer
+    assert 2 * weights <= old.peak_bytes - plain.peak_bytes <= 3 * weights
+    step, _ = made_step(make, FakeDevice(load_profile("v100-16g")), "make")
+    assert step.run().peak_bytes == plain.peak_bytes
+
+
+def test_without_torchtune_its_row_says_so(published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise published.PackageNotFoundError(name)
+
+    monkeypatch.setattr(published, "version", missing)
+    (job,) = (job for job in published.jobs() if job.row.name.startswith("Llama"))
+    row = job.run(job.row)
+    assert (row.predicted_bytes, row.is_met) == (None, False)
+    assert row.note == "not run: torchtune 0.4.0 is not installed"
+    assert "not run: torchtune 0.4.0 is not installed" in published.text_of([row])
+
+
+def test_the_page_has_the_rows_of_the_results(published: Any) -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "published.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == [job.row.name for job in published.jobs()]
+    page = (ROOT / "docs" / "published.md").read_text(encoding="utf-8")
+    for row in rows:
+        assert row["is_met"] or row["note"], f"{row['name']}: a row that misses has a reason"
+        cells = [row["name"], row["quantity"]]
+        cells += [f"{row[key] / 2**20:,.0f}" for key in ("published_bytes", "predicted_bytes")]
+        assert f"| {' | '.join(cells)} | {row['ratio']:.4f} |" in page
+    assert "within 2 %" in page
+
+
+def test_recomputation_is_as_slow_as_published(published: Any) -> None:
+    values = json.loads((ROOT / "benchmarks" / "results" / "published.json").read_text())["rows"]
+    rows = [
+        published.Row(**{key: value for key, value in row.items() if key not in ("ratio", "is_met")}) for row in values
+    ]
+    reported, predicted = published.slowdown(rows)
+    assert abs(predicted / reported - 1) <= published.TIME_TOLERANCE
+    percentages = re.search(
+        r"slows the fp32 step of batch 1 x 4 down by ([\d.]+) %; predicted are ([\d.]+) %",
+        " ".join((ROOT / "docs" / "published.md").read_text(encoding="utf-8").split()),
+    )
+    assert percentages is not None
+    assert [f"{ratio - 1:.1%}".rstrip("%") for ratio in (reported, predicted)] == [*percentages.groups()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["fp32, batch 4", "Adafactor"])
+def test_a_row_is_within_two_percent(published: Any, word: str, tmp_path: Path) -> None:
+    (row,) = published.main(["--rows", word], tmp_path)
+    assert abs(row.ratio - 1) <= published.TOLERANCE
+    assert row.name in (tmp_path / "published.md").read_text()
