@@ -11,7 +11,7 @@ import torch
 
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, SegmentBlock, CachingAllocator, CapacityError
+from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
 from graphckpt.tree import storages_of
 
 OpSeconds: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]

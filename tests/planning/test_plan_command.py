@@ -103,3 +103,13 @@ def test_parts_count_rounded_storages_of_the_last_step():
     log = AllocationLog(steps, {0: "weights", 3: "gradients"})
     parts = log.parts_at_peak(lambda num_bytes: -(-num_bytes // 8) * 8)
     assert {kind: size for kind, size in parts.items() if size} == {"weights": 16, "gradients": 8, "activations": 32}
+
+
+def test_estimates_are_printed_to_stdout_too(tmp_path, capsys):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["estimate", str(tmp_path), "--device", "h100", "--seq", "16", "--policy", "full", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["policies"]["full"]["allocated_bytes"] > 0
+    assert "allocated" not in printed.err
