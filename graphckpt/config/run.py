@@ -127,6 +127,7 @@ class FakeConfigSteps:
             "policies": plan.policies,
             "rows": [asdict(row) for row in plan.rows],
             "assumptions": {
+                "step": list(plan.assumptions),
                 "micro_batch_size": sizes.micro_batch,
                 "accumulation_steps": sizes.accumulation,
                 "weight_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}),

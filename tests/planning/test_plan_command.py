@@ -41,6 +41,7 @@ def test_its_numbers_are_those_of_the_plan(tmp_path, capsys, monkeypatch):
     assert found["seconds"] == plan.predicted_step_seconds > found["plain_seconds"]
     assert found["policies"] == plan.policies != {}
     assert [row["block"] for row in found["rows"]] == [row.block for row in plan.rows]
+    assert found["assumptions"]["step"] == list(plan.assumptions) != []
     assert found["assumptions"]["optimizer"] == "torch.optim.adamw.AdamW"
     for line in ("planning, ", f"written: {saved}", f"drawn: {picture}", f"drawn: {front}", "step  policies"):
         assert line in err
@@ -77,7 +78,7 @@ def test_every_key_is_documented(capsys):
     meanings = {names.strip("| `"): set(re.findall(r"`(\w+)`", text)) for names, text in rows}
     assert found["parts"].keys() <= meanings["parts"]
     assert found["rows"][0].keys() <= meanings["rows"]
-    assert found["assumptions"].keys() == meanings["assumptions"]
+    assert found["assumptions"].keys() == meanings["assumptions"] - {"assumed"}
 
 
 def test_only_the_object_is_printed_to_stdout(tmp_path, capsys):
