@@ -90,6 +90,18 @@ class PlanData(Budgeted):
     ran on its device."""
 
 
+def byte_values(plan: PlanData) -> dict[str, Any]:
+    """Returns the bytes of a plan as JSON has them: ``None`` is a number that is not known."""
+    parts = {f"{kind.replace(' ', '_')}_bytes": num_bytes for kind, num_bytes in plan.peak_parts.items()}
+    return {
+        "allocated_bytes": plan.predicted_peak_bytes,
+        "reserved_bytes": plan.predicted_reserved_bytes or None,
+        "expandable_reserved_bytes": plan.expandable_reserved_bytes or None,
+        "nvidia_smi_bytes": plan.predicted_nvidia_smi_bytes or None,
+        "parts": parts or None,
+    }
+
+
 _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
 
 
