@@ -107,6 +107,8 @@ def test_faults_are_one_clear_error(words, message, capsys):
         (["--device", "v100"], "device: expected one of v100-16g, v100-32g, got 'v100'"),
         (["--device", "h100", "--memory", "24"], "memory: expected at least 1 MiB, got 24 B"),
         (["--device", "h100", "--memory-budget", "60"], "memory_budget: expected at least 1 KiB, got 60 B"),
+        (["--device", "h100", "--host-budget", "60 G"], "host_budget: '60 G': unknown unit 'G'"),
+        (["--device", "h100", "--offload", "gpu"], "--offload: expected an offload target, got 'gpu'"),
     ],
 )
 def test_flags_are_checked_before_the_config_is_imported(command, flags, message, tmp_path, capsys):
