@@ -12,7 +12,8 @@ from torch import nn
 
 from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
-from graphckpt.planning.allocations import AllocationLog
+from graphckpt.planning.allocations import AllocationLog, replay
+from graphckpt.planning.allocator import AllocatorRules
 from graphckpt.planning.candidates import JOINED, parse_compile
 from graphckpt.planning.memory_model import MeasuredStep
 from graphckpt.planning.options import PlanOptions
@@ -282,10 +283,13 @@ def run_plan(
     with plan.apply(model):
         run = step.run() if isinstance(step, FakeStep) else StepRun(_peak(step, group, plan), 0.0)
         peak = group.max(run.peak_bytes)
+        log = None if isinstance(step, FakeStep) else step.allocations()
     difference = peak - plan.predicted_peak_bytes
     is_met = peak <= plan.budget_bytes and abs(difference) <= _TOLERANCE * plan.predicted_peak_bytes
     if not isinstance(step, FakeStep) or run.allocations is None:
         checked = plan if is_met else corrected(plan, difference)
+        if log is not None and not isinstance(step, FakeStep):
+            checked = _with_measured(checked, peak, step.reserved_bytes, log)
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
     if difference:  # the step with everything kept has run too, and needs no correction
         plan = replace(corrected(plan, difference), plain_peak_bytes=plan.plain_peak_bytes)
@@ -294,6 +298,18 @@ def run_plan(
         plan = replace(plan, predicted_step_seconds=run.seconds)
     needed = step.least_capacity(run.allocations) if of_reserved else peak
     return CheckedPlan(with_reserved(plan, run.allocations, step), is_met, needed)
+
+
+def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> Plan:
+    """Returns a plan with what a step under it took on a device that is present, beside what is predicted."""
+    rules = AllocatorRules.of_environment()
+    return replace(
+        plan,
+        measured_peak_bytes=peak,
+        measured_reserved_bytes=reserved,
+        predicted_reserved_bytes=replay(log, rules).reserved_bytes,
+        expandable_reserved_bytes=replay(log, replace(rules, expandable_segments=True)).reserved_bytes,
+    )
 
 
 def with_reserved(plan: Plan, allocations: AllocationLog, step: FakeStep) -> Plan:
