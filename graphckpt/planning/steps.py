@@ -174,7 +174,7 @@ class RealStep:
         if self.device.type != "cuda":
             return None
         with on_optimizer_step(self.remember):
-            trace = self._trace(AllocationTrace)
+            trace = self._new(AllocationTrace)
             rest = torch.cuda.memory_allocated(self.device) - self._copy_bytes - trace.live_bytes
             trace.add(rest)  # workspaces, and tensors that the step may use or not
             with trace:
@@ -237,9 +237,9 @@ class RealStep:
         self._optimizers[id(optimizer)] = optimizer
 
     def new_trace(self) -> Trace:
-        return self._trace(Trace)
+        return self._new(Trace)
 
-    def _trace(self, kind: type[_AnyTrace]) -> _AnyTrace:
+    def _new(self, kind: type[_AnyTrace]) -> _AnyTrace:
         rounding = 512 if self.device.type == "cuda" else 1  # bytes; CUDA's caching allocator
         trace = kind(self.device.type, rounded=lambda num_bytes: -(-num_bytes // rounding) * rounding)
         trace.track(_state_tensors(self._model, self._optimizers.values()))
@@ -404,7 +404,7 @@ class FakeStep:
         with self._device, blocks.under(options, [store] * len(options), learns=learns):
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
-            trace, observer = self._trace(Trace), StepObserver()
+            trace, observer = self._new(Trace), StepObserver()
             trace.track([*self._workspaces, *_state_tensors(self._model, self._optimizers)])
             with traced(blocks, trace, [store]), nullcontext() if self.assumptions else observer.observing():
                 self._step_fn()
@@ -422,7 +422,7 @@ class FakeStep:
     def run(self) -> StepRun:
         """Runs the first two steps of a process; the peak and the seconds are those of the second."""
         with self._device, self._from_start():
-            trace = self._trace(AllocationTrace)
+            trace = self._new(AllocationTrace)
             weights = [*self._model.parameters(), *self._model.buffers()]
             trace.track([*weights, *self._workspaces])
             trace.label(weights, "weights")
@@ -501,7 +501,7 @@ class FakeStep:
                 each._modules.clear()
                 each._modules.update(modules)
 
-    def _trace(self, kind: type[_AnyTrace]) -> _AnyTrace:
+    def _new(self, kind: type[_AnyTrace]) -> _AnyTrace:
         machine = self._device.machine
         return kind(
             "meta",
