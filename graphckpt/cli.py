@@ -353,7 +353,9 @@ def add_estimate(commands: _Commands) -> None:
         parser.add_argument(
             f"--{option.replace('_', '-')}", dest=option, metavar="VALUE", help=meaning.replace("%", "%%")
         )
-    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, and no table")
+    parser.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON to stdout, and nothing else there"
+    )
 
 
 def add_profile_device(commands: _Commands) -> None:
@@ -499,7 +501,7 @@ def _estimate(parsed: argparse.Namespace) -> int:
     with CommandProgress() as progress:
         estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)
     if parsed.json:
-        print(json.dumps(estimate.to_dict(), indent=1))
+        print(json.dumps(estimate.to_dict(), indent=1), file=parsed.stdout)
     else:
         estimate.explain()
     return 0
