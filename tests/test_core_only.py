@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BLOCKED = {
-    "accelerate", "datasets", "huggingface_hub", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft", "plotly", "pyarrow",
-    "pydantic", "pydantic_core", "pynvml", "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers",
+    "accelerate", "datasets", "huggingface_hub", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft",
+    "plotly", "pyarrow", "pydantic", "pydantic_core", "pynvml", "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers",
     "wandb", "yaml",
 }  # fmt: skip
 BLOCK = f"""
