@@ -29,10 +29,10 @@ class EstimateOptions:
 
     >>> EstimateOptions(batch=4, dtype="bfloat16").batch
     4
-    >>> EstimateOptions(optimizer="adm")
+    >>> EstimateOptions(optimizer="sdg")
     Traceback (most recent call last):
     graphckpt.errors.ConfigError: optimizer: expected adamw, adamw-fused, adam, sgd, sgd-momentum or adafactor, \
-got 'adm' · did you mean 'adam'? · fix: optimizer='adam'
+got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     """
 
     batch: int = 1

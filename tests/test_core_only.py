@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BLOCKED = {
-    "accelerate", "datasets", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft", "plotly", "pyarrow",
-    "pydantic", "pydantic_core", "pynvml", "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers",
+    "accelerate", "datasets", "huggingface_hub", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft",
+    "plotly", "pyarrow", "pydantic", "pydantic_core", "pynvml", "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers",
     "wandb", "yaml",
 }  # fmt: skip
 BLOCK = f"""
@@ -76,7 +76,12 @@ def test_every_import_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = chain(project["dependencies"], *project["optional-dependencies"].values())
     declared = {line.partition(">")[0].partition("[")[0] for line in lines}
-    named_otherwise = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "pydantic_core": "pydantic-core"}
+    named_otherwise = {
+        "yaml": "pyyaml",
+        "huggingface_hub": "huggingface-hub",
+        "pynvml": "nvidia-ml-py",
+        "pydantic_core": "pydantic-core",
+    }
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "graphckpt").rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]

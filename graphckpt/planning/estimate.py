@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -277,7 +277,7 @@ class _Estimation:
         self._begin(f"run {done} of {total} is done")
 
     def _parts(self, planner: Planner, plan: Plan) -> PeakParts:
-        return PeakParts.of(planner.measured, plan, self._weight_bytes, self._state_bytes)
+        return PeakParts.of(planner.measured, plan)
 
     @property
     def _num_tokens(self) -> int | None:
@@ -300,16 +300,11 @@ class _Estimation:
 
     def _assumptions(self) -> list[str]:
         source, options = self._source, self._source.options
-        kernels = ", ".join(self._machine.attention)
-        attention = str(getattr(source.config, "_attn_implementation", None) or options.attention or "sdpa")
-        if attention == "sdpa":
-            attention += f", by the first kernel of {kernels} that supports the call on {self._machine.name}"
+        default = "" if options.dtype or source.config.dtype else " (the default)"
         lines = [
-            f"weights in {str(source.dtype).removeprefix('torch.')}"
-            + (", the default without a dtype in the config" if not (options.dtype or source.config.dtype) else ""),
-            f"autocast {options.autocast or 'off'}",
-            f"attention {attention}",
-            f"optimizer {_OPTIMIZER_TEXTS[options.optimizer]}; no gradient clipping, no accumulation",
+            f"weights in {str(source.dtype).removeprefix('torch.')}{default}",
+            *self._step.assumptions,
+            "no gradient clipping, no accumulation",
         ]
         if source.seq is None:
             height, width = source.image_size
@@ -329,16 +324,6 @@ class _Estimation:
 def _devices_with(num_bytes: int) -> tuple[str, ...]:
     profiles = sorted(map(load_profile, profile_names()), key=lambda profile: profile.memory_bytes)
     return tuple(profile.name for profile in profiles if profile.kind == "cuda" and profile.memory_bytes >= num_bytes)
-
-
-_OPTIMIZER_TEXTS: Mapping[str, str] = {
-    "adamw": "AdamW, foreach, as by default on CUDA",
-    "adamw-fused": "AdamW, fused",
-    "adam": "Adam, foreach, as by default on CUDA",
-    "sgd": "SGD without momentum, foreach, as by default on CUDA",
-    "sgd-momentum": "SGD with momentum, foreach, as by default on CUDA",
-    "adafactor": "Adafactor of PyTorch, foreach, as by default on CUDA",
-}
 
 
 def _policies_of(plan: Plan) -> tuple[str, ...]:

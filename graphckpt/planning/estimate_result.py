@@ -47,7 +47,7 @@ class PolicyEstimate:
     """The interval of the step that sets the peak."""
     parts: PeakParts
     """What the allocated bytes consist of."""
-    blocks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The policies by block, as :func:`graphckpt.apply` takes them."""
 
     @classmethod
@@ -69,7 +69,7 @@ class PolicyEstimate:
             fits=total <= machine.memory_bytes,
             binding=plan.binding,
             parts=parts,
-            blocks=plan.policies,
+            policies=plan.policies,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,18 +78,13 @@ class PolicyEstimate:
             "title", "allocated_bytes", "reserved_bytes", "nvidia_smi_bytes", "seconds", "samples_per_second",
             "tokens_per_second", "fits", "binding",
         )  # fmt: skip
-        parts = {
-            "weights": self.parts.weights,
-            "gradients": self.parts.gradients,
-            "optimizer_states": self.parts.optimizer_states,
-            "layers": self.parts.layers,
-            "other": self.parts.other,
-        }
         return {
             **{name: getattr(self, name) for name in names},
-            "parts": parts,
+            "reserved_bytes": self.reserved_bytes or None,
+            "nvidia_smi_bytes": self.nvidia_smi_bytes or None,
+            "parts": self.parts.to_dict(),
             "saved_by_layers": dict(self.parts.saved_by_layers),
-            "blocks": {name: dict(fields) for name, fields in self.blocks.items()},
+            "policies": {name: dict(fields) for name, fields in self.policies.items()},
         }
 
 
@@ -133,9 +128,9 @@ class Estimate:
     def apply_line(self) -> str:
         """The line of Python that sets the policies of the last column; a comment if it keeps everything."""
         *_, last = self.policies.values()
-        if not last.blocks:
+        if not last.policies:
             return "# everything is kept: no policies to set"
-        return f"graphckpt.apply(model, {_policies_text(last.blocks)})"
+        return f"graphckpt.apply(model, {_policies_text(last.policies)})"
 
     def __str__(self) -> str:
         """Returns the figures as a table, in plain text."""
@@ -220,6 +215,8 @@ def _rows(estimate: Estimate, policies: list[PolicyEstimate]) -> Iterator[tuple[
     yield "optimizer states", [bytes_or_dash(one.optimizer_states) for one in parts]
     yield "layers, for backward", [bytes_or_dash(one.layers) for one in parts]
     yield "other: head, loss, temporaries", [bytes_or_dash(one.other) for one in parts]
+    if any(one.workspaces for one in parts):
+        yield "workspaces of cuBLAS", [bytes_or_dash(one.workspaces) for one in parts]
     yield "allocated", [format_bytes(policy.allocated_bytes) for policy in policies]
     yield "reserved", [bytes_or_dash(policy.reserved_bytes) for policy in policies]
     yield "nvidia-smi", [bytes_or_dash(policy.nvidia_smi_bytes) for policy in policies]

@@ -1,7 +1,7 @@
 """Divides the peak of a step under a plan into weights, gradients, optimizer states, layers and the rest.
 
-What exists beside the layers at the start of an interval, such as gradients and the loss, is the same under each plan:
-it is read from the trace of the step with everything kept. The rest of the level is what layers keep.
+What exists beside the layers at the start of an interval, such as the loss, is the same under each plan: it is read
+from the trace of the step with everything kept. The rest of the level is what layers keep.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ class PeakParts:
     """The bytes alive at the peak of a step, which sum to it, and what layers keep from forward to backward."""
 
     weights: int
+    """Parameters and buffers."""
     gradients: int
     optimizer_states: int
+    workspaces: int
+    """Those of cuBLAS."""
     layers: int
     """What layers keep for their backward."""
     other: int
-    """Everything else: embedding, head and loss, the running layer, workspaces, temporaries of the optimizer."""
+    """Everything else: embedding, head and loss, the running layer, temporaries of the optimizer."""
     saved_by_layers: Mapping[str, int] = field(default_factory=dict)
-    """What all layers of a kind keep at the end of forward, by their number, class and place."""
+    """What all layers of a list keep at the end of forward, by the name of the list and their number."""
 
     @classmethod
-    def of(cls, measured: MeasuredStep, plan: Plan, weights: int, states: int) -> Self:
-        """Returns the parts of a plan of ``measured``; weights and optimizer states are alive all the time."""
+    def of(cls, measured: MeasuredStep, plan: Plan) -> Self:
+        """Returns the parts of a plan of ``measured`` under which the step has run."""
         stages = dict(zip(measured.model.intervals, plan.stages, strict=True))
         interval, stage = max(stages.items(), key=lambda item: item[1].peak_bytes)
-        gradients, others = _outside_of_layers(measured)[interval]
-        layers = max(0, stage.start_bytes - others)
+        activations = plan.peak_parts["activations"]
+        layers = min(activations, max(0, stage.start_bytes - _outside_of_layers(measured)[interval]))
         return cls(
-            weights=weights,
-            gradients=gradients,
-            optimizer_states=states,
+            weights=plan.peak_parts["weights"],
+            gradients=plan.peak_parts["gradients"],
+            optimizer_states=plan.peak_parts["optimizer states"],
+            workspaces=plan.peak_parts["workspaces"],
             layers=layers,
-            other=plan.predicted_peak_bytes - weights - states - gradients - layers,
+            other=activations - layers,
             saved_by_layers=_saved_by_layers(measured, {key: one.start_bytes for key, one in stages.items()}),
         )
 
+    def to_dict(self) -> dict[str, int]:
+        """Returns the bytes by kind; their sum is the peak."""
+        kinds = ("weights", "gradients", "optimizer_states", "workspaces", "layers", "other")
+        return {f"{kind}_bytes": getattr(self, kind) for kind in kinds}
 
-def _outside_of_layers(measured: MeasuredStep) -> dict[Interval, tuple[int, int]]:
-    """Returns the bytes of gradients, and of all that no layer's forward allocates, at the start of each interval."""
+
+def _outside_of_layers(measured: MeasuredStep) -> dict[Interval, int]:
+    """Returns the bytes that no layer's forward allocates, at the start of each interval, with everything kept."""
     base = measured.model.base
-    begins: dict[int, Interval] = {}
-    alive: dict[Interval, set[int]] = {}
-    living: set[int] = set()
+    level, levels = 0, {}
+    sizes: dict[int, int] = {}
     for interval in base.intervals:
-        alive[interval] = set(living)
+        levels[interval] = level
         for entry in base.entries(interval):
-            if entry.kind is EventKind.BORN:
-                living.add(entry.storage)
-                begins[entry.storage] = interval
+            if entry.kind is EventKind.BORN and interval.phase is not Phase.FORWARD:
+                sizes[entry.storage] = base.sizes[entry.storage]
+                level += sizes[entry.storage]
             elif entry.kind is EventKind.GONE:
-                living.discard(entry.storage)
-    update = next((interval for interval in base.intervals if interval.phase is Phase.OPTIMIZER), None)
-    at_update = alive[update] if update is not None else living
-    gradients = {s for s in at_update if begins[s].phase not in (Phase.BEFORE, Phase.FORWARD)}
-    of_layers = {storage for storage, interval in begins.items() if interval.phase is Phase.FORWARD}
-
-    def total(storages: set[int]) -> int:
-        return sum(base.sizes[storage] for storage in storages)
-
-    return {key: (total(storages & gradients), total(storages - of_layers)) for key, storages in alive.items()}
+                level -= sizes.pop(entry.storage, 0)
+    return levels
 
 
 def _saved_by_layers(measured: MeasuredStep, starts: Mapping[Interval, int]) -> dict[str, int]:

@@ -83,8 +83,7 @@ class TestFigures:
         assert estimate.task == task
         assert list(estimate.policies) == ["keep", "full", "plan"]
         for policy in estimate.policies.values():
-            parts = policy.parts
-            listed = [parts.weights, parts.gradients, parts.optimizer_states, parts.layers, parts.other]
+            listed = policy.parts.to_dict().values()
             assert sum(listed) == policy.allocated_bytes
             assert min(listed) >= 0
             assert policy.allocated_bytes <= policy.reserved_bytes < policy.nvidia_smi_bytes
@@ -128,7 +127,7 @@ class TestFigures:
         assert abs(keep.allocated_bytes - plan.plain_peak_bytes) < 0.001 * keep.allocated_bytes
         assert keep.seconds == pytest.approx(plan.plain_step_seconds, rel=0.02)
         assert keep.reserved_bytes == pytest.approx(plan.predicted_reserved_bytes, rel=0.05)
-        assert best.blocks == plan.blocks == {}
+        assert best.policies == plan.policies == {}
 
     def test_a_budget_chooses_policies_and_the_line_of_python_sets_them(self) -> None:
         estimate = estimated(memory_budget=0.85)
@@ -139,12 +138,12 @@ class TestFigures:
         handle = eval(estimate.apply_line, {"graphckpt": graphckpt, "model": model})
         policies = {name for name, block in model.named_modules() if policy_of(block) is not None}
         handle.remove()
-        assert policies == set(best.blocks) != set()
+        assert policies == set(best.policies) != set()
         assert estimate.plan is not None
-        assert estimate.plan.blocks == best.blocks
+        assert estimate.plan.policies == best.policies
 
     def test_where_everything_fits_nothing_is_recomputed(self) -> None:
-        assert estimated().policies["plan"].blocks == {}
+        assert estimated().policies["plan"].policies == {}
         assert estimated().policies["plan"].seconds == estimated().policies["keep"].seconds
         assert estimated().apply_line.startswith("# ")
 
@@ -197,8 +196,8 @@ class TestFigures:
         for words in (
             "weights in float32",
             "autocast off",
-            "attention sdpa",
-            "AdamW, foreach",
+            "attention math",
+            "AdamW foreach",
             "512 tokens (the default)",
         ):
             assert words in text
