@@ -43,7 +43,7 @@ VARIANTS = {
     "Transformers' own": (None, True),
     "full": (GraphckptCallback(rule="full", report=False), False),
     "full, last layer kept": (
-        GraphckptCallback(rule="full", blocks={f"*.layer.{args.layers - 1}": False}, report=False),
+        GraphckptCallback(rule="full", policies={f"*.layer.{args.layers - 1}": False}, report=False),
         False,
     ),
     "selective": (GraphckptCallback(rule="selective", report=False), False),

@@ -5,6 +5,8 @@ from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, check
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph
 from graphckpt.planning import Plan, PlanError
+from graphckpt.planning.estimate import estimate
+from graphckpt.planning.estimate_result import Estimate
 from graphckpt.planning.fit import fit
 from graphckpt.planning.fit_result import Fit
 from graphckpt.planning.plan_step import plan
@@ -15,6 +17,7 @@ __all__ = [
     "BlockConfig",
     "ConfigError",
     "Disk",
+    "Estimate",
     "Fit",
     "Full",
     "Graph",
@@ -36,6 +39,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "checkpoint_wrapper",
+    "estimate",
     "fit",
     "plan",
     "remove",

@@ -177,6 +177,11 @@ _VIEWS = {
 }  # fmt: skip
 
 
+_RANDOM = torch.Tag.nondeterministic_seeded
+_UNDEFINED = {_aten.empty.memory_format, _aten.empty_strided.default}  # their values are whatever the memory contains
+_MOST_VALUES = 1024  # elements of a tensor whose values are computed, such as the frequencies of a rotary embedding
+
+
 @functools.cache
 def _returns_nothing(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and not func._schema.returns
@@ -199,6 +204,33 @@ class FakeTensors(FakeTensorMode):
     Nor is there a look-up of the lists that optimizers modify, for GPT-2's fused AdamW of 740 tensors.
     """
 
+    has_values = False
+    """Whether small tensors that a function such as ``torch.arange`` creates have values. See :meth:`with_values`."""
+
+    @contextmanager
+    def with_values(self) -> Iterator[None]:
+        """Computes the values of small tensors too, unless they are random: constructors of modules read some.
+
+        PyTorch propagates them through ops whose arguments all have values, and forgets them where it cannot. At the
+        end all are forgotten: ops on tensors with values take longer.
+        """
+        before, self.has_values = self.has_values, True
+        try:
+            yield
+        finally:
+            self.has_values = before
+            converter = self.fake_tensor_converter
+            every = [reference for each in converter.constant_storage_mapping.values() for reference in each]
+            for tensor in (reference() for reference in every):
+                # PyTorch gives values to tensors of one element in a step too.
+                if tensor is not None and tensor.constant is not None and tensor.numel() > 1:
+                    converter.invalidate_constant_aliases(tensor.constant)
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        if self.has_values and 1 < t.numel() <= _MOST_VALUES:
+            t = t.detach().reshape(-1)[:1]  # everything but the size is PyTorch's to check
+        return super().may_turn_const(t)
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # the guard would cost 5 us an op
@@ -207,11 +239,32 @@ class FakeTensors(FakeTensorMode):
         if _only_modifies_lists(func, args):
             return None
         with torch._C.DisableTorchFunction():
-            if func not in _VIEWS or not isinstance(args[0], FakeTensor):
-                return self.dispatch(func, types, args, kwargs or {})
+            if func is _aten._grouped_mm.default and args[0].dtype is args[1].dtype in (torch.float32, torch.float16):
+                return self._grouped_product(*args, **(kwargs or {}))
+            if func not in _VIEWS or not isinstance(args[0], FakeTensor) or args[0].constant is not None:
+                result = self.dispatch(func, types, args, kwargs or {})
+                return self._with_values(func, args, kwargs or {}, result) if self.has_values else result
             with in_kernel_invocation_manager(self):
                 view = func(*args, **(kwargs or {}))
             return FakeTensor(self, view, args[0].fake_device)
+
+    def _with_values(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        """Replaces a small tensor that was created of numbers alone by one that has its values."""
+        if not isinstance(result, FakeTensor) or result.constant is not None or result.numel() > _MOST_VALUES:
+            return result
+        if _RANDOM in func.tags or func in _UNDEFINED or func._schema.is_mutable or result.device.type != "cpu":
+            return result
+        if any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves((args, kwargs))):
+            return result
+        with _disable_current_modes():
+            values = func(*args, **kwargs)
+        return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
+
+    def _grouped_product(self, one: torch.Tensor, other: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> Any:
+        """Returns what ``_grouped_mm`` does: it takes other types than bfloat16 too, which its meta kernel refuses."""
+        groups = [] if one.dim() != other.dim() else [one.shape[0] if one.dim() == 3 else offs.shape[0]]
+        shape = [*groups, one.shape[-2], other.shape[-1]]
+        return self.dispatch(_aten.empty.memory_format, (), (shape,), {"dtype": one.dtype, "device": one.device})
 
 
 def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:
@@ -219,6 +272,9 @@ def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:
     memo = mode.fake_tensor_converter.meta_converter.tensor_memo
     for key in [key for key, tensor in memo.items() if any(tensor is other for other in tensors)]:
         del memo[key]
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+            mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line: ``graphckpt train``, ``plan``, ``fit`` and ``profile-device``."""
+"""The command line: ``graphckpt train``, ``plan``, ``fit``, ``estimate`` and ``profile-device``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -49,7 +49,7 @@ examples:
   graphckpt train --config-file configs/quickstart.py train.activation_checkpoint.enabled=False
   torchrun --nproc-per-node 2 -m graphckpt train --config-file configs/quickstart.py train.dist.tensor_parallel_size=2
   graphckpt train --config-file configs/quickstart.py \\
-      'train.activation_checkpoint.blocks={"transformer.h.*": {"activation_checkpointing": "selective"}}'
+      'train.activation_checkpoint.policies={"transformer.h.*": {"activation_checkpointing": "selective"}}'
 
 sections of a config:
   data    texts or a data set, tokenizer, sequence length
@@ -74,11 +74,12 @@ examples:
   graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
   graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.6 --save plan.yaml
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h100 --memory 24GiB
+  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --json > plan.json
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
 
-The device may be absent, and no tensor allocates memory. The file of --save has a section `blocks` for
+The device may be absent, and no tensor allocates memory. The file of --save has a section `policies` for
 train.activation_checkpoint.
 
 exit codes: 0 done, 2 invalid input, such as a budget that no plan fits, 130 stopped by Ctrl-C
@@ -99,6 +100,19 @@ under all policies and then under its plan. The largest batch is exact: with one
 exit codes: 0 done, 2 invalid input, such as a budget that no batch fits, 130 stopped by Ctrl-C
 """
 
+_ESTIMATE_EXAMPLES = """\
+examples:
+  graphckpt estimate meta-llama/Llama-3.1-8B --device h100 --batch 4 --seq 4096
+  graphckpt estimate ./my_model --device rtx4090 --batch 1 --seq 2048 --lora 16
+  graphckpt estimate config.json --device h100 --memory 40GiB --optimizer adamw-fused --autocast bfloat16
+  graphckpt estimate google-bert/bert-large-uncased --device a100-80g --batch 64 --policy full --json
+
+MODEL is a folder with a config.json, that file, or the name of a Transformers model in its cache or on the hub. Weights
+are not loaded, the code of a model is not run, and no tensor allocates memory. The device may be absent.
+
+exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
+"""
+
 _PROFILE_EXAMPLES = """\
 examples:
   graphckpt profile-device my_gpu.yaml
@@ -116,8 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(parsed, "overrides") and rest:
         parser.error(f"unexpected argument {rest[0]!r} · see 'graphckpt {parsed.command} --help'")
     parsed.overrides = [*getattr(parsed, "overrides", []), *rest]  # flags may be placed between overrides
+    parsed.stdout = sys.stdout
     try:
-        code: int = parsed.run(parsed)
+        with redirect_stdout(
+            sys.stderr if getattr(parsed, "json", False) else sys.stdout
+        ):  # of a config's own code too
+            code: int = parsed.run(parsed)
     except GraphckptError as error:
         who = f" on rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else ""  # torchrun's name for it
         text = f"error{who}: {error}"
@@ -140,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"graphckpt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=_CommandParser)
-    for add in (add_train, add_plan, add_fit, add_profile_device):
+    for add in (add_train, add_plan, add_fit, add_estimate, add_profile_device):
         add(commands)
     return parser
 
@@ -218,6 +236,9 @@ def add_plan(commands: _Commands) -> None:
         description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
         epilog=_PLAN_EXAMPLES,
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON to stdout, and nothing else there"
+    )
     parser.add_argument("--save", metavar="FILE", help="write the plan as YAML")
     parser.add_argument("--plot", metavar="FILE", help="draw the step's memory: .png, .svg or .html")
     parser.add_argument("--sweep", metavar="FILE", help="draw peak against step time for all budgets")
@@ -250,7 +271,9 @@ def add_fit(commands: _Commands) -> None:
         metavar="LENGTHS",
         help="fit for each of these lengths, such as 512,1024, in place of data.seq_length",
     )
-    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, and no table")
+    parser.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON to stdout, and nothing else there"
+    )
     parser.add_argument(
         "--plot", metavar="FILE", help="draw throughput, peak and policies over the batch: .png or .svg"
     )
@@ -289,12 +312,16 @@ def _profile_names() -> list[str]:
 
 
 def _planner_options() -> Iterator[tuple[str, str, str]]:
-    """Yields name, type and meaning of each option of :class:`~graphckpt.planning.PlanOptions` that is a flag.
+    return _options_of("planning/options.py", "PlanOptions")
+
+
+def _options_of(module: str, name: str) -> Iterator[tuple[str, str, str]]:
+    """Yields name, type and meaning of each option of a class that is a flag.
 
     From the text of the class: to import it takes seconds, which ``--help`` can do without.
     """
-    text = (Path(__file__).parent / "planning" / "options.py").read_text(encoding="utf-8")
-    (options,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "PlanOptions")
+    text = (Path(__file__).parent / module).read_text(encoding="utf-8")
+    (options,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == name)
     assert isinstance(options, ast.ClassDef)
     for node, doc in pairwise(options.body):
         if isinstance(node, ast.AnnAssign) and "'command'" not in ast.unparse(node) and isinstance(doc, ast.Expr):
@@ -302,6 +329,33 @@ def _planner_options() -> Iterator[tuple[str, str, str]]:
             meaning = " ".join(re.sub('``True`` or |``|"', "", ast.literal_eval(doc.value)).split())
             sentence, *_ = re.split(r"[.;] |, as ", meaning.removesuffix("."))
             yield node.target.id, ast.unparse(node.annotation), sentence[:1].lower() + sentence[1:]
+
+
+def add_estimate(commands: _Commands) -> None:
+    parser = _add_command(
+        commands,
+        "estimate",
+        _estimate,
+        help="estimate the memory and the time of training a Transformers model, from its config alone",
+        description="Estimates the memory and the time of a training step of a Transformers model, from its config "
+        "alone: with everything kept, with every layer recomputed, and under the best plan for the device.",
+        epilog=_ESTIMATE_EXAMPLES,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a name")
+    parser.add_argument(
+        "--device",
+        required=True,
+        metavar="NAME",
+        help=f"device profile: a packaged name ({', '.join(_profile_names())}), or a file of "
+        "'graphckpt profile-device'",
+    )
+    for option, _, meaning in _options_of("estimate_options.py", "EstimateOptions"):
+        parser.add_argument(
+            f"--{option.replace('_', '-')}", dest=option, metavar="VALUE", help=meaning.replace("%", "%%")
+        )
+    parser.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON to stdout, and nothing else there"
+    )
 
 
 def add_profile_device(commands: _Commands) -> None:
@@ -372,7 +426,11 @@ def _plan(parsed: argparse.Namespace) -> int:
             plan = steps.plan(
                 budget, lambda done, total: progress.begin(f"simulated run {done} of {total}"), on_measured
             )
-    plan.explain()
+            values = steps.to_dict(plan)
+    if parsed.json:
+        print(json.dumps(values, indent=1), file=parsed.stdout)
+    else:
+        plan.explain()
     if parsed.save:
         plan.save(parsed.save)
         print(f"written: {parsed.save}")
@@ -428,7 +486,7 @@ def _fit(parsed: argparse.Namespace) -> int:
                 fits.append((length, steps.fit(budget, sizes, parsed.global_batch_size, progress.begin)))
     if parsed.json:
         rows = [fit.to_dict() if one is None else {"sequence_length": one, **fit.to_dict()} for one, fit in fits]
-        print(json.dumps(rows[0] if len(rows) == 1 else rows, indent=1))
+        print(json.dumps(rows[0] if len(rows) == 1 else rows, indent=1), file=parsed.stdout)
     for length, fit in fits:
         if not parsed.json:
             if length is not None:
@@ -437,7 +495,22 @@ def _fit(parsed: argparse.Namespace) -> int:
         if parsed.plot is not None:
             path = Path(parsed.plot)
             path = fit.plot(path if length is None else path.with_name(f"{path.stem}_{length}{path.suffix}"))
-            print(f"drawn: {path}", file=sys.stderr if parsed.json else sys.stdout)
+            print(f"drawn: {path}")
+    return 0
+
+
+def _estimate(parsed: argparse.Namespace) -> int:
+    from graphckpt.estimate_options import EstimateOptions  # noqa: PLC0415
+
+    options = EstimateOptions.of_text(vars(parsed))  # checked before seconds of imports
+    from graphckpt.planning.estimate import estimate_model  # noqa: PLC0415
+
+    with CommandProgress() as progress:
+        estimate = estimate_model(parsed.model, parsed.device, options, progress.begin)
+    if parsed.json:
+        print(json.dumps(estimate.to_dict(), indent=1), file=parsed.stdout)
+    else:
+        estimate.explain()
     return 0
 
 

@@ -38,6 +38,7 @@ MISSING = [
     ("handle.explain('step.html', show=False)", "plotly", "report"),
     ("handle.remove(); graphckpt.plan(model, lambda: model(x).sum().backward(), memory_budget=10**9)", "numpy", "plan"),
     ("graphckpt.Plan.load('plan.yaml')", "yaml", "plan"),
+    ("graphckpt.estimate('model', device='h100')", "transformers", "estimate"),
     ("import graphckpt.train", "numpy", "train"),
     ("import graphckpt.config", "omegaconf", "train"),
     ("import graphckpt.integrations.transformers", "transformers", "transformers-trainer"),

@@ -33,7 +33,7 @@ def changed(name: str, folder: Path, *keys: Any, value: Any) -> Path:
 def test_a_plan_is_applied() -> None:
     plan = Plan.load(OLD_FILES / "plan.yaml")
     content = yaml.safe_load((OLD_FILES / "plan.yaml").read_text(encoding="utf-8"))
-    assert plan.to_dict()["blocks"] == content["blocks"] != {}
+    assert plan.to_dict()["policies"] == content["blocks"] != {}
     assert content["plan"].items() <= plan.to_dict()["plan"].items()
     assert not plan.is_simulated
     assert str(plan)
@@ -43,7 +43,7 @@ def test_a_plan_is_applied() -> None:
         for _ in range(2):
             model(data).sum().backward()
         rows = handle.explain(show=False).rows
-    assert [row.block for row in rows if row.reruns] == [*plan.blocks]
+    assert [row.block for row in rows if row.reruns] == [*plan.policies]
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,14 @@ train = {
     "amp": {"enabled": False, "dtype": "bfloat16"},
     "activation_checkpoint": {
         "enabled": False,
-        "rule": True,  # for every unit: True, "selective", {"rule": "segments", ...}, or None
-        "unit": None,  # class names or name patterns; None: the layers that Transformers recomputes
-        "blocks": None,  # on top, by name pattern: {"transformer.h.[01]": False}
+        "rule": True,  # for every selected block: True, "selective", {"rule": "segments", ...}, or None
+        "select": None,  # class names or name patterns; None: the layers that Transformers recomputes
+        "policies": None,  # on top, by name pattern: {"transformer.h.[01]": False}
         "offload": None,
         "partition": None,
         "contiguous": None,
         "determinism_check": None,  # "none", "default", or "values": the values of every call are compared
-        "compile": None,  # torch.compile of each unit, inside of its policy: True, or a dict of options
+        "compile": None,  # torch.compile of each selected block, inside of its policy: True, or a dict of options
         "plan": None,  # a file of `graphckpt plan --save`: its policies, in place of the keys above
         "memory_budget": None,  # "12GiB": policies are planned for it, in place of the keys above
         "fit": None,  # "throughput" or "batch": micro-batch and accumulation are chosen for global_batch_size

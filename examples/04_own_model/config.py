@@ -11,4 +11,4 @@ task = LazyCall(OwnLoss)()
 data = LazyCall(OwnData)(train=LazyCall(points)(size=4096, seed=0), heldout=LazyCall(points)(size=512, seed=1))
 model = LazyCall(Regressor)(width=64, depth=4)
 optim = LazyCall(AdamW)(lr=1e-3)
-train = {"output_dir": "output/waves", "train_iter": 300, "activation_checkpoint": {"enabled": True, "unit": "Block"}}
+train = {"output_dir": "output/waves", "train_iter": 300, "activation_checkpoint": {"enabled": True, "select": "Block"}}

@@ -105,7 +105,11 @@ def main() -> None:
     fit = fit_sizes(args, batch_sizes).explain()
     # On a CPU everything is kept beyond the budget too, to compare. Of a plan its policies are needed, not its model.
     rows = [
-        (row.batch_size, row.plan and row.plan.blocks, args.device == "cpu" or row.plain_peak_bytes <= fit.budget_bytes)
+        (
+            row.batch_size,
+            row.plan and row.plan.policies,
+            args.device == "cpu" or row.plain_peak_bytes <= fit.budget_bytes,
+        )
         for row in fit.rows
     ]
     del fit

@@ -110,7 +110,7 @@ def main() -> None:
     if args.predict:
         return
     plain, longest = fit.largest_without_recompute, fit.largest
-    runs = [("with a plan", longest.batch_size, longest.plan.blocks)]
+    runs = [("with a plan", longest.batch_size, longest.plan.policies)]
     if plain is not None:
         runs = [("everything kept", plain.batch_size, None), ("full", plain.batch_size, "full"), *runs]
     has_plain = plain is not None

@@ -259,7 +259,10 @@ def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:
 
 
 def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:
-    """Reads a mapping from name patterns to policies from a YAML or JSON file, or the ``blocks`` of a saved plan."""
+    """Reads a mapping from name patterns to policies from a YAML or JSON file, or the policies of a saved plan.
+
+    Plans that earlier versions saved have them in a section ``blocks``.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         repeated = _repeated_key(compose(text))
@@ -268,11 +271,11 @@ def policies_from_file(path: str | PathLike[str]) -> Mapping[Selector, Any]:
         raise ConfigError(f"{path}: cannot be read: {error} · fix: name a file that Plan.save has written") from None
     if repeated is not None:
         raise ConfigError(f"{path}: expected each key once, got {repeated!r} twice · fix: remove one of them")
-    blocks = content.get("blocks", content) if isinstance(content, Mapping) else content
-    if not isinstance(blocks, Mapping):
+    policies = content.get("policies", content.get("blocks", content)) if isinstance(content, Mapping) else content
+    if not isinstance(policies, Mapping):
         fix = "write {'layers.*': True}, or a file that Plan.save has written"
-        raise ConfigError(f"{path}: expected a mapping of policies, got {type(blocks).__name__} · fix: {fix}")
-    return blocks
+        raise ConfigError(f"{path}: expected a mapping of policies, got {type(policies).__name__} · fix: {fix}")
+    return policies
 
 
 def _repeated_key(node: Any) -> str | None:

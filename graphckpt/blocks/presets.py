@@ -1,6 +1,6 @@
 """Well-known policies of other libraries, as mappings for :func:`graphckpt.apply`.
 
-Each returns a mapping from blocks to policies; ``train.activation_checkpoint.blocks`` takes the same.
+Each returns a mapping from blocks to policies; ``train.activation_checkpoint.policies`` takes the same.
 
 >>> from torch import nn
 >>> layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))

@@ -137,6 +137,11 @@ class Origins:
         """Returns where a value is set; ``None`` if it is not."""
         return self._entries.get(key, ("", None))[1]
 
+    def rename(self, old: str, new: str) -> None:
+        """Says of the keys under ``new`` where those under ``old`` are set."""
+        for key in [key for key in self._entries if f"{key}.".startswith(f"{old}.")]:
+            self._entries[new + key.removeprefix(old)] = self._entries.pop(key)
+
 
 def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
     """Returns the dicts, lists and calls of a config file, and the file that sets each value."""

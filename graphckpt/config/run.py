@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.config.files import LazyConfig
+from graphckpt.config.lazy import dotted_name
 from graphckpt.config.schema import RunConfig, optimizer_of
-from graphckpt.config.source import ConfigSource
+from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
@@ -24,13 +26,14 @@ from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
+from graphckpt.planning.rows import byte_values
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import check_task
 from graphckpt.train.data.samples import to_device
 from graphckpt.train.loop import attribute_errors
 from graphckpt.train.output import Report
 from graphckpt.train.parallel.ranks import resolve_device, seed_all
-from graphckpt.train.policies import head_policies, unit_names
+from graphckpt.train.policies import head_policies, selected_names
 from graphckpt.train.snapshot.saved_run import CONFIG
 from graphckpt.train.tasks.base import sum_of_losses
 from graphckpt.units import format_bytes
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 
 _SECTION = "train.activation_checkpoint"
 _SIZES = ("train.train_micro_batch_size", "train.num_accumulation_steps")
-_POLICIES = ("fit", "enabled", "rule", "blocks", "memory_budget", "head", "offload")  # keys of it that a fit sets
+_POLICIES = ("fit", "enabled", "rule", "policies", "memory_budget", "head", "offload")  # keys of it that a fit sets
 
 
 @contextmanager
@@ -71,7 +74,7 @@ class FakeConfigSteps:
         self._task: Any = run.task()
         self._data = run.data().open(self._task, seed=run.train.seed, report=Report.silent())
         self._fake = FakeDevice(machine)
-        with self._fake:
+        with self._fake.building():
             self.model: Any = self._task.prepare(run.model())
         check_task(self._task, self.model, self._data, runs=False)
         with self._fake:
@@ -80,7 +83,7 @@ class FakeConfigSteps:
         section = run.train.activation_checkpoint
         wanted = section.plan_options(**{**options, "partition": None, "compile": None})
         self.options = replace(wanted, head=head_policies(self.model, wanted.head))
-        self.blocks = [(name, self.model.get_submodule(name)) for name in unit_names(self.model, section)]
+        self.blocks = [(name, self.model.get_submodule(name)) for name in selected_names(self.model, section)]
         self.notes: list[str] = []
         if compile_options(section.compile) is not None:
             self.notes.append("compile: its effect is not known without the device; planned without")
@@ -89,8 +92,12 @@ class FakeConfigSteps:
         sample = _sample(self._data.train, size)
         with self._fake:
             batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in sample.items()}
-        step = _step_fn(self.run, self.machine.kind, self._task, self.model, self._optimizer, batch, accumulation)
-        return SizedStep(FakeStep(self._fake, self.model, step, self._optimizer), self.model, self.blocks)
+        # The third micro-batch does what the second did; only copies may pile up over several.
+        num_traced = accumulation if self.options.offload else min(accumulation, 2)
+        step_fn = _step_fn(self.run, self.machine.kind, self._task, self.model, self._optimizer, batch, num_traced)
+        num_micro_batches = accumulation if num_traced < accumulation else 0
+        step = FakeStep(self._fake, self.model, step_fn, self._optimizer, num_micro_batches=num_micro_batches)
+        return SizedStep(step, self.model, self.blocks)
 
     def plan(
         self,
@@ -104,6 +111,38 @@ class FakeConfigSteps:
         with step.restoring():
             arguments = self.model, self.blocks, memory_budget, options, PlanGroup()
             return plan_step(step, *arguments, notes=self.notes, on_measured=on_measured)
+
+    def to_dict(self, plan: Plan) -> dict[str, Any]:
+        """Returns a plan of this step as plain values, as ``graphckpt plan --json`` prints them."""
+        sizes, amp, machine = self.run.train.sizes, self.run.train.amp, self.machine
+        return {
+            "device": plan.device,
+            "is_simulated": plan.is_simulated,
+            "device_memory_bytes": machine.memory_bytes,
+            "memory_budget": plan.memory_budget,
+            "budget_bytes": plan.budget_bytes,
+            "headroom_bytes": plan.headroom_bytes,
+            **byte_values(plan),
+            "seconds": plan.predicted_step_seconds,
+            "binding": plan.binding,
+            "plain_peak_bytes": plan.plain_peak_bytes,
+            "plain_seconds": plan.plain_step_seconds,
+            "floor_bytes": plan.floor_bytes,
+            "policies": plan.policies,
+            "rows": [asdict(row) for row in plan.rows],
+            "assumptions": {
+                "step": list(plan.assumptions),
+                "micro_batch_size": sizes.micro_batch,
+                "accumulation_steps": sizes.accumulation,
+                "weight_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}),
+                "autocast_dtype": amp.dtype if amp.enabled else None,
+                "optimizer": dotted_name(type(self._optimizer)),
+                "attention_kernels": list(machine.attention),
+                "rounding_bytes": machine.rounding,
+                "context_bytes": machine.context_bytes,
+            },
+            "notes": list(plan.notes),
+        }
 
     def fit(
         self,
@@ -164,6 +203,9 @@ def fit_run(run: RunConfig, config: DictConfig, *, resume: bool = False) -> list
     saved = Path(run.train.output_dir).expanduser() / CONFIG
     if resume and saved.is_file():
         before = LazyConfig.load(saved)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the names that an earlier version has written
+            rename_old_keys(before)
         values = {key: OmegaConf.select(before, key) for key in (*_SIZES, *(f"{_SECTION}.{key}" for key in _POLICIES))}
         line = f"fit: micro-batch {values[_SIZES[0]]} x {values[_SIZES[1]]}, as at the start of the run"
     else:
@@ -172,10 +214,10 @@ def fit_run(run: RunConfig, config: DictConfig, *, resume: bool = False) -> list
         assert goal is not None
         best = result.at_global_batch(total, goal)
         assert best.plan is not None
-        blocks = {name: dict(fields) for name, fields in best.plan.blocks.items()}
-        policies = {**dict.fromkeys(_POLICIES), "enabled": True, "blocks": blocks}
+        policies = {name: dict(fields) for name, fields in best.plan.policies.items()}
+        section = {**dict.fromkeys(_POLICIES), "enabled": True, "policies": policies}
         values = dict(zip(_SIZES, (best.batch_size, best.accumulation), strict=True))
-        values |= {f"{_SECTION}.{key}": value for key, value in policies.items()}
+        values |= {f"{_SECTION}.{key}": value for key, value in section.items()}
         peak = f"peak up to {format_bytes(best.peak_bytes)} of {format_bytes(result.budget_bytes)}"
         rate = f"{best.samples_per_second:.3g} samples/s predicted"
         line = f"fit: micro-batch {best.batch_size} x {best.accumulation}, {peak}, {rate}"
@@ -199,7 +241,7 @@ def _fit_real_steps(run: RunConfig) -> Fit:
         batch = to_device(_sample(data, size), device)
         return model, _step_fn(run, device.type, task, model, optimizer, batch)
 
-    options = section.plan_options(blocks=unit_names(model, section))
+    options = section.plan_options(select=selected_names(model, section))
     options = replace(options, head=head_policies(model, options.head))
     with attribute_errors("model, task, data, optim", "fitting the batch size"):
         return fit(

@@ -26,8 +26,9 @@ from graphckpt.config.files import (
 )
 from graphckpt.config.lazy import TARGET, dotted_name, is_call, locate, parameters
 from graphckpt.config.schema import RunConfig, check
+from graphckpt.deprecation import rename
 from graphckpt.errors import ConfigError, bullets
-from graphckpt.train.settings import TrainConfig
+from graphckpt.train.settings import OLD_KEYS, TrainConfig
 
 _IMPORT_FROM = "import_from"
 _COLUMN = 48  # where comments begin
@@ -58,6 +59,7 @@ class ConfigSource:
         self.config, self.origins = load_with_origins(self.path)
         self._faults = override(self.config, self.overrides)
         self.origins.note(self.config, "command line")
+        self._faults += rename_old_keys(self.config, self.origins)
         self.trial_lines: list[str] = []
         """What ``fast_dev_run`` has changed, for the log."""
         if fast_dev_run:
@@ -102,6 +104,28 @@ class ConfigSource:
         """Returns all keys as YAML, with a comment behind each that names where it is set and its default."""
         with self.checked():
             return "".join(_lines(plain_values(self.config), _defaults(RunConfig), self.origins))
+
+
+def rename_old_keys(config: DictConfig, origins: Origins | None = None) -> list[str]:
+    """Gives keys with deprecated names their new ones, in place, with a warning for each; returns the faults."""
+    where, faults = "train.activation_checkpoint", []
+    section = try_get_key(config, where)
+    if not isinstance(section, DictConfig):
+        return []
+    for old, new in OLD_KEYS.items():
+        if old not in section:
+            continue
+        values: Any = OmegaConf.to_container(section, resolve=False)  # an interpolation stays one
+        del section[old]
+        try:
+            rename(values, {old: new}, where)
+        except ConfigError as error:
+            faults.append(str(error))
+            continue
+        if origins is not None and section.get(new) is None:
+            origins.rename(f"{where}.{old}", f"{where}.{new}")
+        section[new] = values[new]
+    return faults
 
 
 def shrink(config: DictConfig, train: TrainConfig, overrides: Iterable[str]) -> list[str]:

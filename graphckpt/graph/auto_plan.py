@@ -19,6 +19,7 @@ from graphckpt.blocks.proxy import BlockTree
 from graphckpt.blocks.resolve import resolve_policies
 from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError, GraphError, PlanError
+from graphckpt.graph.captured_step import WARM_UP
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step, StepCall
 from graphckpt.graph.verify import unchanged
@@ -104,11 +105,11 @@ class AutoPlan:
 
     def _find_blocks(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:
         step, model = self._step, _Roots(self._step.roots)
-        selectors = options.blocks
+        selectors = options.select
         if selectors is None:
             selectors = [".".join(filter(None, (root, n))) for root, m in step.roots.items() for n in layers(m)]
         if not selectors:
-            raise ConfigError(f"{step.name}.plan: no list of layers was found · fix: blocks='model.layers.*'")
+            raise ConfigError(f"{step.name}.plan: no list of layers was found · fix: select='model.layers.*'")
         blocks = find_blocks(model, selectors)
         if options.compile is None:
             options = replace(options, compile=self._compile_of(blocks))
@@ -307,7 +308,8 @@ def fake_training(
             outputs: list[Any] = []  # alive until the end of the step, as those of the Graph
             step.call(call.fields, lambda *a, **k: outputs.append(call.build(*a, **k)), args, kwargs)
 
-        yield FakeStep(device, model, run, optimizers)
+        is_captured = device.machine.kind == "cuda" and step.config.capture != "eager"
+        yield FakeStep(device, model, run, optimizers, capture_after=WARM_UP if is_captured else None)
     finally:
         update.take_over(parts)
         update.abandon()

@@ -31,7 +31,7 @@ from graphckpt.thread_state import take_ambient
 from graphckpt.tree import CallShape, build_value, flatten_call, flatten_value
 from graphckpt.units import format_bytes
 
-_WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
+WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
 _MIN_REPLAYS = 3  # a capture takes the time of about ten steps: with fewer replays it was not worth it
 _MAX_WASTED = 3  # captures in a row
 _CUDA = (torch.device("cuda"),)
@@ -224,7 +224,7 @@ class CapturedStep:
         self._modules: list[nn.Module] = []
         self._children: list[nn.Module | None] | None = None  # of the modules, when they were listed
         is_ddp = any(isinstance(module, DistributedDataParallel) for _, root in roots for module in root.modules())
-        self._num_warm_up = _WARM_UP_DDP if is_ddp else _WARM_UP
+        self._num_warm_up = _WARM_UP_DDP if is_ddp else WARM_UP
         self._max_captures = config.max_captures
         self._must_capture = config.capture != "auto"
         self._entries: OrderedDict[tuple[Hashable, Hashable, Hashable], _CachedCapture] = OrderedDict()

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +22,7 @@ from graphckpt.graph.step import Setup, Step, StepCall, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
 from graphckpt.graph.verify import Verification, verify
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import OLD_NAMES, PlanOptions, PlanOptionsDict, lists_options
 
 if TYPE_CHECKING:
     from graphckpt.graph.auto_plan import AutoPlan
@@ -264,6 +264,15 @@ class Graph:
         """
         return verify(self._step, lambda: self._step.call(self.__dict__, self.build, args, kwargs), steps)
 
+    @overload  # of two: an editor completes the options, which inputs by keyword would hide
+    def plan(
+        self, *args: Any, memory_budget: Budget, device: Device = None, **options: Unpack[PlanOptionsDict]
+    ) -> Plan: ...
+
+    @overload
+    def plan(self, *args: Any, memory_budget: Budget, device: Device = None, **kwargs: Any) -> Plan: ...
+
+    @lists_options(PlanOptionsDict)
     def plan(self, *args: Any, memory_budget: Budget, device: Device = None, **kwargs: Any) -> Plan:
         """Chooses the policies of the layers for inputs like these; ``plan.apply()`` sets them on the blocks.
 
@@ -277,14 +286,14 @@ class Graph:
                 ``"max"`` or ``"min"``. See :func:`graphckpt.plan`.
             device: a device profile such as ``"h200"``, for which the step is simulated; ``None`` runs it.
             kwargs: inputs of a call, and fields of :class:`~graphckpt.planning.PlanOptions`, such as
-                ``blocks="model.layers.*"``. With ``compile=None`` blocks are compiled as their flags say.
+                ``select="model.layers.*"``. With ``compile=None`` blocks are compiled as their flags say.
 
         Raises:
             ConfigError: an argument cannot be used, or no layers were found.
             GraphError: the graph has no optimizer.
             PlanError: no plan fits; the message names the lowest possible peak and what sets it.
         """
-        names = (*PlanOptions.names(), "rules")
+        names = (*PlanOptions.names(), *OLD_NAMES)
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         call = StepCall(self.__dict__, self.build, args, kwargs)
         return self._planner().plan(call, memory_budget, options, device)

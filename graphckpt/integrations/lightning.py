@@ -1,4 +1,4 @@
-"""One line in Lightning's ``Trainer``: ``Trainer(..., callbacks=[GraphckptCallback(unit="model.layers.*")])``."""
+"""One line in Lightning's ``Trainer``: ``Trainer(..., callbacks=[GraphckptCallback(select="model.layers.*")])``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ class GraphckptCallback(PolicyCallback, Callback):
     It acts after the strategy has set the model up, whatever the strategy is: one device, DDP, FSDP.
 
     Args:
-        rule: The rule of every unit: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
-        unit: Class names, name patterns or classes of the units; ``None`` is all layers.
-        blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them; names are the ``LightningModule``'s.
+        rule: The rule of every selected block: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for
+            no rule.
+        select: Class names, name patterns or classes of the blocks; ``None`` is all layers.
+        policies: On top of that, by selector, as :func:`graphckpt.apply` takes them; names are those of the
+            ``LightningModule``.
         memory_budget: The peak of a step in bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain
             step's peak, or ``"max"``: policies are planned for it on the second update, in place of ``rule`` and
-            ``blocks``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except ``head``.
+            ``policies``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the first batch with optimizer
             states, and that of a plan; ``True`` one line for each, ``False`` nothing, and measures no batch.
         plot: File for a picture of the live bytes over the same batch, ``.png``, ``.svg`` or ``.html``.
-        **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``,
+        **fields: Further fields for every selected block: ``offload``, ``contiguous``, ``partition``, ``min_elements``,
             ``determinism_check``.
 
     Raises:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 from weakref import WeakMethod
 
 import torch
@@ -15,13 +15,14 @@ from torch import nn
 from graphckpt.blocks.apply import Handle, apply, close_plans
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
 from graphckpt.blocks.select import Selector, layers, select
+from graphckpt.deprecation import rename
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
 from graphckpt.ledger.explanation import Explanation
 from graphckpt.ledger.plot import file_of
 from graphckpt.ledger.record import Row
 from graphckpt.ledger.table import offloaded_bytes
-from graphckpt.planning.options import Budget, PlanOptions, check_budget
+from graphckpt.planning.options import Budget, PlanOptions, SharedOptionsDict, check_budget
 from graphckpt.planning.plan import Plan
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Keep
@@ -33,8 +34,18 @@ if TYPE_CHECKING:
 
 Value = Mapping[str, Any] | Rule | bool | str | None
 
-_ARGUMENTS = ("rule", "unit", "blocks", "memory_budget", "report", "plot")
+_ARGUMENTS = ("rule", "select", "policies", "memory_budget", "report", "plot")
+_OLD_NAMES = {"unit": "select", "blocks": "policies"}
 _OWN_FLAG = "gradient_checkpointing"
+
+
+class CallbackOptionsDict(SharedOptionsDict, total=False):
+    """The ``**fields`` of a callback: those of :class:`graphckpt.BlockConfig`, or options of the planner."""
+
+    min_elements: int | None
+    segments: int | str | None
+    tiles: int | None
+    progress: Callable[[int, int], None] | bool | None
 
 
 class PolicyCallback:
@@ -47,34 +58,37 @@ class PolicyCallback:
         self,
         rule: Value = True,
         *,
-        unit: Selector | Sequence[Selector] | None = None,
-        blocks: Mapping[Selector, Value] | None = None,
+        select: Selector | Sequence[Selector] | None = None,
+        policies: Mapping[Selector, Value] | None = None,
         memory_budget: Budget | None = None,
         report: bool | Literal["table"] = True,
         plot: str | None = None,
-        **fields: Any,
+        **fields: Unpack[CallbackOptionsDict],
     ) -> None:
         self._owner = type(self).__name__
+        options: dict[str, Any] = {**fields, "select": select, "policies": policies}
+        rename(options, _OLD_NAMES, self._owner)
+        select, policies = options.pop("select"), options.pop("policies")
         if type(report) is not bool and report not in ("table",):
             what = f"{self._owner}.report: expected True, False or 'table', got {report!r}"
             raise ConfigError(f"{what} · fix: report='table'")
         if plot is not None:
             file_of(plot, has_page=True)  # raises now, not in the middle of training
-        policies: Any = blocks
         if policies is not None and not isinstance(policies, Mapping):
             what = f"expected a mapping of selectors to policies, got {shown(policies)}"
-            raise ConfigError(f"{self._owner}.blocks: {what} · fix: blocks={{'layers.0': False}}")
-        self._unit = unit
-        self._blocks = dict(blocks or {})
+            raise ConfigError(f"{self._owner}.policies: {what} · fix: policies={{'layers.0': False}}")
+        self._select = select
+        self._policies = dict(policies or {})
         self._budget = memory_budget
-        self._options = fields
-        self._fields = {"activation_checkpointing": rule, **fields}
+        self._options = options
+        self._fields = {"activation_checkpointing": rule, **options}
         if memory_budget is None:
             self._check_fields(rule)
         else:
             self._check_plan(rule, memory_budget)
         own_rule = rule if memory_budget is None else None
-        self._arguments = {"rule": own_rule, "unit": unit, "blocks": blocks, "memory_budget": memory_budget, **fields}
+        self._arguments = {"rule": own_rule, "select": select, "policies": policies}
+        self._arguments |= {"memory_budget": memory_budget, **options}
         self._report = report
         self._plot = plot
         self._measuring = ExitStack()
@@ -94,15 +108,15 @@ class PolicyCallback:
         """
 
     def _check_plan(self, rule: Value, memory_budget: Budget) -> None:
-        if rule is not True or self._blocks:
-            what = "blocks" if self._blocks else "rule"
+        if rule is not True or self._policies:
+            what = "policies" if self._policies else "rule"
             raise ConfigError(
                 f"{self._owner}: {what} and memory_budget cannot be combined, as the plan chooses the policies · "
                 f"fix: omit {what}"
             )
         check_budget(memory_budget)
         if PlanOptions.of(self._options, self._owner).head:
-            fix = "graphckpt.plan with a step of your own, and GraphckptCallback(None, blocks=plan.blocks)"
+            fix = "graphckpt.plan with a step of your own, and GraphckptCallback(None, policies=plan.policies)"
             raise ConfigError(f"{self._owner}.head: not supported with a memory_budget · fix: {fix}")
 
     def _check_fields(self, rule: Any) -> None:
@@ -118,8 +132,8 @@ class PolicyCallback:
             if text.startswith(f"{self._owner}.rule: expected a rule") and (argument := _argument_of(rule)):
                 text = f"{self._owner}.rule: expected a rule, got {shown(rule)} · fix: {argument}={shown(rule)}"
             raise ConfigError(text) from None
-        for selector, value in self._blocks.items():
-            BlockConfig(f"{self._owner}.blocks[{selector!r}]").update(fields_of(value))
+        for selector, value in self._policies.items():
+            BlockConfig(f"{self._owner}.policies[{selector!r}]").update(fields_of(value))
 
     def __repr__(self) -> str:
         arguments = (f"{name}={shown(value)}" for name, value in self._arguments.items() if value is not None)
@@ -143,18 +157,18 @@ class PolicyCallback:
             self._begin_plan(model, self._budget)
 
     def _apply(self, model: nn.Module) -> None:
-        units: dict[Selector, Any] = {}
+        selected: dict[Selector, Any] = {}
         if any(value is not None for value in self._fields.values()):
-            units = dict.fromkeys(self._units(model), self._fields)
+            selected = dict.fromkeys(self._selectors(model), self._fields)
         rules: dict[Selector, Any] = {}
-        for selector, value in self._blocks.items():
+        for selector, value in self._policies.items():
             fields = fields_of(value)
-            rules[selector] = {**units.pop(selector, {}), **fields}
+            rules[selector] = {**selected.pop(selector, {}), **fields}
             if fields.keys() >= self._fields.keys():
                 with suppress(ConfigError):  # apply() raises it, with those of other selectors
                     for name, _ in select(model, selector):
-                        units.pop(name, None)  # apply() refuses policies that later ones replace in full
-        self.handle = apply(model, {**units, **rules})
+                        selected.pop(name, None)  # apply() refuses policies that later ones replace in full
+        self.handle = apply(model, {**selected, **rules})
         # Transformers 5.17 checkpoints in `__call__`, around the forward that a policy replaces, without effect then:
         # off, until the policies are removed.
         for wrapper in self.handle._wrappers:
@@ -167,7 +181,7 @@ class PolicyCallback:
     def _begin_plan(self, model: nn.Module, budget: Budget) -> None:
         from graphckpt.planning.live_plan import LivePlan  # noqa: PLC0415 - of use with a budget alone
 
-        options = PlanOptions.of({"blocks": self._units(model), **self._options}, self._owner)
+        options = PlanOptions.of({"select": self._selectors(model), **self._options}, self._owner)
         has_own = [module for module in model.modules() if module.__dict__.get(_OWN_FLAG)]
         self._disabled.enter_context(replaced(has_own, _OWN_FLAG, value=False))
         if has_own:
@@ -180,12 +194,14 @@ class PolicyCallback:
             self._remove()
             raise
 
-    def _units(self, model: nn.Module) -> list[Selector]:
-        if self._unit is not None:
-            return [self._unit] if isinstance(self._unit, (str, type, re.Pattern, nn.Module)) else list(self._unit)
+    def _selectors(self, model: nn.Module) -> list[Selector]:
+        if self._select is not None:
+            if isinstance(self._select, (str, type, re.Pattern, nn.Module)):
+                return [self._select]
+            return list(self._select)
         names = layers(model)
-        if not names and not self._blocks:
-            fix = f"name its class or its blocks: {self._owner}(unit='Block'), or {self._owner}(unit='layers.*')"
+        if not names and not self._policies:
+            fix = f"name its class or its blocks: {self._owner}(select='Block'), or {self._owner}(select='layers.*')"
             raise ConfigError(f"{self._owner}: {type(model).__name__} has no stack of layers · fix: {fix}")
         return list(names)
 
@@ -279,9 +295,9 @@ def _argument_of(value: Any) -> str | None:
     if value == "table":
         return "report"
     if isinstance(value, Mapping):
-        return None if "rule" in value else "blocks"
+        return None if "rule" in value else "policies"
     if isinstance(value, (nn.Module, type)) or (isinstance(value, str) and ("*" in value or "." in value)):
-        return "unit"
+        return "select"
     with suppress(ConfigError):
         check_budget(value)
         return "memory_budget"

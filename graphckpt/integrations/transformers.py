@@ -9,16 +9,18 @@ import warnings
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, Unpack, cast, final
 
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
+from graphckpt.deprecation import rename
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError
 from graphckpt.extras import require
 from graphckpt.integrations.policy_callback import PolicyCallback, restored_rng
 from graphckpt.planning.fit import fit
+from graphckpt.planning.options import FitOptionsDict, lists_options
 
 require("transformers-trainer", "transformers", "tqdm", "accelerate")  # the last is imported when a Trainer is made
 
@@ -39,23 +41,24 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
     PEFT, accelerate and ``torchrun`` need nothing more; ``enable_input_require_grads`` is not needed.
 
     Args:
-        rule: The rule of every unit: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for no rule.
-        unit: Class names, name patterns or classes of the units; ``None`` is all layers.
-        blocks: On top of that, by selector, as :func:`graphckpt.apply` takes them.
+        rule: The rule of every selected block: ``True`` or ``"full"``, ``"selective"``, a rule object; ``None`` for
+            no rule.
+        select: Class names, name patterns or classes of the blocks; ``None`` is all layers.
+        policies: On top of that, by selector, as :func:`graphckpt.apply` takes them.
         memory_budget: The peak of a step in bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain
             step's peak, or ``"max"``: policies are planned for it on the second update of the training, in place of
-            ``rule`` and ``blocks``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except
+            ``rule`` and ``policies``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except
             ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
             optimizer states, and that of a plan; ``True`` one line for each, ``False`` nothing.
         plot: File for a picture of the live bytes over the second step, ``.png``, ``.svg`` or ``.html``.
-        **fields: Further fields for every unit: ``offload``, ``contiguous``, ``partition``, ``min_elements``,
+        **fields: Further fields for every selected block: ``offload``, ``contiguous``, ``partition``, ``min_elements``,
             ``determinism_check``.
 
     Raises:
         ConfigError: A field does not exist, or a value is invalid for it.
 
-    >>> callback = GraphckptCallback(rule="selective", blocks={"*.h.0": False}, offload="cpu")
+    >>> callback = GraphckptCallback(rule="selective", policies={"*.h.0": False}, offload="cpu")
     >>> GraphckptCallback(cpu_checkpointing=True)
     Traceback (most recent call last):
       ...
@@ -135,6 +138,7 @@ def _calling_trainer() -> Trainer | None:
     return None if frame is None else frame.f_locals["self"]
 
 
+@lists_options(FitOptionsDict)
 def fit_training_arguments(
     model: nn.Module,
     args: TrainingArguments,
@@ -143,7 +147,7 @@ def fit_training_arguments(
     memory_budget: Budget = "max",
     goal: Goal = "throughput",
     data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-    **options: Any,
+    **options: Unpack[FitOptionsDict],
 ) -> TrainingArguments:
     """Returns arguments with the batch size and the accumulation that suit a memory budget.
 
@@ -207,18 +211,21 @@ def fit_training_arguments(
     return fitted_args
 
 
+_NEW_ARGUMENTS = {"graphckpt_unit": "graphckpt_select", "graphckpt_blocks": "graphckpt_policies"}
+
+
 @final
 @dataclass(kw_only=True)
 class GraphckptArguments:
     """The keys of :class:`GraphckptCallback` for ``HfArgumentParser((TrainingArguments, GraphckptArguments))``."""
 
     graphckpt_rule: str | None = field(
-        default="full", metadata={"help": "rule of every unit: full, selective, keep, or none for no rule"}
+        default="full", metadata={"help": "rule of every selected block: full, selective, keep, or none for no rule"}
     )
-    graphckpt_unit: str | None = field(
-        default=None, metadata={"help": "class name or name pattern of the units; all layers if left out"}
+    graphckpt_select: str | None = field(
+        default=None, metadata={"help": "class name or name pattern of the blocks; all layers if left out"}
     )
-    graphckpt_blocks: str | None = field(
+    graphckpt_policies: str | None = field(
         default=None, metadata={"help": """on top of that, as JSON: '{"*.h.0": false, "*.h.1": "selective"}'"""}
     )
     graphckpt_memory_budget: str | None = field(
@@ -237,16 +244,21 @@ class GraphckptArguments:
             "or values (those of every call)"
         },
     )
+    graphckpt_unit: str | None = field(default=None, metadata={"help": "deprecated: graphckpt_select"})
+    graphckpt_blocks: str | None = field(default=None, metadata={"help": "deprecated: graphckpt_policies"})
 
     def keys(self) -> dict[str, Any]:
         """Returns the arguments of :class:`GraphckptCallback`.
 
         Raises:
-            ConfigError: ``graphckpt_blocks`` is not a JSON object.
+            ConfigError: ``graphckpt_policies`` is not a JSON object.
 
-        >>> GraphckptArguments(graphckpt_blocks='{"*.h.0": false}', graphckpt_offload="disk").keys()
-        {'rule': 'full', 'unit': None, 'blocks': {'*.h.0': False}, 'offload': 'disk'}
+        >>> GraphckptArguments(graphckpt_policies='{"*.h.0": false}', graphckpt_offload="disk").keys()
+        {'rule': 'full', 'select': None, 'policies': {'*.h.0': False}, 'offload': 'disk'}
         """
+        named = {name: getattr(self, name) for name in _NEW_ARGUMENTS.values()}
+        named |= {name: value for name in _NEW_ARGUMENTS if (value := getattr(self, name)) is not None}
+        rename(named, _NEW_ARGUMENTS, "GraphckptArguments")
         rule: Any = None if self.graphckpt_rule == "none" else self.graphckpt_rule
         fields = {
             "offload": self.graphckpt_offload,
@@ -257,16 +269,22 @@ class GraphckptArguments:
         if self.graphckpt_memory_budget is not None:
             rule = True if rule == "full" else rule
             set_fields["memory_budget"] = self.graphckpt_memory_budget
-        return {"rule": rule, "unit": self.graphckpt_unit, "blocks": self._blocks(), **set_fields}
+        return {
+            "rule": rule,
+            "select": named["graphckpt_select"],
+            "policies": _policies(named["graphckpt_policies"]),
+            **set_fields,
+        }
 
-    def _blocks(self) -> dict[str, Any] | None:
-        if self.graphckpt_blocks is None:
-            return None
-        fix = """fix: write it as '{"*.h.0": false}'"""
-        try:
-            blocks = json.loads(self.graphckpt_blocks)
-        except ValueError as error:
-            raise ConfigError(f"graphckpt_blocks: expected a JSON object: {error} · {fix}") from None
-        if not isinstance(blocks, dict):
-            raise ConfigError(f"graphckpt_blocks: expected a JSON object, got {blocks!r} · {fix}")
-        return blocks
+
+def _policies(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    fix = """fix: write it as '{"*.h.0": false}'"""
+    try:
+        policies = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"graphckpt_policies: expected a JSON object: {error} · {fix}") from None
+    if not isinstance(policies, dict):
+        raise ConfigError(f"graphckpt_policies: expected a JSON object, got {policies!r} · {fix}")
+    return policies

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
+
+import torch
 
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, Block, CachingAllocator, CapacityError
+from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
+from graphckpt.tree import storages_of
 
 OpSeconds: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 """Returns the seconds of an op from the op, its arguments and its result."""
 
+StorageKind: TypeAlias = Literal["weights", "gradients", "optimizer states", "workspaces", "activations"]
+"""``"weights"`` are parameters and buffers; ``"activations"`` is all that is of no other kind: saved tensors, inputs,
+results that are alive for a moment."""
+
 _NUM_STEPS = 3
 """Steps that are replayed: the first creates optimizer states, the second is the first that has them, and later ones
 repeat the second. Reserved bytes of the models tried do not grow after the third."""
+_TEMPORARY, _ADDED = -1, -2  # not ids of storages
 _PRECISION = 2 * 2**20  # bytes: the smallest segment
 
 
@@ -42,9 +50,38 @@ class AllocationLog:
 
     steps: list[list[Allocation]] = field(default_factory=lambda: [[]])
     """The allocations before the first step, those of the first step, and so on."""
+    kinds: dict[int, StorageKind] = field(default_factory=dict)
+    """What storages are; those without an entry are activations."""
 
     def begin_step(self) -> None:
         self.steps.append([])
+
+    def parts_at_peak(self, rounded: Callable[[int], int] = int) -> dict[StorageKind, int]:
+        """Returns the bytes of each kind at the peak of the last step; their sum is the peak.
+
+        Args:
+            rounded: Returns the bytes that the allocator of the device counts for a size.
+
+        >>> steps = [[Allocation(0, 1024)], [Allocation(1, 4096), Allocation(1, 0)]]
+        >>> parts = AllocationLog(steps, {0: "weights"}).parts_at_peak()
+        >>> parts["weights"], parts["activations"], parts["gradients"]
+        (1024, 4096, 0)
+        """
+        sizes: dict[int, int] = {}
+        level = dict.fromkeys(get_args(StorageKind), 0)
+        peak, total = level, 0
+        for number, step in enumerate(self.steps, 1):
+            for storage, num_bytes, _ in step:
+                change = rounded(num_bytes) if num_bytes else -sizes.pop(storage, 0)
+                if num_bytes:
+                    sizes[storage] = change
+                level[self.kinds.get(storage, "activations")] += change
+                total += change
+                if number == len(self.steps) and total > sum(peak.values()):
+                    peak = level.copy()
+            if number == len(self.steps) - 1:
+                peak = level.copy()
+        return peak
 
     def repeated(self, num_steps: int) -> Iterator[list[Allocation]]:
         """Yields the allocations before the first step, and those of ``num_steps`` steps; the last one is repeated.
@@ -58,7 +95,7 @@ class AllocationLog:
         last = self.steps[-1]
         replacements = _replacements(self.steps[-2], last)
         births = [entry.storage for entry in last if entry.num_bytes]
-        end = 1 + max(entry.storage for step in self.steps for entry in step)
+        end = 1 + max((entry.storage for step in self.steps for entry in step), default=0)
         names = {storage: storage for storage in births}
         for _ in range(num_steps + 1 - len(self.steps)):
             older = {old: names[new] for old, new in replacements.items()}
@@ -125,7 +162,7 @@ def replay(
         CapacityError: It does not fit.
     """
     allocator = CachingAllocator(rules, capacity)
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, SegmentBlock] = {}
     retries: list[int] = []
     if capture_after is not None:
         num_steps = capture_after + 1
@@ -217,15 +254,27 @@ class AllocationTrace(LiveBytes):
         if self._op_seconds is not None and result is not NotImplemented:
             self._add_seconds(self._op_seconds(func, args, kwargs or {}, result))
         if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
-            self._change(num_bytes, -1)  # allocated and freed at once; -1 is not the id of a storage
-            self._change(-num_bytes, -1)
+            self._change(num_bytes, _TEMPORARY)  # allocated and freed at once
+            self._change(-num_bytes, _TEMPORARY)
         return result
+
+    def add(self, num_bytes: int) -> None:
+        """Logs memory that is allocated and never freed, such as a workspace of a library."""
+        if num_bytes > 0:
+            self._change(num_bytes, _ADDED)
 
     def begin_step(self) -> None:
         """Begins another step, whose peak and seconds count from now on."""
         self.allocations.begin_step()
         self.peak_bytes = self.live_bytes
         self.total_seconds = 0.0
+
+    def label(self, tensors: Iterable[torch.Tensor | None], kind: StorageKind) -> None:
+        """Says what the storages of tensors are, as far as they are counted."""
+        for tensor in tensors:
+            for storage in () if tensor is None else storages_of(tensor):
+                if (number := self._numbers.get(id(storage))) is not None:
+                    self.allocations.kinds[number] = kind
 
     def _add_seconds(self, seconds: float) -> None:
         self.total_seconds += seconds

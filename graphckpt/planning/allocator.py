@@ -68,7 +68,7 @@ _NOT_SIMULATED = (
 
 
 @final
-class Block:
+class SegmentBlock:
     """A range of a segment. Blocks of a segment are a list, in the order of their addresses."""
 
     __slots__ = ("address", "is_free", "is_mapped", "next", "pool", "previous", "size")
@@ -79,14 +79,14 @@ class Block:
         self.size = size
         self.is_free = True
         self.is_mapped = is_mapped
-        self.previous: Block | None = None
-        self.next: Block | None = None
+        self.previous: SegmentBlock | None = None
+        self.next: SegmentBlock | None = None
 
     @property
     def is_segment(self) -> bool:
         return self.previous is None and self.next is None
 
-    def splice(self, previous: Block | None, following: Block | None) -> None:
+    def splice(self, previous: SegmentBlock | None, following: SegmentBlock | None) -> None:
         """Inserts the block between its neighbours."""
         self.previous, self.next = previous, following
         if previous is not None:
@@ -103,19 +103,19 @@ class _Pool:
     is_small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
     """Size and address of each free block that is mapped, in ascending order."""
-    blocks: dict[int, Block] = field(default_factory=dict)
+    blocks: dict[int, SegmentBlock] = field(default_factory=dict)
     """The first block of each segment, and those in :attr:`free` and :attr:`unmapped`, by address."""
     unmapped: list[int] = field(default_factory=list)
     """Addresses of the ranges of expandable segments without memory, in ascending order."""
 
-    def add(self, block: Block) -> None:
+    def add(self, block: SegmentBlock) -> None:
         self.blocks[block.address] = block
         if block.is_mapped:
             insort(self.free, (block.size, block.address))
         else:
             insort(self.unmapped, block.address)
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: SegmentBlock) -> None:
         del self.blocks[block.address]
         if block.is_mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
@@ -153,7 +153,7 @@ class CachingAllocator:
         self._pools: dict[tuple[int, int, bool], _Pool] = {}
         self._end = LARGE_SEGMENT  # of the addresses so far; addresses only order blocks of equal size
 
-    def allocate(self, num_bytes: int, *, stream: int = 0, private_pool: int = 0) -> Block:
+    def allocate(self, num_bytes: int, *, stream: int = 0, private_pool: int = 0) -> SegmentBlock:
         """Returns a block of at least ``num_bytes``, which must be above 0.
 
         Args:
@@ -177,7 +177,7 @@ class CachingAllocator:
             raise CapacityError(num_bytes)
         rest = block.size - size
         if self._splits(pool, size, rest):
-            remainder = Block(pool, block.address + size, rest)
+            remainder = SegmentBlock(pool, block.address + size, rest)
             remainder.splice(block, block.next)
             block.size = size
             pool.add(remainder)
@@ -186,7 +186,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: SegmentBlock) -> None:
         self.allocated_bytes -= block.size
         block.is_free = True
         self._add_merged(block)
@@ -221,7 +221,7 @@ class CachingAllocator:
     def _is_oversized(self, size: int) -> bool:
         return self.rules.max_split_bytes is not None and size >= self.rules.max_split_bytes
 
-    def _best_fit(self, pool: _Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: _Pool, size: int) -> SegmentBlock | None:
         """Removes the smallest free block of a pool that is large enough; of equal ones, that at the lowest address."""
         at = bisect_left(pool.free, (size, 0))
         if at == len(pool.free):
@@ -248,7 +248,7 @@ class CachingAllocator:
             at += 1
         return at
 
-    def _new_block(self, pool: _Pool, size: int) -> Block | None:
+    def _new_block(self, pool: _Pool, size: int) -> SegmentBlock | None:
         if self.rules.expandable_segments:
             return self._expanded(pool, size)
         if pool.is_small:
@@ -259,7 +259,7 @@ class CachingAllocator:
             num_bytes = -(-size // ROUND_LARGE) * ROUND_LARGE
         if not self._reserve(num_bytes):
             return None
-        block = Block(pool, self._end, num_bytes)
+        block = SegmentBlock(pool, self._end, num_bytes)
         self._end += num_bytes + LARGE_SEGMENT  # apart: blocks of two segments never merge
         return block
 
@@ -272,24 +272,24 @@ class CachingAllocator:
 
     def _release_oversized(self, pool: _Pool, size: int) -> bool:
         """Releases free blocks that are never split until there is room for ``size``; returns whether there is."""
-        least = self.rules.max_split_bytes
-        if least is None or self.rules.expandable_segments:
+        threshold = self.rules.max_split_bytes
+        if threshold is None or self.rules.expandable_segments:
             return False
-        wanted = max(size, least)
-        at = bisect_left(pool.free, (wanted, 0))
+        num_bytes = max(size, threshold)
+        at = bisect_left(pool.free, (num_bytes, 0))
         blocks = [pool.blocks[address] for _, address in pool.free]
-        chosen = blocks[at : at + 1]
-        if not chosen:
-            for block in reversed([block for block in blocks if block.size >= least]):
-                chosen.append(block)
-                if sum(one.size for one in chosen) >= wanted:
+        released = blocks[at : at + 1]
+        if not released:
+            for block in reversed([block for block in blocks if block.size >= threshold]):
+                released.append(block)
+                if sum(one.size for one in released) >= num_bytes:
                     break
-        for block in chosen:
+        for block in released:
             pool.remove(block)
             self.reserved_bytes -= block.size
-        return sum(block.size for block in chosen) >= wanted
+        return sum(block.size for block in released) >= num_bytes
 
-    def _add_merged(self, block: Block) -> None:
+    def _add_merged(self, block: SegmentBlock) -> None:
         """Adds a free block to its pool, merged with the free blocks beside it."""
         pool = block.pool
         if (before := block.previous) is not None and before.is_free and before.is_mapped == block.is_mapped:
@@ -305,7 +305,7 @@ class CachingAllocator:
 
     # Expandable segments: one range of addresses for each pool, of which pages get memory
 
-    def _expanded(self, pool: _Pool, size: int) -> Block | None:
+    def _expanded(self, pool: _Pool, size: int) -> SegmentBlock | None:
         """Maps pages from the lowest address on at which ``size`` bytes are free or unmapped."""
         block = self._lowest_room(pool, size)
         if block.is_mapped:
@@ -327,7 +327,7 @@ class CachingAllocator:
             pool.remove(block)
         return block
 
-    def _lowest_room(self, pool: _Pool, size: int) -> Block:
+    def _lowest_room(self, pool: _Pool, size: int) -> SegmentBlock:
         for address in pool.unmapped:
             block = pool.blocks[address]
             if block.previous is not None and block.previous.is_free:
@@ -339,12 +339,12 @@ class CachingAllocator:
             if room >= size:
                 return block
         self._end += LARGE_SEGMENT
-        block = Block(pool, self._end, _ENDLESS, is_mapped=False)
+        block = SegmentBlock(pool, self._end, _ENDLESS, is_mapped=False)
         self._end += _ENDLESS
         pool.add(block)
         return block
 
-    def _map(self, block: Block, size: int) -> Block | None:
+    def _map(self, block: SegmentBlock, size: int) -> SegmentBlock | None:
         """Gives memory to the first pages of an unmapped range; returns the free block in the pool with them."""
         pool = block.pool
         page = SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
@@ -353,14 +353,14 @@ class CachingAllocator:
             return None
         pool.remove(block)
         if num_bytes < block.size:
-            rest = Block(pool, block.address + num_bytes, block.size - num_bytes, is_mapped=False)
+            rest = SegmentBlock(pool, block.address + num_bytes, block.size - num_bytes, is_mapped=False)
             rest.splice(block, block.next)
             pool.add(rest)
         block.size, block.is_mapped = num_bytes, True
         self._add_merged(block)
         return block
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: SegmentBlock) -> None:
         """Takes the memory of the pages that are free as a whole."""
         pool = block.pool
         page = SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT
@@ -371,11 +371,11 @@ class CachingAllocator:
             return
         pool.remove(block)
         if begin > block.address:
-            before = Block(pool, block.address, begin - block.address)
+            before = SegmentBlock(pool, block.address, begin - block.address)
             before.splice(block.previous, block)
             pool.add(before)
         if end < block.address + block.size:
-            after = Block(pool, end, block.address + block.size - end)
+            after = SegmentBlock(pool, end, block.address + block.size - end)
             after.splice(block, block.next)
             pool.add(after)
         block.address, block.size, block.is_mapped = begin, end - begin, False
@@ -383,7 +383,7 @@ class CachingAllocator:
         self._add_merged(block)
 
     @staticmethod
-    def _start_of_pages(block: Block) -> int:
+    def _start_of_pages(block: SegmentBlock) -> int:
         first = block
         while first.previous is not None:
             first = first.previous

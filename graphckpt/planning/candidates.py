@@ -17,7 +17,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule, parse_rule
 from graphckpt.rules.basic import Full, Joined, Keep
 from graphckpt.rules.selective import Selective
-from graphckpt.stores.base import parse_offload
+from graphckpt.stores.base import Offload, parse_offload
 from graphckpt.stores.partition import parse_partition
 
 SHARES = (0.8, 0.5, 0.3, 0.1)
@@ -108,7 +108,7 @@ NEAR: tuple[Option, ...] = (
 
 
 def options(
-    offload: bool | str = False,
+    offload: bool | str | Offload = False,
     only: Iterable[Any] | None = None,
     *,
     code: LayerCompilation = LayerCompilation(),

@@ -11,10 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any, Self, final
 
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -86,6 +88,12 @@ class FakeDevice:
     def __exit__(self, *exc: object) -> None:
         self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]
 
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Enters the device, where small tensors have values meanwhile: constructors of modules may read them."""
+        with self, self._tensors.with_values():
+            yield
+
     def _swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
         forget_fake(self._tensors, one, other)
         swap_tensors(one, other)
@@ -126,16 +134,28 @@ class _FunctionOverrides(TorchFunctionMode):
         except NoValueError:
             if func in _READS and args[0].is_floating_point():
                 return 1.0  # a printed loss or a gradient norm: no shape depends on it
-            raise ConfigError(
-                f"the step reads the value of a tensor by {resolve_name(func) or func}, and fake tensors have none · "
-                "fix: remove it from the step, or plan on the device"
-            ) from None
+            reads = f"reads the value of a tensor by {resolve_name(func) or func}, and fake tensors have none"
+            if (where := _constructor()) is not None:
+                raise ConfigError(f"{where} {reads} · fix: compute it without tensors, or plan on the device") from None
+            raise ConfigError(f"the step {reads} · fix: remove it from the step, or plan on the device") from None
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = _AttentionCall(*args, **kwargs)
         kernels = (name for name in self._kernels if name == "math" or call.is_supported(name, self._capability))
         run: Callable[[], torch.Tensor] = getattr(call, next(kernels, "math"))
         return run()
+
+
+def _constructor() -> str | None:
+    """Returns the module whose constructor is running, with its present line; ``None`` in a step."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+        if isinstance(module, nn.Module):
+            place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+            return f"the constructor of {type(module).__name__} ({place})"
+        frame = frame.f_back
+    return None
 
 
 def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

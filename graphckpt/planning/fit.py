@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import gcd, inf
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, Unpack, final
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,15 @@ from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line, shown, without_repeats
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
-from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, budget_bytes, check_budget
+from graphckpt.planning.options import (
+    Budget,
+    DeviceMemory,
+    FitOptionsDict,
+    PlanOptions,
+    budget_bytes,
+    check_budget,
+    lists_options,
+)
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all
@@ -460,6 +468,7 @@ def largest(bytes_of: Callable[[int], int], low: int, high: int | None, start: I
     return fits
 
 
+@lists_options(FitOptionsDict)
 def fit(
     make_step: MakeStep,
     *,
@@ -468,7 +477,7 @@ def fit(
     device: Device = None,
     global_batch: int | None = None,
     progress: Callable[[str], None] | bool | None = None,
-    **options: Any,
+    **options: Unpack[FitOptionsDict],
 ) -> Fit:
     """Finds the largest batch that fits into a memory budget, the fastest one, and the plan of each batch size.
 
@@ -522,7 +531,7 @@ def fit(
 
     def make_sized(size: int, _: int) -> SizedStep:
         step, model = made_step(partial(make_step, size), machine, "make_step")
-        return SizedStep(step, model, find_blocks(model, plan_options.blocks))
+        return SizedStep(step, model, find_blocks(model, plan_options.select))
 
     return fit_steps(
         make_sized,

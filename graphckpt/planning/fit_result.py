@@ -25,9 +25,9 @@ from graphckpt.ledger.plot import (
     title_of,
     unit_of,
 )
-from graphckpt.ledger.table import Column, bullet, show, table_of, text_of
+from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of
 from graphckpt.planning.plot import LEVEL_AT_START
-from graphckpt.planning.rows import Budgeted, budget_line, device_text
+from graphckpt.planning.rows import Budgeted, budget_line, byte_values, device_text
 from graphckpt.units import format_bytes, format_seconds, format_sizes
 
 if TYPE_CHECKING:
@@ -44,10 +44,12 @@ _NUMBERS = (
     "batch_size", "accumulation", "fits", "peak_bytes", "seconds", "samples_per_second", "plain_peak_bytes",
     "floor_bytes", "is_measured", "checked_peak_bytes", "checked_seconds",
 )  # fmt: skip
+_BYTE_VALUES = ("allocated_bytes", "reserved_bytes", "expandable_reserved_bytes", "nvidia_smi_bytes", "parts")
 _OP_LEVEL = re.compile(r"\(level \d+ of \d+\)")
 _TOP = 1.25  # of the budget: the upper limit of the memory axis
+_RESERVED = "reserved"
 _COLUMNS = (
-    *(Column(name, is_number=True) for name in ("batch", "peak", "kept", "step", "samples/s")),
+    *(Column(name, is_number=True) for name in ("batch", "peak", _RESERVED, "kept", "step", "samples/s")),
     Column("policies"),
     Column("from"),
 )
@@ -119,7 +121,7 @@ class BatchFit:
     @property
     def recomputes(self) -> bool:
         """Whether the plan of any block does something other than keeping everything on the device."""
-        return self.plan is None or bool(self.plan.blocks)
+        return self.plan is None or bool(self.plan.policies)
 
     def accumulating(self, accumulation: int) -> BatchFit:
         """Returns the same micro-batch with ``accumulation`` forwards for one update."""
@@ -140,8 +142,9 @@ class BatchFit:
         values = {name: getattr(self, name) for name in _NUMBERS}
         if not self.fits:
             values |= {"seconds": None, "samples_per_second": None}
-        blocks = {name: dict(fields) for name, fields in self.plan.blocks.items()} if self.plan else None
-        return {**values, "blocks": blocks}
+        values |= dict.fromkeys(_BYTE_VALUES) if self.plan is None else byte_values(self.plan)
+        policies = {name: dict(fields) for name, fields in self.plan.policies.items()} if self.plan else None
+        return {**values, "policies": policies, "blocks": policies}  # under its old name for scripts that read it
 
 
 @final
@@ -288,7 +291,9 @@ def _speed(row: BatchFit) -> tuple[float, int]:
 
 
 def _parts_of(fit: Fit) -> Iterator[RenderableType]:
-    yield table_of(_COLUMNS, (_cells(row, fit) for row in fit.rows))
+    has_reserved = any(row.plan is not None and row.plan.predicted_reserved_bytes for row in fit.rows)
+    columns = [column for column in _COLUMNS if has_reserved or column.name != _RESERVED]
+    yield table_of(columns, (_cells(row, fit, has_reserved=has_reserved) for row in fit.rows))
     yield from map(Text, _summary_lines(fit))
     plain = "kept: the peak with everything kept, without recomputation or offloading"
     simulated = f"simulated: under all policies and under its plan; nothing ran on {fit.device}"
@@ -309,6 +314,8 @@ def _summary_lines(fit: Fit) -> Iterator[str]:
     plain = fit.largest_without_recompute
     kept_size = "none with everything kept" if plain is None else f"{plain.batch_size} with everything kept"
     yield f"{_largest_name(fit)}: {fit.largest.batch_size} ({kept_size}){_checked(fit.largest, fit)}"
+    if fit.largest.plan is not None and (shown := fit.largest.plan.predicted_nvidia_smi_bytes):
+        yield f"nvidia-smi shows {format_bytes(shown)} with it"
     fastest = fit.fastest
     yield f"fastest: {fastest.batch_size}, {_rate(fastest)} samples/s{_checked(fastest, fit)}"
     if fit.global_batch is not None:
@@ -324,15 +331,18 @@ def _summary_lines(fit: Fit) -> Iterator[str]:
         )
 
 
-def _cells(row: BatchFit, fit: Fit) -> list[str]:
+def _cells(row: BatchFit, fit: Fit, *, has_reserved: bool) -> list[str]:
     source = "checked" if row.checked_peak_bytes is not None else "measured" if row.is_measured else "-"
     source = "simulated" if fit.is_simulated else source
     size, plain = str(row.batch_size), format_bytes(row.plain_peak_bytes)
     plain = plain if row.is_measured else f">{plain}"
     if row.plan is None:
-        return [size, f">{format_bytes(row.floor_bytes)}", plain, "-", "-", "does not fit", source]
+        reserved = ["-"] * has_reserved
+        return [size, f">{format_bytes(row.floor_bytes)}", *reserved, plain, "-", "-", "does not fit", source]
     policies = ", ".join(f"{count} {name}" for name, count in _policies_of(row.plan).items())
-    return [size, format_bytes(row.peak_bytes), plain, format_seconds(row.seconds), _rate(row), policies, source]
+    reserved = [bytes_or_dash(row.plan.predicted_reserved_bytes)] * has_reserved
+    took = [format_seconds(row.seconds), _rate(row)]
+    return [size, format_bytes(row.peak_bytes), *reserved, plain, *took, policies, source]
 
 
 def _rate(row: BatchFit) -> str:

@@ -65,7 +65,7 @@ class LivePlan:
         self._budget = memory_budget
         self._options = options
         self._report = report
-        self._blocks = find_blocks(model, options.blocks)
+        self._blocks = find_blocks(model, options.select)
         self._code = parse_compile(options.compile, options.candidates)
         self._optimizers: dict[int, Optimizer] = {}
         self._hooks = ExitStack()
@@ -252,6 +252,6 @@ class LivePlan:
         self._remove_policies()
         names = {name for name, _ in self._model.named_modules(remove_duplicate=False)}
         self.handle = apply(
-            self._model, {block: fields for block, fields in self.plan.blocks.items() if block in names}
+            self._model, {block: fields for block, fields in self.plan.policies.items() if block in names}
         )
         self._policies.callback(self.handle.remove)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, final
+from typing import Any, Literal, Self, TypeAlias, TypedDict, TypeVar, final
 
 import torch
 
 from graphckpt.blocks.config import BlockConfig
 from graphckpt.blocks.select import Selector
+from graphckpt.deprecation import accepts_old_names, rename
 from graphckpt.errors import ConfigError, did_you_mean
+from graphckpt.stores.base import Offload
 from graphckpt.units import format_bytes, parse_bytes
 
 Surface = Literal["config", "command"]
@@ -28,6 +30,7 @@ def _except(*surfaces: Surface) -> dict[str, Any]:
 
 
 @final
+@accepts_old_names(blocks="select")
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """What the planner may use, and how it plans.
@@ -39,13 +42,13 @@ class PlanOptions:
     68719476736
     """
 
-    offload: bool | str = False
-    """Where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``."""
+    offload: bool | str | Offload = False
+    """Where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``, :class:`~graphckpt.Host` or
+    :class:`~graphckpt.Disk`."""
     host_budget: int | str | None = None
     """The most bytes that may be offloaded at a time, such as ``"64GiB"``; ``None`` is without a limit."""
-    blocks: Selector | Iterable[Selector] | None = field(default=None, metadata=_except("config", "command"))
-    """Selectors of the blocks to plan, such as ``"model.layers.*"``; ``None`` finds the layers of the model. In a
-    config ``unit`` selects them."""
+    select: Selector | Iterable[Selector] | None = field(default=None, metadata=_except("command"))
+    """Selectors of the blocks to plan, such as ``"model.layers.*"``; ``None`` finds the layers of the model."""
     candidates: Iterable[Any] | None = None
     """The rules to consider besides ``keep``, as ``activation_checkpointing`` takes them. ``None`` is all of ``full``,
     up to four levels of ``selective`` that are found op by op for each kind of layer, and ``joined`` runs of layers,
@@ -111,10 +114,7 @@ class PlanOptions:
         if isinstance(values, cls):
             return values
         named: dict[str, Any] = dict(values or {})  # type: ignore[arg-type]  # other options are final
-        if "rules" in named:
-            text = f"{where}: 'rules' is deprecated · fix: candidates={named['rules']!r}"
-            warnings.warn(text, DeprecationWarning, stacklevel=3)
-            named.setdefault("candidates", named.pop("rules"))
+        rename(named, OLD_NAMES, where)
         names = [option.name for option in fields(cls)]
         unknown = next((name for name in named if name not in names), None)
         if unknown is not None:
@@ -127,6 +127,59 @@ class PlanOptions:
     def names(cls, surface: Surface | None = None) -> tuple[str, ...]:
         """Returns the options, or those that can be set on ``surface``."""
         return tuple(option.name for option in fields(cls) if surface not in option.metadata.get("not_on", ()))
+
+
+OLD_NAMES: Mapping[str, str] = {"blocks": "select", "rules": "candidates"}
+"""The deprecated names of options, which every way to call the planner accepts."""
+
+
+class SharedOptionsDict(TypedDict, total=False):
+    """The options that all entry points of the planner take as ``**options``; :class:`PlanOptions` describes them."""
+
+    offload: bool | str | Offload
+    host_budget: int | str | None
+    candidates: Iterable[Any] | None
+    head: Mapping[str, Any] | None
+    partition: Any
+    contiguous: bool
+    compile: bool | dict[str, Any] | None
+    determinism_check: str | None
+    group: Any
+    check: bool
+
+
+class FitOptionsDict(SharedOptionsDict, total=False):
+    """The options of entry points that have a ``progress`` of their own, as :func:`graphckpt.fit`."""
+
+    select: Selector | Iterable[Selector] | None
+
+
+class PlanOptionsDict(FitOptionsDict, total=False):
+    """The fields of :class:`PlanOptions` as keyword arguments: ``def f(**options: Unpack[PlanOptionsDict])``."""
+
+    progress: Callable[[int, int], None] | bool | None
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def lists_options(keys: type[Any]) -> Callable[[_Function], _Function]:
+    """Makes ``inspect.signature``, and so ``help`` and the completion of notebooks, list the options of a function.
+
+    Args:
+        keys: The ``TypedDict`` of its ``**options``.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        *named, last = signature.parameters.values()
+        fields_of_options = inspect.signature(PlanOptions).parameters.items()
+        listed = [parameter for name, parameter in fields_of_options if name in keys.__annotations__]
+        others = [] if str(last.annotation).startswith("Unpack[") else [last]  # such as inputs of a Graph
+        vars(function)["__signature__"] = signature.replace(parameters=[*named, *listed, *others])
+        return function
+
+    return decorate
 
 
 try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 from graphckpt.blocks.apply import apply
+from graphckpt.deprecation import warn_deprecated
 from graphckpt.errors import ConfigError, bullets, shown, without_repeats
 from graphckpt.extras import LazyPackage
 from graphckpt.ledger.page import notebook_html
@@ -57,12 +58,18 @@ class Plan(PlanData):
     """Computes the Pareto-optimal plans of the same step, lowest peak first."""
 
     @property
-    def blocks(self) -> dict[str, Mapping[str, Any]]:
-        """The policies by name, as :func:`graphckpt.apply` and ``train.activation_checkpoint.blocks`` take them.
+    def policies(self) -> dict[str, Mapping[str, Any]]:
+        """The policy of each block, as :func:`graphckpt.apply` and ``train.activation_checkpoint.policies`` take them.
 
         Blocks that keep everything are left out, as this is the default.
         """
         return {row.block: dict(row.fields) for row in self.rows if row.fields != KEEP_ALL}
+
+    @property
+    def blocks(self) -> dict[str, Mapping[str, Any]]:
+        """The deprecated name of :attr:`policies`."""
+        warn_deprecated("Plan.blocks is deprecated · fix: Plan.policies")
+        return self.policies
 
     @property
     def keeps_everything(self) -> bool:
@@ -92,7 +99,7 @@ class Plan(PlanData):
         if model is None:
             source = f"simulated on {self.device}" if self.is_simulated else "from a file"
             raise ConfigError(f"Plan.apply: expected a model, since the plan is {source} · fix: plan.apply(model)")
-        rules: dict[Selector, Mapping[str, Any] | Rule | bool | str] = dict(self.blocks.items())
+        rules: dict[Selector, Mapping[str, Any] | Rule | bool | str] = dict(self.policies.items())
         return apply(model, rules, replace=replace)
 
     def __str__(self) -> str:
@@ -125,7 +132,7 @@ class Plan(PlanData):
             {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
             for row in self.rows
         ]
-        return {"blocks": self.blocks, "plan": {**numbers, "rows": rows}}
+        return {"policies": self.policies, "plan": {**numbers, "rows": rows}}
 
     def plot(self, path: str | Path) -> Path:
         """Draws the predicted live bytes over the step; ``path`` ends in ``.png`` or ``.svg``.
@@ -146,7 +153,7 @@ class Plan(PlanData):
         return draw_plan(self, target)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as YAML, with a section ``blocks`` for ``train.activation_checkpoint``.
+        """Writes the plan as YAML, with a section ``policies`` for ``train.activation_checkpoint``.
 
         Raises:
             ConfigError: it partitions tensors over a process group, which cannot be written to a file, or the file
@@ -202,7 +209,7 @@ def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = 
     if not isinstance(values, Mapping):
         yield f"{where}: expected a mapping, got {shown(values)}"
         return
-    own = {each.name: each for each in fields(kind) if each.name not in ("rows", "stages", "notes")}
+    own = {each.name: each for each in fields(kind) if each.name not in _NOT_SAVED}
     for name, each in own.items():
         expected = _KINDS.get(str(each.type))
         if name not in values:
@@ -215,6 +222,7 @@ def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = 
             yield f"{where}.{name}: unknown field"
 
 
+_NOT_SAVED = ("rows", "stages", "notes", "peak_parts")  # rows are saved apart
 _KINDS: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool, "Mapping[str, Any]": Mapping}
 _KINDS["tuple[str, ...]"] = list  # in a file
-_NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in ("rows", "stages", "notes"))
+_NUMBERS = tuple(each.name for each in fields(PlanData) if each.name not in _NOT_SAVED)

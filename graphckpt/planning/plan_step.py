@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.options import Budget, PlanOptions, PlanOptionsDict, lists_options
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_and_check
@@ -39,13 +39,14 @@ from graphckpt.tree import storages_of
 from graphckpt.units import format_sizes
 
 
+@lists_options(PlanOptionsDict)
 def plan(
     model: nn.Module | MakeModel,
     step_fn: Callable[[], object] | None = None,
     *,
     memory_budget: Budget,
     device: Device = None,
-    **options: Any,
+    **options: Unpack[PlanOptionsDict],
 ) -> Plan:
     """Chooses the policy of each block so that a step is as fast as possible within a memory budget.
 
@@ -85,7 +86,7 @@ def plan(
         wanted = PlanOptions.of(options, "plan")
         machine = None if device is None else FakeDevice(load_profile(device))
         step, module = made_step(_make_model(model, step_fn, device), machine, "plan.model")
-        blocks = find_blocks(module, wanted.blocks)
+        blocks = find_blocks(module, wanted.select)
         with step.restoring():
             return plan_step(step, module, blocks, budget, wanted, group)
 
@@ -212,7 +213,7 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
         names = layers(model)
         if not names:
             raise ConfigError(
-                f"{type(model).__name__}: no list of layers was found · fix: blocks='name.of.layers.*', or their class"
+                f"{type(model).__name__}: no list of layers was found · fix: select='name.of.layers.*', or their class"
             )
     else:
         listed = [selectors] if isinstance(selectors, str) or not isinstance(selectors, Iterable) else list(selectors)
@@ -307,6 +308,8 @@ def measure_all(
                 notes.append(_ALL_BLOCKS)
                 measured = measure(step, Blocks(blocks), candidates, on_run)
             measured = group.times(measured)
+            if isinstance(step, FakeStep):
+                measured = step.of_all_micro_batches(measured)
         # Without the first layer of a run, the others join the run before it, and exceed the peak.
         joins = can_join(modules, options.candidates) and _ALL_BLOCKS not in notes
         planners.append(

@@ -12,7 +12,8 @@ from torch import nn
 
 from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
-from graphckpt.planning.allocations import AllocationLog
+from graphckpt.planning.allocations import AllocationLog, replay
+from graphckpt.planning.allocator import AllocatorRules
 from graphckpt.planning.candidates import JOINED, parse_compile
 from graphckpt.planning.memory_model import MeasuredStep
 from graphckpt.planning.options import PlanOptions
@@ -128,8 +129,11 @@ class Planner:
             )
         return rows
 
-    def infeasible(self, budget: int, lowest: int) -> PlanError:
-        """Returns the error of a budget that no plan fits, with what helps; ``lowest`` is the lowest peak in bytes."""
+    def infeasible(self, budget: int, lowest: int, *, of_reserved: bool = False) -> PlanError:
+        """Returns the error of a budget that no plan fits, with what helps.
+
+        ``lowest`` is the lowest peak in bytes, with ``of_reserved`` the least memory that the allocator needs.
+        """
         where, static = self.measured.interval_name(self.floor.interval), self.measured.model.static_bytes
         fixes = []
         if where.startswith("the head") and not self.in_callback:
@@ -144,6 +148,9 @@ class Planner:
             fixes.append(f"segments='log' on {container} (less memory, more time)")
         content = f"weights, optimizer state, inputs{', workspaces' if self.is_simulated else ''} and what runs before"
         limit, peak = format_sizes(budget, lowest)
+        if of_reserved and self.floor.peak <= budget < lowest:
+            fixes.append("PYTORCH_ALLOC_CONF=expandable_segments:True")
+            peak = f"{format_bytes(self.floor.peak)}, for which the allocator has to reserve {peak}"
         return PlanError(
             f"memory_budget {limit}: no plan fits · the lowest possible peak is {peak}"
             f"{' without offloading' if self.search.rates is not None else ''}, reached {time_of(where)}; "
@@ -238,8 +245,10 @@ def plan_and_check(
         correction = run.plan.correction_bytes
         gap = run.needed_bytes - run.plan.predicted_peak_bytes
     fitting = [run.plan for run in runs.values() if run.needed_bytes <= limit]
+    if not fitting and of_reserved:  # better a step that waits for the allocator than none
+        fitting = [run.plan for run in runs.values() if 0 < run.plan.predicted_reserved_bytes <= limit]
     if not fitting:
-        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()))
+        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()), of_reserved=of_reserved)
     return replace(min(fitting, key=lambda plan: plan.predicted_step_seconds), budget_bytes=limit)
 
 
@@ -263,7 +272,7 @@ class CheckedPlan:
     """The peak; or the least bytes that the allocator has to be able to reserve."""
 
     def uses_all_of(self, limit: int) -> bool:
-        return not self.plan.blocks or self.needed_bytes >= _ENOUGH * limit
+        return not self.plan.policies or self.needed_bytes >= _ENOUGH * limit
 
 
 def run_plan(
@@ -274,17 +283,33 @@ def run_plan(
     with plan.apply(model):
         run = step.run() if isinstance(step, FakeStep) else StepRun(_peak(step, group, plan), 0.0)
         peak = group.max(run.peak_bytes)
+        log = None if isinstance(step, FakeStep) else step.allocations()
     difference = peak - plan.predicted_peak_bytes
     is_met = peak <= plan.budget_bytes and abs(difference) <= _TOLERANCE * plan.predicted_peak_bytes
     if not isinstance(step, FakeStep) or run.allocations is None:
         checked = plan if is_met else corrected(plan, difference)
+        if log is not None and not isinstance(step, FakeStep):
+            checked = _with_measured(checked, peak, step.reserved_bytes, log)
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
     if difference:  # the step with everything kept has run too, and needs no correction
         plan = replace(corrected(plan, difference), plain_peak_bytes=plan.plain_peak_bytes)
+    plan = replace(plan, peak_parts=run.allocations.parts_at_peak(step.machine.rounded))
     if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
         plan = replace(plan, predicted_step_seconds=run.seconds)
     needed = step.least_capacity(run.allocations) if of_reserved else peak
     return CheckedPlan(with_reserved(plan, run.allocations, step), is_met, needed)
+
+
+def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> Plan:
+    """Returns a plan with what a step under it took on a device that is present, beside what is predicted."""
+    rules = AllocatorRules.of_environment()
+    return replace(
+        plan,
+        measured_peak_bytes=peak,
+        measured_reserved_bytes=reserved,
+        predicted_reserved_bytes=replay(log, rules).reserved_bytes,
+        expandable_reserved_bytes=replay(log, replace(rules, expandable_segments=True)).reserved_bytes,
+    )
 
 
 def with_reserved(plan: Plan, allocations: AllocationLog, step: FakeStep) -> Plan:

@@ -65,6 +65,10 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     is_backward = _ATTENTION.get(packet)
     if is_backward is not None:
         return _attention_flops(func, args, kwargs, is_backward)
+    if packet is _aten._grouped_mm:
+        one, other, *_ = args
+        products = one.shape[0] if one.dim() == other.dim() == 3 else 1  # rows of all groups are counted together
+        return float(2 * products * prod(one.shape[-2:]) * other.shape[-1])
     formula = flop_registry.get(packet)
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
 
@@ -265,7 +269,7 @@ class DeviceProfile:
         Path(path).write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
 
 
-Device: TypeAlias = "str | Path | DeviceProfile | None"
+Device: TypeAlias = str | Path | DeviceProfile | None
 """What functions take as ``device``: the name of a profile, a file, a profile, or ``None`` for that of the model."""
 
 

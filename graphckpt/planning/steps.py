@@ -20,7 +20,7 @@ from graphckpt.planning.allocator import AllocatorRules, CapacityError
 from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.memory_model import StepSample
+from graphckpt.planning.memory_model import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.profile import DeviceProfile
@@ -64,6 +64,8 @@ class RealStep:
         self._parts: dict[str, PartitionStore] = {}
         """By option; each stores which tensors the ranks have compared, for all blocks that save equal ones."""
         self._copy_bytes = 0
+        self.reserved_bytes = 0
+        """What the allocator reserved at most in the last step whose peak was measured on CUDA."""
         self._random: RNGState | None = None
 
     def _step(self) -> None:
@@ -154,15 +156,32 @@ class RealStep:
         which the step is restored; elsewhere it is counted as in the traced runs.
         """
         with on_optimizer_step(self.remember):
-            self._step()
             if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what is reserved from here on is due to this step
+                self._step()
                 torch.cuda.reset_peak_memory_stats(self.device)
                 self._step()
+                self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) - self._copy_bytes
                 return int(torch.cuda.max_memory_allocated(self.device)) - self._copy_bytes
+            self._step()
             trace = self.new_trace()
             with trace:
                 self._step()
         return trace.peak_bytes
+
+    def allocations(self) -> AllocationLog | None:
+        """Runs two steps, and logs their allocations after those that the process has; ``None`` if not on CUDA."""
+        if self.device.type != "cuda":
+            return None
+        with on_optimizer_step(self.remember):
+            trace = self._trace(AllocationTrace)
+            rest = torch.cuda.memory_allocated(self.device) - self._copy_bytes - trace.live_bytes
+            trace.add(rest)  # workspaces, and tensors that the step may use or not
+            with trace:
+                for _ in range(2):
+                    trace.begin_step()
+                    self._step()
+        return trace.allocations
 
     def run(self) -> StepRun:
         return StepRun(self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS)))
@@ -218,8 +237,11 @@ class RealStep:
         self._optimizers[id(optimizer)] = optimizer
 
     def new_trace(self) -> Trace:
+        return self._trace(Trace)
+
+    def _trace(self, kind: type[_AnyTrace]) -> _AnyTrace:
         rounding = 512 if self.device.type == "cuda" else 1  # bytes; CUDA's caching allocator
-        trace = Trace(self.device.type, rounded=lambda num_bytes: -(-num_bytes // rounding) * rounding)
+        trace = kind(self.device.type, rounded=lambda num_bytes: -(-num_bytes // rounding) * rounding)
         trace.track(_state_tensors(self._model, self._optimizers.values()))
         return trace
 
@@ -267,8 +289,9 @@ def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[R
         model, step_fn = _checked_pair(make(), where)
         return RealStep(model, step_fn), model
     optimizers: dict[int, Optimizer] = {}
-    with device, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
+    with device.building():
         model, step_fn = _checked_pair(make(), where)
+    with device, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
         step_fn()  # creates the state of the optimizers
     return FakeStep(device, model, step_fn, list(optimizers.values())), model
 
@@ -289,6 +312,8 @@ class FakeStep:
     """A training step whose model, optimizer and inputs were created inside of ``device``.
 
     ``capture_after`` is the number of warm-up steps of a step that is captured; ``None`` for one that runs eagerly.
+    ``num_micro_batches``, if it is above 2, is that of the step whose first two ``step_fn`` runs: all after the first
+    are alike, so that they change no peak, and their seconds are those of the second.
     """
 
     is_simulated = True
@@ -301,6 +326,7 @@ class FakeStep:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         capture_after: int | None = None,
+        num_micro_batches: int = 0,
     ) -> None:
         self._device = device
         self._model = model
@@ -308,6 +334,8 @@ class FakeStep:
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         self._rules = AllocatorRules.of_environment()
         self._capture_after = capture_after
+        self._factor = max(2, num_micro_batches) / 2
+        self._optimizer_seconds = 0.0
         self.assumptions: tuple[str, ...] = ()
         """What the first step that was sampled has run: see :class:`StepObserver`."""
         with device:
@@ -395,13 +423,40 @@ class FakeStep:
         """Runs the first two steps of a process; the peak and the seconds are those of the second."""
         with self._device, self._from_start():
             trace = self._trace(AllocationTrace)
-            trace.track([*self._model.parameters(), *self._model.buffers(), *self._workspaces])
-            with trace:
+            weights = [*self._model.parameters(), *self._model.buffers()]
+            trace.track([*weights, *self._workspaces])
+            trace.label(weights, "weights")
+            trace.label(self._workspaces, "workspaces")
+
+            def see(
+                optimizer: Optimizer,
+            ) -> None:  # the first step creates its state, the second has gradients and state
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                trace.label((parameter.grad for parameter in parameters), "gradients")
+                states = (value for state in optimizer.state.values() for value in state.values())
+                trace.label((value for value in states if isinstance(value, torch.Tensor)), "optimizer states")
+
+            with on_optimizer_step(see), trace:
                 trace.begin_step()
                 self._step_fn()  # creates optimizer states, and finds buffers that change
                 trace.begin_step()
                 self._step_fn()
-        return StepRun(trace.peak_bytes, trace.total_seconds, trace.allocations)
+            trace.label((parameter.grad for parameter in self._model.parameters()), "gradients")
+        return StepRun(trace.peak_bytes, self._seconds_of_all(trace.total_seconds), trace.allocations)
+
+    def of_all_micro_batches(self, measured: MeasuredStep) -> MeasuredStep:
+        """Returns what was measured with the seconds of all micro-batches."""
+        self._optimizer_seconds = measured.optimizer_seconds
+        tables = (
+            tuple(tuple(self._factor * seconds for seconds in row) for row in table)
+            for table in (measured.forward_seconds, measured.backward_seconds)
+        )
+        forward, backward = tables
+        total = self._seconds_of_all(measured.step_seconds)
+        return replace(measured, forward_seconds=forward, backward_seconds=backward, step_seconds=total)
+
+    def _seconds_of_all(self, seconds: float) -> float:
+        return self._factor * (seconds - self._optimizer_seconds) + self._optimizer_seconds
 
     @contextmanager
     def _from_start(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from graphckpt.graph.graph import Graph
 from graphckpt.train.data.samples import Opened
 from graphckpt.train.loop import attribute_errors
 from graphckpt.train.parallel.ranks import TrainRanks, seed_all, seed_per_rank
-from graphckpt.train.policies import block_policies, unit_names
+from graphckpt.train.policies import block_policies, selected_names
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.tasks.base import Task, TextTask, sum_of_losses
 from graphckpt.train.tasks.causal_lm import LOSS_HEAD, CausalLM
@@ -72,8 +72,8 @@ def build_model(
 
         broadcast_weights(model, data_mesh)
         if stage := settings.zero_optimization.active_stage:
-            section = settings.activation_checkpoint  # units are layers, checkpointed or not
-            layers = marked_layers(model) if section.unit is None else unit_names(model, section)
+            section = settings.activation_checkpoint  # its blocks are layers, checkpointed or not
+            layers = marked_layers(model) if section.select is None else selected_names(model, section)
             apply_fsdp(model, data_mesh, layers, stage=stage)
     seed_per_rank(settings.seed, ranks.stream)
     return BuiltModel(model, architecture, pipeline, task, settings, ranks)

@@ -24,25 +24,25 @@ _WHERE = "train.activation_checkpoint"
 def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict[str, dict[str, Any]]:
     """Returns the fields to set on each block, by its name in ``model``.
 
-    Those in ``blocks`` override those of every unit, pattern by pattern; a saved plan replaces both.
+    Those in ``policies`` override those of every selected block, pattern by pattern; a saved plan replaces both.
     """
     if not config.enabled or config.memory_budget is not None:
         return {}
     settings: dict[str, dict[str, Any]] = {}
     faults: list[str] = []
-    where = f"{_WHERE}.{'blocks' if config.plan is None else 'plan'}"
-    blocks: Mapping[Any, Any] = config.blocks or {}
+    where = f"{_WHERE}.{'policies' if config.plan is None else 'plan'}"
+    policies: Mapping[Any, Any] = config.policies or {}
     if config.plan is not None:
         try:
-            blocks = policies_from_file(config.plan)
+            policies = policies_from_file(config.plan)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     elif fields := ({} if config.rule is None else {"activation_checkpointing": config.rule}) | config.beside_rule:
         try:
-            settings = {name: dict(fields) for name in unit_names(model, config)}
+            settings = {name: dict(fields) for name in selected_names(model, config)}
         except ConfigError as error:
             faults.append(str(error))
-    for pattern, value in blocks.items():
+    for pattern, value in policies.items():
         try:
             for name in _select(model, pattern):
                 settings[name] = {**settings.get(name, {}), **fields_of(value)}
@@ -76,18 +76,18 @@ def _invalid_fields(settings: dict[str, dict[str, Any]]) -> Iterator[str]:
                 yield f"{_WHERE}: {error}"
 
 
-def unit_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
-    if config.unit is None:
+def selected_names(model: nn.Module, config: ActivationCheckpointConfig) -> list[str]:
+    if config.select is None:
         layers = marked_layers(model)
-        if layers or config.blocks is not None:
+        if layers or config.policies is not None:
             return layers
-        fix = f"name its class or its blocks: {_WHERE}.unit=Block, or {_WHERE}.unit='layers.*'"
-        raise ConfigError(f"{_WHERE}: {type(model).__name__} marks no layer as a unit · fix: {fix}")
-    patterns = [config.unit] if isinstance(config.unit, str) else config.unit
+        fix = f"name its class or its blocks: {_WHERE}.select=Block, or {_WHERE}.select='layers.*'"
+        raise ConfigError(f"{_WHERE}: expected a model that marks its layers, got {type(model).__name__} · fix: {fix}")
+    patterns = [config.select] if isinstance(config.select, str) else config.select
     try:
         return list(dict.fromkeys(name for pattern in patterns for name in _select(model, pattern)))
     except ConfigError as error:
-        raise ConfigError(f"{_WHERE}.unit: {error}") from None
+        raise ConfigError(f"{_WHERE}.select: {error}") from None
 
 
 def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def plan_on_batch(
 
 
 def replan_on_out_of_memory(graph: Graph, config: ActivationCheckpointConfig) -> None:
-    """Makes the graph replan where memory runs out, unless its model has no units."""
+    """Makes the graph replan where memory runs out, unless no blocks of its model are known."""
     try:
         graph.config.plan_options = _options(graph, config)
     except ConfigError:
@@ -138,6 +138,6 @@ def _options(graph: Graph, config: ActivationCheckpointConfig) -> PlanOptions:
     model = graph.model.origin
     assert isinstance(model, nn.Module)
     return config.plan_options(
-        blocks=[f"model.{name}" for name in unit_names(model, config)],
+        select=[f"model.{name}" for name in selected_names(model, config)],
         head={f"model.{name}": rules for name, rules in head_policies(model, config.head).items()},
     )

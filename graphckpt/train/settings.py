@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt.blocks.config import OTHER_NAMES, BlockConfig
+from graphckpt.deprecation import accepts_old_names
 from graphckpt.errors import ConfigError
 from graphckpt.planning import options as budget
 from graphckpt.planning.options import PlanOptions
@@ -121,7 +122,12 @@ class AmpConfig:
     """The autocast dtype; ``"float16"`` uses a gradient scaler."""
 
 
+OLD_KEYS: Mapping[str, str] = {"unit": "select", "blocks": "policies"}
+"""The deprecated names of keys of ``train.activation_checkpoint``."""
+
+
 @final
+@accepts_old_names(**OLD_KEYS)
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointConfig:
     """Which blocks of the model save less, and how: ``train.activation_checkpoint``."""
@@ -138,30 +144,31 @@ class ActivationCheckpointConfig:
     enabled: bool = False
     """Whether blocks get policies; with ``memory_budget`` they do in any case."""
     rule: bool | str | dict[str, Any] | None = True
-    """For every unit: ``True``, ``"selective"``, or a mapping such as ``{"rule": "selective"}``; ``None`` for none."""
-    unit: str | list[str] | None = None
-    """Class names or name patterns of the units; ``None`` is the layers that Transformers recomputes."""
-    blocks: dict[str, bool | str | dict[str, Any] | None] | None = None
+    """For every selected block: ``True``, ``"selective"``, or a mapping such as ``{"rule": "selective"}``; ``None`` for
+    none."""
+    select: str | list[str] | None = None
+    """Class names or name patterns of the blocks; ``None`` is the layers that Transformers recomputes."""
+    policies: dict[str, bool | str | dict[str, Any] | None] | None = None
     """On top of ``rule``, by name pattern: ``{"transformer.h.[01]": False, "transformer.h.2": "selective"}``."""
     offload: bool | str | None = None
-    """Where the saved tensors of every unit are stored: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``."""
+    """Where saved tensors of selected blocks are stored: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``."""
     partition: bool | None = None
     """Whether they are partitioned over the processes of ``train.dist.tensor_parallel_size``."""
     contiguous: bool | None = None
     """Whether they are stored in one slab, as big as the first step needs."""
     determinism_check: Literal["none", "default", "values"] | None = None
-    """What is compared in the recomputation of every unit: nothing; shapes and dtypes, and the values of some calls;
-    or the values of every call. ``None`` is ``"default"``."""
+    """What is compared in the recomputation of every selected block: nothing; shapes and dtypes, and the values of some
+    calls; or the values of every call. ``None`` is ``"default"``."""
     compile: bool | dict[str, Any] | None = None
-    """Whether each unit is compiled inside of its policy; or what ``torch.compile`` is called with."""
+    """Whether each selected block is compiled inside of its policy; or what ``torch.compile`` is called with."""
 
     plan: str | None = None
     """A file that ``graphckpt plan --save`` or ``Plan.save`` has written: its policies, in place of ``rule``."""
     memory_budget: int | float | str | None = None
     """Bytes of each process, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain step's peak, ``"max"``
-    or ``"min"``: before the first update, each unit gets the policy with which the step is fastest within it. Beside
-    it, ``offload`` says where tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what is kept
-    lies in one slab. Units that ``compile`` are planned as they run then."""
+    or ``"min"``: before the first update, each selected block gets the policy with which the step is fastest within it.
+    Beside it, ``offload`` says where tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what
+    is kept lies in one slab. Blocks with ``compile`` are planned as they run then."""
     fit: Literal["throughput", "batch"] | None = None
     """Choose ``train_micro_batch_size`` and ``num_accumulation_steps`` before the run, for the ``global_batch_size``:
     the fastest micro-batch that fits into ``memory_budget``, or the largest, with the policies that are planned for it.
@@ -173,7 +180,7 @@ class ActivationCheckpointConfig:
     check: bool = True
     """With ``memory_budget``: run the step under the plan, and replan if its peak is over the budget or off by 1 %."""
     on_out_of_memory: Literal["raise", "replan"] = "replan"
-    """When an update runs out of memory: plan the units again for the free memory, and repeat it, with one warning; or
+    """When an update runs out of memory: plan the blocks again for the free memory, and repeat it, with one warning; or
     raise the error. Several processes raise it in any case."""
     head: dict[str, Any] | None = None
     """With ``memory_budget``, the block that computes the loss, and one way or a list of ways in which it may run:
@@ -181,7 +188,7 @@ class ActivationCheckpointConfig:
 
     @property
     def beside_rule(self) -> dict[str, Any]:
-        """The keys that hold for every unit, whatever its rule, as far as they are set."""
+        """The keys that hold for every selected block, whatever its rule, as far as they are set."""
         values = {
             name: getattr(self, name) for name in ("offload", "partition", "contiguous", "determinism_check", "compile")
         }
@@ -201,13 +208,13 @@ class ActivationCheckpointConfig:
                 _ = self.plan_options()
             except ConfigError as error:
                 yield str(error)
-            if self.blocks is not None:
-                yield "memory_budget: the plan chooses, and blocks is set as well · fix: unset one of them"
-        if self.plan is not None and (self.blocks is not None or self.memory_budget is not None):
-            other = "blocks" if self.memory_budget is None else "memory_budget"
+            if self.policies is not None:
+                yield "memory_budget: the plan chooses, and policies is set as well · fix: unset one of them"
+        if self.plan is not None and (self.policies is not None or self.memory_budget is not None):
+            other = "policies" if self.memory_budget is None else "memory_budget"
             yield f"plan: expected no {other} beside a saved plan · fix: unset one of them"
-        if self.fit is not None and (self.blocks is not None or self.plan is not None):
-            other = "blocks" if self.plan is None else "plan"
+        if self.fit is not None and (self.policies is not None or self.plan is not None):
+            other = "policies" if self.plan is None else "plan"
             yield f"fit: the plan of the chosen batch size sets the policies, and {other} is set · fix: unset one"
         yield from self._head_faults()
         for name, value in self.beside_rule.items():
@@ -218,7 +225,7 @@ class ActivationCheckpointConfig:
 
     def _head_faults(self) -> Iterator[str]:
         if self.head and self.memory_budget is None:
-            yield "head: no memory_budget is set to plan it for · fix: set one, or name the block in blocks"
+            yield "head: no memory_budget is set to plan it for · fix: set one, or name the block in policies"
         for name, value in (self.head or {}).items():
             try:
                 if any(parse_rule(one) is None for one in (value if isinstance(value, list) else [value])):

@@ -156,18 +156,18 @@ def test_a_plan_saves_it(tmp_path: Path) -> None:
     plan = graphckpt.plan(
         model, lambda: model(torch.ones(64, D)).sum().backward(), memory_budget="min", determinism_check="values"
     )
-    fields = list(plan.blocks.values())
+    fields = list(plan.policies.values())
     assert fields
     assert all(each["determinism_check"] == "values" for each in fields)
     plan.save(tmp_path / "plan.yaml")
-    assert Plan.load(tmp_path / "plan.yaml").blocks == plan.blocks
+    assert Plan.load(tmp_path / "plan.yaml").policies == plan.policies
     with graphckpt.apply(model, str(tmp_path / "plan.yaml")):
         model(torch.ones(2, D)).sum().backward()
         assert set(checks(model).values()) == {"values"}
 
 
 def test_a_callback_sets_it_on_every_unit() -> None:
-    callback = PolicyCallback(unit="layers.*", determinism_check="values")
+    callback = PolicyCallback(select="layers.*", determinism_check="values")
     model = Model()
     callback._begin(model, print)
     assert set(checks(model).values()) == {"values"}
@@ -178,7 +178,7 @@ def test_a_callback_sets_it_on_every_unit() -> None:
 
 
 def test_a_config_sets_it_on_every_unit() -> None:
-    config = ActivationCheckpointConfig(enabled=True, unit="layers.*", determinism_check="values")
+    config = ActivationCheckpointConfig(enabled=True, select="layers.*", determinism_check="values")
     assert {fields["determinism_check"] for fields in block_policies(Model(), config).values()} == {"values"}
     assert config.plan_options().determinism_check == "values"
     assert not list(config.faults())

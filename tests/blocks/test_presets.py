@@ -65,7 +65,7 @@ def test_presets_say_which_layers_run_again(policies, expected):
     model = Piled(9)
     found = policies(model)
     assert runs(model, found, X) == expected
-    with_config = ActivationCheckpointConfig(enabled=True, rule=None, blocks=found)
+    with_config = ActivationCheckpointConfig(enabled=True, rule=None, policies=found)
     assert set(block_policies(model, with_config)) == set(found), "a config takes them too"
 
 

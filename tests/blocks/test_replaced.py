@@ -250,7 +250,7 @@ def test_a_plan() -> None:
     torch.manual_seed(0)
     model, x_NCT = Network(), torch.randn(N, C, T)
     plan = graphckpt.plan(
-        model, lambda: step(model, x_NCT), memory_budget="min", blocks="layers.*", candidates=["full"], progress=False
+        model, lambda: step(model, x_NCT), memory_budget="min", select="layers.*", candidates=["full"], progress=False
     )
     replace(model)
     plain = copy.deepcopy(model)

@@ -58,8 +58,8 @@ def test_overrides_of_every_type_reach_the_settings():
         "train.device=null",
         "train.output_dir='with = and space'",
         "train.activation_checkpoint.rule={rule: selective}",
-        "train.activation_checkpoint.unit=[BertLayer, bert.pooler]",
-        'train.activation_checkpoint.blocks={"bert.encoder.layer.0": false}',
+        "train.activation_checkpoint.select=[BertLayer, bert.pooler]",
+        'train.activation_checkpoint.policies={"bert.encoder.layer.0": false}',
         "train.scheduler.alpha=0",
         "train.global_batch_size=64",
         "data.paths=[a, b]",
@@ -73,8 +73,8 @@ def test_overrides_of_every_type_reach_the_settings():
     train, ckpt = run.train, run.train.activation_checkpoint
     assert (train.train_iter, train.warmup_ratio, train.amp.enabled, train.device) == (100, 0.25, False, None)
     assert train.output_dir == "with = and space"
-    assert (ckpt.rule, ckpt.unit) == ({"rule": "selective"}, ["BertLayer", "bert.pooler"])
-    assert ckpt.blocks == {"bert.encoder.layer.0": False}
+    assert (ckpt.rule, ckpt.select) == ({"rule": "selective"}, ["BertLayer", "bert.pooler"])
+    assert ckpt.policies == {"bert.encoder.layer.0": False}
     assert train.sizes.accumulation == 4
     assert (run.data().paths, run.task().mask_fraction) == (["a", "b"], 0.2)
     assert tuple(run.optim.arguments["betas"]) == (0.8, 0.9)

@@ -28,10 +28,10 @@ def printed(capsys, *words):
 
 def test_each_value_is_that_of_the_run_and_names_its_origin(capsys, tmp_path):
     blocks = '{"*.h.0": {"activation_checkpointing": false}}'
-    words = ["optim.lr=3e-4", f"train.activation_checkpoint.blocks={blocks}"]
+    words = ["optim.lr=3e-4", f"train.activation_checkpoint.policies={blocks}"]
     config, origins = printed(capsys, "quickstart.py", "--fast-dev-run", *words)
     assert config["optim"]["lr"] == 3e-4
-    assert config["train"]["activation_checkpoint"]["blocks"] == {"*.h.0": {"activation_checkpointing": False}}
+    assert config["train"]["activation_checkpoint"]["policies"] == {"*.h.0": {"activation_checkpointing": False}}
     assert config["train"]["seed"] == get_config("quickstart.py").train.seed
     assert config["model"]["config"]["vocab_size"] == "${data.vocab_size}"
     expected = {

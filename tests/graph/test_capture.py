@@ -249,7 +249,7 @@ def test_planning_gives_the_memory_of_captures_back_first() -> None:
         graph(x)
     assert captured(graph).num_cached == 1
     managers.append(captured(graph))
-    graph.plan(x, memory_budget="min", blocks="model.0.*").apply()
+    graph.plan(x, memory_budget="min", select="model.0.*").apply()
     assert set(alive) == {0}
 
 

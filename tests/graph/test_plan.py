@@ -113,7 +113,7 @@ def test_a_graph_that_was_planned_dies_with_its_last_reference():
 
 
 def test_selectors_choose_what_is_planned():
-    found = made().plan(X, memory_budget="min", blocks=["model.layers.[01]"])
+    found = made().plan(X, memory_budget="min", select=["model.layers.[01]"])
     assert [row.block for row in found.rows] == ["model.layers.0", "model.layers.1"]
 
 

@@ -67,7 +67,7 @@ def test_all_memory_of_the_device(tmp_path: Path) -> None:
     assert (fitted.per_device_train_batch_size, fitted.gradient_accumulation_steps) == (8, 1)
     callback = GraphckptCallback(memory_budget="max", report=False)
     Trainer(model=gpt2(), args=fitted, train_dataset=Tokens(), callbacks=[callback]).train()
-    assert callback.plan.blocks == {}, "all fits"
+    assert callback.plan.policies == {}, "all fits"
 
 
 def test_a_callback_predicts_the_peak_of_the_trainer_which_releases_the_logits_before_backward(tmp_path: Path) -> None:

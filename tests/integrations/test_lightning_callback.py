@@ -101,7 +101,7 @@ def ddp() -> Any:
 
 def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(tmp_path: Path, capsys: Any) -> None:
     plain = fit(tmp_path)
-    callback = GraphckptCallback(unit=Layer)
+    callback = GraphckptCallback(select=Layer)
     ours = fit(tmp_path, callback, logger=CSVLogger(tmp_path))
     assert differences(ours, plain) == []
     assert (RUNS[plain], RUNS[ours]) == ([3] * LAYERS, [6] * LAYERS)
@@ -118,7 +118,7 @@ def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(tmp_path: Path, ca
 
 def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
     plain = fit(tmp_path, strategy=ddp())
-    callback = GraphckptCallback(rule=None, blocks={"net.1": True, "re:net\\.[23]": "selective"})
+    callback = GraphckptCallback(rule=None, policies={"net.1": True, "re:net\\.[23]": "selective"})
     ours = fit(tmp_path, callback, strategy=ddp())
     assert differences(ours, plain) == []
     assert RUNS[ours] == [6, 6, 6, 3]
@@ -127,7 +127,7 @@ def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
 
 def test_a_memory_budget_is_planned_for_on_the_second_batch(tmp_path: Path, capsys: Any) -> None:
     plain = fit(tmp_path, batch=256)
-    callback = GraphckptCallback(unit="Layer", memory_budget=0.6, report="table", plot=str(tmp_path / "step.png"))
+    callback = GraphckptCallback(select="Layer", memory_budget=0.6, report="table", plot=str(tmp_path / "step.png"))
     ours = fit(tmp_path, callback, batch=256)
     assert differences(ours, plain) == []
     plan, seen = callback.plan, callback.explanation
@@ -164,13 +164,13 @@ class ByHand(Regression):
 
 @pytest.mark.parametrize(("kind", "more"), [(ByHand, {}), (Regression, {"accumulate_grad_batches": 2})])
 def test_a_budget_runs_no_step_twice(tmp_path: Path, kind: type[Regression], more: dict[str, Any]) -> None:
-    callback = GraphckptCallback(unit="Layer", memory_budget="min", report="table")
+    callback = GraphckptCallback(select="Layer", memory_budget="min", report="table")
     plain, ours = (
         fit(tmp_path, *callbacks, batch=64, kind=kind, max_epochs=3, **more) for callbacks in ([], [callback])
     )
     assert differences(ours, plain) == []
     assert getattr(ours, "num_steps", 0) == getattr(plain, "num_steps", 0)
-    assert callback.plan.blocks
+    assert callback.plan.policies
     assert callback.explanation.peak_bytes <= callback.plan.predicted_peak_bytes < callback.plan.plain_peak_bytes
 
 
@@ -178,7 +178,7 @@ def test_a_budget_runs_no_step_twice(tmp_path: Path, kind: type[Regression], mor
 def test_the_measured_batch_is_one_with_optimizer_states_if_there_is_one(
     tmp_path: Path, num_batches: int, accumulated: int, has_states: bool
 ) -> None:
-    callback = GraphckptCallback(unit="Layer")
+    callback = GraphckptCallback(select="Layer")
     logger = CSVLogger(tmp_path)
     fit(tmp_path, callback, logger=logger, limit_train_batches=num_batches, accumulate_grad_batches=accumulated)
     weights = sum(p.nbytes for p in Regression().parameters())
@@ -192,7 +192,7 @@ def test_an_error_takes_the_policies_off(tmp_path: Path) -> None:
             self.module = pl_module
             raise ZeroDivisionError
 
-    failing, callback = Failing(), GraphckptCallback(unit="Layer")
+    failing, callback = Failing(), GraphckptCallback(select="Layer")
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, callback, failing)
     assert not any("forward" in vars(m) for m in failing.module.modules())

@@ -142,7 +142,7 @@ def test_a_memory_budget_is_planned_for_on_the_second_step(tmp_path: Path, capsy
     plan, seen = callback.plan, callback.explanation
     assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
     assert seen.peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
-    assert {row.block for row in seen.rows if row.rule != "keep"} >= plan.blocks.keys()
+    assert {row.block for row in seen.rows if row.rule != "keep"} >= plan.policies.keys()
     printed = capsys.readouterr().out
     assert "graphckpt: plan\n" in printed
     assert "kept for backward: " in printed
@@ -221,7 +221,7 @@ def test_a_budget_in_a_trainer_with_its_own_loss(tmp_path: Path, kind: type[Trai
     (callback,) = callbacks
     assert callback.explanation.peak_bytes <= callback.plan.predicted_peak_bytes < callback.plan.plain_peak_bytes
     rules = {row.block: row.rule for row in callback.explanation.rows}
-    assert {name for name in rules if rules[name] != "keep"} >= callback.plan.blocks.keys()
+    assert {name for name in rules if rules[name] != "keep"} >= callback.plan.policies.keys()
     assert all(module.gradient_checkpointing == (OWN in more) for module in trainer.model.transformer.h)
     assert not has_policies(trainer.model)
 
@@ -273,7 +273,7 @@ def test_a_longer_batch_keeps_the_budget_and_is_planned_for(tmp_path: Path, caps
     assert max(ours.peaks) <= budget < max(plain.peaks)
     assert max(full.peaks) < max(ours.peaks[4:]), "the second plan keeps more than full"
     assert ours.peaks[3] == full.peaks[3], "the first long batch recomputes all"
-    assert 0 < len(callback.plan.blocks) <= LAYERS
+    assert 0 < len(callback.plan.policies) <= LAYERS
     printed = capsys.readouterr().out
     assert "planned again, for the largest batch so far" in printed
     assert f"graphckpt: planned {len(callback.plan.rows)}x keep; predicted peak " in printed, "of the first plan"
@@ -405,12 +405,12 @@ SELECTIVE = "selective(matmul+attention)"
         (
             {
                 "rule": "selective",
-                "unit": "GPT2Block",
-                "blocks": {"transformer.h.0": False, "*.h.1": {"offload": "disk"}},
+                "select": "GPT2Block",
+                "policies": {"transformer.h.0": False, "*.h.1": {"offload": "disk"}},
             },
             [("keep", "device"), (SELECTIVE, "disk"), (SELECTIVE, "device"), (SELECTIVE, "device")],
         ),
-        ({"blocks": {"*.h.[13]": False}}, [("full", "device"), ("keep", "device")] * 2),
+        ({"policies": {"*.h.[13]": False}}, [("full", "device"), ("keep", "device")] * 2),
     ],
 )
 def test_blocks_replace_fields_of_their_units(tmp_path: Path, keys: dict[str, Any], expected: Any) -> None:
@@ -421,7 +421,7 @@ def test_blocks_replace_fields_of_their_units(tmp_path: Path, keys: dict[str, An
 
 
 def test_transformers_own_checkpointing_is_noticed_and_set_aside(tmp_path: Path) -> None:
-    callback = GraphckptCallback(blocks={"transformer.h.3": False})
+    callback = GraphckptCallback(policies={"transformer.h.3": False})
     with pytest.warns(UserWarning, match="fix: leave activation_checkpointing out of TrainingArguments"):
         _, runs = train_twice(gpt2, tmp_path, callback, {OWN: True})
     assert set(runs.values()) == {6}  # the last one by Transformers' own, and none of them twice again
@@ -443,7 +443,7 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
     model = nn.Sequential(*(ChecksItself(4, 4) for _ in range(3)))
     for layer in model:
         layer.gradient_checkpointing = True
-    callback = GraphckptCallback(rule=None, blocks={"0": True, "1": False})
+    callback = GraphckptCallback(rule=None, policies={"0": True, "1": False})
     with pytest.warns(UserWarning, match="own checkpointing is on as well"):
         callback.on_train_begin(arguments(tmp_path), TrainerState(), TrainerControl(), model=model)
     model(torch.ones(2, 4)).sum().backward()
@@ -517,12 +517,12 @@ def test_lora_in_trainer_needs_no_gradient_of_the_inputs(tmp_path: Path) -> None
 
 
 def test_keys_on_the_command_line(monkeypatch: Any) -> None:
-    keys = {"rule": "selective", "blocks": '{"*.h.0": false}', "offload": "cpu"}
+    keys = {"rule": "selective", "policies": '{"*.h.0": false}', "offload": "cpu"}
     line = [word for name, value in keys.items() for word in (f"--graphckpt_{name}", value)]
     monkeypatch.setattr(sys, "argv", ["x", *line])
     (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses()
-    assert keys.keys() == {"rule": "selective", "unit": None, "blocks": {"*.h.0": False}, "offload": "cpu"}
-    shown = "GraphckptCallback(rule='selective', blocks={'*.h.0': False}, offload='cpu')"
+    assert keys.keys() == {"rule": "selective", "select": None, "policies": {"*.h.0": False}, "offload": "cpu"}
+    shown = "GraphckptCallback(rule='selective', policies={'*.h.0': False}, offload='cpu')"
     assert repr(GraphckptCallback.from_arguments(keys)) == shown
 
 
@@ -531,30 +531,30 @@ def test_keys_on_the_command_line(monkeypatch: Any) -> None:
     [('{"a": ', "expected a JSON object: "), ("[1]", r"expected a JSON object, got \[1\] · fix: write it as ")],
 )
 def test_blocks_that_are_no_mapping_are_one_error(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^graphckpt_blocks: {message}"):
-        GraphckptArguments(graphckpt_blocks=text).keys()
+    with pytest.raises(ConfigError, match=f"^graphckpt_policies: {message}"):
+        GraphckptArguments(graphckpt_policies=text).keys()
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"offload": "gpu"}, r"^GraphckptCallback\.offload: expected an offload target, got 'gpu' · .*fix: "),
-        ({"blocks": {"h": {"tiles": 0}}}, r"^GraphckptCallback\.blocks\['h'\]\.tiles: "),
+        ({"policies": {"h": {"tiles": 0}}}, r"^GraphckptCallback\.policies\['h'\]\.tiles: "),
         ({"cpu_checkpointing": True}, r"^GraphckptCallback\.cpu_checkpointing: .* · fix: write offload, "),
         ({"rule": "ful"}, r"\.rule: expected a rule, got 'ful' · did you mean 'full'"),
         ({"rule": "12GiB"}, r"\.rule: expected a rule, got '12GiB' · fix: memory_budget='12GiB'"),
-        ({"rule": "*.h.0"}, r"\.rule: expected a rule, got '\*\.h\.0' · fix: unit='\*\.h\.0'"),
-        ({"rule": {"*.h.0": False}}, r"\.rule: expected a rule, .* · fix: blocks={'\*\.h\.0': False}"),
+        ({"rule": "*.h.0"}, r"\.rule: expected a rule, got '\*\.h\.0' · fix: select='\*\.h\.0'"),
+        ({"rule": {"*.h.0": False}}, r"\.rule: expected a rule, .* · fix: policies={'\*\.h\.0': False}"),
         ({"rule": {"rule": "selectiv"}}, r"\.rule: expected a rule, got 'selectiv' · did you mean 'selective'"),
         ({"rule": {"rule": "selective"}, "offload": "gpu"}, r"\.offload: expected an offload target, got 'gpu'"),
         ({"rule": "table"}, r"\.rule: expected a rule, got 'table' · fix: report='table'"),
-        ({"rules": "full"}, r": unexpected argument 'rules' · did you mean 'rule' .*use rule, unit, blocks, mem"),
+        ({"rules": "full"}, r": unexpected argument 'rules' · did you mean 'rule' .*use rule, select, policies, mem"),
         ({"plot": "step.jpg"}, r"step\.jpg: expected a file ending in '\.png', '\.svg' or '\.html'"),
         ({"report": "tabel"}, r"\.report: expected True, False or 'table', got 'tabel'"),
-        ({"blocks": "x"}, r"^GraphckptCallback\.blocks: expected a mapping of selectors to policies, got 'x'"),
+        ({"policies": "x"}, r"^GraphckptCallback\.policies: expected a mapping of selectors to policies, got 'x'"),
         ({"report": 1}, r"\.report: expected True, False or 'table', got 1"),
         ({"rule": "selective", "memory_budget": 0.5}, r"rule and memory_budget cannot be combined, .* fix: omit rule"),
-        ({"blocks": {"h": True}, "memory_budget": 0.5}, r"blocks and memory_budget cannot be combined"),
+        ({"policies": {"h": True}, "memory_budget": 0.5}, r"policies and memory_budget cannot be combined"),
         ({"memory_budget": 0.5, "head": {"lm_head": "tiles"}}, r"Callback\.head: not supported .* fix: graphckpt"),
         ({"memory_budget": 0.5, "offlod": True}, r": unknown option 'offlod' · did you mean 'offload'"),
         ({"memory_budget": "150%"}, r"memory_budget: expected more than 0% and at most 100% of the .*, got '150%'"),
@@ -579,8 +579,8 @@ def test_a_picture_that_cannot_be_drawn_leaves_no_policies(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"unit": "GPT2Blok"}, r"'GPT2Blok' matches no module .* did you mean 'GPT2Block'"),
-        ({"blocks": {"*.g.1": False}}, r"'\*\.g\.1' matches no module"),
+        ({"select": "GPT2Blok"}, r"'GPT2Blok' matches no module .* did you mean 'GPT2Block'"),
+        ({"policies": {"*.g.1": False}}, r"'\*\.g\.1' matches no module"),
     ],
 )
 def test_a_selector_that_matches_nothing_is_an_error(tmp_path: Path, keys: dict[str, Any], message: str) -> None:

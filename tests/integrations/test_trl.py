@@ -172,7 +172,7 @@ def test_rules_and_a_budget_change_no_bit_and_hold(kind: str, width: int, length
     for ours in (full, selective, planned):
         assert_equal(ours, plain)
     assert max(full.peaks[1:]) < max(selective.peaks[1:]) < max(plain.peaks[1:])
-    assert 0 < len(callback.plan.blocks) <= LAYERS
+    assert 0 < len(callback.plan.policies) <= LAYERS
     assert callback.plan.predicted_peak_bytes <= budget < callback.plan.plain_peak_bytes
     assert max(planned.peaks) <= budget, "also while it was measured"
     assert max(planned.peaks[2:]) <= 1.01 * callback.plan.predicted_peak_bytes
@@ -192,6 +192,6 @@ def test_adapters_lengths_and_a_stream(kind: str, tmp_path: Path) -> None:
         lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
         runs.append(train(kind, tmp_path, each, data=data, peft_config=lora, max_steps=6, **{OWN: True}))
     assert_equal(runs[1], runs[0])
-    assert callback.plan.blocks
+    assert callback.plan.policies
     # not the predicted peak: TRL's loss takes 128 KiB for each token that is not padding, of equally many elements
     assert callback.explanation.peak_bytes < callback.plan.plain_peak_bytes

@@ -45,7 +45,7 @@ STAGES = "train.dist.pipeline_parallel_size=2"
 RECOMPUTED = [
     "train.activation_checkpoint.enabled=True",
     "train.activation_checkpoint.rule=True",
-    "train.activation_checkpoint.blocks={transformer.h.0: selective, transformer.h.2: {offload: disk}}",
+    "train.activation_checkpoint.policies={transformer.h.0: selective, transformer.h.2: {offload: disk}}",
 ]
 SIZES = "num_hidden_layers=3, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32"
 LLAMA = CONFIG.replace("gpt2.py", "llama.py").replace("n_layer=2, n_head=2, n_embd=16", SIZES)

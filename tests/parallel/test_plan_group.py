@@ -249,7 +249,7 @@ def compiled_layers_are_planned_together() -> None:
     found = case.plan("min", compile=options, check=False)
     both = shared(found.relative_to("nowhere"))
     assert both[0] == both[1]
-    assert all(fields["compile"].items() > options.items() for fields in found.blocks.values())
+    assert all(fields["compile"].items() > options.items() for fields in found.policies.values())
     with found.apply():
         assert case.peak() == found.predicted_peak_bytes
 
@@ -269,7 +269,7 @@ def fail(rank: int, folder: Path) -> None:
     layer.runs_left = -1
     raises(None, 0, lambda: case.plan(plain // 4, **FULL), PlanError, "no plan fits · the lowest possible peak is")
     raises(None, 0, lambda: case.plan(0.5 if rank else "min"), PlanError, "memory_budget: rank 0 has 'min', rank 1 'a")
-    raises(None, 0, lambda: case.plan("min", blocks=f"layers.{rank}"), PlanError, "blocks: rank 0 has ['layers.0'], ra")
+    raises(None, 0, lambda: case.plan("min", select=f"layers.{rank}"), PlanError, "blocks: rank 0 has ['layers.0'], ra")
     raises(None, 0, lambda: case.plan("min", compile=bool(rank)), PlanError, "compile: rank 0 has 'False', rank 1 'Tr")
     raises(None, 0, lambda: case.plan("min", group="all"), ConfigError, "group: expected a ProcessGroup, got 'all'")
     alone = dist.new_group([1])

@@ -39,6 +39,6 @@ def test_planned_runs_have_the_weights_of_plain_ones(place: Path) -> None:
         assert name == "zero" or same_weights(place / f"{name} plain", place / f"{name} planned"), name
         plan = Plan.load(place / f"{name} planned" / "plan.yaml")
         assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
-        assert plan.blocks
+        assert plan.policies
         log = (place / f"{name} planned" / "log.txt").read_text(encoding="utf-8")
         assert log.count("plan: memory budget") == 1

@@ -57,8 +57,8 @@ def test_a_plan_takes_what_it_says(build, share):
     found = graphckpt.plan(model, step, memory_budget=share, compile=AOT, check=False)
     assert found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
     assert {row.option for row in found.rows} - {"keep, compiled"}
-    assert all(fields["compile"].items() > AOT.items() for fields in found.blocks.values())
-    assert len(found.blocks) == len(found.rows), "a layer that keeps everything is compiled too"
+    assert all(fields["compile"].items() > AOT.items() for fields in found.policies.values())
+    assert len(found.policies) == len(found.rows), "a layer that keeps everything is compiled too"
     assert not any(isinstance(module.forward, BlockForward) for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
     with found.apply():
@@ -92,10 +92,10 @@ def test_layers_save_as_much_as_fits(monkeypatch):
 
     monkeypatch.setattr(plan_step, "measure", measured)
     found = graphckpt.plan(model, step, memory_budget=0.6, compile=AOT, check=False)
-    shares = [fields["compile"]["activation_memory_budget"] for fields in found.blocks.values()]
+    shares = [fields["compile"]["activation_memory_budget"] for fields in found.policies.values()]
     assert 1.0 in shares
     assert set(shares) & {0.8, 0.5, 0.3, 0.1}
-    assert not any(fields["activation_checkpointing"] for fields in found.blocks.values())
+    assert not any(fields["activation_checkpointing"] for fields in found.policies.values())
     peaks = []
     for share in (1.0, 0.3):
         with graphckpt.apply(model, {"layers.*": {"compile": AOT | {"activation_memory_budget": share}}}):
@@ -108,10 +108,10 @@ def test_a_share_or_rules_that_are_given_leave_out_what_the_compiler_may_do():
     model, step = stack()
     options = AOT | {"activation_memory_budget": 0.5}
     found = graphckpt.plan(model, step, memory_budget="min", compile=options)
-    assert all(fields["compile"] == options for fields in found.blocks.values())
+    assert all(fields["compile"] == options for fields in found.policies.values())
     assert {row.option for row in found.rows} <= {"keep, compiled", "full, compiled", "joined, compiled"}
     found = graphckpt.plan(model, step, memory_budget=0.5, compile=AOT, candidates=["full"])
-    assert all(fields["compile"] == AOT for fields in found.blocks.values()), "so do rules that are named"
+    assert all(fields["compile"] == AOT for fields in found.policies.values()), "so do rules that are named"
 
 
 def test_compiled_code_runs_while_the_step_is_measured_and_under_the_plan():
@@ -133,7 +133,7 @@ def test_layers_that_their_owner_has_compiled_are_planned_as_they_are():
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
     found = graphckpt.plan(model, step, memory_budget=0.5)
-    assert not any("compile" in fields for fields in found.blocks.values())
+    assert not any("compile" in fields for fields in found.policies.values())
     with found.apply():
         assert tracked_peak(model, step) == found.predicted_peak_bytes <= found.budget_bytes
 
@@ -145,7 +145,7 @@ def test_a_part_that_its_owner_has_compiled_runs_again_with_its_layer():
     torch.manual_seed(5)
     step()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
-    rules = [graphckpt.plan(model, step, memory_budget=share).blocks for share in (0.9, 0.75, "min")]
+    rules = [graphckpt.plan(model, step, memory_budget=share).policies for share in (0.9, 0.75, "min")]
     for rule in (*rules, {"layers.*": "selective"}, {"layers.*": graphckpt.Selective("attention")}):
         with graphckpt.apply(model, rule):
             for _ in range(2):  # a first call learns
@@ -159,7 +159,7 @@ def test_a_plan_with_compiled_layers_can_be_saved(tmp_path):
     found = graphckpt.plan(model, step, memory_budget=0.5, compile=EAGER)
     found.save(tmp_path / "plan.yaml")
     again = Plan.load(tmp_path / "plan.yaml")
-    assert again.blocks == found.blocks
+    assert again.policies == found.policies
     with again.apply(model):
         assert tracked_peak(model, step) == found.predicted_peak_bytes
 
@@ -174,7 +174,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(how):
     else:
         model = torch.compile(model, backend="eager")
     with pytest.raises(ConfigError, match=r"expected a module that is not compiled as a whole.*compile=True"):
-        graphckpt.plan(model, step, memory_budget=0.5, blocks="*layers.*")
+        graphckpt.plan(model, step, memory_budget=0.5, select="*layers.*")
 
 
 def test_a_part_beside_the_layers_or_in_one_may_be_compiled_as_a_whole():
@@ -237,7 +237,7 @@ def test_a_graph_plans_again_what_its_layers_save():
         step(X[:rows])
         seen.append(compiled_of(step))
         assert all(AOT.items() < how.items() for how in seen[-1])
-    assert planned(step, memory_budget=0.6).blocks.keys() == {f"model.layers.{n}" for n in range(5)}
+    assert planned(step, memory_budget=0.6).policies.keys() == {f"model.layers.{n}" for n in range(5)}
     assert all(AOT.items() < how.items() for how in compiled_of(step))
 
 

@@ -225,7 +225,7 @@ def test_a_budget_at_the_peak_of_full_is_kept(name):
     step, optimizers = STEPS[name](model)
     with apply(model, {name: True for name, _ in find_blocks(model, Layer)}):
         budget = tracked_peak(model, step, optimizers)
-    found = plan(model, step, memory_budget=budget, blocks=Layer)
+    found = plan(model, step, memory_budget=budget, select=Layer)
     assert 0 < found.floor_bytes <= budget
     with found.apply():
         assert tracked_peak(model, step, optimizers) == found.predicted_peak_bytes <= budget
@@ -260,7 +260,7 @@ def test_a_second_backward_makes_it_an_estimate(build):
     model = Views()
     step, optimizers = build(model)
     for budget in ("min", "1GiB"):
-        found = plan(model, step, memory_budget=budget, blocks=Layer)
+        found = plan(model, step, memory_budget=budget, select=Layer)
         assert [note for note in found.notes if "create_graph=True or retain_graph=True" in note] == list(found.notes)
         with found.apply():
             peak = tracked_peak(model, step, optimizers)
@@ -275,7 +275,7 @@ def test_a_step_whose_graphs_are_all_dropped_cannot_be_planned():
         model.online(model.views[0])
 
     with pytest.raises(PlanError, match="no backward went through the blocks"):
-        plan(model, step, memory_budget="min", blocks=Layer)
+        plan(model, step, memory_budget="min", select=Layer)
 
 
 # ---- a plan that its check refutes
@@ -287,7 +287,7 @@ def simple():
     model = Views()
     model.online.layers.extend(Layer() for _ in range(3))
     step, _ = stepped_once(model, lambda model: model.online(model.views[0]).square().mean())
-    least, most = (plan(model, step, memory_budget=budget, blocks=Layer) for budget in ("min", "1GiB"))
+    least, most = (plan(model, step, memory_budget=budget, select=Layer) for budget in ("min", "1GiB"))
     return model, step, least.predicted_peak_bytes, most.predicted_peak_bytes
 
 
@@ -310,7 +310,7 @@ def test_a_refuted_plan_is_not_returned(simple, monkeypatch):
     with pytest.raises(
         PlanError, match=f"memory_budget {budget} B: no plan fits · the lowest possible peak is {budget + 8} B, reached"
     ):
-        plan(model, step, memory_budget=budget, blocks=Layer)
+        plan(model, step, memory_budget=budget, select=Layer)
     assert 2 <= len(peaks) <= 4
 
 
@@ -318,7 +318,7 @@ def test_the_lowest_plan_is_tried_before_giving_up(simple, monkeypatch):
     model, step, least, most = simple
     measuring(monkeypatch, lambda peak: peak if peak <= least else peak + most)
     for budget in (least, (least + most) // 2, most - 1):
-        found = plan(model, step, memory_budget=budget, blocks=Layer)
+        found = plan(model, step, memory_budget=budget, select=Layer)
         assert found.predicted_peak_bytes == found.floor_bytes == least
 
 
@@ -326,19 +326,19 @@ def test_a_plan_that_takes_less_than_predicted_is_found(simple, monkeypatch):
     model, step, least, most = simple
     measuring(monkeypatch, lambda peak: peak // 2)
     for budget in (least // 2, least - 1, most - 1):
-        found = plan(model, step, memory_budget=budget, blocks=Layer)
+        found = plan(model, step, memory_budget=budget, select=Layer)
         assert 0 < found.floor_bytes <= found.predicted_peak_bytes <= budget
         with found.apply():
             assert RealStep(model, step).peak() == found.predicted_peak_bytes
     with pytest.raises(PlanError, match="no plan fits"):
-        plan(model, step, memory_budget=least // 2 - 1, blocks=Layer)
+        plan(model, step, memory_budget=least // 2 - 1, select=Layer)
     with pytest.raises(PlanError, match=f"the lowest possible peak is {least} B, reached "):
-        plan(model, step, memory_budget=least - 1, blocks=Layer, check=False)
+        plan(model, step, memory_budget=least - 1, select=Layer, check=False)
 
 
 @pytest.mark.parametrize("loss", [simsiam, simsiam_symmetric])
 def test_layers_that_are_called_twice_may_offload(loss, tmp_path):
     model = Views()
     step, _ = stepped_once(model, loss)
-    found = plan(model, step, memory_budget=0.6, blocks=Layer, offload=f"disk:{tmp_path}", check=False)
+    found = plan(model, step, memory_budget=0.6, select=Layer, offload=f"disk:{tmp_path}", check=False)
     assert found.predicted_peak_bytes <= found.budget_bytes

@@ -13,14 +13,23 @@ from helpers.plans import tiny_gpt2
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 import graphckpt
 from graphckpt._compat import is_fake
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import load_profile
+from graphckpt.planning.profile import flops_of, load_profile
 
 aten = torch.ops.aten
 
@@ -39,7 +48,24 @@ def resnet() -> nn.Module:
     return ResNetForImageClassification(config)
 
 
-BLOCKS = {gpt2: "transformer.h.*", llama: "model.layers.*", resnet: "resnet.encoder.stages.*.layers.*"}
+def mixtral() -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(num_hidden_layers=2, **sizes, vocab_size=128, num_local_experts=4))
+
+
+def qwen_moe() -> nn.Module:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(num_hidden_layers=2, **sizes, head_dim=16, vocab_size=128, num_experts=8)
+    return Qwen3MoeForCausalLM(config)
+
+
+BLOCKS = {
+    gpt2: "transformer.h.*",
+    llama: "model.layers.*",
+    mixtral: "model.layers.*",
+    qwen_moe: "model.layers.*",
+    resnet: "resnet.encoder.stages.*.layers.*",
+}
 
 
 def loss_of(model: nn.Module, **more: Any) -> torch.Tensor:
@@ -87,7 +113,8 @@ def levels(build: Callable[[], nn.Module], rule: Any, device: contextlib.Abstrac
 
 @pytest.mark.parametrize(
     ("build", "rule"),
-    [(build, rule) for build in (gpt2, llama) for rule in (False, True, "selective")] + [(resnet, True)],
+    [(build, rule) for build in (gpt2, llama) for rule in (False, True, "selective")]
+    + [(resnet, True), (mixtral, False), (mixtral, True), (qwen_moe, False)],
 )
 def test_a_step_on_fake_tensors_has_the_bytes_of_the_real_one(build: Callable[[], nn.Module], rule: Any) -> None:
     real = levels(build, rule, contextlib.nullcontext())
@@ -294,6 +321,73 @@ class TestSteps:
             torch.zeros(4, dtype=torch.long).max().item()
         with FakeDevice(load_profile("a100-80g")), pytest.raises(ConfigError, match="plan on the device"):
             bool(torch.zeros(1) > 0)
+
+    @pytest.mark.parametrize("build", [mixtral, qwen_moe])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("autocasts", [False, True])
+    def test_mixtures_of_experts_run_in_each_dtype(
+        self, build: Callable[[], nn.Module], dtype: torch.dtype, autocasts: bool
+    ) -> None:
+        def make_model() -> tuple[nn.Module, Callable[[], object]]:
+            model = build().to(dtype).train()
+
+            def step() -> None:
+                with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
+                    loss = loss_of(model)
+                loss.backward()
+
+            return model, step
+
+        plan = graphckpt.plan(make_model, device="h100", memory_budget="min", candidates="full")
+        assert plan.predicted_peak_bytes < plan.plain_peak_bytes
+
+    def test_a_constructor_reads_values_of_small_tensors(self) -> None:
+        @as_module(dict)
+        def Rotary(self: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scaled.sum()
+
+        class ScaledRotary(Rotary):  # type: ignore[misc,valid-type]
+            def __init__(self) -> None:
+                super().__init__()
+                frequencies = 1.0 / (10000 ** (torch.arange(0, 64, 2).float() / 64))
+                frequencies[0] = 2.0
+                self.num_scaled = sum(1 for frequency in frequencies if 6.28 / frequency > 100)
+                self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+                self.register_buffer("scaled", torch.stack([*frequencies]))
+
+        def make_model() -> tuple[nn.Module, Callable[[], object]]:
+            model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), ScaledRotary()) for _ in range(3)])
+            models.append(model)
+            return model, lambda: model(torch.zeros(8, 64)).sum().backward()
+
+        models = [nn.Sequential(nn.Sequential(nn.Identity(), ScaledRotary()))]
+        graphckpt.plan(make_model, device="h100", memory_budget="max", candidates="full")
+        real, fake = (model[0][1] for model in models)
+        assert (fake.num_scaled, fake.rates) == (real.num_scaled, real.rates)
+        assert 0 < fake.num_scaled < 32
+        assert is_fake(fake.scaled)
+        assert fake.scaled.constant is None
+        with FakeDevice(load_profile("h100")) as device:
+            with device.building():
+                norm = nn.LayerNorm(4)
+            assert norm.to(torch.bfloat16).weight.dtype is torch.bfloat16
+
+    def test_a_constructor_that_reads_random_values_is_named(self) -> None:
+        class ReadsWeights(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                if torch.rand(3).sum() > 1:
+                    self.linear = nn.Linear(3, 3)
+
+        place = r"ReadsWeights \(test_fake_device.py, line \d+\) reads the value of a tensor by torch.Tensor.__bool__"
+        with pytest.raises(ConfigError, match=f"the constructor of {place}.* fix: compute it without tensors"):
+            graphckpt.plan(lambda: (ReadsWeights(), print), device="h100", memory_budget="max")
+
+    def test_the_products_of_experts_are_counted(self) -> None:
+        tokens, weights = torch.zeros(10, 4, device="meta"), torch.zeros(3, 4, 5, device="meta")
+        assert flops_of(aten._grouped_mm.default, (tokens, weights), {}, None) == 2 * 10 * 4 * 5
+        assert flops_of(aten._grouped_mm.default, (tokens.t(), torch.zeros(10, 5)), {}, None) == 2 * 10 * 4 * 5
+        assert flops_of(aten._grouped_mm.default, (torch.zeros(3, 2, 4), weights), {}, None) == 3 * 2 * 2 * 4 * 5
 
     def test_a_llama_of_seven_billion_parameters_needs_no_memory(self) -> None:
         device = FakeDevice(load_profile("a100-80g"))

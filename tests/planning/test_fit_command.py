@@ -36,6 +36,18 @@ def test_the_command_finds_the_largest_and_the_fastest_batch(tmp_path, capsys, m
     assert "simulating the step at batch size" in printed.err
 
 
+def test_json_is_one_object_with_the_bytes_of_each_size(capsys):
+    printed = run("--memory-budget", "1GiB", "--json", "--batch-sizes", "16,4096", capsys=capsys)
+    fits, does_not = json.loads(printed.out)["rows"]
+    assert fits["allocated_bytes"] == fits["peak_bytes"] <= 2**30 < does_not["peak_bytes"]
+    assert fits["seconds"] > 0
+    assert fits["policies"] == fits["blocks"]
+    assert sum(fits["parts"].values()) == fits["allocated_bytes"] <= fits["reserved_bytes"] < fits["nvidia_smi_bytes"]
+    assert fits.keys() == does_not.keys()
+    unknown = ("allocated_bytes", "reserved_bytes", "expandable_reserved_bytes", "nvidia_smi_bytes", "parts", "seconds")
+    assert [does_not[name] for name in (*unknown, "policies")] == [None] * 7
+
+
 @pytest.mark.slow
 def test_its_numbers_are_those_of_the_plan_command(capsys):
     printed = run("--memory-budget", "2GiB", "--json", "--batch-sizes", "16,64,128,300", capsys=capsys)

@@ -23,13 +23,13 @@ def with_batch_norm(batch_size):
 def test_a_batch_too_small_for_batch_norm_does_not_hide_that_nothing_fits():
     for sizes in (None, range(1, 9), [1, 2]):
         with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size [^1]"):
-            graphckpt.fit(with_batch_norm, batch_sizes=sizes, memory_budget="1KiB", blocks="*").largest
+            graphckpt.fit(with_batch_norm, batch_sizes=sizes, memory_budget="1KiB", select="*").largest
 
 
 @pytest.mark.parametrize("device", [None, "h200"])
 @pytest.mark.parametrize(("sizes", "largest"), [(range(1, 9), 8), ([1, 2, 4], 4)])
 def test_a_size_at_which_the_step_cannot_run_is_left_out(sizes, largest, device):
-    found = graphckpt.fit(with_batch_norm, batch_sizes=sizes, memory_budget="1GiB", blocks="*", device=device)
+    found = graphckpt.fit(with_batch_norm, batch_sizes=sizes, memory_budget="1GiB", select="*", device=device)
     assert found.largest.batch_size == largest
     assert 1 not in [row.batch_size for row in found.rows]
     assert "left out: the step cannot run at batch size 1: Expected more" in " ".join(str(found).split())
@@ -46,13 +46,13 @@ def test_a_search_goes_on_to_where_the_step_can_run():
 
         return model, step
 
-    found = graphckpt.fit(make_step, batch_sizes=range(3, 20), memory_budget="1GiB", blocks="*")
+    found = graphckpt.fit(make_step, batch_sizes=range(3, 20), memory_budget="1GiB", select="*")
     assert found.largest.batch_size == 18
     assert "largest of the given sizes: 18 (" in str(found)
     assert all(row.batch_size % 2 == 0 for row in found.rows)
-    found = graphckpt.fit(make_step, memory_budget="100KiB", blocks="*")
+    found = graphckpt.fit(make_step, memory_budget="100KiB", select="*")
     with pytest.raises(PlanError, match="no plan fits"):
-        graphckpt.plan(*make_step(found.largest.batch_size + 2), memory_budget="100KiB", blocks="*")
+        graphckpt.plan(*make_step(found.largest.batch_size + 2), memory_budget="100KiB", select="*")
 
 
 @pytest.mark.parametrize("sizes", [None, [1], range(1, 2), range(1, 99)])
@@ -63,7 +63,7 @@ def test_a_step_that_runs_at_no_size_is_one_error_with_its_own_as_the_cause(size
         return with_batch_norm(1)
 
     with pytest.raises(PlanError, match=r"cannot run at batch size \d+: Expected more than 1 .* · fix") as info:
-        graphckpt.fit(make_step, batch_sizes=sizes, blocks="*")
+        graphckpt.fit(make_step, batch_sizes=sizes, select="*")
     assert type(info.value.__cause__) is ValueError
 
 
@@ -154,7 +154,7 @@ def test_each_kind_of_fault_is_one_note():
         model, step = with_batch_norm(batch_size)
         return model, step if batch_size < 5 else Limited(lambda size: False)(batch_size)[1]
 
-    found = graphckpt.fit(make_step, batch_sizes=range(1, 99), memory_budget="1GiB", blocks="*")
+    found = graphckpt.fit(make_step, batch_sizes=range(1, 99), memory_budget="1GiB", select="*")
     notes = [note for note in found.notes if note.startswith("left out")]
     assert len(notes) == 2
     assert "batch size 1: Expected more than 1 value" in notes[0]

@@ -84,7 +84,7 @@ def test_the_least_is_that_of_the_finest_slices(tmp_path):
     assert found.rows[-1].option == "tiles(16, reduce=sum)"
     found.save(tmp_path / "plan.yaml")
     again = Plan.load(tmp_path / "plan.yaml")
-    assert again.blocks == found.blocks
+    assert again.policies == found.policies
     with again.apply(model):
         assert tracked_peak(model, step) <= found.predicted_peak_bytes
 

@@ -85,13 +85,13 @@ def test_predicted_is_tracked(architecture):
     low, high = planner.floor.peak, planner.plain.peak
     for budget in (low, (2 * low + high) // 3, (low + 2 * high) // 3, high):
         found = planner.plan(budget)
-        really = tracked(found.blocks)
+        really = tracked(found.policies)
         is_joined = any(row.option == "joined" for row in found.rows)
         assert really <= budget
         assert 0 <= found.predicted_peak_bytes - really <= 0.02 * is_joined * really, found.rows
     for choice in joined(planner, 4):
         plan = planner.to_plan(choice, choice.peak)
-        really = tracked(plan.blocks)
+        really = tracked(plan.policies)
         # a bound where blocks leave something to a loss that is not predicted, or have buffers that are set back
         assert 0 <= choice.peak - really <= (0.02 if list(model.buffers()) else 0.001) * really, plan
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
+import subprocess
+import sys
 from dataclasses import fields
+from typing import Unpack, get_overloads, get_type_hints
 
 import pytest
 import torch
@@ -13,19 +18,22 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError
+from graphckpt.blocks.config import FIELDS
 from graphckpt.cli import add_plan
 from graphckpt.config.run import fake_steps_from
-from graphckpt.planning import PlanOptions, plan_step
-from graphckpt.planning.options import available_bytes
+from graphckpt.integrations.policy_callback import CallbackOptionsDict, PolicyCallback
+from graphckpt.integrations.transformers import fit_training_arguments
+from graphckpt.planning import PlanOptions, PlanOptionsDict, plan_step
+from graphckpt.planning.options import FitOptionsDict, SharedOptionsDict, available_bytes
 from graphckpt.train.settings import ActivationCheckpointConfig
 
 VALUES = {
-    "offload": "disk", "host_budget": "1GiB", "blocks": ["layers.*"], "candidates": ("full",), "head": {"head": "full"},
+    "offload": "disk", "host_budget": "1GiB", "select": ["layers.*"], "candidates": ("full",), "head": {"head": "full"},
     "partition": True, "contiguous": True, "compile": {"backend": "eager"},
     "determinism_check": "values", "group": False, "check": False, "progress": print,
 }  # fmt: skip
 ELSEWHERE = {
-    "blocks": "a config selects them by `unit`, which the command reads",
+    "select": "a config has it, which the command reads",
     "group": "in a config all processes plan, and the command is one process",
     "progress": "in a config the log shows it, and the command has a bar",
     "partition": "the command plans for one process",
@@ -64,10 +72,77 @@ def test_there_is_a_value_for_every_option():
     assert tuple(VALUES) == PlanOptions.names() == tuple(option.name for option in fields(PlanOptions))
 
 
+def test_the_typed_options_are_the_fields():
+    assert get_type_hints(PlanOptionsDict) == get_type_hints(PlanOptions)
+    own = {"fit": {"progress"}, "callback": {"select"}}  # parameters of their own, which have other types
+    assert FitOptionsDict.__annotations__.keys() == set(PlanOptions.names()) - own["fit"]
+    assert SharedOptionsDict.__annotations__.keys() == set(PlanOptions.names()) - own["fit"] - own["callback"]
+    assert CallbackOptionsDict.__annotations__.keys() >= set(PlanOptions.names()) - own["callback"]
+    assert CallbackOptionsDict.__annotations__.keys() <= {*PlanOptions.names(), *FIELDS} - own["callback"]
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (graphckpt.plan, PlanOptionsDict),
+        (graphckpt.fit, FitOptionsDict),
+        (fit_training_arguments, FitOptionsDict),
+        (get_overloads(graphckpt.Graph.plan)[0], PlanOptionsDict),
+        (PolicyCallback.__init__, CallbackOptionsDict),
+    ],
+)
+def test_entry_points_are_typed(function, options):
+    annotations = function.__annotations__
+    assert [text for text in annotations.values() if text.startswith("Unpack[")] == [f"Unpack[{options.__name__}]"]
+    assert not annotations.keys() & options.__annotations__.keys(), "no parameter has the name of an option"
+    assert vars(inspect.getmodule(function))[options.__name__] is options, "so that the annotation can be resolved"
+
+
+@pytest.mark.parametrize("function", [graphckpt.plan, graphckpt.fit, fit_training_arguments, graphckpt.Graph.plan])
+def test_signatures_list_the_options(function):
+    parameters = inspect.signature(function).parameters
+    defaults = {option.name: option.default for option in fields(PlanOptions) if option.name != "progress"}
+    options = {name: parameters[name].default for name in defaults}
+    assert options == defaults
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in defaults)
+    assert ("kwargs" in parameters) == (function is graphckpt.Graph.plan), "inputs of the step"
+    assert "options" not in parameters
+
+
+def test_annotations_can_be_read_at_run_time():
+    assert get_type_hints(graphckpt.plan)["options"] == Unpack[PlanOptionsDict]
+    assert get_type_hints(graphckpt.fit)["options"] == Unpack[FitOptionsDict]
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_options(tmp_path):
+    code = """
+import graphckpt
+import torch
+from torch import nn
+
+def steps(model: nn.Module, graph: graphckpt.Graph, x: torch.Tensor) -> None:
+    graphckpt.plan(model, lambda: None, memory_budget="max", offload="cpu", select="layers.*", candidates=["full"])
+    graphckpt.fit(lambda size: (model, lambda: None), select=nn.Linear, progress=True)
+    graph.plan(x, memory_budget=0.5, select="model.layers.*")
+    graph.plan(x=x, memory_budget=0.5)
+    graphckpt.plan(model, lambda: None, memory_budget="max", ofload="cpu")
+    graphckpt.fit(lambda size: (model, lambda: None), contiguous="yes")
+"""
+    file = tmp_path / "step.py"
+    file.write_text(code)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", os.devnull, str(file)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    errors = [line.partition(": error: ")[2] for line in shown.splitlines() if ": error: " in line]
+    assert len(errors) == 2, shown
+    assert "ofload" in errors[0]
+    assert 'has incompatible type "str"; expected "bool"' in errors[1]
+
+
 @pytest.mark.parametrize("name", PlanOptions.names())
 def test_plan_and_graphs_take_it(name, caught):
     model, x = Model(), torch.ones(2, 4)
-    value = {"model.head": "full"} if name == "head" else ["model.layers.*"] if name == "blocks" else VALUES[name]
+    value = {"model.head": "full"} if name == "head" else ["model.layers.*"] if name == "select" else VALUES[name]
     given = arrived(lambda: graphckpt.plan(model, lambda: None, memory_budget="min", **{name: VALUES[name]}))
     assert getattr(given, name) == VALUES[name]
     step = SquareGraph(Model())
@@ -111,11 +186,6 @@ def test_a_config_is_what_the_command_begins_with(caught):
     for flags, expected in (([], "1GiB"), (["--host-budget", "2GiB"], "2GiB")):
         parsed = parser.parse_args(["plan", "--config-file", "configs/quickstart.py", *flags, word])
         assert arrived(lambda parsed=parsed: parsed.run(parsed)).host_budget == expected
-
-
-def test_names_of_before_still_work_and_say_what_to_write():
-    with pytest.warns(DeprecationWarning, match=r"plan: 'rules' is deprecated · fix: candidates=\['full'\]"):
-        assert PlanOptions.of({"rules": ["full"]}, "plan").candidates == ("full",)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_save_and_load(planned, tmp_path):
         found.save(tmp_path / "nodir/plan.yaml")
     assert "&" not in path.read_text(encoding="utf-8"), "any line may be copied"
     loaded = Plan.load(path)
-    assert loaded.blocks == found.blocks != {}
+    assert loaded.policies == found.policies != {}
     assert loaded.explain(show=False).rows == found.rows
     assert loaded == dataclasses.replace(found, stages=(), notes=())
     with pytest.raises(

@@ -186,7 +186,7 @@ def test_a_budget_below_the_parameters_is_refused_before_the_step_runs():
     model = nn.Sequential(Layer(), Layer())
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with pytest.raises(PlanError, match=r"no plan fits · the parameters alone take .* · fix: a larger budget$"):
-        plan(model, lambda: pytest.fail("runs"), memory_budget=num_bytes - 1, blocks=Layer)
+        plan(model, lambda: pytest.fail("runs"), memory_budget=num_bytes - 1, select=Layer)
 
 
 @pytest.mark.parametrize("share", [lambda weight: weight.data, lambda weight: weight.data[:1].expand(512, 512)])
@@ -196,7 +196,7 @@ def test_parameters_that_share_memory_count_once_in_a_budget(share):
     x = torch.ones(4, 512, requires_grad=True)
     budget = int(1.05 * tracked_peak(model, lambda: model(x).sum().backward()))
     assert budget < 2 * model[0].weight.nbytes
-    found = plan(model, lambda: model(x).sum().backward(), memory_budget=budget, blocks="*")
+    found = plan(model, lambda: model(x).sum().backward(), memory_budget=budget, select="*")
     assert found.predicted_peak_bytes <= budget
 
 
@@ -240,7 +240,7 @@ def test_plan_takes_budgets_of_every_kind(budget):
     assert found.predicted_peak_bytes <= found.budget_bytes
     assert told == list(range(1, len(told) + 1))
     assert 1 <= len(told) <= 5, "two equal layers take turns with full, and with up to four levels, found by time"
-    assert found.blocks or budget not in ("min", 0.9, "0.9")
+    assert found.policies or budget not in ("min", 0.9, "0.9")
     with found.apply():
         assert case.peak() == found.predicted_peak_bytes
 
@@ -275,16 +275,16 @@ def test_a_budget_that_cannot_be_read(budget, message):
 
 def test_blocks_may_be_named(planned):
     case, _ = planned
-    found = plan(case.model, case.step, memory_budget="min", blocks=["body.[01]", "body.4"], check=False)
+    found = plan(case.model, case.step, memory_budget="min", select=["body.[01]", "body.4"], check=False)
     assert [row.block for row in found.rows] == ["body.0", "body.1", "body.4"]
-    by_class = plan(case.model, case.step, memory_budget="min", blocks=Layer, check=False)
+    by_class = plan(case.model, case.step, memory_budget="min", select=Layer, check=False)
     assert [row.block for row in by_class.rows] == [f"body.{n}" for n in range(5)]
     assert by_class.predicted_peak_bytes < found.predicted_peak_bytes
-    outer = plan(case.model, case.step, memory_budget="min", blocks=["body.*.up", "body"], check=False)
+    outer = plan(case.model, case.step, memory_budget="min", select=["body.*.up", "body"], check=False)
     assert [row.block for row in outer.rows] == ["body"], "what is in another block is none"
     with pytest.raises(ConfigError, match=r"'layers\.\*' matches no module"):
-        plan(case.model, case.step, memory_budget="min", blocks="layers.*")
-    with pytest.raises(ConfigError, match="Linear: no list of layers was found · fix: blocks="):
+        plan(case.model, case.step, memory_budget="min", select="layers.*")
+    with pytest.raises(ConfigError, match="Linear: no list of layers was found · fix: select="):
         plan(nn.Linear(2, 2), case.step, memory_budget="min")
 
 

@@ -159,7 +159,7 @@ def test_no_more_is_offloaded_than_the_budget_of_host_memory():
 def test_plan_simulates_an_absent_device():
     plan = graphckpt.plan(lambda: made()[::2], memory_budget="min", device="h200")
     assert plan.is_simulated
-    assert plan.blocks
+    assert plan.policies
     assert plan.predicted_peak_bytes == plan.budget_bytes < plan.plain_peak_bytes
     whole = graphckpt.plan(lambda: made()[::2], memory_budget=1.0, device="h200")
     assert whole.budget_bytes == plan.plain_peak_bytes
@@ -217,7 +217,7 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
     assert not (tmp_path / "none").exists(), "nothing is trained, so nothing is written"
     plan = Plan.load(saved)
     assert plan.predicted_peak_bytes <= plan.budget_bytes
-    assert set(plan.blocks) <= {f"transformer.h.{n}" for n in range(4)}
+    assert set(plan.policies) <= {f"transformer.h.{n}" for n in range(4)}
 
 
 @pytest.mark.parametrize("patience", [0.0, 1e6])
@@ -241,7 +241,7 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
         assert main(["plan", "--config-file", "configs/quickstart.py", *flags, *head, *words]) == 0
         floors.append(Plan.load(saved).predicted_peak_bytes)
     assert floors[0] > 1.2 * floors[1] >= 1.2 * floors[2]
-    assert Plan.load(saved).blocks["loss_head"]["activation_checkpointing"]["num_tiles"] == 16
+    assert Plan.load(saved).policies["loss_head"]["activation_checkpointing"]["num_tiles"] == 16
 
 
 @pytest.mark.parametrize(

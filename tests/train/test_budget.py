@@ -42,8 +42,11 @@ def test_weights_are_those_of_the_plain_run_and_planning_counts_as_no_iteration(
     assert "plan: memory budget" in printed
     plan = Plan.load(place / "planned" / "plan.yaml")
     assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
-    assert plan.blocks
-    by_hand = ["train.activation_checkpoint.rule=null", f"train.activation_checkpoint.blocks={json.dumps(plan.blocks)}"]
+    assert plan.policies
+    by_hand = [
+        "train.activation_checkpoint.rule=null",
+        f"train.activation_checkpoint.policies={json.dumps(plan.policies)}",
+    ]
     for name, more in (("by_hand", by_hand), ("by_file", ["train.activation_checkpoint.plan=planned/plan.yaml"])):
         assert train(f"train.output_dir={name}", "train.activation_checkpoint.enabled=True", *more) == 0
         assert same_weights(place / "plain", place / name)
@@ -64,7 +67,7 @@ def test_layers_are_compiled_where_the_config_says_so(place):
     torch._dynamo.reset()
     plan = Plan.load(place / "planned" / "plan.yaml")
     assert all(row.option.endswith(", compiled") for row in plan.rows)
-    assert all(fields["compile"] == {"backend": "eager"} for fields in plan.blocks.values())
+    assert all(fields["compile"] == {"backend": "eager"} for fields in plan.policies.values())
     assert same_weights(place / "plain", place / "planned")
 
 

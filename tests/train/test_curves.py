@@ -28,7 +28,7 @@ def test_loss_curve_is_the_same_in_every_bit(place, model):
     policies = (
         ["enabled=false"],
         ["enabled=true", "rule=true"],
-        ["enabled=true", 'blocks={"*.0": "selective", "*.1": false}'],
+        ["enabled=true", 'policies={"*.0": "selective", "*.1": false}'],
     )
     plain, *others = (
         run("out", *(f"train.activation_checkpoint.{word}" for word in words)).losses for words in policies

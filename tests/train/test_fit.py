@@ -35,7 +35,7 @@ def test_a_run_has_the_sizes_and_policies_that_fit(place, capsys):
     fit = saved(place / "out")
     assert fit.train_micro_batch_size * fit.num_accumulation_steps == fit.global_batch_size == 6
     assert fit.activation_checkpoint.fit is None
-    assert fit.activation_checkpoint.blocks
+    assert fit.activation_checkpoint.policies
     assert f"fit: micro-batch {fit.train_micro_batch_size} x {fit.num_accumulation_steps}" in capsys.readouterr().out
     sizes = [f"train.{key}={fit[key]}" for key in ("train_micro_batch_size", "num_accumulation_steps")]
     assert train(*SHORT, *LONG, *sizes, "train.output_dir=plain") == 0
@@ -63,7 +63,7 @@ def test_a_short_trial_run_chooses_nothing(place, capsys):
         (["train.global_batch_size=null"], "activation_checkpoint.fit: expected the samples of an update"),
         (["train.num_accumulation_steps=2"], "activation_checkpoint.fit: num_accumulation_steps is chosen, and set as"),
         ([f"{CHECKPOINT}.memory_budget=min"], "expected a budget independent of the batch size, got 'min' · fix"),
-        ([f"{CHECKPOINT}.blocks={{'*.h.0': True}}"], "fit: the plan of the chosen batch size sets the"),
+        ([f"{CHECKPOINT}.policies={{'*.h.0': True}}"], "fit: the plan of the chosen batch size sets the"),
         ([f"{CHECKPOINT}.fit=fastest"], "activation_checkpoint.fit"),
         (["train.dist.data_parallel_size=2"], "activation_checkpoint.fit: expected one process, got 2"),
         ([f"{CHECKPOINT}.memory_budget=1KiB"], "global batch 6|no batch fits"),

@@ -137,7 +137,7 @@ def test_a_run_that_cannot_start_changes_nothing(place, monkeypatch, more, num_g
         ["model.config.n_embd=33"],
         ["optim.betas=[2, 3]"],
         ["data.seq_length=100000"],
-        ["train.activation_checkpoint.enabled=True", "train.activation_checkpoint.unit=Nothing"],
+        ["train.activation_checkpoint.enabled=True", "train.activation_checkpoint.select=Nothing"],
         [],  # fails in the first step
         *[["model.config.n_embd=32"]] * num_good,  # the snapshot is of another model
     ):

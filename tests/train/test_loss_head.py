@@ -142,7 +142,7 @@ def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place, capsys):
     assert train("train.output_dir=sliced", f"{BUDGET}=min", SLICED) == 0
     whole, sliced = (Plan.load(place / name / "plan.yaml") for name in ("whole", "sliced"))
     assert sliced.predicted_peak_bytes < 0.8 * whole.predicted_peak_bytes
-    assert sliced.blocks["loss_head"]["activation_checkpointing"]["num_tiles"] == 4
+    assert sliced.policies["loss_head"]["activation_checkpointing"]["num_tiles"] == 4
     losses = [last_loss(place / name) for name in ("plain", "whole", "sliced")]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
     assert "loss_head" not in (place / "sliced" / "model_final" / "model.safetensors").read_bytes()[:4096].decode(
@@ -152,7 +152,7 @@ def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place, capsys):
 
 def test_it_is_cut_by_name_without_a_budget(place, capsys):
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
-    cut = 'train.activation_checkpoint.blocks={"loss_head": "tiles:4:sum"}'
+    cut = 'train.activation_checkpoint.policies={"loss_head": "tiles:4:sum"}'
     assert train("train.activation_checkpoint.enabled=True", "train.activation_checkpoint.rule=null", cut) == 0
     assert "tiles(4, reduce=sum)" in capsys.readouterr().out
 

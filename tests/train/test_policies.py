@@ -59,7 +59,7 @@ def test_layers_of_every_architecture_are_found(architecture):
 
 
 @pytest.mark.parametrize(
-    ("unit", "names"),
+    ("select", "names"),
     [
         ("Block", ["body.0", "body.2"]),
         ("Tanh", ["body.1"]),
@@ -69,35 +69,35 @@ def test_layers_of_every_architecture_are_found(architecture):
         (["Tanh", "body.0"], ["body.1", "body.0"]),
     ],
 )
-def test_unit_is_named_by_class_or_pattern(unit, names):
-    assert list(_blocks(Whole(), unit=unit)) == names
+def test_selected_blocks_are_named_by_class_or_pattern(select, names):
+    assert list(_blocks(Whole(), select=select)) == names
 
 
 def test_blocks_come_on_top_of_the_rule():
     rule = {"rule": "selective"}
     blocks = {"body.0": False, "body.*": {"stage_id": 1}, "body.2": rule}
-    assert _blocks(Whole(), unit="Block", blocks=blocks) == {
+    assert _blocks(Whole(), select="Block", policies=blocks) == {
         "body.0": {"activation_checkpointing": False, "stage_id": 1},
         "body.2": {"activation_checkpointing": rule, "stage_id": 1},
         "body.1": {"stage_id": 1},
     }
-    assert _blocks(Whole(), rule=None, blocks={"body.1": True}) == {"body.1": {"activation_checkpointing": True}}
-    assert _blocks(nn.Sequential(nn.Tanh()), blocks={"0": True}) == {"0": {"activation_checkpointing": True}}
-    as_in_the_log = _blocks(Whole(), unit="model.body.0", blocks={"model.body.[12]": False})
-    assert as_in_the_log == _blocks(Whole(), unit="body.0", blocks={"body.[12]": False})
+    assert _blocks(Whole(), rule=None, policies={"body.1": True}) == {"body.1": {"activation_checkpointing": True}}
+    assert _blocks(nn.Sequential(nn.Tanh()), policies={"0": True}) == {"0": {"activation_checkpointing": True}}
+    as_in_the_log = _blocks(Whole(), select="model.body.0", policies={"model.body.[12]": False})
+    assert as_in_the_log == _blocks(Whole(), select="body.0", policies={"body.[12]": False})
     assert head_policies(Whole(), {"model.body": "full"}) == {"body": "full"}
-    assert block_policies(Whole(), ActivationCheckpointConfig(blocks={"zzz": True})) == {}
+    assert block_policies(Whole(), ActivationCheckpointConfig(policies={"zzz": True})) == {}
 
 
 @pytest.mark.parametrize(
     ("fields", "messages"),
     [
-        ({"unit": "Blok"}, [r"unit: 'Blok' matches no module of \w+ · did you mean 'Block'\?"]),
+        ({"select": "Blok"}, [r"select: 'Blok' matches no module of \w+ · did you mean 'Block'\?"]),
         ({"rule": "ful"}, [r"body\.0\.activation_checkpointing: expected a rule, got 'ful' · did you mean 'full'\?"]),
-        ({"blocks": {"x": True, "y": 1}}, ["blocks: 'x' matches no module", "blocks: 'y' matches no module"]),
-        ({"blocks": {"model.x": True}}, ["blocks: 'model.x' matches no module"]),
+        ({"policies": {"x": True, "y": 1}}, ["policies: 'x' matches no module", "policies: 'y' matches no module"]),
+        ({"policies": {"model.x": True}}, ["policies: 'model.x' matches no module"]),
         ({"rule": {"rule": "selective", "kep": 1}}, ["rule 'selective': expected one of its settings, got 'kep'"]),
-        ({"blocks": {"body.*": {"tilse": 2}}}, ["unknown field · did you mean 'tiles'"]),
+        ({"policies": {"body.*": {"tilse": 2}}}, ["unknown field · did you mean 'tiles'"]),
     ],
 )
 def test_faults_name_key_and_fix(fields, messages):
@@ -106,8 +106,10 @@ def test_faults_name_key_and_fix(fields, messages):
             _blocks(Whole(), **fields)
 
 
-def test_model_without_marks_asks_for_the_unit():
-    with pytest.raises(ConfigError, match="Sequential marks no layer as a unit · fix: name its class or its blocks"):
+def test_model_without_marks_asks_for_a_selection():
+    with pytest.raises(
+        ConfigError, match="expected a model that marks its layers, got Sequential · fix: name its class or its blocks"
+    ):
         _blocks(nn.Sequential(nn.Tanh()))
 
 
@@ -116,7 +118,7 @@ def test_a_saved_plan_replaces_the_rule(tmp_path):
     path.write_text("blocks:\n  body.0: {activation_checkpointing: selective, offload: cpu}\nplan: {}\n")
     fields = {"activation_checkpointing": "selective", "offload": "cpu"}
     assert _blocks(Whole(), plan=str(path)) == {"body.0": fields}
-    for beside in ({"blocks": {"body.0": True}}, {"memory_budget": 0.5}):
+    for beside in ({"policies": {"body.0": True}}, {"memory_budget": 0.5}):
         (name,) = beside
         config = ActivationCheckpointConfig(plan=str(path), **beside)
         assert list(config.faults()) == [f"plan: expected no {name} beside a saved plan · fix: unset one of them"]

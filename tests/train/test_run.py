@@ -92,7 +92,11 @@ def test_the_saved_model_is_that_of_transformers_and_the_saved_config_runs_the_s
 def test_policies_change_no_bit_and_amp_little(place):
     assert train("train.output_dir=plain", "train.activation_checkpoint.enabled=False") == 0
     plain, weights = _losses(place / "plain"), (place / "plain" / "model_final" / "model.safetensors").read_bytes()
-    for policy in ("rule=selective", "rule=True", 'blocks={"transformer.h.*.mlp": {"activation_checkpointing": true}}'):
+    for policy in (
+        "rule=selective",
+        "rule=True",
+        'policies={"transformer.h.*.mlp": {"activation_checkpointing": true}}',
+    ):
         assert train("train.output_dir=policy", "train.overwrite=True", f"train.activation_checkpoint.{policy}") == 0
         assert _losses(place / "policy") == plain
         assert (place / "policy" / "model_final" / "model.safetensors").read_bytes() == weights

@@ -1,0 +1,100 @@
+"""The options of ``graphckpt estimate``, and their check before anything is imported or built. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self, final
+
+from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.units import parse_bytes
+
+DTYPES = ("float32", "bfloat16", "float16")
+AUTOCAST = ("bfloat16", "float16")
+ATTENTION = ("sdpa", "eager")
+OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
+TASKS = (
+    "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "token-classification", "question-answering",
+    "image-classification",
+)  # fmt: skip
+_CHOICES = {"dtype": DTYPES, "autocast": AUTOCAST, "attention": ATTENTION, "optimizer": OPTIMIZERS, "task": TASKS}
+_COUNTS = {"batch": 8, "seq": 4096, "lora": 16}  # each with an example
+_OFF = ("off", "none", "")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions:
+    """The training step to estimate: the keyword arguments of :func:`graphckpt.estimate`, and the command's flags.
+
+    >>> EstimateOptions(batch=4, dtype="bfloat16").batch
+    4
+    >>> EstimateOptions(optimizer="adm")
+    Traceback (most recent call last):
+    graphckpt.errors.ConfigError: optimizer: expected adamw, adamw-fused, adam, sgd, sgd-momentum or adafactor, \
+got 'adm' · did you mean 'adam'? · fix: optimizer='adam'
+    """
+
+    batch: int = 1
+    """Samples of one step."""
+    seq: int | None = None
+    """Tokens of each sample. ``None`` is 2048, or all positions of a model that has fewer."""
+    dtype: str | None = None
+    """The type of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``. ``None`` is that of the config."""
+    autocast: str | None = None
+    """The type of ``torch.autocast``: ``"bfloat16"`` or ``"float16"``. ``None`` is without autocast."""
+    attention: str | None = None
+    """``"sdpa"`` or ``"eager"``, as ``attn_implementation`` of Transformers. ``None`` is its default for the model."""
+    optimizer: str = "adamw"
+    """One of ``adamw``, ``adamw-fused``, ``adam``, ``sgd``, ``sgd-momentum`` and ``adafactor``, all PyTorch's."""
+    lora: int | None = None
+    """The rank of LoRA adapters on the layers that PEFT chooses, which alone are trained. ``None`` trains all."""
+    policy: str | None = None
+    """One policy for all layers, such as ``"full"`` or ``"selective"``, in place of the best plan."""
+    memory_budget: int | float | str = "max"
+    """What the best plan may take: ``max`` (all that a process can have on the device), ``"24GiB"``, ``"50%"``,
+    ``0.6`` of the step with everything kept, or ``min``."""
+    memory: int | str | None = None
+    """The memory of the device in place of its profile's, such as ``"24GiB"``."""
+    task: str | None = None
+    """What the model is trained for, such as ``"causal-lm"``. ``None`` is the task of the config's architecture."""
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "autocast"):  # `torch.bfloat16` too
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, str(value).removeprefix("torch."))
+        if self.autocast is not None and self.autocast.lower() in _OFF:
+            object.__setattr__(self, "autocast", None)
+        faults = list(self._faults())
+        if faults:
+            raise ConfigError(faults[0] if len(faults) == 1 else bullets("estimate", faults))
+
+    @classmethod
+    def of_text(cls, values: Mapping[str, Any]) -> Self:
+        """Returns options from flags, whose values are text; ``None`` is a flag that was not given."""
+        names = {option.name for option in fields(cls)}
+        texts = {name: value for name, value in values.items() if name in names and value is not None}
+        for name in _COUNTS:
+            if texts.get(name, "").isdecimal():
+                texts[name] = int(texts[name])
+        return cls(**texts)
+
+    def _faults(self) -> Iterator[str]:
+        for name, example in _COUNTS.items():
+            value = getattr(self, name)
+            is_default = value is None and name != "batch"
+            if not is_default and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                yield f"{name}: expected a positive int, got {value!r} · fix: {name}={example}"
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                guess = did_you_mean(str(value), choices)
+                fix = guess.rpartition("mean ")[2].rstrip("?").partition(" or ")[0] or repr(choices[0])
+                yield f"{name}: expected {expected}, got {value!r}{guess} · fix: {name}={fix}"
+        if self.memory is not None:
+            try:
+                parse_bytes(self.memory)
+            except ValueError as error:
+                yield f"memory: {str(error).removeprefix('memory size ')}"

@@ -1,0 +1,257 @@
+"""The figures of an estimate, and their table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, final
+
+from rich.text import Text
+
+from graphckpt.errors import ConfigError
+from graphckpt.ledger.page import notebook_html
+from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of, time_of
+from graphckpt.planning.peak_parts import PeakParts
+from graphckpt.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from graphckpt.planning.plan import Plan
+    from graphckpt.planning.profile import DeviceProfile
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PolicyEstimate:
+    """A training step under one choice of policies. Bytes are those at the peak of the step."""
+
+    title: str
+    """The heading of its column in the table."""
+    allocated_bytes: int
+    """The peak of the bytes of all tensors."""
+    reserved_bytes: int
+    """What PyTorch's caching allocator reserves; 0 if it is not known."""
+    nvidia_smi_bytes: int
+    """What ``nvidia-smi`` shows: the reserved bytes and the CUDA context; 0 if it is not known."""
+    seconds: float
+    """The time of one step, from the rates of the device profile."""
+    samples_per_second: float
+    tokens_per_second: float | None
+    """``None`` for images."""
+    fits: bool
+    """Whether the step fits into the memory of the device, with the CUDA context."""
+    binding: str
+    """The interval of the step that sets the peak."""
+    parts: PeakParts
+    """What the allocated bytes consist of."""
+    blocks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The policies by block, as :func:`graphckpt.apply` takes them."""
+
+    @classmethod
+    def of(
+        cls, plan: Plan, parts: PeakParts, machine: DeviceProfile, *, samples: int, tokens: int | None, title: str
+    ) -> Self:
+        """Returns the figures of a plan under which the step has run."""
+        seconds, allocated = plan.predicted_step_seconds, plan.predicted_peak_bytes
+        total = plan.predicted_nvidia_smi_bytes or allocated
+        rate = 1 / seconds if seconds else 0.0
+        return cls(
+            title=title,
+            allocated_bytes=allocated,
+            reserved_bytes=plan.predicted_reserved_bytes,
+            nvidia_smi_bytes=plan.predicted_nvidia_smi_bytes,
+            seconds=seconds,
+            samples_per_second=samples * rate,
+            tokens_per_second=None if tokens is None else tokens * rate,
+            fits=total <= machine.memory_bytes,
+            binding=plan.binding,
+            parts=parts,
+            blocks=plan.policies,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values."""
+        names = (
+            "title", "allocated_bytes", "reserved_bytes", "nvidia_smi_bytes", "seconds", "samples_per_second",
+            "tokens_per_second", "fits", "binding",
+        )  # fmt: skip
+        parts = {
+            "weights": self.parts.weights,
+            "gradients": self.parts.gradients,
+            "optimizer_states": self.parts.optimizer_states,
+            "layers": self.parts.layers,
+            "other": self.parts.other,
+        }
+        return {
+            **{name: getattr(self, name) for name in names},
+            "parts": parts,
+            "saved_by_layers": dict(self.parts.saved_by_layers),
+            "blocks": {name: dict(fields) for name, fields in self.blocks.items()},
+        }
+
+
+@final
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Estimate:
+    """The memory and the time of a training step, as :func:`graphckpt.estimate` returns them. It prints as a table."""
+
+    model: str
+    """The name of the model."""
+    architecture: str
+    """Its class in Transformers."""
+    task: str
+    device: str
+    memory_bytes: int
+    """The memory of the device."""
+    batch: int
+    seq: int | None
+    """Tokens of a sample; ``None`` for images."""
+    num_parameters: int
+    num_trainable: int
+    """Parameters that are trained: with LoRA those of its adapters."""
+    weight_bytes: int
+    """Parameters and buffers."""
+    gradient_bytes: int
+    """The gradients of all parameters that are trained."""
+    optimizer_bytes: int
+    """The states of the optimizer."""
+    policies: Mapping[str, PolicyEstimate]
+    """``"keep"``, ``"full"`` and ``"plan"``; or ``"keep"`` and the policy that was asked for."""
+    plan: Plan | None = field(default=None, compare=False)
+    """The best plan, or if none fits the one with the lowest peak; ``None`` with ``policy=``."""
+    devices: tuple[str, ...] = ()
+    """The packaged profiles whose memory suffices for the least of the estimates, smallest first."""
+    assumptions: tuple[str, ...] = ()
+    """What was assumed."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know about the figures."""
+
+    @property
+    def apply_line(self) -> str:
+        """The line of Python that sets the policies of the last column; a comment if it keeps everything."""
+        *_, last = self.policies.values()
+        if not last.blocks:
+            return "# everything is kept: no policies to set"
+        return f"graphckpt.apply(model, {_policies_text(last.blocks)})"
+
+    def __str__(self) -> str:
+        """Returns the figures as a table, in plain text."""
+        return text_of(_parts_of(self)).rstrip("\n")
+
+    def __repr__(self) -> str:
+        """Returns one line."""
+        peaks = ", ".join(f"{name} {format_bytes(one.allocated_bytes)}" for name, one in self.policies.items())
+        return f"<Estimate of {self.model} on {self.device}: {peaks}>"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(_parts_of(self), self._draw)
+
+    def _draw(self, target: Path) -> None:
+        if self.plan is None:
+            raise ConfigError("Estimate: one policy has no plan to draw · fix: leave `policy` out")
+        self.plan.plot(target)
+
+    def explain(self, *, show_table: bool = True) -> Self:
+        """Prints the table unless ``show_table`` is false; returns the estimate."""
+        if show_table:
+            show(_parts_of(self))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, as ``graphckpt estimate --json`` prints them."""
+        names = (
+            "model", "architecture", "task", "device", "memory_bytes", "batch", "seq", "num_parameters",
+            "num_trainable", "weight_bytes", "gradient_bytes", "optimizer_bytes",
+        )  # fmt: skip
+        return {
+            **{name: getattr(self, name) for name in names},
+            "policies": {name: policy.to_dict() for name, policy in self.policies.items()},
+            "devices": list(self.devices),
+            "assumptions": list(self.assumptions),
+            "notes": list(self.notes),
+            "apply": self.apply_line,
+        }
+
+
+_MOST_DEVICES = 6  # in a line
+
+
+def _grouped(number: float) -> str:
+    """Returns a number with its digits in groups of three.
+
+    >>> _grouped(8030261248), _grouped(7539.4)
+    ('8 030 261 248', '7 539')
+    """
+    return f"{number:,.0f}".replace(",", " ")
+
+
+def _parts_of(estimate: Estimate) -> Iterator[RenderableType]:
+    size = f"{_grouped(estimate.num_parameters)} parameters"
+    if estimate.num_trainable != estimate.num_parameters:
+        size += f", {_grouped(estimate.num_trainable)} of them trained"
+    step = f"batch {estimate.batch}" + (f" x {estimate.seq} tokens" if estimate.seq else " images")
+    yield Text(f"{estimate.model} ({estimate.architecture}, {size})")
+    memory = "" if " of " in estimate.device else f" of {format_bytes(estimate.memory_bytes)}"
+    yield Text(f"{step} on {estimate.device}{memory} (simulated)")
+    policies = list(estimate.policies.values())
+    columns = [Column(""), *(Column(policy.title, is_number=True) for policy in policies)]
+    yield table_of(columns, [[name, *cells] for name, cells in _rows(estimate, policies)])
+    for policy in policies:
+        yield Text(f"{policy.title}: peak reached {time_of(policy.binding)}")
+    if estimate.devices:
+        total = format_bytes(min(policy.nvidia_smi_bytes or policy.allocated_bytes for policy in policies))
+        first, others = estimate.devices[:_MOST_DEVICES], estimate.devices[_MOST_DEVICES:]
+        more = f" and {len(others)} with more memory" if others else ""
+        yield Text(f"devices with {total}, as the least of these takes: {', '.join(first)}{more}")
+    yield Text(estimate.apply_line)
+    for note in estimate.notes:
+        yield bullet(note, "*")
+    yield bullet(f"assumptions: {'; '.join(estimate.assumptions)}", "*")
+
+
+def _rows(estimate: Estimate, policies: list[PolicyEstimate]) -> Iterator[tuple[str, list[str]]]:
+    parts = [policy.parts for policy in policies]
+    yield "weights", [format_bytes(one.weights) for one in parts]
+    gradients = format_bytes(estimate.gradient_bytes)
+    yield f"gradients (of {gradients})", [bytes_or_dash(one.gradients) for one in parts]
+    yield "optimizer states", [bytes_or_dash(one.optimizer_states) for one in parts]
+    yield "layers, for backward", [bytes_or_dash(one.layers) for one in parts]
+    yield "other: head, loss, temporaries", [bytes_or_dash(one.other) for one in parts]
+    yield "allocated", [format_bytes(policy.allocated_bytes) for policy in policies]
+    yield "reserved", [bytes_or_dash(policy.reserved_bytes) for policy in policies]
+    yield "nvidia-smi", [bytes_or_dash(policy.nvidia_smi_bytes) for policy in policies]
+    yield "fits", ["yes" if policy.fits else "no" for policy in policies]
+    yield "step", [format_seconds(policy.seconds) for policy in policies]
+    if estimate.seq is None:
+        yield "samples/s", [f"{policy.samples_per_second:.3g}" for policy in policies]
+    else:
+        yield "tokens/s", [_grouped(policy.tokens_per_second or 0) for policy in policies]
+    for place in policies[0].parts.saved_by_layers:
+        yield f"saved by {place}", [bytes_or_dash(one.saved_by_layers[place]) for one in parts]
+
+
+def _policies_text(blocks: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns policies as Python, with a comprehension for each run of layers with the same policy.
+
+    >>> _policies_text({f"layers.{n}": {"activation_checkpointing": True} for n in range(4)} | {"head": {}})
+    "{**{f'layers.{n}': {'activation_checkpointing': True} for n in range(4)}, 'head': {}}"
+    """
+    numbered = [(re.fullmatch(r"(.*\.)(\d+)", name), name, dict(fields)) for name, fields in blocks.items()]
+    runs: list[tuple[str, int, list[tuple[str, int]], dict[str, Any]]] = []
+    for match, name, fields in numbered:
+        prefix, number = (match[1], int(match[2])) if match is not None else (name, -1)
+        if runs and runs[-1][3] == fields and (prefix, number) == (runs[-1][0], runs[-1][2][-1][1] + 1):
+            runs[-1][2].append((name, number))
+        else:
+            runs.append((prefix, number, [(name, number)], fields))
+    texts = []
+    for prefix, first, members, fields in runs:
+        if len(members) == 1:
+            texts.append(f"{members[0][0]!r}: {fields}")
+        else:
+            ends = f"{first}, {first + len(members)}" if first else f"{len(members)}"
+            texts.append(f"**{{f{prefix + '{n}'!r}: {fields} for n in range({ends})}}")
+    return f"{{{', '.join(texts)}}}"

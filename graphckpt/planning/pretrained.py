@@ -1,0 +1,369 @@
+"""Reads the config of a Transformers model, and builds the model with one training step, without weights or its code.
+
+Only ``config.json`` is read: from a folder, a file, the cache of ``huggingface_hub``, or the hub. Transformers is
+imported on first use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import torch
+from torch import nn
+
+from graphckpt.errors import ConfigError, GraphckptError, did_you_mean, first_line
+from graphckpt.estimate_options import TASKS, EstimateOptions
+from graphckpt.extras import require
+
+EXTRA: Final = "estimate"
+_CONFIG = "config.json"
+_SECONDS = 5  # to find out whether the hub can be reached: `huggingface_hub` tries for over 20
+_SEQ = 2048  # tokens, if neither an option nor the model says otherwise
+_IMAGE = 224  # pixels, for configs without a size, such as those of convolutional networks
+_IMAGES = "image-classification"
+
+_TASKS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "causal-lm": ("CAUSAL_LM", "AutoModelForCausalLM", ("ForCausalLM", "LMHeadModel")),
+    "seq2seq-lm": ("SEQ_TO_SEQ_CAUSAL_LM", "AutoModelForSeq2SeqLM", ("ForConditionalGeneration",)),
+    "masked-lm": ("MASKED_LM", "AutoModelForMaskedLM", ("ForMaskedLM", "ForPreTraining")),
+    "sequence-classification": (
+        "SEQUENCE_CLASSIFICATION",
+        "AutoModelForSequenceClassification",
+        ("ForSequenceClassification",),
+    ),
+    "token-classification": ("TOKEN_CLASSIFICATION", "AutoModelForTokenClassification", ("ForTokenClassification",)),
+    "question-answering": ("QUESTION_ANSWERING", "AutoModelForQuestionAnswering", ("ForQuestionAnswering",)),
+    _IMAGES: ("IMAGE_CLASSIFICATION", "AutoModelForImageClassification", ("ForImageClassification",)),
+}
+"""By task: the part of the name of Transformers' mapping, its auto class, and endings of architectures."""
+
+assert tuple(_TASKS) == TASKS
+
+
+@final
+@dataclass(frozen=True)
+class PretrainedModel:
+    """A config of Transformers with the task that its model is trained for."""
+
+    name: str
+    config: Any
+    task: str
+    options: EstimateOptions
+
+    @property
+    def architecture(self) -> str:
+        """The name of the class of the model."""
+        mapped = _mapping(self.task)[type(self.config)]
+        classes = mapped if isinstance(mapped, tuple) else (mapped,)
+        names: list[str] = [each.__name__ for each in classes]
+        return next((name for name in getattr(self.config, "architectures", None) or () if name in names), names[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        value = self.options.dtype or self.config.dtype or "float32"
+        dtype = getattr(torch, str(value).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"{self.name}: dtype: expected a type of PyTorch, got {value!r} · fix: dtype='bfloat16'")
+        return dtype
+
+    @property
+    def seq(self) -> int | None:
+        """The tokens of a sample; ``None`` for images."""
+        if self.task == _IMAGES:
+            return None
+        return self.options.seq or min(_SEQ, self._positions or _SEQ)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        size = getattr(self.config, "image_size", None) or _IMAGE
+        return (size[0], size[1]) if isinstance(size, (list, tuple)) else (size, size)
+
+    @property
+    def has_experts(self) -> bool:
+        names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        return any((getattr(self._text_config, name, None) or 0) > 1 for name in names)
+
+    @property
+    def _text_config(self) -> Any:
+        return self.config.get_text_config()
+
+    @property
+    def _positions(self) -> int | None:
+        positions = getattr(self._text_config, "max_position_embeddings", None)
+        return positions if isinstance(positions, int) and positions > 0 else None
+
+    def check(self) -> None:
+        """Raises a ConfigError for what would fail in the step, or run in it without an effect."""
+        seq, positions = self.options.seq, self._positions
+        if self.task == _IMAGES and seq is not None:
+            height, width = self.image_size
+            what = f"expected nothing for {_IMAGES}, got {seq}"
+            raise ConfigError(f"seq: {what} · fix: leave it out; images of the config are {height} x {width}")
+        if seq is not None and positions is not None and seq > positions:
+            raise ConfigError(
+                f"seq: expected at most the {positions} positions of {self.name}, got {seq} · fix: seq={positions}"
+            )
+        if self.task == "seq2seq-lm" and getattr(self.config, "decoder_start_token_id", None) is None:
+            fix = 'add "decoder_start_token_id": 0, or the id of the model\'s first token'
+            raise ConfigError(f"{self.name}: expected decoder_start_token_id in its config, got nothing · fix: {fix}")
+
+    def make(self, device_type: str) -> tuple[nn.Module, Callable[[], object], torch.optim.Optimizer]:
+        """Returns the model, a function that runs one step of training, and its optimizer.
+
+        Raises:
+            ConfigError: Transformers, PEFT or PyTorch refuses the config or an option.
+        """
+        model = self._build()
+        if self.options.lora is not None:
+            model = _with_lora(model, self.options.lora, self.name)
+        model.train()
+        optimizer = _OPTIMIZERS[self.options.optimizer]([p for p in model.parameters() if p.requires_grad])
+        inputs = self._inputs()
+        autocast = self.options.autocast
+
+        def step() -> None:
+            with nullcontext() if autocast is None else torch.autocast(device_type, getattr(torch, autocast)):
+                loss = model(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, step, optimizer
+
+    def _build(self) -> nn.Module:
+        import transformers  # noqa: PLC0415
+
+        text = self._text_config
+        if hasattr(text, "use_cache"):
+            text.use_cache = False
+        if self.task == "sequence-classification" and getattr(text, "pad_token_id", None) is None:
+            text.pad_token_id = 0  # a batch needs one, and no byte depends on it
+        auto = getattr(transformers, _TASKS[self.task][1])
+        settings: dict[str, Any] = {"dtype": self.dtype, "trust_remote_code": False}
+        if self.options.attention is not None:
+            settings["attn_implementation"] = self.options.attention
+        try:
+            model: nn.Module = auto.from_config(self.config, **settings)
+        except GraphckptError:
+            raise
+        except Exception as error:
+            if self.options.attention is not None and "attention" in str(error):
+                other = "eager" if self.options.attention == "sdpa" else "sdpa"
+                what = f"{self.architecture} does not have {self.options.attention!r}"
+                raise ConfigError(f"attention: {what} · fix: attention={other!r}") from error
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(
+                f"{self.name}: expected a config of {self.architecture}, got {what} · fix: correct it"
+            ) from error
+        return model
+
+    def _inputs(self) -> dict[str, torch.Tensor]:
+        batch, seq = self.options.batch, self.seq
+        if seq is None:
+            pixels = torch.zeros(batch, getattr(self.config, "num_channels", 3), *self.image_size, dtype=self.dtype)
+            return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)}
+        tokens = torch.zeros(batch, seq, dtype=torch.long)
+        labels = torch.zeros(batch, dtype=torch.long)
+        if self.task == "question-answering":
+            return {"input_ids": tokens, "start_positions": labels, "end_positions": labels.clone()}
+        if self.task == "sequence-classification":
+            return {"input_ids": tokens, "labels": labels}
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+_OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": partial(torch.optim.AdamW, fused=True),
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def _with_lora(model: Any, rank: int, name: str) -> nn.Module:
+    require(EXTRA, "peft")
+    import peft  # noqa: PLC0415
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT reads names that Transformers has deprecated
+            adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank))
+    except ValueError as error:
+        kind = model.config.model_type
+        fix = "leave lora out, or plan your own model: graphckpt.plan(make_model, device=...)"
+        raise ConfigError(f"lora: {name}: PEFT has no default layers for {kind!r} · fix: {fix}") from error
+    return adapted
+
+
+def read_model(name: Any, options: EstimateOptions) -> PretrainedModel:
+    """Reads the config of a model.
+
+    Args:
+        name: A folder with a ``config.json``, that file, the name of a model on the hub, or a config of Transformers.
+        options: The step.
+
+    Raises:
+        ConfigError: The model does not exist, it needs code or weights that are not Transformers', or an option does
+            not suit it.
+    """
+    require(EXTRA, "transformers")
+    if isinstance(name, (str, os.PathLike)):
+        label, values = _read_json(name)
+        _check_values(label, values)
+        config = _config_of(label, values)
+    else:
+        label, config = getattr(name, "model_type", type(name).__name__), deepcopy(name)
+        if not callable(getattr(name, "get_text_config", None)):
+            fix = "estimate('folder_with_config_json', device='h100')"
+            raise ConfigError(f"model: expected a name, a path or a config of Transformers, got {name!r} · fix: {fix}")
+        _check_values(label, vars(config))
+    model = PretrainedModel(label, config, _task_of(label, config, options.task), options)
+    model.check()
+    return model
+
+
+def _read_json(name: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / _CONFIG
+        label = path.parent.resolve().name
+        if not path.is_file():
+            raise ConfigError(
+                f"{name}: expected a folder with a {_CONFIG}, found none · fix: name the folder of a model"
+            )
+    elif path.is_file():
+        label = path.resolve().parent.name if path.name == _CONFIG else path.stem
+    else:
+        if path.suffix == ".json" or path.is_absolute() or str(name).startswith((".", "~")):
+            raise ConfigError(f"{name}: expected a folder or a {_CONFIG}, found neither · fix: check the path")
+        label, path = str(name), Path(_cached_config(str(name)))
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: expected JSON in {path.name}, got {first_line(error)} · fix: correct it") from None
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise ConfigError(f"{name}: expected a mapping in {path.name}, got a {kind} · fix: name a config.json")
+    return label, values
+
+
+def _cached_config(name: str) -> str:
+    """Returns the file of a model's config in the cache, which is downloaded if it is not there."""
+    import huggingface_hub as hub  # noqa: PLC0415
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    fix = "check the name, or pass a folder or a config.json"
+    download = partial(hub.hf_hub_download, name, _CONFIG)
+    try:
+        return str(download(local_files_only=True))
+    except errors.HFValidationError:
+        raise ConfigError(f"{name}: expected a folder, a config.json or the name of a model · fix: {fix}") from None
+    except errors.LocalEntryNotFoundError:
+        pass
+    offline = f"{name}: not a folder, not in the cache, and the hub cannot be reached · fix: {fix}"
+    if not _can_reach(hub.constants):
+        raise ConfigError(offline)
+    try:
+        return str(download(etag_timeout=_SECONDS))
+    except errors.GatedRepoError:
+        page = f"{hub.constants.ENDPOINT}/{name}"
+        raise ConfigError(f"{name}: gated · fix: accept its terms on {page}, then run `hf auth login`") from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(f"{name}: not a folder, and not a public model on the hub · fix: {fix}") from None
+    except errors.LocalEntryNotFoundError:
+        raise ConfigError(offline) from None
+    except errors.EntryNotFoundError:
+        raise ConfigError(
+            f"{name}: expected a {_CONFIG} on the hub, found none · fix: name a Transformers model"
+        ) from None
+    except Exception as error:  # whatever a proxy or a server answers
+        raise ConfigError(f"{name}: the hub answered {first_line(error)} · fix: try again, or pass a folder") from error
+
+
+def _can_reach(constants: Any) -> bool:
+    endpoint = str(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or not endpoint.startswith(("https://", "http://")):
+        return False
+    try:
+        with urlopen(Request(endpoint, method="HEAD"), timeout=_SECONDS):  # noqa: S310 - checked above
+            return True
+    except HTTPError:
+        return True  # it has answered
+    except (URLError, OSError):
+        return False
+
+
+def _check_values(name: str, values: Mapping[str, Any]) -> None:
+    if values.get("auto_map"):
+        what = f"{name}: its model is code of its own (auto_map), which is never run"
+        raise ConfigError(f"{what} · fix: plan it in a script: graphckpt.plan(make_model, device=...)")
+    if values.get("quantization_config"):
+        method = dict(values["quantization_config"]).get("quant_method", "unknown")
+        what = f"{name}: quantized weights ({method}) cannot be estimated"
+        raise ConfigError(f"{what} · fix: remove quantization_config from its config, and set dtype")
+
+
+def _config_of(name: str, values: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415
+
+    kind = values.get("model_type")
+    if kind is None:
+        raise ConfigError(f"{name}: expected model_type in its config, got nothing · fix: name a Transformers model")
+    if kind not in CONFIG_MAPPING:
+        guess = did_you_mean(str(kind), CONFIG_MAPPING.keys())
+        raise ConfigError(f"{name}: unknown model_type {kind!r}{guess} · fix: pip install -U transformers")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        what = "; ".join(lines) or type(error).__name__
+        raise ConfigError(f"{name}: expected a config of {kind}, got {what} · fix: correct it") from error
+
+
+def _mapping(task: str) -> Any:
+    import transformers  # noqa: PLC0415
+
+    return getattr(transformers, f"MODEL_FOR_{_TASKS[task][0]}_MAPPING")
+
+
+def _task_of(name: str, config: Any, wanted: str | None) -> str:
+    possible = [task for task in _TASKS if type(config) in _mapping(task)]
+    if wanted is not None and wanted in possible:
+        return wanted
+    listed = ", ".join(possible)
+    if wanted is not None:
+        fix = f"use {listed}" if possible else "plan it in a script: graphckpt.plan(make_model, device=...)"
+        raise ConfigError(f"task: {name} ({config.model_type}) has no {wanted} · fix: {fix}")
+    architectures = tuple(getattr(config, "architectures", None) or ())
+    for task in possible:
+        if any(architecture.endswith(_TASKS[task][2]) for architecture in architectures):
+            return task
+    if not possible:
+        what = f"{name}: no task of graphckpt estimate suits {config.model_type!r}"
+        raise ConfigError(f"{what} · fix: plan it in a script: graphckpt.plan(make_model, device=...)")
+    return possible[0]
+
+
+@contextmanager
+def step_errors(model: PretrainedModel) -> Iterator[None]:
+    """Raises what the step raises as a ConfigError that names the model."""
+    try:
+        yield
+    except GraphckptError:
+        raise
+    except Exception as error:
+        what = f"{model.name}: the step of {model.architecture} cannot be simulated: {type(error).__name__}"
+        fix = "other options, or plan it on the device"
+        raise ConfigError(f"{what}: {first_line(error)} · fix: {fix}") from error

@@ -1,0 +1,445 @@
+"""``graphckpt estimate``: the memory and the time of a model's training step, from its config alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    ResNetConfig,
+    T5Config,
+    ViTConfig,
+)
+
+import graphckpt
+from graphckpt.blocks.forward import policy_of
+from graphckpt.cli import main
+from graphckpt.errors import ConfigError
+from graphckpt.extras import MissingPackageError
+from graphckpt.planning import estimate as module
+from graphckpt.planning import pretrained
+from graphckpt.planning.estimate_result import Estimate
+from graphckpt.planning.steps import FakeStep
+from graphckpt.units import format_bytes
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+ROUNDING = 512
+GIB = 2**30
+
+
+def llama(**more: Any) -> LlamaConfig:
+    return LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=256, max_position_embeddings=512, **more)
+
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "causal-lm": llama(architectures=["LlamaForCausalLM"]),
+    "seq2seq-lm": T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0),
+    "masked-lm": BertConfig(**SIZES, vocab_size=256, max_position_embeddings=128, architectures=["BertForMaskedLM"]),
+    "sequence-classification": GPT2Config(
+        n_layer=2, n_embd=64, n_head=4, vocab_size=256, architectures=["GPT2ForSequenceClassification"]
+    ),
+    "token-classification": BertConfig(**SIZES, vocab_size=256, architectures=["BertForTokenClassification"]),
+    "question-answering": BertConfig(**SIZES, vocab_size=256, architectures=["BertForQuestionAnswering"]),
+    "image-classification": ViTConfig(**SIZES, image_size=32, patch_size=8),
+}
+
+
+@cache
+def estimated(task: str = "causal-lm", **options: Any) -> Estimate:
+    return graphckpt.estimate(CONFIGS[task], device="h100", batch=2, progress=False, **options)
+
+
+def folder_of(config: PreTrainedConfig, path: Path, **more: Any) -> str:
+    config.save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    return str(path)
+
+
+def near(num_bytes: int, num_elements: int, size: int, num_tensors: int) -> bool:
+    """Whether bytes are those of the elements, each tensor rounded up by the allocator."""
+    return 0 <= num_bytes - num_elements * size <= ROUNDING * num_tensors
+
+
+class TestFigures:
+    @pytest.mark.parametrize("task", CONFIGS)
+    def test_each_task_is_that_of_the_architecture_and_its_parts_sum_to_the_peak(self, task: str) -> None:
+        estimate = estimated(task)
+        assert estimate.task == task
+        assert list(estimate.policies) == ["keep", "full", "plan"]
+        for policy in estimate.policies.values():
+            parts = policy.parts
+            listed = [parts.weights, parts.gradients, parts.optimizer_states, parts.layers, parts.other]
+            assert sum(listed) == policy.allocated_bytes
+            assert min(listed) >= 0
+            assert policy.allocated_bytes <= policy.reserved_bytes < policy.nvidia_smi_bytes
+            assert policy.samples_per_second == pytest.approx(2 / policy.seconds)
+        keep, full = estimate.policies["keep"], estimate.policies["full"]
+        assert sum(full.parts.saved_by_layers.values()) < sum(keep.parts.saved_by_layers.values()) / 2
+        assert full.seconds > keep.seconds
+        assert (keep.tokens_per_second is None) is (task == "image-classification")
+
+    @pytest.mark.parametrize(
+        ("optimizer", "states"), [("adamw", 2), ("adamw-fused", 2), ("adam", 2), ("sgd", 0), ("sgd-momentum", 1)]
+    )
+    def test_weights_gradients_and_states_are_those_of_the_parameters(self, optimizer: str, states: int) -> None:
+        estimate = estimated(optimizer=optimizer, policy="keep", dtype="bfloat16")
+        model = AutoModelForCausalLM.from_config(CONFIGS["causal-lm"])
+        tensors = list(model.parameters())
+        number = sum(tensor.numel() for tensor in tensors)
+        assert estimate.num_parameters == estimate.num_trainable == number
+        assert near(estimate.weight_bytes, number, 2, len(tensors) + 2)
+        assert near(estimate.gradient_bytes, number, 2, len(tensors))
+        assert near(estimate.optimizer_bytes, states * number, 2, 3 * len(tensors))
+
+    def test_adafactor_keeps_rows_and_columns(self) -> None:
+        assert 0 < estimated(optimizer="adafactor", policy="keep").optimizer_bytes < estimated().optimizer_bytes / 5
+
+    def test_they_are_those_of_a_plan_of_the_same_step(self) -> None:
+        def make_model() -> tuple[torch.nn.Module, Any]:
+            model = AutoModelForCausalLM.from_config(CONFIGS["causal-lm"], dtype=torch.float32).train()
+            optimizer = torch.optim.AdamW(model.parameters())
+            tokens = torch.zeros(2, 512, dtype=torch.long)
+
+            def step() -> None:
+                model(input_ids=tokens, labels=tokens.clone(), use_cache=False).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return model, step
+
+        plan = graphckpt.plan(make_model, device="h100", memory_budget="max")
+        keep, best = estimated().policies["keep"], estimated().policies["plan"]
+        assert abs(keep.allocated_bytes - plan.plain_peak_bytes) < 0.001 * keep.allocated_bytes
+        assert keep.seconds == pytest.approx(plan.plain_step_seconds, rel=0.02)
+        assert keep.reserved_bytes == pytest.approx(plan.predicted_reserved_bytes, rel=0.05)
+        assert best.blocks == plan.blocks == {}
+
+    def test_a_budget_chooses_policies_and_the_line_of_python_sets_them(self) -> None:
+        estimate = estimated(memory_budget=0.85)
+        keep, best = estimate.policies["keep"], estimate.policies["plan"]
+        assert best.allocated_bytes <= 0.85 * keep.allocated_bytes
+        assert keep.seconds < best.seconds
+        model = AutoModelForCausalLM.from_config(CONFIGS["causal-lm"])
+        handle = eval(estimate.apply_line, {"graphckpt": graphckpt, "model": model})
+        policies = {name for name, block in model.named_modules() if policy_of(block) is not None}
+        handle.remove()
+        assert policies == set(best.blocks) != set()
+        assert estimate.plan is not None
+        assert estimate.plan.blocks == best.blocks
+
+    def test_where_everything_fits_nothing_is_recomputed(self) -> None:
+        assert estimated().policies["plan"].blocks == {}
+        assert estimated().policies["plan"].seconds == estimated().policies["keep"].seconds
+        assert estimated().apply_line.startswith("# ")
+
+    def test_a_device_that_is_too_small_gets_the_lowest_peak_and_says_so(self) -> None:
+        estimate = estimated(memory="600MiB")
+        assert [policy.fits for policy in estimate.policies.values()] == [False, False, False]
+        assert estimate.policies["plan"].title == "lowest peak"
+        assert estimate.policies["plan"].allocated_bytes <= estimate.policies["full"].allocated_bytes
+        assert "no plan fits" in str(estimate)
+        assert "600 MiB" in str(estimate)
+
+    def test_a_budget_below_the_weights_gets_the_lowest_peak(self) -> None:
+        estimate = estimated(memory_budget="10KiB", optimizer="sgd")
+        assert estimate.policies["plan"].title == "lowest peak"
+        assert "the parameters alone take" in estimate.notes[0]
+
+    def test_it_lists_the_devices_with_enough_memory(self) -> None:
+        assert {"h100", "t4"} <= set(estimated().devices)
+        total = min(policy.nvidia_smi_bytes for policy in estimated().policies.values())
+        assert f"devices with {format_bytes(total)}" in str(estimated())
+
+    def test_lora_trains_adapters_alone(self) -> None:
+        estimate, every = estimated(lora=4, policy="keep"), estimated()
+        assert 0 < estimate.num_trainable < every.num_parameters / 10
+        assert near(estimate.gradient_bytes, estimate.num_trainable, 4, 64)
+        assert near(estimate.optimizer_bytes, 2 * estimate.num_trainable, 4, 3 * 64)
+        assert "LoRA of rank 4" in str(estimate)
+        assert estimate.policies["keep"].parts.layers < every.policies["keep"].parts.layers
+
+    def test_one_policy_stands_beside_everything_kept(self) -> None:
+        estimate = estimated(policy="selective")
+        assert list(estimate.policies) == ["keep", "selective"]
+        assert estimate.plan is None
+        assert estimate.policies["keep"].allocated_bytes == estimated().policies["keep"].allocated_bytes
+        assert "'selective'} for n in range(4)" in estimate.apply_line
+        assert list(estimated(policy="keep").policies) == ["keep"]
+
+    def test_autocast_attention_and_sequences_change_the_figures(self) -> None:
+        base = estimated(policy="keep").policies["keep"].parts
+        half = estimated(policy="keep", autocast="bfloat16").policies["keep"].parts
+        assert half.layers < base.layers
+        assert half.weights == base.weights
+        eager = estimated(policy="keep", attention="eager", autocast="bfloat16").policies["keep"].parts
+        assert eager.layers > half.layers + 4 * 2 * 4 * 512 * 512 * 2  # layers x batch x heads x pairs x bytes
+        short = estimated(policy="keep", seq=128, autocast="bfloat16").policies["keep"].parts
+        assert short.layers == pytest.approx(half.layers / 4, rel=0.1)
+
+    def test_it_says_what_was_assumed(self) -> None:
+        text = " ".join(str(estimated()).split())
+        for words in (
+            "weights in float32",
+            "autocast off",
+            "attention sdpa",
+            "AdamW, foreach",
+            "512 tokens (the default)",
+        ):
+            assert words in text
+        assert estimated(seq=64, dtype=torch.bfloat16, policy="keep").assumptions[0] == "weights in bfloat16"
+        assert "experts" not in text
+
+    @pytest.mark.parametrize("options", [{}, {"autocast": "bfloat16"}, {"dtype": "bfloat16"}])
+    def test_mixtures_of_experts(self, options: dict[str, str]) -> None:
+        config = MixtralConfig(**SIZES, num_key_value_heads=2, vocab_size=256, num_local_experts=4)
+        estimate = graphckpt.estimate(config, device="h100", seq=64, policy="keep", **options)
+        assert "routing of experts is assumed balanced" in estimate.assumptions
+
+    def test_the_config_of_the_caller_stays_as_it_is(self) -> None:
+        config = llama()
+        before = config.to_dict()
+        graphckpt.estimate(config, device="h100", seq=64, policy="keep", task="sequence-classification")
+        assert config.to_dict() == before
+
+    def test_no_step_runs_more_often_than_it_must(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each run simulates two steps, and a sample one: imports aside, these are the seconds of an estimate."""
+        runs: list[str] = []
+        for name in ("run", "sample"):
+            original = getattr(FakeStep, name)
+            monkeypatch.setattr(
+                FakeStep,
+                name,
+                lambda *args, _run=original, _name=name, **kw: (runs.append(_name), _run(*args, **kw))[1],
+            )
+        config = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
+        graphckpt.estimate(config, device="h100", seq=64)
+        assert runs == ["sample", "sample", "run", "run"]  # all layers, a few, and each policy
+        runs.clear()
+        graphckpt.estimate(config, device="h100", seq=64, memory_budget=0.9)
+        assert runs.count("run") <= 3
+
+
+class TestSources:
+    def test_a_folder_a_file_and_a_config_give_the_same(self, tmp_path: Path) -> None:
+        folder = folder_of(llama(), tmp_path / "small-llama")
+        by_folder = graphckpt.estimate(folder, device="h100", batch=2, policy="keep")
+        assert (by_folder.model, by_folder.architecture) == ("small-llama", "LlamaForCausalLM")
+        file = Path(folder, "config.json").rename(tmp_path / "other.json")
+        by_file = graphckpt.estimate(file, device="h100", batch=2, policy="keep")
+        assert by_file.model == "other"
+        assert by_file.policies["keep"] == by_folder.policies["keep"] == estimated(policy="keep").policies["keep"]
+
+    def test_the_dtype_of_the_config_is_that_of_the_weights(self, tmp_path: Path) -> None:
+        number = estimated().num_parameters
+        for key in ("dtype", "torch_dtype"):  # the name of today, and that of Transformers 4
+            folder = folder_of(llama(), tmp_path, **{"dtype": None, key: "bfloat16"})
+            estimate = graphckpt.estimate(folder, device="h100", seq=64, policy="keep")
+            assert near(estimate.weight_bytes, number, 2, 200)
+
+    def test_a_name_in_the_cache_needs_no_network(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = folder_of(llama(), tmp_path)
+
+        def download(name: str, file: str, *, local_files_only: bool = False) -> str:
+            assert (name, local_files_only) == ("someone/llama", True)
+            return str(Path(folder, file))
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        assert graphckpt.estimate("someone/llama", device="h100", seq=64, policy="keep").model == "someone/llama"
+
+
+def fault_of(model: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        graphckpt.estimate(model, device="h100", **options)
+    text = str(error.value)
+    assert " · fix: " in text
+    return text
+
+
+class TestErrors:
+    def test_no_network_and_an_unknown_name_are_one_text_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        text = "nobody/nothing: not a folder, not in the cache, and the hub cannot be reached"
+        start = time.monotonic()
+        assert fault_of("nobody/nothing").startswith(text)  # HF_HUB_OFFLINE
+
+        def no_network(*_: Any, **__: Any) -> None:
+            raise URLError("no route")
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(pretrained, "urlopen", no_network)
+        assert fault_of("nobody/nothing").startswith(text)
+        assert time.monotonic() - start < 10
+
+    @pytest.mark.parametrize(
+        ("kind", "text"),
+        [
+            ("GatedRepoError", "someone/model: gated · fix: accept its terms on https://huggingface.co/someone/model"),
+            ("RepositoryNotFoundError", "someone/model: not a folder, and not a public model on the hub"),
+            ("RemoteEntryNotFoundError", "someone/model: expected a config.json on the hub, found none"),
+            ("LocalEntryNotFoundError", "someone/model: not a folder, not in the cache"),
+            ("HfHubHTTPError", "someone/model: the hub answered"),
+        ],
+    )
+    def test_what_the_hub_answers(self, kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        error_class = getattr(huggingface_hub.errors, kind)
+
+        def download(*_: Any, local_files_only: bool = False, **__: Any) -> str:
+            if local_files_only:
+                raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
+            raise error_class.__new__(error_class)
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise HTTPError("https://huggingface.co", 403, "no", None, None)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        monkeypatch.setattr(pretrained, "urlopen", refuse)  # it is there
+        assert fault_of("someone/model").startswith(text)
+
+    def test_code_of_the_model_is_not_run(self, tmp_path: Path) -> None:
+        folder = folder_of(llama(), tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Own"})
+        (tmp_path / "modeling.py").write_text("raise SystemExit('it ran')")
+        assert "code of its own (auto_map), which is never run" in fault_of(folder)
+
+    def test_quantized_weights(self, tmp_path: Path) -> None:
+        folder = folder_of(llama(), tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+        assert "quantized weights (gptq) cannot be estimated" in fault_of(folder)
+
+    def test_a_task_that_the_architecture_does_not_have(self, tmp_path: Path) -> None:
+        text = fault_of(folder_of(llama(), tmp_path / "small"), task="masked-lm")
+        assert text.startswith("task: small (llama) has no masked-lm · fix: use causal-lm, sequence-classification")
+
+    def test_a_missing_key(self, tmp_path: Path) -> None:
+        config = T5Config(d_model=64, num_layers=2, num_heads=4)
+        folder = folder_of(config, tmp_path / "t5", decoder_start_token_id=None)
+        assert "t5: expected decoder_start_token_id in its config, got nothing" in fault_of(folder)
+        (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+        assert "expected model_type in its config, got nothing" in fault_of(tmp_path)
+
+    def test_a_config_that_is_not_one(self, tmp_path: Path) -> None:
+        assert "expected a folder with a config.json, found none" in fault_of(tmp_path)
+        assert "expected a folder or a config.json, found neither" in fault_of(str(tmp_path / "missing"))
+        file = tmp_path / "config.json"
+        for content, text in (
+            ("{", "expected JSON in config.json"),
+            ("[]", "expected a mapping in config.json, got a list"),
+            ('{"model_type": "lama"}', "unknown model_type 'lama' · did you mean"),
+            ('{"model_type": "llama", "hidden_size": "wide"}', "expected a config of llama, got"),
+            ('{"model_type": "sam"}', "no task of graphckpt estimate suits 'sam'"),
+        ):
+            file.write_text(content)
+            assert text in fault_of(tmp_path)
+        assert "expected a name, a path or a config of Transformers, got 7" in fault_of(7)
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"batch": 0}, "batch: expected a positive int, got 0"),
+            ({"batch": True}, "batch: expected a positive int, got True"),
+            ({"seq": "abc"}, "seq: expected a positive int, got 'abc'"),
+            ({"lora": -1}, "lora: expected a positive int, got -1"),
+            ({"memory": "24XB"}, "memory: '24XB': unknown unit 'XB' · fix: use 'GiB'"),
+            (
+                {"optimizer": "adamw-8bit"},
+                "optimizer: expected adamw, adamw-fused, adam, sgd, sgd-momentum or adafactor",
+            ),
+            ({"dtype": "bf16"}, "dtype: expected float32, bfloat16 or float16, got 'bf16'"),
+            ({"autocast": torch.float64}, "autocast: expected bfloat16 or float16, got 'float64'"),
+            ({"attention": "flash_attention_2"}, "attention: expected sdpa or eager"),
+            ({"task": "poetry"}, "task: expected causal-lm, seq2seq-lm"),
+            ({"policy": "fulll"}, "policy: expected a rule, got 'fulll' · did you mean 'full'?"),
+            ({"memory_budget": "24XB"}, "memory_budget: '24XB': unknown unit"),
+        ],
+    )
+    def test_options_are_checked_before_the_model_is_read(self, options: dict[str, Any], text: str) -> None:
+        assert text in fault_of("nobody/nothing", **options)
+
+    def test_several_faults_are_told_at_once(self) -> None:
+        text = fault_of("nobody/nothing", batch=0, seq=0, optimizer="adm")
+        assert text.count("  • ") == 3
+        assert "did you mean 'adam'" in text
+        assert text.endswith("fix: optimizer='adam'")
+
+    def test_a_sequence_that_is_too_long_and_one_for_images(self) -> None:
+        assert "seq: expected at most the 512 positions of llama, got 513 · fix: seq=512" in fault_of(llama(), seq=513)
+        text = fault_of(CONFIGS["image-classification"], seq=128)
+        assert "seq: expected nothing for image-classification, got 128" in text
+        assert "images of the config are 32 x 32" in text
+
+    def test_lora_without_layers_for_it_or_without_peft(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic")
+        assert "PEFT has no default layers for 'resnet'" in fault_of(config, lora=4)
+        monkeypatch.setitem(sys.modules, "peft", None)
+        with pytest.raises(
+            MissingPackageError, match=r"peft is not installed · fix: pip install 'graphckpt\[estimate\]'"
+        ):
+            graphckpt.estimate(llama(), device="h100", lora=4)
+
+    def test_what_a_step_cannot_do_names_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("no kernel\nand more")
+
+        monkeypatch.setattr(module.FakeStep, "sample", fail)
+        text = fault_of(llama(), seq=64)
+        assert "the step of LlamaForCausalLM cannot be simulated: RuntimeError: no kernel · fix:" in text
+
+
+class TestCommand:
+    def test_it_prints_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = folder_of(llama(), tmp_path / "small")
+        assert main(["estimate", folder, "--device", "h100", "--batch", "2", "--memory-budget", "0.9"]) == 0
+        printed = capsys.readouterr().out
+        for row in ("weights", "gradients (of", "optimizer states", "allocated", "reserved", "nvidia-smi", "tokens/s"):
+            assert f"\n{row} " in printed
+        assert "everything kept  full everywhere  best plan" in printed
+        assert "graphckpt.apply(model, {" in printed
+
+    def test_json_is_what_the_function_returns(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = folder_of(llama(), tmp_path / "small")
+        flags = ["--device", "h100", "--batch", "2", "--seq", "64", "--autocast", "bfloat16", "--optimizer", "sgd"]
+        assert main(["estimate", folder, *flags, "--memory", "24GiB", "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        result = graphckpt.estimate(
+            folder, device="h100", batch=2, seq=64, autocast="bfloat16", optimizer="sgd", memory="24GiB"
+        )
+        assert printed == json.loads(json.dumps(result.to_dict()))
+        for name in ("keep", "full", "plan"):
+            assert {"allocated_bytes", "reserved_bytes", "nvidia_smi_bytes", "seconds", "parts"} <= set(
+                printed["policies"][name]
+            )
+        assert printed["memory_bytes"] == 24 * GIB
+
+    def test_cheap_flags_are_checked_before_anything_is_imported(self) -> None:
+        words = ["estimate", "x", "--device", "h100", "--batch", "0", "--seq", "abc", "--memory", "24XB"]
+        code = f"import sys; from graphckpt.cli import main; print(main({words}), 'torch' in sys.modules)"
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert ran.stdout.split() == ["2", "False"]
+        for text in ("batch: expected a positive int, got 0", "got 'abc'", "unknown unit 'XB'"):
+            assert text in ran.stderr
+
+    def test_an_error_ends_it_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["estimate", "nobody/nothing", "--device", "h100"]) == 2
+        assert capsys.readouterr().err.startswith("error: nobody/nothing: not a folder")
+        assert main(["estimate", "nobody/nothing", "--device", "h1000"]) == 2
+        assert "did you mean 'h100'" in capsys.readouterr().err
+
+
+def test_it_shows_as_html_and_in_one_line() -> None:
+    assert "<table" in estimated()._repr_html_()
+    assert "<table" in estimated(policy="selective")._repr_html_()
+    assert repr(estimated()).startswith("<Estimate of llama on h100: keep ")
