@@ -196,6 +196,8 @@ def predict(
 
         calls["plan"] = planned
     result |= {"foretold_bytes": found.predicted_peak_bytes, "correction_bytes": found.correction_bytes}
+    result |= {"reserved_bytes": found.measured_reserved_bytes or None}
+    result |= {"reserved_foretold_bytes": found.predicted_reserved_bytes}
     yield result
     if abs(result["foretold_bytes"] / result["peak_bytes"] - 1) > OFF:
         for name, call in calls.items():
@@ -275,11 +277,12 @@ def errors(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     for row in rows:
         name = [row["model"], row["precision"], "captured" if row["is_captured"] else "eager"]
         if "failed" in row:
-            yield [*name, f"failed: {row['failed']}", *["-"] * 6]
+            yield [*name, f"failed: {row['failed']}", *["-"] * 8]
             continue
         pairs = [("plain_bytes", "plain_foretold_bytes"), ("alone_bytes", "alone_foretold_bytes")]
         cells = []
-        for real, foretold in [*pairs, ("peak_bytes", "foretold_bytes")]:
+        pairs += [("peak_bytes", "foretold_bytes"), ("reserved_bytes", "reserved_foretold_bytes")]
+        for real, foretold in pairs:
             if row.get(real) is not None:
                 off = f"{row[foretold] / row[real] - 1:+.2%}".replace("%", " %")
                 cells += [format_bytes(row[real]), off]
@@ -337,7 +340,7 @@ def main() -> None:
     predicted = [row for job in found for row in jobs.run({**job, **more})]
     columns = [
         "model", "precision", "step", "plain", "predicted from the profile", "plan from the profile", "predicted",
-        "plan after measuring", "predicted", "inside",
+        "plan after measuring", "predicted", "reserved under it", "predicted", "inside",
     ]  # fmt: skip
     note = (
         "Peaks are the most that torch.cuda.max_memory_allocated saw in a step above what was there before the model; "
