@@ -451,12 +451,19 @@ def _steps(
     parsed: argparse.Namespace, machine: DeviceProfile, sizes: Sequence[str] = ()
 ) -> AbstractContextManager[FakeConfigSteps]:
     from graphckpt.config.run import fake_steps_from  # noqa: PLC0415 - as above
+    from graphckpt.planning.options import PlanOptions  # noqa: PLC0415
+    from graphckpt.stores.base import parse_offload  # noqa: PLC0415
 
     values = {option: value for option, _, _ in _planner_options() if (value := getattr(parsed, option)) is not None}
     if "candidates" in values:
         values["candidates"] = [yaml.safe_load(rule) for rule in values["candidates"]]
     if "head" in values:
         values["head"] = _heads(values["head"])
+    PlanOptions.of(values, "plan")  # raises before the config is imported
+    try:
+        parse_offload(parsed.offload)
+    except ConfigError as error:
+        raise ConfigError(f"--offload: {error}") from None
     return fake_steps_from(parsed.config_file, [*parsed.overrides, *sizes], device=machine, options=values)
 
 

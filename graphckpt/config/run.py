@@ -26,6 +26,7 @@ from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
+from graphckpt.planning.rows import byte_values
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import check_task
 from graphckpt.train.data.samples import to_device
@@ -113,7 +114,6 @@ class FakeConfigSteps:
 
     def to_dict(self, plan: Plan) -> dict[str, Any]:
         """Returns a plan of this step as plain values, as ``graphckpt plan --json`` prints them."""
-        parts = {f"{kind.replace(' ', '_')}_bytes": num_bytes for kind, num_bytes in plan.peak_parts.items()}
         sizes, amp, machine = self.run.train.sizes, self.run.train.amp, self.machine
         return {
             "device": plan.device,
@@ -122,12 +122,8 @@ class FakeConfigSteps:
             "memory_budget": plan.memory_budget,
             "budget_bytes": plan.budget_bytes,
             "headroom_bytes": plan.headroom_bytes,
-            "allocated_bytes": plan.predicted_peak_bytes,
-            "reserved_bytes": plan.predicted_reserved_bytes or None,
-            "expandable_reserved_bytes": plan.expandable_reserved_bytes or None,
-            "nvidia_smi_bytes": plan.predicted_nvidia_smi_bytes or None,
+            **byte_values(plan),
             "seconds": plan.predicted_step_seconds,
-            "parts": parts or None,
             "binding": plan.binding,
             "plain_peak_bytes": plan.plain_peak_bytes,
             "plain_seconds": plan.plain_step_seconds,
@@ -135,6 +131,7 @@ class FakeConfigSteps:
             "policies": plan.policies,
             "rows": [asdict(row) for row in plan.rows],
             "assumptions": {
+                "step": list(plan.assumptions),
                 "micro_batch_size": sizes.micro_batch,
                 "accumulation_steps": sizes.accumulation,
                 "weight_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}),

@@ -24,6 +24,7 @@ results that are alive for a moment."""
 _NUM_STEPS = 3
 """Steps that are replayed: the first creates optimizer states, the second is the first that has them, and later ones
 repeat the second. Reserved bytes of the models tried do not grow after the third."""
+_TEMPORARY, _ADDED = -1, -2  # not ids of storages
 _PRECISION = 2 * 2**20  # bytes: the smallest segment
 
 
@@ -94,7 +95,7 @@ class AllocationLog:
         last = self.steps[-1]
         replacements = _replacements(self.steps[-2], last)
         births = [entry.storage for entry in last if entry.num_bytes]
-        end = 1 + max(entry.storage for step in self.steps for entry in step)
+        end = 1 + max((entry.storage for step in self.steps for entry in step), default=0)
         names = {storage: storage for storage in births}
         for _ in range(num_steps + 1 - len(self.steps)):
             older = {old: names[new] for old, new in replacements.items()}
@@ -253,9 +254,14 @@ class AllocationTrace(LiveBytes):
         if self._op_seconds is not None and result is not NotImplemented:
             self._add_seconds(self._op_seconds(func, args, kwargs or {}, result))
         if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
-            self._change(num_bytes, -1)  # allocated and freed at once; -1 is not the id of a storage
-            self._change(-num_bytes, -1)
+            self._change(num_bytes, _TEMPORARY)  # allocated and freed at once
+            self._change(-num_bytes, _TEMPORARY)
         return result
+
+    def add(self, num_bytes: int) -> None:
+        """Logs memory that is allocated and never freed, such as a workspace of a library."""
+        if num_bytes > 0:
+            self._change(num_bytes, _ADDED)
 
     def begin_step(self) -> None:
         """Begins another step, whose peak and seconds count from now on."""

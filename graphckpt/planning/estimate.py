@@ -21,7 +21,7 @@ from graphckpt.planning.peak_parts import PeakParts
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all, plan_step
-from graphckpt.planning.planner import Planner, plan_and_check, run_plan
+from graphckpt.planning.planner import Planner, plan_and_check, plan_and_replay, run_plan
 from graphckpt.planning.pretrained import EXTRA, PretrainedModel, read_model, step_errors
 from graphckpt.planning.profile import DeviceProfile, load_profile, profile_names
 from graphckpt.planning.program import Phase
@@ -220,7 +220,9 @@ class _Estimation:
                 return replace(keep, budget_bytes=limit)  # nothing is faster
             if planner.floor.peak <= limit:
                 try:
-                    return plan_and_check(planner, self._step, limit, self._group, of_reserved=of_reserved)
+                    if of_reserved:
+                        return plan_and_replay(planner, self._step, limit)
+                    return plan_and_check(planner, self._step, limit, self._group)
                 except PlanError:
                     if of_reserved and self._is_steady(full, limit):
                         return replace(full, budget_bytes=limit)

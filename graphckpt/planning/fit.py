@@ -29,7 +29,7 @@ from graphckpt.planning.options import (
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all
-from graphckpt.planning.planner import Planner, plan_and_check
+from graphckpt.planning.planner import Planner, plan_and_check, plan_and_replay
 from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.rows import assumptions_line
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
@@ -311,10 +311,11 @@ class _SizedRows:
                 memory = step.memory(static)
                 self.memory = _Memory(step.device_name, static, gradients, memory, budget_bytes(self.budget, memory))
             limit = self.memory.limit
-            of_reserved = isinstance(step, FakeStep) and step.limits_reserved(self.budget)
 
             def plan_of(planner: Planner) -> Plan:
-                return plan_and_check(planner, step, limit, PlanGroup(), of_reserved=of_reserved)
+                if isinstance(step, FakeStep) and step.limits_reserved(self.budget):
+                    return plan_and_replay(planner, step, limit)
+                return plan_and_check(planner, step, limit, PlanGroup())
 
             row = BatchFit(
                 batch_size=size,

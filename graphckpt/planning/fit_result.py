@@ -27,7 +27,7 @@ from graphckpt.ledger.plot import (
 )
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of
 from graphckpt.planning.plot import LEVEL_AT_START
-from graphckpt.planning.rows import Budgeted, budget_line, device_text
+from graphckpt.planning.rows import Budgeted, budget_line, byte_values, device_text
 from graphckpt.units import format_bytes, format_seconds, format_sizes
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ _NUMBERS = (
     "batch_size", "accumulation", "fits", "peak_bytes", "seconds", "samples_per_second", "plain_peak_bytes",
     "floor_bytes", "is_measured", "checked_peak_bytes", "checked_seconds",
 )  # fmt: skip
+_BYTE_VALUES = ("allocated_bytes", "reserved_bytes", "expandable_reserved_bytes", "nvidia_smi_bytes", "parts")
 _OP_LEVEL = re.compile(r"\(level \d+ of \d+\)")
 _TOP = 1.25  # of the budget: the upper limit of the memory axis
 _RESERVED = "reserved"
@@ -141,11 +142,7 @@ class BatchFit:
         values = {name: getattr(self, name) for name in _NUMBERS}
         if not self.fits:
             values |= {"seconds": None, "samples_per_second": None}
-        values |= {
-            "allocated_bytes": self.peak_bytes if self.fits else None,
-            "reserved_bytes": (self.plan.predicted_reserved_bytes or None) if self.plan else None,
-            "nvidia_smi_bytes": (self.plan.predicted_nvidia_smi_bytes or None) if self.plan else None,
-        }
+        values |= dict.fromkeys(_BYTE_VALUES) if self.plan is None else byte_values(self.plan)
         policies = {name: dict(fields) for name, fields in self.plan.policies.items()} if self.plan else None
         return {**values, "policies": policies, "blocks": policies}  # under its old name for scripts that read it
 

@@ -24,7 +24,7 @@ from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import Budget, PlanOptions, PlanOptionsDict, lists_options
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
-from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_and_check
+from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_and_check, plan_and_replay
 from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.rows import PlanRow
@@ -135,14 +135,14 @@ def plan_step(
             f"{name}: its effect is not known on an absent device · fix: leave it out, or plan on the device"
         )
 
-    of_reserved = isinstance(step, FakeStep) and step.limits_reserved(budget)
-
     def choose_and_check(planner: Planner, limit: int | None) -> Plan:
         if not options.check:
             return planner.plan(planner.floor.peak if limit is None else limit)
         if limit is None:
             return lowest_and_check(planner, step, group)
-        return plan_and_check(planner, step, limit, group, of_reserved=of_reserved)
+        if isinstance(step, FakeStep) and step.limits_reserved(budget):
+            return plan_and_replay(planner, step, limit)
+        return plan_and_check(planner, step, limit, group)
 
     with without_value_checks(), _progress_of(options, group) as progress:
         progress.begin("running the step to measure it")

@@ -12,7 +12,8 @@ from torch import nn
 
 from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
-from graphckpt.planning.allocations import AllocationLog
+from graphckpt.planning.allocations import AllocationLog, replay
+from graphckpt.planning.allocator import AllocatorRules
 from graphckpt.planning.candidates import JOINED, parse_compile
 from graphckpt.planning.memory_model import MeasuredStep
 from graphckpt.planning.options import PlanOptions
@@ -218,37 +219,70 @@ class Planners:
 
 _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 _MOST_CHECKS = 3  # another plan may run other ops at its peak
+_MOST_REPLAYS = 5  # of plans whose gaps between the allocator's blocks are not known before
 _ENOUGH = 0.98  # of the memory of an absent device: a plan that needs as much is not replaced by a faster one
 
 
-def plan_and_check(
-    planner: Planner, step: RealStep | FakeStep, limit: int, group: PlanGroup, *, of_reserved: bool = False
-) -> Plan:
+def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, group: PlanGroup) -> Plan:
     """Returns the fastest plan of ``group`` under which no step exceeds ``limit`` bytes.
 
     The step of each process runs under the plan. If the highest peak exceeds the limit or is over 1 % off, the next
-    plan counts in the difference, a few times, and at last the plan with the lowest predicted peak runs. With
-    ``of_reserved`` the limit is that of the bytes that the allocator of an absent device has to reserve.
+    plan counts in the difference, a few times, and at last the plan with the lowest predicted peak runs.
     """
     runs: dict[tuple[str, ...], CheckedPlan] = {}
-    correction = gap = 0
+    correction = 0
     while True:
-        plan = planner.closest(limit - gap, correction) if len(runs) < _MOST_CHECKS else None
+        plan = planner.closest(limit, correction) if len(runs) < _MOST_CHECKS else None
         if plan is None or _policies(plan) in runs:
             plan = planner.lowest(limit)
             if any(run.needed_bytes <= limit for run in runs.values()) or _policies(plan) in runs:
                 break
-        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, group, of_reserved=of_reserved)
-        if run.is_met and run.needed_bytes <= limit and (not of_reserved or run.uses_all_of(limit)):
-            return replace(run.plan, budget_bytes=limit)
+        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, group)
+        if run.is_met:
+            return run.plan
         correction = run.plan.correction_bytes
-        gap = run.needed_bytes - run.plan.predicted_peak_bytes
     fitting = [run.plan for run in runs.values() if run.needed_bytes <= limit]
-    if not fitting and of_reserved:  # better a step that waits for the allocator than none
-        fitting = [run.plan for run in runs.values() if 0 < run.plan.predicted_reserved_bytes <= limit]
     if not fitting:
-        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()), of_reserved=of_reserved)
-    return replace(min(fitting, key=lambda plan: plan.predicted_step_seconds), budget_bytes=limit)
+        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()))
+    return min(fitting, key=lambda plan: plan.predicted_step_seconds)
+
+
+def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
+    """Returns the fastest plan under which the allocator of an absent device runs the step in ``limit`` bytes.
+
+    The gaps between its blocks are another share of the peak for each plan, so that the bound of the peak is searched:
+    by steps that double while plans do not fit, then by halves between one that fits and one that does not.
+    """
+    runs: dict[tuple[str, ...], CheckedPlan] = {}
+    best: CheckedPlan | None = None
+    bound, too_high, factor = limit, limit, 1
+    for _ in range(_MOST_REPLAYS):
+        plan = planner.closest(bound)
+        if _policies(plan) in runs:
+            break
+        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, PlanGroup(), of_reserved=True)
+        peak = run.plan.predicted_peak_bytes
+        if run.needed_bytes <= limit:
+            best = run if best is None or run.plan.predicted_step_seconds < best.plan.predicted_step_seconds else best
+            if bound == limit or run.needed_bytes >= _ENOUGH * limit:
+                break
+        else:
+            too_high = min(too_high, peak)
+            bound = peak - factor * (run.needed_bytes - limit)
+            factor *= 2
+        if best is not None:
+            bound = (best.plan.predicted_peak_bytes + too_high) // 2
+    plan = planner.lowest(limit)
+    if best is None and _policies(plan) not in runs:
+        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, PlanGroup(), of_reserved=True)
+        best = run if run.needed_bytes <= limit else None
+    if best is not None:
+        return replace(best.plan, budget_bytes=limit)
+    # Better a step that waits for the allocator than none.
+    running = [run.plan for run in runs.values() if 0 < run.plan.predicted_reserved_bytes <= limit]
+    if not running:
+        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()), of_reserved=True)
+    return replace(min(running, key=lambda plan: plan.predicted_step_seconds), budget_bytes=limit)
 
 
 def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> Plan:
@@ -270,9 +304,6 @@ class CheckedPlan:
     needed_bytes: int
     """The peak; or the least bytes that the allocator has to be able to reserve."""
 
-    def uses_all_of(self, limit: int) -> bool:
-        return not self.plan.policies or self.needed_bytes >= _ENOUGH * limit
-
 
 def run_plan(
     plan: Plan, model: nn.Module | None, step: RealStep | FakeStep, group: PlanGroup, *, of_reserved: bool = False
@@ -282,10 +313,13 @@ def run_plan(
     with plan.apply(model):
         run = step.run() if isinstance(step, FakeStep) else StepRun(_peak(step, group, plan), 0.0)
         peak = group.max(run.peak_bytes)
+        log = None if isinstance(step, FakeStep) else step.allocations()
     difference = peak - plan.predicted_peak_bytes
     is_met = peak <= plan.budget_bytes and abs(difference) <= _TOLERANCE * plan.predicted_peak_bytes
     if not isinstance(step, FakeStep) or run.allocations is None:
         checked = plan if is_met else corrected(plan, difference)
+        if log is not None and not isinstance(step, FakeStep):
+            checked = _with_measured(checked, peak, step.reserved_bytes, log)
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
     if difference:  # the step with everything kept has run too, and needs no correction
         plan = replace(corrected(plan, difference), plain_peak_bytes=plan.plain_peak_bytes)
@@ -294,6 +328,18 @@ def run_plan(
         plan = replace(plan, predicted_step_seconds=run.seconds)
     needed = step.least_capacity(run.allocations) if of_reserved else peak
     return CheckedPlan(with_reserved(plan, run.allocations, step), is_met, needed)
+
+
+def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> Plan:
+    """Returns a plan with what a step under it took on a device that is present, beside what is predicted."""
+    rules = AllocatorRules.of_environment()
+    return replace(
+        plan,
+        measured_peak_bytes=peak,
+        measured_reserved_bytes=reserved,
+        predicted_reserved_bytes=replay(log, rules).reserved_bytes,
+        expandable_reserved_bytes=replay(log, replace(rules, expandable_segments=True)).reserved_bytes,
+    )
 
 
 def with_reserved(plan: Plan, allocations: AllocationLog, step: FakeStep) -> Plan:

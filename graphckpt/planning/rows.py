@@ -13,7 +13,7 @@ from graphckpt.ledger.groups import common_prefix, group_names
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, prefix_note, show, table_of, time_of
 from graphckpt.planning.allocations import StorageKind
 from graphckpt.planning.options import Budget, describe_budget
-from graphckpt.units import format_bytes, format_seconds, format_sizes
+from graphckpt.units import format_bytes, format_seconds
 
 
 @final
@@ -75,6 +75,10 @@ class PlanData(Budgeted):
     """What PyTorch's caching allocator reserves in the first steps of a process, at most; 0 if it is not known."""
     predicted_nvidia_smi_bytes: int = 0
     """What ``nvidia-smi`` shows then: the reserved bytes and the CUDA context; 0 if it is not known."""
+    measured_peak_bytes: int = 0
+    """The peak of a step that ran under the plan, by the allocator of a CUDA device; 0 on other devices."""
+    measured_reserved_bytes: int = 0
+    """What that allocator reserved then."""
     expandable_reserved_bytes: int = 0
     """What it reserves with ``expandable_segments:True``; 0 if it is not known."""
     peak_parts: Mapping[StorageKind, int] = field(default_factory=dict, repr=False, compare=False)
@@ -88,6 +92,18 @@ class PlanData(Budgeted):
     assumptions: tuple[str, ...] = ()
     """What the simulated step ran: ``("attention flash", "autocast bfloat16", "AdamW foreach")``; empty for a step that
     ran on its device."""
+
+
+def byte_values(plan: PlanData) -> dict[str, Any]:
+    """Returns the bytes of a plan as JSON has them: ``None`` is a number that is not known."""
+    parts = {f"{kind.replace(' ', '_')}_bytes": num_bytes for kind, num_bytes in plan.peak_parts.items()}
+    return {
+        "allocated_bytes": plan.predicted_peak_bytes,
+        "reserved_bytes": plan.predicted_reserved_bytes or None,
+        "expandable_reserved_bytes": plan.expandable_reserved_bytes or None,
+        "nvidia_smi_bytes": plan.predicted_nvidia_smi_bytes or None,
+        "parts": parts or None,
+    }
 
 
 _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
@@ -133,12 +149,16 @@ def summary_lines(plan: PlanData) -> Iterator[str]:
 def _reserved_line(plan: PlanData) -> Iterator[str]:
     if not plan.predicted_reserved_bytes:
         return
-    reserved, shown = format_sizes(plan.predicted_reserved_bytes, plan.predicted_nvidia_smi_bytes)
-    line = f"reserved by PyTorch's allocator: {reserved}; shown by nvidia-smi: {shown}"
+    line = f"reserved by PyTorch's allocator: {format_bytes(plan.predicted_reserved_bytes)}"
+    if plan.predicted_nvidia_smi_bytes:
+        line += f"; shown by nvidia-smi: {format_bytes(plan.predicted_nvidia_smi_bytes)}"
     if 0 < plan.expandable_reserved_bytes < plan.predicted_reserved_bytes:
         saved = format_bytes(plan.predicted_reserved_bytes - plan.expandable_reserved_bytes)
         line += f"; PYTORCH_ALLOC_CONF=expandable_segments:True saves {saved}"
     yield line
+    if plan.measured_reserved_bytes:
+        peak, reserved = map(format_bytes, (plan.measured_peak_bytes, plan.measured_reserved_bytes))
+        yield f"measured in a step under the plan: peak {peak}, reserved {reserved}"
 
 
 def parts_of(plan: PlanData) -> Iterator[RenderableType]:

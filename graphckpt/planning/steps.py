@@ -64,6 +64,8 @@ class RealStep:
         self._parts: dict[str, PartitionStore] = {}
         """By option; each stores which tensors the ranks have compared, for all blocks that save equal ones."""
         self._copy_bytes = 0
+        self.reserved_bytes = 0
+        """What the allocator reserved at most in the last step whose peak was measured on CUDA."""
         self._random: RNGState | None = None
 
     def _step(self) -> None:
@@ -154,15 +156,32 @@ class RealStep:
         which the step is restored; elsewhere it is counted as in the traced runs.
         """
         with on_optimizer_step(self.remember):
-            self._step()
             if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what is reserved from here on is due to this step
+                self._step()
                 torch.cuda.reset_peak_memory_stats(self.device)
                 self._step()
+                self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) - self._copy_bytes
                 return int(torch.cuda.max_memory_allocated(self.device)) - self._copy_bytes
+            self._step()
             trace = self.new_trace()
             with trace:
                 self._step()
         return trace.peak_bytes
+
+    def allocations(self) -> AllocationLog | None:
+        """Runs two steps, and logs their allocations after those that the process has; ``None`` if not on CUDA."""
+        if self.device.type != "cuda":
+            return None
+        with on_optimizer_step(self.remember):
+            trace = self._new(AllocationTrace)
+            rest = torch.cuda.memory_allocated(self.device) - self._copy_bytes - trace.live_bytes
+            trace.add(rest)  # workspaces, and tensors that the step may use or not
+            with trace:
+                for _ in range(2):
+                    trace.begin_step()
+                    self._step()
+        return trace.allocations
 
     def run(self) -> StepRun:
         return StepRun(self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS)))
@@ -218,8 +237,11 @@ class RealStep:
         self._optimizers[id(optimizer)] = optimizer
 
     def new_trace(self) -> Trace:
+        return self._new(Trace)
+
+    def _new(self, kind: type[_AnyTrace]) -> _AnyTrace:
         rounding = 512 if self.device.type == "cuda" else 1  # bytes; CUDA's caching allocator
-        trace = Trace(self.device.type, rounded=lambda num_bytes: -(-num_bytes // rounding) * rounding)
+        trace = kind(self.device.type, rounded=lambda num_bytes: -(-num_bytes // rounding) * rounding)
         trace.track(_state_tensors(self._model, self._optimizers.values()))
         return trace
 
@@ -382,7 +404,7 @@ class FakeStep:
         with self._device, blocks.under(options, [store] * len(options), learns=learns):
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
-            trace, observer = self._trace(Trace), StepObserver()
+            trace, observer = self._new(Trace), StepObserver()
             trace.track([*self._workspaces, *_state_tensors(self._model, self._optimizers)])
             with traced(blocks, trace, [store]), nullcontext() if self.assumptions else observer.observing():
                 self._step_fn()
@@ -400,7 +422,7 @@ class FakeStep:
     def run(self) -> StepRun:
         """Runs the first two steps of a process; the peak and the seconds are those of the second."""
         with self._device, self._from_start():
-            trace = self._trace(AllocationTrace)
+            trace = self._new(AllocationTrace)
             weights = [*self._model.parameters(), *self._model.buffers()]
             trace.track([*weights, *self._workspaces])
             trace.label(weights, "weights")
@@ -479,7 +501,7 @@ class FakeStep:
                 each._modules.clear()
                 each._modules.update(modules)
 
-    def _trace(self, kind: type[_AnyTrace]) -> _AnyTrace:
+    def _new(self, kind: type[_AnyTrace]) -> _AnyTrace:
         machine = self._device.machine
         return kind(
             "meta",

@@ -125,3 +125,19 @@ def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned):
     peak = peak_of(step)
     assert abs(plan.predicted_peak_bytes - peak) <= 0.01 * (peak - before)
     assert peak <= plan.budget_bytes
+
+
+def test_reserved_bytes_are_predicted_and_measured() -> None:
+    model = nn.Sequential(*(Layer(256, 0.1) for _ in range(6))).cuda()
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(2048, 256, device="cuda")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = graphckpt.plan(model, step, memory_budget=0.8, candidates=["full"], progress=False)
+    assert plan.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+    assert plan.measured_reserved_bytes >= plan.measured_peak_bytes
+    assert plan.predicted_reserved_bytes == pytest.approx(plan.measured_reserved_bytes, rel=OFF)
+    assert "measured in a step under the plan" in str(plan)

@@ -108,7 +108,7 @@ def test_a_model_without_attention_and_a_softmax_elsewhere_assume_none() -> None
 
 def test_a_step_that_runs_on_its_device_assumes_nothing() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    plan = graphckpt.plan(model, lambda: model(torch.randn(2, 8)).sum().backward(), memory_budget="min", blocks="*")
+    plan = graphckpt.plan(model, lambda: model(torch.randn(2, 8)).sum().backward(), memory_budget="min", select="*")
     assert plan.assumptions == ()
     assert "assumed" not in str(plan)
 

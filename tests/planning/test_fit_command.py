@@ -42,9 +42,10 @@ def test_json_is_one_object_with_the_bytes_of_each_size(capsys):
     assert fits["allocated_bytes"] == fits["peak_bytes"] <= 2**30 < does_not["peak_bytes"]
     assert fits["seconds"] > 0
     assert fits["policies"] == fits["blocks"]
-    assert {fits["reserved_bytes"], fits["nvidia_smi_bytes"]} == {None} or fits["reserved_bytes"] >= fits["peak_bytes"]
-    unknown = ("allocated_bytes", "reserved_bytes", "nvidia_smi_bytes", "seconds", "policies")
-    assert [does_not[name] for name in unknown] == [None] * 5
+    assert sum(fits["parts"].values()) == fits["allocated_bytes"] <= fits["reserved_bytes"] < fits["nvidia_smi_bytes"]
+    assert fits.keys() == does_not.keys()
+    unknown = ("allocated_bytes", "reserved_bytes", "expandable_reserved_bytes", "nvidia_smi_bytes", "parts", "seconds")
+    assert [does_not[name] for name in (*unknown, "policies")] == [None] * 7
 
 
 @pytest.mark.slow
@@ -106,6 +107,8 @@ def test_faults_are_one_clear_error(words, message, capsys):
         (["--device", "v100"], "device: expected one of v100-16g, v100-32g, got 'v100'"),
         (["--device", "h100", "--memory", "24"], "memory: expected at least 1 MiB, got 24 B"),
         (["--device", "h100", "--memory-budget", "60"], "memory_budget: expected at least 1 KiB, got 60 B"),
+        (["--device", "h100", "--host-budget", "60 G"], "host_budget: '60 G': unknown unit 'G'"),
+        (["--device", "h100", "--offload", "gpu"], "--offload: expected an offload target, got 'gpu'"),
     ],
 )
 def test_flags_are_checked_before_the_config_is_imported(command, flags, message, tmp_path, capsys):

@@ -41,6 +41,7 @@ def test_its_numbers_are_those_of_the_plan(tmp_path, capsys, monkeypatch):
     assert found["seconds"] == plan.predicted_step_seconds > found["plain_seconds"]
     assert found["policies"] == plan.policies != {}
     assert [row["block"] for row in found["rows"]] == [row.block for row in plan.rows]
+    assert found["assumptions"]["step"] == list(plan.assumptions) != []
     assert found["assumptions"]["optimizer"] == "torch.optim.adamw.AdamW"
     for line in ("planning, ", f"written: {saved}", f"drawn: {picture}", f"drawn: {front}", "step  policies"):
         assert line in err
@@ -77,7 +78,7 @@ def test_every_key_is_documented(capsys):
     meanings = {names.strip("| `"): set(re.findall(r"`(\w+)`", text)) for names, text in rows}
     assert found["parts"].keys() <= meanings["parts"]
     assert found["rows"][0].keys() <= meanings["rows"]
-    assert found["assumptions"].keys() == meanings["assumptions"]
+    assert found["assumptions"].keys() == meanings["assumptions"] - {"assumed"}
 
 
 def test_only_the_object_is_printed_to_stdout(tmp_path, capsys):
@@ -103,3 +104,13 @@ def test_parts_count_rounded_storages_of_the_last_step():
     log = AllocationLog(steps, {0: "weights", 3: "gradients"})
     parts = log.parts_at_peak(lambda num_bytes: -(-num_bytes // 8) * 8)
     assert {kind: size for kind, size in parts.items() if size} == {"weights": 16, "gradients": 8, "activations": 32}
+
+
+def test_estimates_are_printed_to_stdout_too(tmp_path, capsys):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["estimate", str(tmp_path), "--device", "h100", "--seq", "16", "--policy", "full", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["policies"]["full"]["allocated_bytes"] > 0
+    assert "allocated" not in printed.err
