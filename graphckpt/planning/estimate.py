@@ -134,7 +134,7 @@ def estimate_model(
 
 @contextmanager
 def _frozen_objects() -> Iterator[None]:
-    """Spares the garbage collector the objects that exist: over those of the imports it takes a twentieth of the time."""
+    """Spares the garbage collector the objects that exist: those of imports cost it a twentieth of the time."""
     if gc.get_freeze_count():  # another's, which `unfreeze` would end
         yield
         return
