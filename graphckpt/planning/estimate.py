@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,9 +127,22 @@ def estimate_model(
     fake = FakeDevice(machine, is_padded=False)
     with step_errors(source), fake.building():
         module, step_fn, optimizer = source.make(machine.kind)
-    with step_errors(source):
+    with step_errors(source), _frozen_objects():
         step = FakeStep(fake, module, step_fn, optimizer)
         return _Estimation(source, machine, module, step, optimizer, begin).run(budget)
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Spares the garbage collector the objects that exist: those of imports cost it a twentieth of the time."""
+    if gc.get_freeze_count():  # another's, which `unfreeze` would end
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Estimation:
