@@ -42,7 +42,7 @@ from graphckpt.ledger.plot import (
 )
 from graphckpt.ledger.table import Column, prefix_note
 from graphckpt.planning.program import Phase
-from graphckpt.planning.rows import PlanData, Stage, assumptions_line, device_text, plan_cells
+from graphckpt.planning.rows import PlanData, Stage, assumptions_line, device_text, plan_cells, reserved_lines
 from graphckpt.units import format_bytes, format_seconds
 
 LEVEL, LEVEL_AT_START = "#cfd8e3", "#93a6bd"
@@ -193,6 +193,7 @@ def write_plans(chosen: PlanData, front: Sequence[PlanData], target: Path) -> Pa
         f"memory budget {format_bytes(chosen.budget_bytes)} · predicted peak "
         f"{format_bytes(chosen.predicted_peak_bytes)} of {format_bytes(chosen.plain_peak_bytes)} without policies · "
         f"{format_seconds(chosen.predicted_step_seconds)} per step on {device_text(chosen)}"
+        f"{''.join(f' · {line}' for line in reserved_lines(chosen))}"
         f"{f' · {assumptions_line(chosen)}' if chosen.assumptions else ''}"
     )
     numbers = (Column(name, is_number=True) for name in ("blocks", "extra time", "offloaded"))

@@ -137,7 +137,7 @@ def summary_lines(plan: PlanData) -> Iterator[str]:
     )
     yield budget_line(plan)
     yield f"predicted peak {format_bytes(plan.predicted_peak_bytes)}{share}; reached {time_of(plan.binding)}{corrected}"
-    yield from _reserved_line(plan)
+    yield from reserved_lines(plan)
     slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
     percent = f"{round(slower, 4) + 0.0:+.1%}".replace("%", " %")
     yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} over keeping everything"
@@ -146,7 +146,7 @@ def summary_lines(plan: PlanData) -> Iterator[str]:
         yield assumptions_line(plan)
 
 
-def _reserved_line(plan: PlanData) -> Iterator[str]:
+def reserved_lines(plan: PlanData) -> Iterator[str]:
     if not plan.predicted_reserved_bytes:
         return
     line = f"reserved by PyTorch's allocator: {format_bytes(plan.predicted_reserved_bytes)}"

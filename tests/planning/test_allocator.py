@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import graphckpt
 from graphckpt.planning.allocations import Allocation, AllocationLog, fits, least_capacity, replay
 from graphckpt.planning.allocator import AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
+from graphckpt.units import format_bytes
 
 MIB = 2**20
 EXPANDABLE = AllocatorRules(expandable_segments=True)
@@ -260,3 +266,18 @@ def test_the_memory_of_a_captured_step_is_its_own():
     live = log([(0, 30 * MIB)], [(1, 12 * MIB), (9, 2 * MIB), (1, 0)], [(2, 12 * MIB), (2, 0)])
     assert replay(live).reserved_bytes == 62 * MIB
     assert replay(live, capture_after=2).reserved_bytes == 62 * MIB
+
+
+def test_the_page_of_a_plan_shows_what_the_device_will(tmp_path: Path):
+    def make() -> tuple[nn.Module, Callable[[], object]]:
+        model, x = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))),
+            torch.zeros(4096, 64),
+        )
+        return model, lambda: model(x).sum().backward()
+
+    plan = graphckpt.plan(make, device="rtx3060", memory_budget=0.99, candidates=["full"])
+    shown = f"shown by nvidia-smi: {format_bytes(plan.predicted_reserved_bytes + 512 * MIB)}"
+    assert shown in " ".join(str(plan).split())
+    assert shown in plan.plot(tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert plan.predicted_reserved_bytes > plan.predicted_peak_bytes
