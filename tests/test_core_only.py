@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BLOCKED = {
     "accelerate", "datasets", "huggingface_hub", "lightning", "matplotlib", "networkx", "numpy", "omegaconf", "peft",
-    "plotly", "pyarrow", "pydantic", "pydantic_core", "pynvml", "safetensors", "scipy", "tensorboard", "tokenizers", "tqdm", "transformers",
-    "wandb", "yaml",
+    "plotly", "pyarrow", "pydantic", "pydantic_core", "pynvml", "safetensors", "scipy", "tensorboard", "tokenizers",
+    "tqdm", "transformers", "wandb", "yaml",
 }  # fmt: skip
 BLOCK = f"""
 import sys, warnings
