@@ -1,9 +1,9 @@
 """Plans steps of real models for all the memory of a card, and finds the least memory with which the plan runs.
 
-Each card has a share of what the allocator reserves with everything kept. Of its plan for `memory_budget="max"` the table
-lists the predicted peak of allocated bytes, the least capacity in which the simulated allocator runs the first steps
-without releasing segments after the second one, and the limit, which is the memory of the card without the context. The
-limit must never be below the least capacity, and should not be over 2 % above it.
+Each card has a share of what the allocator reserves with everything kept. Of its plan for `memory_budget="max"` the
+table lists the predicted peak of allocated bytes, the least capacity in which the simulated allocator runs the first
+steps without releasing segments after the second one, and the limit, which is the memory of the card without the
+context. The limit must never be below the least capacity, and should not be over 2 % above it.
 
     python benchmarks/capacity.py [--steps WORD ...]
 """
@@ -176,15 +176,9 @@ def row_of(name: str, make: Make, share: float) -> dict[str, Any]:
 
 def report(rows: list[dict[str, Any]], head: dict[str, Any]) -> None:
     columns = [
-        "step",
-        "limit MiB",
-        "peak MiB",
-        "least capacity MiB",
-        "above the peak",
-        "limit above it",
-        "reserved MiB",
-    ]
-    columns += ["expandable MiB", "CPU s"]
+        "step", "limit MiB", "peak MiB", "least capacity MiB", "above the peak", "limit above it", "reserved MiB",
+        "expandable MiB", "CPU s",
+    ]  # fmt: skip
     cells = [
         [
             row["step"],

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from graphckpt import __version__
 from graphckpt.errors import ConfigError, GraphckptError, did_you_mean
-from graphckpt.extras import LazyPackage
+from graphckpt.extras import LazyPackage, require
 from graphckpt.progress import Progress
 
 if TYPE_CHECKING:
@@ -443,6 +443,7 @@ def _plan(parsed: argparse.Namespace) -> int:
 def _machine(parsed: argparse.Namespace) -> DeviceProfile:
     from graphckpt.planning.profile import load_profile  # noqa: PLC0415 - as above
 
+    require("train", "omegaconf")  # the config needs more than the profile: name the extra that installs both
     machine = load_profile(parsed.device)
     return machine if parsed.memory is None else machine.with_memory(parsed.memory)
 

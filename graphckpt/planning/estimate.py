@@ -281,8 +281,9 @@ class _Estimation:
         key = _policies_of(plan)
         if key not in self._plans:
             self._begin(f"simulating the step under {', '.join(dict.fromkeys(key))}")
-            run = self._plans[key] = run_plan(plan, self._module, self._step, self._group).plan
-            if run.notes == plan.notes:  # else it says that the allocator has too little memory
+            run = run_plan(plan, self._module, self._step, self._group)
+            self._plans[key] = run.plan
+            if run.is_steady:
                 self._steady.add(key)
         return self._plans[key]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
-from graphckpt.planning.allocations import AllocationLog, replay
+from graphckpt.planning.allocations import AllocationLog, Replay, replay
 from graphckpt.planning.allocator import AllocatorRules
 from graphckpt.planning.candidates import JOINED, parse_compile
 from graphckpt.planning.memory_model import MeasuredStep
@@ -303,6 +303,9 @@ class CheckedPlan:
     """Whether the peak was predicted to 1 %, and within the budget of the plan."""
     needed_bytes: int
     """The peak; or the least bytes that the allocator has to be able to reserve."""
+    is_steady: bool = True
+    """Whether the simulated allocator runs the steps in the memory of the device, and releases nothing after the
+    second; also true where no allocator is simulated."""
 
 
 def run_plan(
@@ -327,7 +330,11 @@ def run_plan(
     if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
         plan = replace(plan, predicted_step_seconds=run.seconds)
     needed = step.least_capacity(run.allocations) if of_reserved else peak
-    return CheckedPlan(with_reserved(plan, run.allocations, step), is_met, needed)
+    replayed = step.replay(run.allocations)
+    if replayed is None:
+        return CheckedPlan(plan, is_met, needed)
+    is_steady = replayed.is_steady and replayed.reserved_bytes <= step.capacity_bytes
+    return CheckedPlan(with_reserved(plan, replayed, run.allocations, step), is_met, needed, is_steady)
 
 
 def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> Plan:
@@ -339,15 +346,13 @@ def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> 
         measured_reserved_bytes=reserved,
         predicted_reserved_bytes=replay(log, rules).reserved_bytes,
         expandable_reserved_bytes=replay(log, replace(rules, expandable_segments=True)).reserved_bytes,
+        notes=(*plan.notes, *_ignored_notes(rules)),
     )
 
 
-def with_reserved(plan: Plan, allocations: AllocationLog, step: FakeStep) -> Plan:
+def with_reserved(plan: Plan, replayed: Replay, allocations: AllocationLog, step: FakeStep) -> Plan:
     """Returns a plan with the bytes that the allocator of the step's device reserves for the allocations under it."""
-    replayed = step.replay(allocations)
-    if replayed is None:
-        return plan
-    notes = []
+    notes = _ignored_notes(step.rules)
     capacity = step.capacity_bytes
     if replayed.reserved_bytes > capacity:
         reserved, present = format_sizes(replayed.reserved_bytes, capacity)
@@ -364,6 +369,13 @@ def with_reserved(plan: Plan, allocations: AllocationLog, step: FakeStep) -> Pla
         expandable_reserved_bytes=step.reserved_if_expandable(allocations),
         notes=(*plan.notes, *notes),
     )
+
+
+def _ignored_notes(rules: AllocatorRules) -> list[str]:
+    """Returns the note of a plan about settings of the allocator that are not simulated, if there are any."""
+    if not rules.ignored:
+        return []
+    return [f"PYTORCH_ALLOC_CONF: {', '.join(rules.ignored)} not simulated; reserved bytes are those without it"]
 
 
 def _policies(plan: Plan) -> tuple[str, ...]:

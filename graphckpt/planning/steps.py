@@ -333,7 +333,8 @@ class FakeStep:
         self._model = model
         self._step_fn = step_fn
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        self._rules = AllocatorRules.of_environment()
+        self.rules = AllocatorRules.of_environment()
+        """Settings of the allocator that is simulated."""
         self._capture_after = capture_after
         self._factor = max(2, num_micro_batches) / 2
         self._optimizer_seconds = 0.0
@@ -375,16 +376,16 @@ class FakeStep:
         if self.machine.kind != "cuda":
             return None
         try:
-            return replay(allocations, self._rules, self.capacity_bytes, capture_after=self._capture_after)
+            return replay(allocations, self.rules, self.capacity_bytes, capture_after=self._capture_after)
         except CapacityError:
-            return replay(allocations, self._rules, capture_after=self._capture_after)
+            return replay(allocations, self.rules, capture_after=self._capture_after)
 
     def least_capacity(self, allocations: AllocationLog) -> int:
         """Returns the least memory with which the allocator releases no segments after the second step."""
-        return least_capacity(allocations, self._rules, capture_after=self._capture_after)
+        return least_capacity(allocations, self.rules, capture_after=self._capture_after)
 
     def reserved_if_expandable(self, allocations: AllocationLog) -> int:
-        rules = replace(self._rules, expandable_segments=True)
+        rules = replace(self.rules, expandable_segments=True)
         return replay(allocations, rules, capture_after=self._capture_after).reserved_bytes
 
     @property
