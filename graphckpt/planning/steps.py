@@ -313,8 +313,8 @@ class FakeStep:
 
     ``capture_after`` is the number of warm-up steps of a step that is captured; ``None`` for one that runs eagerly.
     ``num_micro_batches``, if it is above 2, is that of the step whose first two ``step_fn`` runs: all after the first
-    are alike, so that they change no peak. Each counts with the mean of the seconds of these two, of which the first has
-    no gradients to add to.
+    are alike, so that they change no peak. Each counts with the mean of the seconds of these two, of which the first
+    has no gradients to add to.
     """
 
     is_simulated = True
