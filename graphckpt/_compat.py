@@ -241,6 +241,10 @@ class FakeTensors(FakeTensorMode):
         with torch._C.DisableTorchFunction():
             if func is _aten._grouped_mm.default and args[0].dtype is args[1].dtype in (torch.float32, torch.float16):
                 return self._grouped_product(*args, **(kwargs or {}))
+            if func is _aten.set_.source_Storage_storage_offset and isinstance(args[0], FakeTensor):
+                with in_kernel_invocation_manager(self):
+                    func(*args)
+                return args[0]  # not from the cache, whose key would hold the storage for ever
             if func not in _VIEWS or not isinstance(args[0], FakeTensor) or args[0].constant is not None:
                 result = self.dispatch(func, types, args, kwargs or {})
                 return self._with_values(func, args, kwargs or {}, result) if self.has_values else result
@@ -265,6 +269,18 @@ class FakeTensors(FakeTensorMode):
         groups = [] if one.dim() != other.dim() else [one.shape[0] if one.dim() == 3 else offs.shape[0]]
         shape = [*groups, one.shape[-2], other.shape[-1]]
         return self.dispatch(_aten.empty.memory_format, (), (shape,), {"dtype": one.dtype, "device": one.device})
+
+
+def is_of_absent_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a :class:`~graphckpt.planning.fake_device.FakeDevice`, whose stores copy nothing."""
+    return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, FakeTensors)
+
+
+@functools.cache
+def own_attributes_of_fakes() -> frozenset[str]:
+    """Returns the names of the attributes that PyTorch gives each fake tensor, or a parameter among them."""
+    with _disable_current_modes(), FakeTensorMode():
+        return frozenset({*torch.empty(0).__dict__, "_is_param"})
 
 
 def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:

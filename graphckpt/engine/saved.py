@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch import nn
 
-from graphckpt._compat import is_torch_checkpoint, shape_of, share_version_counter, version_sharing_detach
+from graphckpt._compat import (
+    is_fake,
+    is_torch_checkpoint,
+    own_attributes_of_fakes,
+    shape_of,
+    share_version_counter,
+    version_sharing_detach,
+)
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
@@ -193,7 +200,10 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 def has_attributes(tensor: Any) -> bool:
     """Whether a tensor carries Python attributes, beside the tensors that a wrapper such as a DTensor holds."""
-    return bool(tensor.__dict__) and not hasattr(tensor, "__tensor_flatten__")
+    attributes = tensor.__dict__
+    if not attributes or hasattr(tensor, "__tensor_flatten__"):
+        return False
+    return not is_fake(tensor) or not attributes.keys() <= own_attributes_of_fakes()
 
 
 @final

@@ -375,7 +375,7 @@ def _ignored_notes(rules: AllocatorRules) -> list[str]:
     """Returns the note of a plan about settings of the allocator that are not simulated, if there are any."""
     if not rules.ignored:
         return []
-    return [f"PYTORCH_ALLOC_CONF: {', '.join(rules.ignored)} not simulated; reserved bytes are those without it"]
+    return [f"PYTORCH_ALLOC_CONF: the simulated allocator ignores {', '.join(rules.ignored)}"]
 
 
 def _policies(plan: Plan) -> tuple[str, ...]:

@@ -23,7 +23,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import is_watched, share_version_counter, version_sharing_detach, what_is_not_plain
+from graphckpt._compat import (
+    is_of_absent_device,
+    is_watched,
+    share_version_counter,
+    version_sharing_detach,
+    what_is_not_plain,
+)
 from graphckpt.stores.base import ByteHandle, ByteStore, Store, TensorGroup
 from graphckpt.tree import storages_of
 
@@ -163,7 +169,7 @@ class TensorStore(Store):
             if flat is None:  # whether a view of it is still alive is not checked: that may differ between ranks
                 with _NOTHING if key.group.traffic is None else key.group.traffic.waiting():
                     flat = piece.reloaded = piece.store.get(piece.handle, key.group)
-            tensor = key.view_of(flat.untyped_storage(), int(flat.storage_offset()))
+            tensor = key.view_of(flat)
             key.mark_read()
             return tensor
 
@@ -184,7 +190,8 @@ class TensorStore(Store):
             self._byte_stores.clear()
 
     def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
-        if tensor.numel() < self._min_elements or type(tensor) is not torch.Tensor or tensor.is_meta:
+        is_movable = type(tensor) is torch.Tensor or is_of_absent_device(tensor)
+        if tensor.numel() < self._min_elements or not is_movable or tensor.is_meta:
             return True
         unmoved = group.unmoved
         if unmoved is None:  # in each call: under FSDP a module has other parameters in every forward
@@ -328,9 +335,9 @@ class TensorKey:
         piece.num_unread += 1
         self._is_read = False
 
-    def view_of(self, storage: torch.UntypedStorage, begin: int) -> torch.Tensor:
-        offset = (begin + self._offset) // self.dtype.itemsize
-        return empty(self.dtype, storage.device).set_(storage, offset, self.size, self.stride)
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        offset = (int(flat.storage_offset()) + self._offset) // self.dtype.itemsize
+        return empty(self.dtype, flat.device).set_(flat.untyped_storage(), offset, self.size, self.stride)
 
     def mark_read(self) -> None:
         """Records that the tensor was read; after the last key, the piece drops its reloaded bytes."""
