@@ -19,6 +19,7 @@ from graphckpt.config.files import LazyConfig
 from graphckpt.config.lazy import dotted_name
 from graphckpt.config.schema import RunConfig, optimizer_of
 from graphckpt.config.source import ConfigSource, rename_old_keys
+from graphckpt.errors import ConfigError
 from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
@@ -69,6 +70,7 @@ def fake_steps_from(
 @final
 class FakeConfigSteps:
     def __init__(self, run: RunConfig, machine: DeviceProfile, options: Mapping[str, Any]) -> None:
+        _check_ranks(run)
         self.run = run
         self.machine = machine
         self._task: Any = run.task()
@@ -87,6 +89,12 @@ class FakeConfigSteps:
         self.notes: list[str] = []
         if compile_options(section.compile) is not None:
             self.notes.append("compile: its effect is not known without the device; planned without")
+        if run.train.dist.data_parallel_size > 1:
+            size = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+            self.notes.append(
+                f"train.dist.data_parallel_size {run.train.dist.data_parallel_size}: planned for one rank; the buckets "
+                f"of DDP, {format_bytes(size)} more on each, are not counted, nor is the time of its all-reduces"
+            )
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
         sample = _sample(self._data.train, size)
@@ -166,6 +174,18 @@ class FakeConfigSteps:
             global_batch=global_batch,
             progress=progress,
         )
+
+
+def _check_ranks(run: RunConfig) -> None:
+    """Refuses settings that shard the step: the simulated one would have the bytes of a step that is not sharded."""
+    dist = run.train.dist
+    sizes = {name: getattr(dist, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    faults = [f"train.dist.{name}: expected 1 to plan a config, got {size}" for name, size in sizes.items() if size > 1]
+    if run.train.zero_optimization.enabled:
+        faults.append("train.zero_optimization.enabled: expected False to plan a config, got True")
+    if faults:
+        fix = "set train.activation_checkpoint.memory_budget and run it by torchrun, which plans on its ranks"
+        raise ConfigError(f"{'; '.join(faults)} · fix: {fix}")
 
 
 def _sample(data: Any, size: int) -> dict[str, Tensor]:

@@ -249,6 +249,7 @@ class Fit(Budgeted):
             "largest_without_recompute": None if plain is None else plain.batch_size,
             "fastest": self.fastest.batch_size if fits else None,
             "rows": [row.to_dict() for row in self.rows],
+            "notes": list(self.notes),
         }
         if self.global_batch is not None:
             values["global_batch"] = {"size": self.global_batch, **self.at_global_batch(self.global_batch).to_dict()}

@@ -125,3 +125,38 @@ def test_a_memory_replaces_that_of_the_profile(capsys):
         f"memory budget {format_bytes(3 * 2**30 - load_profile('h100').context_bytes)} on h100 of 3.00 GiB (simulated)"
     )
     assert line in capsys.readouterr().out
+
+
+ZERO = ["train.dist.data_parallel_size=4", "train.zero_optimization.enabled=True"]
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.dist.tensor_parallel_size=4"], "train.dist.tensor_parallel_size: expected 1 to plan a config, got 4"),
+        (
+            ["train.dist.pipeline_parallel_size=2", "train.num_accumulation_steps=4"],
+            "train.dist.pipeline_parallel_size: expected 1 to plan a config, got 2",
+        ),
+        *[
+            ([*ZERO, f"train.zero_optimization.stage={stage}"], "train.zero_optimization.enabled: expected False to")
+            for stage in (1, 2, 3)
+        ],
+    ],
+)
+def test_what_shards_the_step_is_refused(command, words, message, capsys):
+    assert main([command, *CONFIG, *SMALL, *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "torchrun" in err
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_note_has_the_buckets_of_ddp(command, capsys):
+    words = ["--json", "--memory-budget", "4GiB", *(["--batch-sizes", "16"] if command == "fit" else [])]
+    assert main([command, *CONFIG, *words, *SMALL, "train.dist.data_parallel_size=4"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    with fake_steps_from("configs/quickstart.py", SMALL, device="h200") as steps:
+        size = format_bytes(sum(parameter.nbytes for parameter in steps.model.parameters()))
+    assert any(f"data_parallel_size 4: planned for one rank; the buckets of DDP, {size} more" in note for note in notes)
