@@ -30,7 +30,7 @@ from graphckpt.planning.program import Phase
 from graphckpt.planning.steps import FakeStep
 from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
-from graphckpt.rules.basic import Keep
+from graphckpt.rules.basic import Joined, Keep
 from graphckpt.tree import storages_of
 from graphckpt.units import format_bytes
 
@@ -115,9 +115,14 @@ def estimate_model(
     budget = check_budget(options.memory_budget)
     if options.policy is not None:
         try:
-            parse_rule(options.policy)  # raises now, not after the model is built
+            rule = parse_rule(options.policy)  # raises now, not after the model is built
         except ConfigError as error:
             raise ConfigError(f"policy: {error}") from None
+        if isinstance(rule, Joined):
+            what = "expected a policy that each layer can have alone, got 'joined', which is for runs of layers"
+            raise ConfigError(
+                f"policy: {what} · fix: policy='full', or leave policy out: the best plan may join layers"
+            )
     machine = load_profile(device)
     if options.memory is not None:
         machine = machine.with_memory(options.memory)

@@ -29,7 +29,7 @@ from graphckpt.planning.options import (
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all
-from graphckpt.planning.planner import Planner, plan_and_check, plan_and_replay
+from graphckpt.planning.planner import Planner, Planners, plan_and_check, plan_and_replay, run_plan
 from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.rows import assumptions_line
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
@@ -84,13 +84,12 @@ def fit_steps(
     low, high = (1, None) if sizes is None else (sizes[0], sizes[-1])
     with Progress(is_shown=False if callable(progress) else progress) as lines:
         report = progress if callable(progress) else lines.begin
-        rows = _SizedRows(make_sized, budget, options, report, low, is_real, notes)
+        rows = _SizedRows(make_sized, budget, options, report, low, is_real, notes, can_accumulate)
         listed = sizes if isinstance(sizes, list) else _search(rows, low, high, samples)
         fit = rows.fit(listed, samples)
         largest = fit.largest.batch_size  # raises if there is none
         if samples is not None and can_accumulate:
-            rows.check_accumulating(fit, samples)
-            fit = rows.fit(listed, samples)
+            fit = rows.with_checked_accumulation(listed, samples)
     return replace(fit, is_searched=largest + 1 in rows.sizes)
 
 
@@ -168,6 +167,7 @@ class _SizedRows:
     low: int
     is_real: bool
     notes: Sequence[str]
+    can_accumulate: bool
     rows: dict[int, BatchFit] = field(default_factory=dict)
     errors: dict[int, ValueError] = field(default_factory=dict)
     """Those of sizes at which the step cannot run, as with BatchNorm and one sample."""
@@ -191,7 +191,8 @@ class _SizedRows:
     def fit(self, sizes: Iterable[int], global_batch: int | None) -> Fit:
         rows = tuple(row for row in map(self.row, sizes) if row is not None)
         self.check_any_ran()
-        notes = dict.fromkeys(note for row in rows if row.plan is not None for note in row.plan.notes)
+        plans = [row.plan for row in rows] + [row.accumulating_plan for row in rows if row.checked_accumulating_bytes]
+        notes = dict.fromkeys(note for plan in plans if plan is not None for note in plan.notes)
         notes |= {assumptions_line(row.plan): None for row in rows if row.plan is not None and row.plan.assumptions}
         notes |= {f"left out: the step cannot run at {fault}": None for fault in self._faults(sorted(self.errors))}
         return Fit(
@@ -266,20 +267,52 @@ class _SizedRows:
     def _faults(self, sizes: Iterable[int]) -> list[str]:
         return without_repeats(f"batch size {size}: {first_line(self.errors[size])}" for size in sizes)
 
-    def check_accumulating(self, fit: Fit, global_batch: int) -> None:
-        """Runs a step of two micro-batches, since any more take as much memory."""
-        try:
-            row = fit.at_global_batch(global_batch)
-        except PlanError:
-            return
-        if row.accumulation == 1 or row.plan is None or _offloads(row.plan):
-            return
-        size = row.batch_size
+    def with_checked_accumulation(self, sizes: Iterable[int], global_batch: int) -> Fit:
+        """Returns the fit whose best micro-batch for ``global_batch`` has run with accumulation within the limit."""
+        while True:  # a plan that has to change may make another size the fastest
+            fit = self.fit(sizes, global_batch)
+            try:
+                row = fit.at_global_batch(global_batch)
+            except PlanError:
+                return fit
+            if row.accumulation == 1 or row.checked_peak_bytes is not None or row.plan is None or _offloads(row.plan):
+                return fit
+            plan = self._accumulating_plan(row.batch_size, row.plan)
+            peak = None if plan is None else plan.predicted_peak_bytes
+            self.rows[row.batch_size] = replace(
+                self.rows[row.batch_size], accumulating_plan=plan, checked_accumulating_bytes=peak
+            )
+
+    def _accumulating_plan(self, size: int, plan: Plan) -> Plan | None:
+        """Runs a step of two micro-batches, since any more take as much memory, under its plan.
+
+        If that takes too much, the step itself is planned. Returns the plan with its peak and the seconds of one
+        micro-batch; ``None`` if none fits.
+        """
         self.progress(f"{self.verb} two steps of batch size {size} for one update")
         sized = self.make_sized(size, 2)
-        with row.plan.apply(sized.model):
-            peak = sized.step.run().peak_bytes
-        self.rows[size] = replace(self.rows[size], checked_accumulating_bytes=peak)
+        step, group, limit = sized.step, PlanGroup(), self.memory.limit
+        is_reserved = isinstance(step, FakeStep) and step.limits_reserved(self.budget)
+        run = run_plan(plan, sized.model, step, group, of_reserved=is_reserved)
+        accumulating, optimizer_seconds = run.plan, self.rows[size].optimizer_seconds
+        if run.needed_bytes > limit:
+            planners = measure_all(step, sized.model, sized.blocks, self.options, group, self.notes)
+            try:
+                accumulating = self._plan_in_limit(planners, step)
+            except PlanError:
+                return None
+        seconds = (accumulating.predicted_step_seconds - optimizer_seconds) / 2 + optimizer_seconds
+        return replace(accumulating, predicted_step_seconds=seconds)
+
+    def _plan_in_limit(self, planners: Planners, step: RealStep | FakeStep) -> Plan:
+        """Returns the fastest plan under which the step runs in the memory limit; raises PlanError if there is none."""
+
+        def plan_of(planner: Planner) -> Plan:
+            if isinstance(step, FakeStep) and step.limits_reserved(self.budget):
+                return plan_and_replay(planner, step, self.memory.limit)
+            return plan_and_check(planner, step, self.memory.limit, PlanGroup())
+
+        return planners.best_of(plan_of)
 
     def _new_row(self, size: int) -> BatchFit:
         smaller = [self.rows[one] for one in self.sizes if one < size]
@@ -311,12 +344,6 @@ class _SizedRows:
                 memory = step.memory(static)
                 self.memory = _Memory(step.device_name, static, gradients, memory, budget_bytes(self.budget, memory))
             limit = self.memory.limit
-
-            def plan_of(planner: Planner) -> Plan:
-                if isinstance(step, FakeStep) and step.limits_reserved(self.budget):
-                    return plan_and_replay(planner, step, limit)
-                return plan_and_check(planner, step, limit, PlanGroup())
-
             row = BatchFit(
                 batch_size=size,
                 plan=None,
@@ -326,9 +353,15 @@ class _SizedRows:
                 optimizer_seconds=planners.plain.measured.optimizer_seconds,
             )
             try:
-                row = self._run_under_plan(row, sized, planners.best_of(plan_of))
+                plan = self._plan_in_limit(planners, step)
+                row = self._run_under_plan(row, sized, plan)
                 correction = self.memory.gradients + (0 if row.plan is None else max(0, row.plan.correction_bytes))
-                accumulating_plan = planners.best_of(lambda planner: planner.plan(limit, correction=correction))
+                bound = limit
+                if not self.can_accumulate and isinstance(step, FakeStep) and step.limits_reserved(self.budget):
+                    # No accumulating step can run to say what the allocator reserves for it: about as much more.
+                    bound -= max(0, plan.predicted_reserved_bytes - plan.predicted_peak_bytes)
+                accumulating_plan = planners.best_of(lambda planner: planner.plan(bound, correction=correction))
+                accumulating_plan = replace(accumulating_plan, budget_bytes=limit)
             except PlanError:
                 return row
         return replace(row, accumulating_plan=accumulating_plan if row.fits else None)

@@ -325,7 +325,8 @@ def run_plan(
             checked = _with_measured(checked, peak, step.reserved_bytes, log)
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
     if difference:  # the step with everything kept has run too, and needs no correction
-        plan = replace(corrected(plan, difference), plain_peak_bytes=plan.plain_peak_bytes)
+        plain_peak = peak if plan.keeps_everything else plan.plain_peak_bytes
+        plan = replace(corrected(plan, difference), plain_peak_bytes=plain_peak)
     plan = replace(plan, peak_parts=run.allocations.parts_at_peak(step.machine.rounded))
     if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
         plan = replace(plan, predicted_step_seconds=run.seconds)

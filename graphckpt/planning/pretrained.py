@@ -310,7 +310,8 @@ def _check_values(name: str, values: Mapping[str, Any]) -> None:
         what = f"{name}: its model is code of its own (auto_map), which is never run"
         raise ConfigError(f"{what} · fix: plan it in a script: graphckpt.plan(make_model, device=...)")
     if values.get("quantization_config"):
-        method = dict(values["quantization_config"]).get("quant_method", "unknown")
+        settings = values["quantization_config"]
+        method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else settings
         what = f"{name}: quantized weights ({method}) cannot be estimated"
         raise ConfigError(f"{what} · fix: remove quantization_config from its config, and set dtype")
 
@@ -321,6 +322,8 @@ def _config_of(name: str, values: dict[str, Any]) -> Any:
     kind = values.get("model_type")
     if kind is None:
         raise ConfigError(f"{name}: expected model_type in its config, got nothing · fix: name a Transformers model")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{name}: expected a string as model_type, got {kind!r} · fix: name a Transformers model")
     if kind not in CONFIG_MAPPING:
         guess = did_you_mean(str(kind), CONFIG_MAPPING.keys())
         raise ConfigError(f"{name}: unknown model_type {kind!r}{guess} · fix: pip install -U transformers")

@@ -319,6 +319,16 @@ class TestErrors:
         folder = folder_of(llama(), tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
         assert "quantized weights (gptq) cannot be estimated" in fault_of(folder)
 
+    def test_values_of_the_wrong_type(self, tmp_path: Path) -> None:
+        folder = folder_of(llama(), tmp_path / "small", quantization_config="int8")
+        assert "quantized weights (int8) cannot be estimated" in fault_of(folder)
+        (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
+        assert "expected a string as model_type, got ['llama']" in fault_of(tmp_path)
+
+    def test_a_policy_for_runs_of_layers(self) -> None:
+        text = fault_of(llama(), policy="joined")
+        assert text.startswith("policy: expected a policy that each layer can have alone, got 'joined'")
+
     def test_a_task_that_the_architecture_does_not_have(self, tmp_path: Path) -> None:
         text = fault_of(folder_of(llama(), tmp_path / "small"), task="masked-lm")
         assert text.startswith("task: small (llama) has no masked-lm · fix: use causal-lm, sequence-classification")

@@ -72,6 +72,21 @@ def test_accumulating_steps_take_what_is_predicted(capsys):
     assert found["checked_peak_bytes"] <= found["peak_bytes"] <= 2**30
 
 
+def test_the_allocator_of_an_absent_device_has_room_for_the_steps_that_accumulate():
+    machine = load_profile("h200").with_memory("690MiB")
+    with fake_steps_from("configs/quickstart.py", SMALL, device=machine) as steps:
+        found = steps.fit("max", [32], 64)
+        row = found.at_global_batch(64)
+        step, model, _ = steps.step(32, 2)
+        with row.plan.apply(model):
+            took = step.run()
+    assert row.accumulation == 2
+    assert step.least_capacity(took.allocations) <= found.budget_bytes
+    assert row.checked_peak_bytes == row.peak_bytes == took.peak_bytes
+    assert row.plan.predicted_reserved_bytes == step.replay(took.allocations).reserved_bytes
+    assert row.seconds == pytest.approx(took.seconds)
+
+
 @pytest.mark.slow
 def test_sequence_lengths(tmp_path, capsys):
     drawn = tmp_path / "fit.svg"

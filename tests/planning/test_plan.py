@@ -8,9 +8,11 @@ import re
 import textwrap
 
 import pytest
+import torch
 from helpers.layer_stacks import mlp_step
 from helpers.peaks import tracked_peak
 from helpers.plans import gpt2_step, planner_of
+from torch import nn
 
 import graphckpt
 from graphckpt.errors import ConfigError
@@ -172,3 +174,20 @@ def test_the_picture_of_a_sweep(tmp_path):
         draw_sweep([], {}, tmp_path / "front.svg")
     with pytest.raises(ConfigError, match="expected an existing folder"):
         draw_sweep(front, {}, tmp_path / "none" / "front.svg")
+
+
+def test_the_plain_peak_of_an_absent_device_is_that_of_the_plan_that_keeps_everything():
+    def make():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+        average, x = [parameter.detach().clone() for parameter in model.parameters()], torch.ones(8, 64)
+
+        def step():
+            model(x).sum().backward()
+            model.zero_grad()
+            torch._foreach_lerp_(average, list(model.parameters()), 0.1)  # it is used late in the step
+
+        return model, step
+
+    plan = graphckpt.plan(make, memory_budget="max", device="h100")
+    assert plan.keeps_everything
+    assert plan.plain_peak_bytes == plan.predicted_peak_bytes
