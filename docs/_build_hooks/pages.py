@@ -28,6 +28,7 @@ GROUPS = {
     "growth": "Growth",
     "commands": "Commands",
     "published": "Published figures",
+    "capacity": "All memory of a card",
     "assumptions": "Assumptions",
     "trainer": "Trainers",
     "matrix": "What works",
