@@ -98,7 +98,7 @@ class Case:
         self.inner = nn.Sequential(*(Block() for _ in range(LAYERS)), Head())
         self.buckets: dict[int, Tensor] = {}
         """DDP's own, by a hook that a program may set."""
-        self.model = WAYS[way](self)
+        self.model = self.inner if way == "alone" else WAYS[way](self)
         self.optimizer = torch.optim.SGD(self.inner.parameters(), lr=0.1, momentum=0.9, foreach=False)
         num_tokens = 16 if way == "tp + sp" else 32
         generator = torch.Generator().manual_seed(0 if way.startswith("tp") else dist.get_rank())
@@ -205,6 +205,28 @@ def bytes_agree(rank: int, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_bytes_equal_those_of_an_independent_counter(tmp_path: Path, way: str) -> None:
     launch(bytes_agree, 2, tmp_path, way)
+
+
+def freed_weights_are_not_saved(rank: int) -> None:
+    """Blocks save what they save in one process: FSDP2 frees the weights that autograd refers to."""
+    del rank
+    saved = []
+    for way in ("alone", "fsdp2"):
+        case = Case(way)
+        with graphckpt.apply(case.inner, {"[0-2]": None, "3": True}) as handle:
+            case.step()
+            after_forward = {row.block: row.bytes_after for row in handle.explain(show=False).rows}
+            with handle.measure():
+                case.step()
+            measured = {row.block: row.bytes_after for row in handle.explain(show=False).rows}
+        assert after_forward == measured
+        saved.append([measured[str(number)] for number in range(LAYERS)])
+    alone, sharded_bytes = saved
+    assert alone == sharded_bytes
+
+
+def test_freed_weights_are_not_saved(tmp_path: Path) -> None:
+    launch(freed_weights_are_not_saved, 2, tmp_path)
 
 
 # ---- DDP's buckets
