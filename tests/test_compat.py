@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.hard_modules import Mlp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +26,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphckpt
-from graphckpt import _compat, _compat_compiler, _compat_memory
+from graphckpt import _compat, _compat_compiler, _compat_distributed, _compat_memory
 from graphckpt._compat import FakeTensorMode, call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import LiveBytes
@@ -322,11 +325,43 @@ def test_norms_of_several_tensors() -> None:
     assert torch.allclose(_compat.norms_of(tensors), torch.stack([tensor.norm() for tensor in tensors]))
 
 
+def test_a_fake_group_has_no_peer() -> None:
+    hook = sys.excepthook
+    _compat_distributed.start_fake_group(1024, 5)
+    try:
+        assert (dist.get_world_size(), dist.get_rank(), dist.get_backend()) == (1024, 5, "fake")
+        dist.all_reduce(torch.ones(2))
+        methods = [name for name in _compat_distributed.MESH_READERS if hasattr(dist.device_mesh.DeviceMesh, name)]
+        assert {"__init__", "__getitem__", "_flatten"} <= {*methods}
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def test_functions_run_outside_of_modes() -> None:
+    values = _compat_distributed.without_modes(lambda: torch.arange(3).tolist())
+    with FakeTensorMode(), torch.device("meta"):
+        assert values() == [0, 1, 2]
+
+
+def test_the_caches_of_dtensor_are_emptied() -> None:
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    hook = sys.excepthook
+    _compat_distributed.start_fake_group(2, 0)
+    try:
+        with _compat_distributed.own_dtensor_caches():
+            distribute_tensor(torch.ones(4), dist.device_mesh.init_device_mesh("cpu", (2,)), [Shard(0)]).sum()
+        assert propagator.propagate_op_sharding.cache.cache_info().currsize == 0
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
 def test_nothing_private_is_imported_elsewhere() -> None:
     package = Path(graphckpt.__file__).parent
     allowed = {"torch.utils._python_dispatch"}  # TorchDispatchMode lives there; PyTorch documents the class
     for path in package.rglob("*.py"):
-        if path.name not in ("_compat.py", "_compat_compiler.py"):
+        if path.name not in ("_compat.py", "_compat_compiler.py", "_compat_distributed.py"):
             found = re.findall(r"(?:from|import) (torch(?:\.\w+)*\._\w+[\w.]*)", path.read_text())
             assert set(found) <= allowed, (path.name, found)
             assert "torch._C" not in path.read_text(), path.name

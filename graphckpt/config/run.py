@@ -184,7 +184,10 @@ def _check_ranks(run: RunConfig) -> None:
     if run.train.zero_optimization.enabled:
         faults.append("train.zero_optimization.enabled: expected False to plan a config, got True")
     if faults:
-        fix = "set train.activation_checkpoint.memory_budget and run it by torchrun, which plans on its ranks"
+        fix = (
+            "plan in Python, graphckpt.plan(make_model, device=..., world_size=...), or with real ranks: set "
+            "train.activation_checkpoint.memory_budget and run it by torchrun"
+        )
         raise ConfigError(f"{'; '.join(faults)} · fix: {fix}")
 
 

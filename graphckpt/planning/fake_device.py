@@ -32,6 +32,7 @@ from graphckpt._compat import (
     unseen_by_modes,
 )
 from graphckpt.errors import ConfigError
+from graphckpt.planning.fake_cluster import FakeCluster, user_line
 from graphckpt.planning.profile import DeviceProfile
 from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
@@ -51,6 +52,7 @@ class FakeDevice:
         machine: the profile of the device.
         is_padded: whether attention masks may contain padding. If not, Transformers omits a mask of ones, as it does on
             a device where it can read the mask.
+        cluster: the simulated rank that the device belongs to, which has been entered; ``None`` without one.
 
     >>> from graphckpt.planning.profile import load_profile
     >>> device = FakeDevice(load_profile("h200"))
@@ -60,8 +62,9 @@ class FakeDevice:
     torch.Size([8, 1048576])
     """
 
-    def __init__(self, machine: DeviceProfile, *, is_padded: bool = True) -> None:
+    def __init__(self, machine: DeviceProfile, *, is_padded: bool = True, cluster: FakeCluster | None = None) -> None:
         self.machine = machine
+        self.cluster = cluster
         self._is_padded = is_padded
         self._tensors = FakeTensors(allow_non_fake_inputs=True)
         self._functions = _FunctionOverrides(machine)
@@ -137,7 +140,9 @@ class _FunctionOverrides(TorchFunctionMode):
             reads = f"reads the value of a tensor by {resolve_name(func) or func}, and fake tensors have none"
             if (where := _constructor()) is not None:
                 raise ConfigError(f"{where} {reads} · fix: compute it without tensors, or plan on the device") from None
-            raise ConfigError(f"the step {reads} · fix: remove it from the step, or plan on the device") from None
+            raise ConfigError(
+                f"the step ({user_line()}) {reads} · fix: remove it from the step, or plan on the device"
+            ) from None
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = _AttentionCall(*args, **kwargs)

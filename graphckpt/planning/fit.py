@@ -15,6 +15,7 @@ from torch import nn
 
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line, shown, without_repeats
+from graphckpt.planning.fake_cluster import simulated_rank
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
 from graphckpt.planning.options import (
@@ -509,6 +510,8 @@ def fit(
     batch_sizes: Iterable[int] | None = None,
     memory_budget: Budget = "max",
     device: Device = None,
+    world_size: int | None = None,
+    rank: int | None = None,
     global_batch: int | None = None,
     progress: Callable[[str], None] | bool | None = None,
     **options: Unpack[FitOptionsDict],
@@ -529,6 +532,9 @@ def fit(
         device: ``None`` runs the steps on the device of the model. The name of a device profile such as ``"h200"``, a
             profile file or a profile runs no step: ``make_step`` is called where tensors allocate no memory, and has to
             build the model there.
+        world_size: with ``device``, the number of ranks of an absent cluster, of which one is simulated, as by
+            :func:`graphckpt.plan`. Batch sizes are those of the rank.
+        rank: the rank that is simulated, by default 0.
         global_batch: samples of one update; sizes that divide it are planned too, of a search the eight largest that
             fit, for :meth:`~graphckpt.planning.fit_result.Fit.at_global_batch`.
         progress: called with a line about each measurement before it begins. ``True`` prints the lines to stderr if
@@ -556,23 +562,26 @@ def fit(
         fix = "def make_step(batch_size): ...; return model, step_fn"
         raise ConfigError(f"make_step: expected a function, got {type(make_step).__name__} · fix: {fix}")
     plan_options = PlanOptions.of(options, "fit")
-    has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    has_group = world_size is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if has_group and plan_options.group is not False:
         fix = "fit in one process and pass the batch size on, or group=False"
         raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
     plan_options = replace(plan_options, group=False)
-    machine = None if device is None else FakeDevice(load_profile(device))
+    with simulated_rank(world_size, rank, device) as cluster:
+        machine = None if device is None else FakeDevice(load_profile(device), cluster=cluster)
 
-    def make_sized(size: int, _: int) -> SizedStep:
-        step, model = made_step(partial(make_step, size), machine, "make_step")
-        return SizedStep(step, model, find_blocks(model, plan_options.select))
+        def make_sized(size: int, _: int) -> SizedStep:
+            step, model = made_step(partial(make_step, size), machine, "make_step")
+            return SizedStep(step, model, find_blocks(model, plan_options.select))
 
-    return fit_steps(
-        make_sized,
-        batch_sizes,
-        memory_budget,
-        plan_options,
-        is_real=machine is None,
-        global_batch=global_batch,
-        progress=progress,
-    )
+        fitted = fit_steps(
+            make_sized,
+            batch_sizes,
+            memory_budget,
+            plan_options,
+            is_real=machine is None,
+            notes=() if cluster is None else cluster.notes,
+            global_batch=global_batch,
+            progress=progress,
+        )
+    return fitted if cluster is None else replace(fitted, world_size=cluster.world_size, rank=cluster.rank)

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from graphckpt._compat import local_shard
 from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.apply import apply
 from graphckpt.blocks.forward import policy_of
@@ -20,6 +21,7 @@ from graphckpt.extras import require
 from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
+from graphckpt.planning.fake_cluster import simulated_rank
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import Budget, PlanOptions, PlanOptionsDict, lists_options
 from graphckpt.planning.plan import Plan
@@ -46,6 +48,8 @@ def plan(
     *,
     memory_budget: Budget,
     device: Device = None,
+    world_size: int | None = None,
+    rank: int | None = None,
     **options: Unpack[PlanOptionsDict],
 ) -> Plan:
     """Chooses the policy of each block so that a step is as fast as possible within a memory budget.
@@ -63,13 +67,19 @@ def plan(
         device: ``None`` runs the step on the device of the model. The name of a device profile such as ``"h200"``, a
             profile file or a profile runs no step: ``model`` has to be a function, which is called where tensors
             allocate no memory, and builds the model there.
+        world_size: With ``device``, the number of ranks of an absent cluster of such devices, of which one is
+            simulated: ``torch.distributed`` has a group of that size while the function and the step run. It may call
+            ``init_process_group``, ``init_device_mesh``, ``fully_shard`` and ``parallelize_module``. ``None`` simulates
+            one process without a group.
+        rank: The rank that is simulated, by default 0, whose shards are the largest.
         options: Fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
 
     Returns:
         The plan; :meth:`Plan.apply` sets its policies on the model.
 
     Raises:
-        ConfigError: An argument cannot be used, or no layers were found in the model.
+        ConfigError: An argument cannot be used, or no layers were found in the model; with ``world_size``, the process
+            has a process group, or the step calls what cannot be simulated.
         PlanError: No plan fits, and the message names the lowest possible peak and what sets it; or another process
             has failed.
 
@@ -81,14 +91,18 @@ def plan(
     >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
     True
     """
-    with planning_group(options.get("group") if device is None else False) as group:
+    with (
+        simulated_rank(world_size, rank, device) as cluster,
+        planning_group(options.get("group") if device is None else False) as group,
+    ):
         budget = budgets.check_budget(memory_budget)
         wanted = PlanOptions.of(options, "plan")
-        machine = None if device is None else FakeDevice(load_profile(device))
+        machine = None if device is None else FakeDevice(load_profile(device), cluster=cluster)
         step, module = made_step(_make_model(model, step_fn, device), machine, "plan.model")
         blocks = find_blocks(module, wanted.select)
         with step.restoring():
-            return plan_step(step, module, blocks, budget, wanted, group)
+            notes = () if cluster is None else cluster.notes
+            return plan_step(step, module, blocks, budget, wanted, group, notes=notes)
 
 
 def _make_model(model: Any, step_fn: Any, device: Device) -> MakeModel:
@@ -194,7 +208,9 @@ def plan_recorded(
 def _check_parameters(model: nn.Module, budget: Budget) -> None:
     """Refuses a size that no plan can meet, before minutes of measuring."""
     size = budgets.size_of(budget)
-    plain = [p for p in model.parameters() if not hasattr(p.data, "__tensor_flatten__")]
+    shards = (local_shard(parameter.data) for parameter in model.parameters())
+    local = [p if shard is None else shard for p, shard in zip(model.parameters(), shards, strict=True)]
+    plain = [tensor for tensor in local if not hasattr(tensor.data, "__tensor_flatten__")]
     on_device = (parameter for parameter in plain if parameter.device == plain[0].device)
     num_bytes = sum({id(s): s.nbytes() for parameter in on_device for s in storages_of(parameter)}.values())
     if size is not None and num_bytes > size:
@@ -319,6 +335,8 @@ def measure_all(
                 model=model,
                 device=step.device_name,
                 is_simulated=step.is_simulated,
+                world_size=step.world_size,
+                rank=step.rank,
                 in_callback=isinstance(step, RecordedStep),
                 notes=(*notes, *group.notes),
                 assumptions=step.assumptions,

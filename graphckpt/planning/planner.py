@@ -39,6 +39,8 @@ class Planner:
     model: nn.Module | None = None
     device: str = "cpu"
     is_simulated: bool = False
+    world_size: int = 1
+    rank: int = 0
     in_callback: bool = False
     """Whether a trainer's callback plans: that takes neither ``head`` nor ``segments``."""
     notes: tuple[str, ...] = ()
@@ -94,6 +96,8 @@ class Planner:
             plain_step_seconds=measured.step_seconds,
             device=self.device,
             is_simulated=self.is_simulated,
+            world_size=self.world_size,
+            rank=self.rank,
             stages=tuple(
                 Stage(name=measured.interval_name(level.interval), start_bytes=level.start, peak_bytes=level.peak)
                 for level in self.search.levels(choice.plan, choice.runs)

@@ -53,6 +53,10 @@ class Budgeted:
     """Whether the device is a profile, on which no step has run."""
     headroom_bytes: int = 0
     """What the budget ``"max"`` leaves of the device's memory."""
+    world_size: int = 1
+    """The ranks of the absent cluster of which one was simulated; 1 if there was none."""
+    rank: int = 0
+    """The rank that was simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +114,8 @@ _ROUNDING = 1e-9  # seconds: sums of measurements differ by as much
 
 
 def device_text(of: Budgeted) -> str:
-    return f"{of.device} (simulated)" if of.is_simulated else of.device
+    rank = f", rank {of.rank} of {of.world_size}" if of.world_size > 1 else ""
+    return f"{of.device} (simulated{rank})" if of.is_simulated else of.device
 
 
 def budget_line(of: Budgeted) -> str:

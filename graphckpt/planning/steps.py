@@ -54,6 +54,7 @@ class StepRun(NamedTuple):
 
 class RealStep:
     is_simulated = False
+    world_size, rank = 1, 0
     assumptions: tuple[str, ...] = ()
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
@@ -361,6 +362,14 @@ class FakeStep:
     @property
     def machine(self) -> DeviceProfile:
         return self._device.machine
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self._device.cluster is None else self._device.cluster.world_size
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._device.cluster is None else self._device.cluster.rank
 
     @property
     def capacity_bytes(self) -> int:

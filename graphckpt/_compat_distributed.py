@@ -1,0 +1,58 @@
+"""The private names of ``torch.distributed`` that a simulated rank needs, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+MESH_READERS = ("__init__", "__getitem__", "_flatten", "_unflatten", "_concatenate", "_get_all_submeshes")
+"""The methods of ``DeviceMesh`` that read its tensor of ranks, or create a mesh that does."""
+
+
+def start_fake_group(world_size: int, rank: int) -> None:
+    """Initializes ``torch.distributed`` by PyTorch's fake backend, whose collectives return at once, without a peer."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``function`` so that it runs outside of all modes, on tensors with values."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def own_dtensor_caches() -> Iterator[None]:
+    """Empties DTensor's caches at the start and the end.
+
+    They are keyed by meshes that compare equal for each rank, but the shapes in them are those of one rank.
+    """
+    _clear_dtensor_caches()
+    try:
+        yield
+    finally:
+        _clear_dtensor_caches()
+
+
+def _clear_dtensor_caches() -> None:
+    from torch.distributed.tensor import DTensor, _redistribute  # noqa: PLC0415 - takes a second
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache.cache_clear()
+    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # of this thread; since 2.10
+    if clear_native is not None:
+        clear_native()
+    transforms: Any = _redistribute._gen_transform_infos
+    transforms.cache_clear()

@@ -1,0 +1,263 @@
+"""A rank of a cluster that may be absent: ``torch.distributed`` in one process, for a step on fake tensors.
+
+PyTorch's fake process group stands in for the others: its collectives move nothing and have the shapes of real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, Self, final
+
+import torch
+import torch.distributed as dist
+
+from graphckpt.errors import ConfigError
+
+_RANKS_PER_NODE = 8  # of DGX and HGX machines; only LOCAL_RANK follows from it
+_CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
+_OBJECTS = (
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+)  # fmt: skip
+_NOTE = (
+    "collectives are timed as kernels that read and write memory: the time of the network is not modelled; "
+    "NCCL's buffers are not counted"
+)
+_OBJECTS_FIX = "compute the value on each rank, or plan with real ranks by torchrun"
+_FIX = "use FSDP2 (fully_shard), or plan with real ranks by torchrun"
+
+
+@final
+class FakeCluster:
+    """One simulated rank of ``world_size``. Inside of ``with``, ``torch.distributed`` has a group of that size.
+
+    The group takes the place of any that the code inside initializes, and a mesh of ``"cuda"`` devices is one of
+    ``"cpu"``, where the fake tensors are. At the end no group and no environment variable is left.
+
+    Args:
+        world_size: the number of ranks.
+        rank: the one that is simulated.
+
+    Raises:
+        ConfigError: a number is out of range; or, by ``with``, the process has a process group.
+
+    >>> with FakeCluster(64, rank=3):
+    ...     dist.get_world_size(), dist.get_rank(), os.environ["LOCAL_RANK"]
+    (64, 3, '3')
+    >>> dist.is_initialized()
+    False
+    """
+
+    def __init__(self, world_size: int, rank: int = 0) -> None:
+        for name, value, minimum in (("world_size", world_size, 1), ("rank", rank, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                fix = "the number of ranks, such as 64" if minimum else "the number of one rank, such as 0"
+                raise ConfigError(f"{name}: expected an int of {minimum} or more, got {value!r} · fix: {fix}")
+        if rank >= world_size:
+            what = f"expected less than world_size {world_size}, got {rank}"
+            raise ConfigError(f"rank: {what} · fix: a rank from 0 to {world_size - 1}")
+        self.world_size = world_size
+        self.rank = rank
+        self.notes = (_NOTE,) if world_size > 1 else ()
+        """What plans should mention."""
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if not dist.is_available():
+            raise ConfigError("world_size: expected a PyTorch with torch.distributed · fix: another build of PyTorch")
+        if dist.is_initialized():
+            what = f"expected no process group in this process, got one of {dist.get_world_size()}"
+            raise ConfigError(f"world_size: {what} · fix: plan before init_process_group, or in a process of its own")
+        with ExitStack() as stack:
+            stack.enter_context(_environment(self._variables()))
+            stack.enter_context(_fake_group(self.world_size, self.rank))
+            stack.enter_context(_meshes_with_values())
+            stack.enter_context(warnings.catch_warnings())
+            # of a mesh of CPUs, which stands in for one of CUDA devices
+            warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
+            stack.enter_context(_cuda_of(self.rank % _RANKS_PER_NODE))
+            stack.enter_context(_refusals())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.__exit__(*exc)  # type: ignore[arg-type]
+
+    def _variables(self) -> dict[str, str]:
+        local_size = min(self.world_size, _RANKS_PER_NODE)
+        return {
+            "WORLD_SIZE": str(self.world_size),
+            "RANK": str(self.rank),
+            "LOCAL_WORLD_SIZE": str(local_size),
+            "LOCAL_RANK": str(self.rank % _RANKS_PER_NODE),
+        }
+
+
+def simulated_rank(
+    world_size: int | None, rank: int | None, device: object
+) -> AbstractContextManager[FakeCluster | None]:
+    """Returns the rank that the arguments of :func:`graphckpt.plan` describe; without a ``world_size`` there is none.
+
+    Raises:
+        ConfigError: an argument lacks another one, or is out of range.
+    """
+    if world_size is None:
+        if rank is not None:
+            raise ConfigError(f"rank: expected world_size with it, got {rank!r} alone · fix: world_size=64, rank=0")
+        return nullcontext()
+    if device is None:
+        what = f"expected device with it, got world_size={world_size!r} alone"
+        fix = "device='h200', or leave it out: with real ranks the process group has the size"
+        raise ConfigError(f"world_size: {what} · fix: {fix}")
+    return FakeCluster(world_size, 0 if rank is None else rank)
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _fake_group(world_size: int, rank: int) -> Iterator[None]:
+    from graphckpt._compat_distributed import own_dtensor_caches, start_fake_group  # noqa: PLC0415 - takes a second
+
+    new_group = dist.new_group
+
+    def new_fake_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        del backend, pg_options  # of NCCL or gloo
+        return new_group(ranks, timeout, None, None, *args, **kwargs)
+
+    excepthook = sys.excepthook  # PyTorch replaces it by one that prints the rank
+    start_fake_group(world_size, rank)
+    try:
+        with (
+            own_dtensor_caches(),
+            _replaced(dist.init_process_group, lambda *_, **__: None),
+            _replaced(dist.destroy_process_group, lambda *_, **__: None),  # at the end of a script's function
+            _replaced(new_group, new_fake_group),
+        ):
+            yield
+    finally:
+        sys.excepthook = excepthook
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _meshes_with_values() -> Iterator[None]:
+    """Lets meshes read their numbers of ranks, which have no values where tensors are fake."""
+    from torch.distributed import device_mesh  # noqa: PLC0415
+
+    from graphckpt._compat_distributed import MESH_READERS, without_modes  # noqa: PLC0415
+
+    mesh_class = device_mesh.DeviceMesh
+    originals = {name: getattr(mesh_class, name) for name in MESH_READERS if hasattr(mesh_class, name)}
+    wrapped = {name: without_modes(method) for name, method in originals.items() if callable(method)}
+    begin = wrapped["__init__"]
+
+    def begin_here(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(mesh, _here(device_type), *args, **kwargs)
+
+    make = without_modes(device_mesh.init_device_mesh)
+
+    def init_here(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return make(_here(device_type), *args, **kwargs)
+
+    with ExitStack() as stack:
+        for name, method in {**wrapped, "__init__": begin_here}.items():
+            setattr(mesh_class, name, method)
+            stack.callback(setattr, mesh_class, name, originals[name])
+        stack.enter_context(_replaced(device_mesh.init_device_mesh, init_here))
+        yield
+
+
+def _here(device_type: str) -> str:
+    return device_type if device_type == "meta" else "cpu"
+
+
+@contextmanager
+def _cuda_of(local_rank: int) -> Iterator[None]:
+    """Lets scripts select their device, which PyTorch refuses without one."""
+    with ExitStack() as stack:
+        for name in _CUDA_CALLS:
+            stack.enter_context(_replaced(getattr(torch.cuda, name), lambda *_, **__: None))
+        stack.enter_context(_replaced(torch.cuda.current_device, lambda: local_rank))
+        yield
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes a second
+    from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
+    from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    with ExitStack() as stack:
+        for name in _OBJECTS:
+            stack.enter_context(_replaced(getattr(dist, name), _refusal(f"torch.distributed.{name}", _OBJECTS_FIX)))
+        stack.enter_context(_replaced(context_parallel, _refusal("context_parallel", _FIX)))
+        for kind in (DistributedDataParallel, FullyShardedDataParallel, PipelineStage):
+            original = kind.__init__
+            setattr(kind, "__init__", wraps(original)(_refusal(kind.__name__, _FIX)))  # noqa: B010 - for mypy
+            stack.callback(setattr, kind, "__init__", original)
+        yield
+
+
+def _refusal(name: str, fix: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(f"{name} ({user_line()}): not supported on a simulated rank yet · fix: {fix}")
+
+    return refuse
+
+
+@contextmanager
+def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a function in every module that has it, also by ``from torch.distributed import new_group``.
+
+    A module that is imported meanwhile keeps the replacement, which calls the original from then on.
+    """
+    is_active = True
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if is_active else original)(*args, **kwargs)
+
+    name = original.__name__
+    owners = [module for module in [*sys.modules.values()] if getattr(module, "__dict__", {}).get(name) is original]
+    for owner in owners:
+        setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        is_active = False
+        for owner in owners:
+            setattr(owner, name, original)
+
+
+def user_line() -> str:
+    """Returns the file and the line of the innermost frame outside of PyTorch and of this library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("torch", "graphckpt", "contextlib", "functools"):
+            return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"

@@ -1,0 +1,312 @@
+"""A simulated rank of an absent cluster: what a step may call, what is refused, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import init_process_group, new_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import graphckpt
+from graphckpt import ConfigError, Plan, PlanError
+from graphckpt.planning.fake_cluster import FakeCluster
+from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.profile import load_profile
+
+D, NUM_TOKENS, NUM_WORDS = 256, 64, 96
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(D), nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(NUM_WORDS, D), nn.Linear(D, NUM_WORDS, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def step_of(model: nn.Module, tokens: torch.Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def sharded() -> tuple[nn.Module, Callable[[], None]]:
+    model = Model()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh)
+    return model, step_of(model, torch.zeros(2, NUM_TOKENS, dtype=torch.long))
+
+
+def planned(
+    make: Callable[[], Any], world_size: int, rank: int | None = None, budget: Any = "1GiB", **more: Any
+) -> Plan:
+    return graphckpt.plan(make, device="cpu", world_size=world_size, rank=rank, memory_budget=budget, **more)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    hook, init, make, cuda = sys.excepthook, dist.init_process_group, init_device_mesh, torch.cuda.set_device
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    yield
+    assert not dist.is_initialized()
+    assert {name: os.environ.get(name) for name in VARIABLES} == before
+    assert sys.excepthook is hook
+    assert (dist.init_process_group, init_device_mesh, torch.cuda.set_device) == (init, make, cuda)
+    assert dist.distributed_c10d.new_group is new_group
+
+
+def test_inside_is_a_group_of_that_size() -> None:
+    with FakeCluster(64, rank=9):
+        assert (dist.get_world_size(), dist.get_rank(), dist.get_backend()) == (64, 9, "fake")
+        assert [os.environ[name] for name in VARIABLES] == ["9", "64", "1", "8"]
+        assert torch.cuda.current_device() == 1
+        init_process_group("nccl", device_id=torch.device("cuda:1"))
+        dist.init_process_group(backend="gloo", timeout=None)
+        assert dist.get_world_size() == 64
+        assert dist.get_process_group_ranks(new_group([8, 9], backend="nccl")) == [8, 9]
+        dist.destroy_process_group()
+        assert dist.is_initialized(), "the planner ends it"
+
+
+def test_meshes_have_values_among_fake_tensors() -> None:
+    with FakeCluster(64, rank=9), FakeDevice(load_profile("h200")):
+        mesh = init_device_mesh("cuda", (4, 8, 2), mesh_dim_names=("pp", "dp", "tp"))
+        assert [mesh.get_local_rank(name) for name in ("pp", "dp", "tp")] == [0, 4, 1]
+        assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [8, 9]
+        assert dist.get_process_group_ranks(mesh["dp", "tp"]._flatten("all").get_group()) == list(range(16))
+        assert mesh["dp"].size() == 8
+        assert dist.device_mesh.DeviceMesh("cuda", [[1, 9], [3, 4]], mesh_dim_names=("a", "b"))["b"].get_rank() == 9
+
+
+def test_a_rank_in_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with FakeCluster(2, 1):
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+    assert os.environ["RANK"] == "5"
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_other_sizes_and_ranks_in_one_process() -> None:
+    """The shapes of uneven shards are those of the rank, whatever was simulated before."""
+    for world_size, rank, rows in ((2, 0, 4), (2, 1, 3), (3, 2, 1), (2, 0, 4)):
+        with FakeCluster(world_size, rank), FakeDevice(load_profile("cpu")):
+            mesh = init_device_mesh("cuda", (world_size,))
+            shard = distribute_tensor(torch.ones(7, 8), mesh, [Shard(0)])
+            assert (shard + shard).to_local().shape == shard.to_local().shape == (rows, 8)
+            assert shard.sum(dim=1).to_local().shape == (rows,)
+
+
+def test_a_plan_of_a_rank(tmp_path: Any) -> None:
+    one, eight = planned(sharded, 1), planned(sharded, 8)
+    assert eight.plain_peak_bytes < one.plain_peak_bytes
+    assert (eight.world_size, eight.rank, one.world_size) == (8, 0, 1)
+    assert "on cpu (simulated, rank 0 of 8)" in str(eight).replace("\n", " ")
+    assert "rank 0 of" not in str(one)
+    assert any("the time of the network is not modelled" in note for note in eight.notes)
+    assert not any("network" in note for note in one.notes)
+    eight.save(tmp_path / "plan.yaml")
+    assert Plan.load(tmp_path / "plan.yaml").world_size == 8
+    last = planned(sharded, 8, rank=7)
+    assert last.rank == 7
+    assert last.plain_peak_bytes <= eight.plain_peak_bytes
+
+
+def test_a_size_that_the_parameters_of_the_rank_exceed_is_refused_at_once() -> None:
+    num_bytes = 4 * sum(parameter.numel() for parameter in Model().parameters())
+    runs: list[int] = []
+    with pytest.raises(PlanError, match="the parameters alone take"):
+        planned(sharded, 2, budget=num_bytes // 3, progress=lambda done, total: runs.append(done))
+    assert not runs
+    with pytest.raises(PlanError, match="the lowest possible peak is"):
+        planned(sharded, 4, budget=num_bytes // 3)
+
+
+def test_fit_of_a_rank() -> None:
+    def make_step(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
+        model, _ = sharded()
+        return model, step_of(model, torch.zeros(batch_size, NUM_TOKENS, dtype=torch.long))
+
+    def fitted(world_size: int) -> graphckpt.Fit:
+        sizes = [4, 16]
+        return graphckpt.fit(
+            make_step, batch_sizes=sizes, memory_budget="1GiB", device="cpu", world_size=world_size, rank=0
+        )
+
+    one, eight = fitted(1), fitted(8)
+    assert (eight.world_size, eight.rank) == (8, 0)
+    assert eight.rows[0].peak_bytes < one.rows[0].peak_bytes
+    assert "rank 0 of 8" in str(eight).replace("\n", " ")
+    assert any("the time of the network is not modelled" in note for note in eight.notes)
+
+
+def pretraining_script() -> tuple[nn.Module, Callable[[], None]]:
+    """Builds a step as large training scripts do, for the machine on which it will run."""
+    local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(f"cuda:{local_rank}")
+    torch.cuda.set_device(device)
+    init_process_group("nccl", device_id=device)
+    dist.barrier()
+    mesh = init_device_mesh("cuda", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    gloo = new_group(backend="gloo")
+    with torch.device("meta"):
+        model = Model()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.layers:
+        parallelize_module(
+            layer,
+            mesh["tp"],
+            {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1)),
+            },
+        )
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
+    ends = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], ends)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    model.to_empty(device="cuda")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(0, NUM_WORDS, (2, NUM_TOKENS)).cuda()
+
+    def step() -> None:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        total = loss.detach().clone()
+        dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        dist.all_reduce(total, group=gloo)
+        float(total), norm.full_tensor().item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # real ranks warn too
+def test_a_script_for_real_ranks_is_planned_unchanged() -> None:
+    plan = graphckpt.plan(pretraining_script, device="h200", world_size=64, rank=9, memory_budget="max")
+    assert plan.keeps_everything
+    assert plan.predicted_reserved_bytes > plan.predicted_peak_bytes
+    assert "AdamW fused" in plan.assumptions
+
+
+def wrapped_by(wrap: Callable[[nn.Module], Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        return wrap(Model()), lambda: None
+
+    return make
+
+
+def read_a_count() -> Any:
+    model, step = sharded()
+
+    def count() -> None:
+        step()
+        num_tokens = torch.ones((), dtype=torch.long)
+        dist.all_reduce(num_tokens)
+        int(num_tokens.item())  # the line that the error names
+
+    return model, count
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (wrapped_by(DistributedDataParallel), "DistributedDataParallel"),
+        (wrapped_by(FullyShardedDataParallel), "FullyShardedDataParallel"),
+        (wrapped_by(lambda model: PipelineStage(model, 0, 2, torch.device("cpu"))), "PipelineStage"),
+        (wrapped_by(lambda model: context_parallel(model)), "context_parallel"),  # type: ignore[arg-type]  # noqa: PLW0108
+        (wrapped_by(lambda model: dist.all_gather_object([None] * 2, model)), "torch.distributed.all_gather_object"),
+        (wrapped_by(lambda model: dist.broadcast_object_list([1])), "torch.distributed.broadcast_object_list"),
+        (read_a_count, "reads the value of a tensor by torch.Tensor.item"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_simulated_names_its_line(make: Callable[[], Any], call: str) -> None:
+    with pytest.raises(ConfigError, match=r"\(test_fake_cluster\.py, line \d+\).* · fix: ") as error:
+        planned(make, 2)
+    assert call in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 0}, "world_size: expected an int of 1 or more, got 0"),
+        ({"world_size": True}, "world_size: expected an int of 1 or more, got True"),
+        ({"world_size": "8"}, "world_size: expected an int of 1 or more, got '8'"),
+        ({"world_size": 8, "rank": 8}, "rank: expected less than world_size 8, got 8"),
+        ({"world_size": 8, "rank": -1}, "rank: expected an int of 0 or more, got -1"),
+        ({"rank": 1}, "rank: expected world_size with it, got 1 alone"),
+        ({"world_size": 8, "device": None}, "world_size: expected device with it, got world_size=8 alone"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+    for function in (graphckpt.plan, graphckpt.fit):
+        with pytest.raises(ConfigError) as error:
+            function(sharded, **{"device": "cpu", "memory_budget": "1GiB", **arguments})  # type: ignore[operator]
+        assert str(error.value).startswith(message)
+        assert " · fix: " in str(error.value)
+
+
+def test_a_process_with_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # PyTorch replaces it, and leaves it so
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="expected no process group in this process, got one of 1 · fix: plan"):
+            planned(sharded, 2)
+        assert dist.get_backend() == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_error_of_the_step_leaves_nothing() -> None:
+    def make() -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        planned(make, 4)
+    assert planned(sharded, 2).world_size == 2
