@@ -211,7 +211,21 @@ class _SizedRows:
         return self._bytes_above_limit(size, lambda row: (row.floor_bytes, row.fits))
 
     def plain_bytes(self, size: int) -> int:
-        return self._bytes_above_limit(size, lambda row: (row.plain_peak_bytes, row.is_measured))
+        return self._bytes_above_limit(size, lambda row: (self._plain_bytes_of(row), row.is_measured))
+
+    def _plain_bytes_of(self, row: BatchFit) -> int:
+        """Returns the bytes of the step with everything kept: its peak, or those that have to be reserved.
+
+        Where the latter are limited but not known, they are those of the row's plan, with more between the blocks of
+        the allocator as the peak is higher.
+        """
+        plan = row.plan
+        if self.is_real or self.budget != "max" or plan is None or not plan.predicted_reserved_bytes:
+            return row.plain_peak_bytes
+        if plan.keeps_everything:
+            return min(plan.predicted_reserved_bytes, self.memory.limit)
+        scaled = plan.predicted_reserved_bytes * row.plain_peak_bytes // plan.predicted_peak_bytes
+        return max(scaled, self.memory.limit + 1)
 
     def _bytes_above_limit(self, size: int, bytes_of: Callable[[BatchFit], tuple[int, bool]]) -> int:
         """Returns the bytes of a size beyond the limit, as :func:`largest` takes them: 0 or less if it fits.

@@ -411,3 +411,27 @@ def test_a_simulated_fit_never_says_that_it_has_run():
     assert "; simulated: peak" in str(found)
     assert "on h200 (simulated)" in repr(found)
     assert not graphckpt.fit(simple, batch_sizes=[2], memory_budget="1MiB").is_simulated
+
+
+def wide(batch_size):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(6)))
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(batch_size * 128, 128)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def test_max_finds_the_largest_batch_that_keeps_everything_by_its_reserved_bytes():
+    card = load_profile("rtx3060").with_memory("1GiB")
+    found = graphckpt.fit(wide, device=card, candidates=["full"])
+    plain = found.largest_without_recompute.batch_size
+    assert graphckpt.plan(lambda: wide(plain), memory_budget="max", device=card, candidates=["full"]).keeps_everything
+    assert not graphckpt.plan(
+        lambda: wide(plain + 1), memory_budget="max", device=card, candidates=["full"]
+    ).keeps_everything
+    assert found.largest.batch_size > plain
+    assert all(row.plan.predicted_reserved_bytes <= found.budget_bytes for row in found.rows if row.fits)
