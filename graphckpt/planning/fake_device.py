@@ -237,19 +237,27 @@ def _autocast_here() -> Iterator[None]:
 
 @contextmanager
 def _foreach_optimizers() -> Iterator[None]:
-    """Makes optimizers use their ``foreach`` implementation by default, as on CUDA."""
-    chosen: list[dict[str, Any]] = []
+    """Makes optimizers use their ``foreach`` implementation by default, as on CUDA.
+
+    ``capturable`` is off meanwhile: optimizers refuse it for tensors on a CPU, where fake ones are.
+    """
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def choose(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
+            changes = {}
             has_choice = "foreach" in group and group["foreach"] is None
             if has_choice and not group.get("fused") and not group.get("differentiable"):
-                group["foreach"] = True
-                chosen.append(group)
+                changes["foreach"] = True
+            if group.get("capturable"):
+                changes["capturable"] = False
+            before.append((group, {name: group[name] for name in changes}))
+            group.update(changes)
 
     def forget(*_: Any) -> None:
-        while chosen:
-            chosen.pop()["foreach"] = None
+        while before:
+            group, values = before.pop()
+            group.update(values)
 
     handles = register_optimizer_step_pre_hook(choose), register_optimizer_step_post_hook(forget)
     try:

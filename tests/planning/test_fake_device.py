@@ -403,3 +403,25 @@ class TestSteps:
                 tokens = torch.zeros(2, 2048, dtype=torch.long)
                 model(tokens, labels=tokens).loss.backward()
         assert live.peak_bytes > 16 * 2**30
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_a_capturable_optimizer_is_planned_and_stays_as_it_was(kind):
+    options = {} if kind is torch.optim.SGD else {"capturable": True}
+    optimizers = []
+
+    def make():
+        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)))
+        optimizers.append(kind(model.parameters(), lr=0.1, **options))
+
+        def step():
+            model(torch.ones(4, 8)).sum().backward()
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+
+        return model, step
+
+    plan = graphckpt.plan(make, device="rtx3060", memory_budget="max")
+    assert plan.predicted_peak_bytes > 0
+    assert optimizers[-1].param_groups[0]["foreach"] is None
+    assert optimizers[-1].param_groups[0].get("capturable", False) is bool(options)
