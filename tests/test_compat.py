@@ -26,7 +26,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphckpt
-from graphckpt import _compat, _compat_compiler, _compat_distributed
+from graphckpt import _compat, _compat_compiler, _compat_distributed, _compat_memory
 from graphckpt._compat import FakeTensorMode, call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import LiveBytes
@@ -62,6 +62,18 @@ def test_a_version_sharing_alias_sees_later_edits() -> None:
     y.add_(1)
     assert shared._version > versions[0]
     assert alone._version == versions[1], "a plain detach() would do: version_sharing_detach can go"
+
+
+def test_resize_is_a_method_of_a_base_class_that_a_class_attribute_replaces() -> None:
+    assert "resize_" not in vars(torch.UntypedStorage), "or the replacement cannot be deleted to remove it"
+    reported: list[int] = []
+    x = torch.zeros(4)
+    with _compat_memory.resizes_reported_to(lambda storage: reported.append(storage.nbytes())):
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(32)
+    x.untyped_storage().resize_(0)
+    assert reported == [0, 32]
+    assert "resize_" not in vars(torch.UntypedStorage)
 
 
 class CountEntries(TorchDispatchMode):

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from graphckpt._compat import is_checkpoint_wrapper, is_transformed
 from graphckpt._compat_compiler import has_compiled_call
+from graphckpt._compat_memory import gradient_buckets
 from graphckpt.blocks.compiled import share_of
 from graphckpt.blocks.forward import BlockForward, WatchedForward, checkpoints_itself, policy_of
 from graphckpt.blocks.hooks import ModuleHook
@@ -71,11 +72,7 @@ class StepRecorder:
         inputs = list(inputs)
         live = StorageLog(counts_fake=self._is_meta())
         recorder = Recorder((*self._state(), *inputs), live)
-        # No variable: it would keep gradients and buffers alive that the step replaces.
-        live.track([*self._state(), *inputs, *self._gradients(inputs)])
-        live.label(self._gradients(inputs), "gradients")
-        live.label(inputs, "inputs")
-        live.label(self._state(), "weights")
+        self._log_state(live, inputs)
         new: list[torch.optim.Optimizer] = []
 
         def see_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -325,6 +322,15 @@ class StepRecorder:
 
     def _state(self) -> list[torch.Tensor]:
         return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
+
+    def _log_state(self, live: StorageLog, inputs: Sequence[torch.Tensor]) -> None:
+        """Counts what exists before the step. Nothing may refer to it afterwards: the step replaces some of it."""
+        weights = self._state()
+        buckets = gradient_buckets(weights)
+        live.track([*weights, *inputs, *self._gradients(inputs), *buckets])
+        live.label((*self._gradients(inputs), *buckets), "gradients")
+        live.label(inputs, "inputs")
+        live.label(weights, "weights")
 
     def _gradients(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[torch.Tensor | None]:
         return (tensor.grad for tensor in (*self._state(), *inputs) if tensor.is_leaf)

@@ -6,6 +6,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +23,7 @@ from graphckpt._compat import (
     storage_of,
 )
 from graphckpt._compat_compiler import DispatchMode, never_compiled
+from graphckpt._compat_memory import resizes_reported_to
 from graphckpt.ledger.record import Event, TensorLife
 from graphckpt.tree import inner_tensors, storages_of
 
@@ -45,9 +47,11 @@ class LiveBytes(DispatchMode):
     """Sums the bytes of living tensor storages while it is active, and records when they are allocated and freed.
 
     A storage counts once, however many tensors view it, from the first op that takes or returns it until it
-    is freed, also during backward. Tensors that exist before, such as parameters and optimizer state, count
-    from the first op that uses them, or at once by :meth:`track`. Memory that a kernel allocates and frees
-    within one op is not counted, nor is memory of other objects. Meta tensors hold no memory and are not counted.
+    is freed, also during backward. One that ``UntypedStorage.resize_`` resizes, as FSDP does with the weights that it
+    gathers, counts with its new size from then on, in whichever thread. Tensors that exist before, such as parameters
+    and optimizer state, count from the first op that uses them, or at once by :meth:`track`. Memory that a kernel
+    allocates and frees within one op is not counted, nor is memory of other objects. Meta tensors hold no memory and
+    are not counted.
 
     The caller sets :attr:`block` and :attr:`phase`; each change is recorded with both.
 
@@ -91,6 +95,7 @@ class LiveBytes(DispatchMode):
         self._changes: list[tuple[int, str, str]] | None = [] if record_timeline else None
         self._alive: dict[int, _Alive] = {}
         self._depth = 0
+        self._listening = ExitStack()
         self._free: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._subtract  # one object, for all of them
 
     @property
@@ -101,10 +106,14 @@ class LiveBytes(DispatchMode):
     def __enter__(self) -> Self:
         super().__enter__()
         self._depth += 1
+        if self._depth == 1:
+            self._listening.enter_context(resizes_reported_to(self._see_resized))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._depth -= 1
+        if not self._depth:
+            self._listening.close()
         super().__exit__(*exc)
 
     @never_compiled
@@ -121,6 +130,8 @@ class LiveBytes(DispatchMode):
             self._see(result)
         elif isinstance(result, (tuple, list)):
             self._see_all(result)
+        elif result is None and args and isinstance(args[0], torch.Tensor):
+            self._see(args[0])  # `inductor.resize_storage_bytes_` of a compiled FSDP resizes it and returns nothing
         self.op = None
         return result
 
@@ -157,21 +168,28 @@ class LiveBytes(DispatchMode):
             for inner in inner_tensors(tensor):
                 self._see(inner)
             return None
+        self._count(storage)
+        return storage
+
+    def _see_resized(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage that was just resized, outside of any op."""
+        self._count(storage)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
         alive = self._alive.get(id(storage))
         num_bytes = storage.nbytes()
         if alive is not None:
             if alive.num_bytes != num_bytes:
                 self._resize(alive, num_bytes)
-            return storage
+            return
         kind = storage.device.type
         if not (self._counts_fake if kind == "meta" else self._device is None or kind == self._device):
-            return storage
+            return
         alive = _Alive(storage, self._free)
         alive.key = id(storage)
         alive.num_bytes = num_bytes
         self._alive[alive.key] = alive
         self._change(num_bytes, alive.key)
-        return storage
 
     def _subtract(self, alive: weakref.ref[torch.UntypedStorage]) -> None:
         """Subtracts a freed storage. Runs where the last reference is dropped, in any thread."""
@@ -373,6 +391,15 @@ class StorageLog(LiveBytes):
         if life is not None:
             life.is_resized = True
         super()._resize(alive, num_bytes)
+
+    def _see_resized(self, storage: torch.UntypedStorage) -> None:
+        # FSDP gathers the weights of a layer within a recomputed block once for its backward: in the recomputation,
+        # or without one in the backward. So they belong to the plain step as well.
+        recomputed, self.recomputed = self.recomputed, None
+        try:
+            super()._see_resized(storage)
+        finally:
+            self.recomputed = recomputed
 
 
 def _source() -> str:

@@ -21,6 +21,7 @@ from graphckpt._compat import (
     suspended_in_transforms,
 )
 from graphckpt._compat_compiler import never_compiled
+from graphckpt._compat_memory import resizes_reported_to
 from graphckpt.ledger.live_memory import StorageLog, when_gone
 from graphckpt.stores import Traffic
 from graphckpt.stores.base import KEEP_ON_DEVICE, TIERS, Total
@@ -101,6 +102,8 @@ class Recorder:
         self._outer = active_saved_tensor_hooks()
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
         self._suspension.enter_context(suspended_in_transforms(self._save_plainly, self._give_back))
+        for saved in (self._plain, self._saved):
+            self._suspension.enter_context(resizes_reported_to(saved.resized))
 
     def end(self) -> None:
         """Removes the hooks of :meth:`begin`, if they are still installed."""
@@ -359,6 +362,17 @@ class SavedBytes:
                     end.detach()
             if not saved.is_owned():
                 self._total.add(saved.block, -saved.num_bytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Takes off a storage that was freed by ``resize_``: FSDP saves weights for backward, and gathers them anew."""
+        saved = self._saved.get(storage)
+        if saved is None or storage.nbytes() >= saved.num_bytes:
+            return
+        del self._saved[storage]
+        if saved.is_owned():
+            for end in saved.ends:
+                end.detach()
+            self._total.add(saved.block, -saved.num_bytes)
 
     def _drop(self, saved: _Saved) -> None:
         if not saved.is_owned():

@@ -287,6 +287,8 @@ class AllocationTrace(LiveBytes):
             num_bytes += self._sizes[number]
             if num_bytes == 0:
                 return
+        elif num_bytes == 0 and key not in self._alive:
+            return  # a storage that was resized to nothing has died already, and now its object is freed
         number = self._numbers[key] = len(self._sizes)
         self._sizes.append(num_bytes)
         super()._change(self._rounded(num_bytes), key)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphckpt._compat_memory import gradient_buckets
 from graphckpt.errors import ConfigError
 from graphckpt.planning.allocations import AllocationLog, AllocationTrace, Replay, least_capacity, replay
 from graphckpt.planning.allocator import AllocatorRules, CapacityError
@@ -260,7 +261,9 @@ class RealStep:
 def _state_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor | None]:
     states = (state for optimizer in optimizers for state in optimizer.state.values())
     state = (value for each in states for value in each.values() if isinstance(value, torch.Tensor))
-    return [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters()), *state]
+    weights = list(model.parameters())
+    gradients = (parameter.grad for parameter in weights)
+    return [*weights, *model.buffers(), *gradients, *gradient_buckets(weights), *state]
 
 
 def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
