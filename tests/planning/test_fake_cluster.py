@@ -303,6 +303,15 @@ def test_a_process_with_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         dist.destroy_process_group()
 
 
+def test_a_function_that_was_imported_meanwhile_is_the_original_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with FakeCluster(2):
+        imported = dist.init_process_group
+    imported("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+
+
 def test_an_error_of_the_step_leaves_nothing() -> None:
     def make() -> Any:
         raise ZeroDivisionError
