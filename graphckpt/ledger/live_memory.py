@@ -145,6 +145,12 @@ class LiveBytes(DispatchMode):
             else:
                 self._see(tensor)
 
+    def track_storages_of(self, other: LiveBytes) -> None:
+        """Counts the storages that another counter has seen and that are alive."""
+        for alive in list(other._alive.values()):
+            if (storage := alive()) is not None:
+                self._count(storage)
+
     def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Counts tensors that were alive all the time: every level so far is raised by their bytes."""
         before, changes, self._changes = self.live_bytes, self._changes, None

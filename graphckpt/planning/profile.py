@@ -126,6 +126,8 @@ def _runs_no_kernel(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or func.namespace == "prim" or func.overloadpacket in _MAKES_NOTHING:
         return True
+    if func.name() == "_c10d_functional::wait_tensor":  # a stream waits; the collective itself is counted
+        return True
     return not schema.is_mutable and any(returned.alias_info is not None for returned in schema.returns)
 
 

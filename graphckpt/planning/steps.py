@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt._compat_memory import gradient_buckets
 from graphckpt.errors import ConfigError
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.allocations import AllocationLog, AllocationTrace, Replay, least_capacity, replay
 from graphckpt.planning.allocator import AllocatorRules, CapacityError
 from graphckpt.planning.assumptions import StepObserver
@@ -295,9 +297,11 @@ def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[R
     optimizers: dict[int, Optimizer] = {}
     with device.building():
         model, step_fn = _checked_pair(make(), where)
-    with device, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
+    first = LiveBytes(record_timeline=False, counts_fake=True)
+    with device, first, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
         step_fn()  # creates the state of the optimizers
-    return FakeStep(device, model, step_fn, list(optimizers.values())), model
+    gc.collect()  # what is alive from here on is what the step finds each time
+    return FakeStep(device, model, step_fn, list(optimizers.values()), first=first), model
 
 
 def _checked_pair(pair: Any, where: str) -> tuple[nn.Module, Callable[[], object]]:
@@ -318,7 +322,7 @@ class FakeStep:
     ``capture_after`` is the number of warm-up steps of a step that is captured; ``None`` for one that runs eagerly.
     ``num_micro_batches``, if it is above 2, is that of the step whose first two ``step_fn`` runs: all after the first
     are alike, so that they change no peak. Each counts with the mean of the seconds of these two, of which the first
-    has no gradients to add to.
+    has no gradients to add to. ``first`` has counted the storages of a step that has run.
     """
 
     is_simulated = True
@@ -332,6 +336,7 @@ class FakeStep:
         *,
         capture_after: int | None = None,
         num_micro_batches: int = 0,
+        first: LiveBytes | None = None,
     ) -> None:
         self._device = device
         self._model = model
@@ -340,6 +345,7 @@ class FakeStep:
         self.rules = AllocatorRules.of_environment()
         """Settings of the allocator that is simulated."""
         self._capture_after = capture_after
+        self._first = first
         self._factor = max(2, num_micro_batches) / 2
         self._optimizer_seconds = 0.0
         self.assumptions: tuple[str, ...] = ()
@@ -420,6 +426,8 @@ class FakeStep:
                 self._step_fn()
             trace, observer = self._new(Trace), StepObserver()
             trace.track([*self._workspaces, *_state_tensors(self._model, self._optimizers)])
+            if self._first is not None:  # averages of weights, or a loss that is stored: used late, and alive before
+                trace.track_storages_of(self._first)
             with traced(blocks, trace, [store]), nullcontext() if self.assumptions else observer.observing():
                 self._step_fn()
         self.assumptions = self.assumptions or observer.assumptions

@@ -312,6 +312,13 @@ def test_a_function_that_was_imported_meanwhile_is_the_original_afterwards(monke
     dist.destroy_process_group()
 
 
+def test_to_wait_for_a_collective_is_not_a_kernel() -> None:
+    device, x = load_profile("h200"), torch.empty(2**20, device="meta")
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    assert device.op_seconds(wait, (x,), {}, torch.empty_like(x)) == 0.0
+    assert device.op_seconds(torch.ops.aten.relu.default, (x,), {}, torch.empty_like(x)) > 0.0
+
+
 def test_an_error_of_the_step_leaves_nothing() -> None:
     def make() -> Any:
         raise ZeroDivisionError

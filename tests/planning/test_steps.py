@@ -20,7 +20,7 @@ from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.profile import load_profile
 from graphckpt.planning.search import CopyRates, PolicySearch
-from graphckpt.planning.steps import FakeStep, RealStep
+from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
 
@@ -263,3 +263,25 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
 def test_faults_are_one_clear_error(words, message, capsys):
     assert main(["plan", "--config-file", "configs/quickstart.py", "train.train_micro_batch_size=2", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_a_step_uses_late_is_alive_before():
+    def make():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
+        optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(4096, 256)
+        average = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def step():
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for mean, parameter in zip(average, model.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.1)
+
+        return model, step
+
+    plan = graphckpt.plan(make, device="rtx3060", memory_budget=1.0, candidates=["full"])
+    run = made_step(make, FakeDevice(load_profile("rtx3060")), "make")[0].run()
+    assert plan.plain_peak_bytes == plan.predicted_peak_bytes == run.peak_bytes
+    assert plan.correction_bytes == 0
