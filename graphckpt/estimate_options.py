@@ -19,6 +19,7 @@ TASKS = (
 )  # fmt: skip
 _CHOICES = {"dtype": DTYPES, "autocast": AUTOCAST, "attention": ATTENTION, "optimizer": OPTIMIZERS, "task": TASKS}
 _COUNTS = {"batch": 8, "seq": 4096, "lora": 16}  # each with an example
+_ENDLESS = 2**40  # samples or tokens: more than memory of any kind holds
 _OFF = ("off", "none", "")
 
 
@@ -76,7 +77,7 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
         names = {option.name for option in fields(cls)}
         texts = {name: value for name, value in values.items() if name in names and value is not None}
         for name in _COUNTS:
-            if texts.get(name, "").isdecimal():
+            if (text := texts.get(name, "")).isdecimal() and text.isascii():
                 texts[name] = int(texts[name])
         return cls(**texts)
 
@@ -84,7 +85,8 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
         for name, example in _COUNTS.items():
             value = getattr(self, name)
             is_default = value is None and name != "batch"
-            if not is_default and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < _ENDLESS
+            if not is_default and not is_count:
                 yield f"{name}: expected a positive int, got {value!r} · fix: {name}={example}"
         for name, choices in _CHOICES.items():
             value = getattr(self, name)

@@ -252,7 +252,11 @@ class Fit(Budgeted):
             "notes": list(self.notes),
         }
         if self.global_batch is not None:
-            values["global_batch"] = {"size": self.global_batch, **self.at_global_batch(self.global_batch).to_dict()}
+            values["global_batch"] = {"size": self.global_batch}
+            try:
+                values["global_batch"] |= self.at_global_batch(self.global_batch).to_dict()
+            except PlanError as error:
+                values["global_batch"] |= {"fits": False, "fault": str(error)}
         return values
 
     def plot(self, path: str | Path) -> Path:

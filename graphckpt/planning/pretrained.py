@@ -235,6 +235,8 @@ def read_model(name: Any, options: EstimateOptions) -> PretrainedModel:
 
 
 def _read_json(name: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    if not str(name).strip():  # which is the present folder as a path
+        raise ConfigError(f"model: expected a name or a path, got {name!r} · fix: name a folder, or a model on the hub")
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / _CONFIG

@@ -354,11 +354,13 @@ class TestErrors:
             file.write_text(content)
             assert text in fault_of(tmp_path)
         assert "expected a name, a path or a config of Transformers, got 7" in fault_of(7)
+        assert "model: expected a name or a path, got ''" in fault_of("")
 
     @pytest.mark.parametrize(
         ("options", "text"),
         [
             ({"batch": 0}, "batch: expected a positive int, got 0"),
+            ({"batch": 10**20}, "batch: expected a positive int, got 1"),
             ({"batch": True}, "batch: expected a positive int, got True"),
             ({"seq": "abc"}, "seq: expected a positive int, got 'abc'"),
             ({"lora": -1}, "lora: expected a positive int, got -1"),

@@ -413,6 +413,15 @@ def test_a_simulated_fit_never_says_that_it_has_run():
     assert not graphckpt.fit(simple, batch_sizes=[2], memory_budget="1MiB").is_simulated
 
 
+def test_a_global_batch_that_nothing_fits_is_a_value_of_the_object():
+    found = graphckpt.fit(simple, batch_sizes=[2, 4], device="h200", memory_budget="65MiB", global_batch=8)
+    assert found.to_dict()["global_batch"]["fits"]
+    none = replace(found, rows=tuple(replace(row, plan=None, accumulating_plan=None) for row in found.rows))
+    values = json.loads(json.dumps(none.to_dict()))["global_batch"]
+    assert (values["size"], values["fits"]) == (8, False)
+    assert "none of the batch sizes 2, 4 fits" in values["fault"]
+
+
 def wide(batch_size):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(6)))
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(batch_size * 128, 128)
