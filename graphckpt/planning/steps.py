@@ -391,20 +391,20 @@ class FakeStep:
 
         Returns ``None`` for a device without a caching allocator.
         """
-        if self.machine.kind != "cuda":
-            return None
+        return None if self.machine.kind != "cuda" else self._replayed(allocations, self.rules)
+
+    def reserved_if_expandable(self, allocations: AllocationLog) -> int:
+        return self._replayed(allocations, replace(self.rules, expandable_segments=True)).reserved_bytes
+
+    def _replayed(self, allocations: AllocationLog, rules: AllocatorRules) -> Replay:
         try:
-            return replay(allocations, self.rules, self.capacity_bytes, capture_after=self._capture_after)
+            return replay(allocations, rules, self.capacity_bytes, capture_after=self._capture_after)
         except CapacityError:
-            return replay(allocations, self.rules, capture_after=self._capture_after)
+            return replay(allocations, rules, capture_after=self._capture_after)
 
     def least_capacity(self, allocations: AllocationLog) -> int:
         """Returns the least memory with which the allocator releases no segments after the second step."""
         return least_capacity(allocations, self.rules, capture_after=self._capture_after)
-
-    def reserved_if_expandable(self, allocations: AllocationLog) -> int:
-        rules = replace(self.rules, expandable_segments=True)
-        return replay(allocations, rules, capture_after=self._capture_after).reserved_bytes
 
     @property
     def no_copies(self) -> str:
