@@ -308,7 +308,7 @@ class _SizedRows:
         sized = self.make_sized(size, 2)
         step, group, limit = sized.step, PlanGroup(), self.memory.limit
         is_reserved = isinstance(step, FakeStep) and step.limits_reserved(self.budget)
-        run = run_plan(plan, sized.model, step, group, of_reserved=is_reserved)
+        run = run_plan(plan, sized.model, step, group, most_reserved=limit if is_reserved else 0)
         accumulating, optimizer_seconds = run.plan, self.rows[size].optimizer_seconds
         if run.needed_bytes > limit:
             planners = measure_all(step, sized.model, sized.blocks, self.options, group, self.notes)

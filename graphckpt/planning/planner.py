@@ -264,7 +264,7 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
         plan = planner.closest(bound)
         if _policies(plan) in runs:
             break
-        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, PlanGroup(), of_reserved=True)
+        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
         peak = run.plan.predicted_peak_bytes
         if run.needed_bytes <= limit:
             best = run if best is None or run.plan.predicted_step_seconds < best.plan.predicted_step_seconds else best
@@ -278,7 +278,7 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
             bound = (best.plan.predicted_peak_bytes + too_high) // 2
     plan = planner.lowest(limit)
     if best is None and _policies(plan) not in runs:
-        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, PlanGroup(), of_reserved=True)
+        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
         best = run if run.needed_bytes <= limit else None
     if best is not None:
         return replace(best.plan, budget_bytes=limit)
@@ -313,9 +313,12 @@ class CheckedPlan:
 
 
 def run_plan(
-    plan: Plan, model: nn.Module | None, step: RealStep | FakeStep, group: PlanGroup, *, of_reserved: bool = False
+    plan: Plan, model: nn.Module | None, step: RealStep | FakeStep, group: PlanGroup, *, most_reserved: int = 0
 ) -> CheckedPlan:
-    """Runs the step under a plan, which is corrected if its prediction is not met."""
+    """Runs the step under a plan, which is corrected if its prediction is not met.
+
+    With ``most_reserved`` the plan needs what the allocator has to be able to reserve, which may be at most this.
+    """
     group.check_equal(policies=list(_policies(plan)))
     with plan.apply(model):
         run = step.run() if isinstance(step, FakeStep) else StepRun(_peak(step, group, plan), 0.0)
@@ -334,7 +337,7 @@ def run_plan(
     plan = replace(plan, peak_parts=run.allocations.parts_at_peak(step.machine.rounded))
     if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
         plan = replace(plan, predicted_step_seconds=run.seconds)
-    needed = step.least_capacity(run.allocations) if of_reserved else peak
+    needed = step.least_capacity(run.allocations, most_reserved) if most_reserved else peak
     replayed = step.replay(run.allocations)
     if replayed is None:
         return CheckedPlan(plan, is_met, needed)

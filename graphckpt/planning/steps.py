@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt._compat_memory import gradient_buckets
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.allocations import AllocationLog, AllocationTrace, Replay, least_capacity, replay
+from graphckpt.planning.allocations import AllocationLog, AllocationTrace, Replay, fits, least_capacity, replay
 from graphckpt.planning.allocator import AllocatorRules, CapacityError
 from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import KEEP, Option
@@ -402,9 +402,15 @@ class FakeStep:
         except CapacityError:
             return replay(allocations, rules, capture_after=self._capture_after)
 
-    def least_capacity(self, allocations: AllocationLog) -> int:
-        """Returns the least memory with which the allocator releases no segments after the second step."""
-        return least_capacity(allocations, self.rules, capture_after=self._capture_after)
+    def least_capacity(self, allocations: AllocationLog, limit: int = 0) -> int:
+        """Returns the least memory with which the allocator releases no segments after the second step, to 2 MiB.
+
+        It is at most ``limit`` if that is enough.
+        """
+        options = {"capture_after": self._capture_after}
+        num_bytes = least_capacity(allocations, self.rules, **options)
+        is_enough = num_bytes > limit > 0 and fits(allocations, limit, self.rules, **options)
+        return limit if is_enough else num_bytes
 
     @property
     def no_copies(self) -> str:

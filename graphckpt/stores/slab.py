@@ -12,7 +12,7 @@ from typing import ClassVar, final
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from graphckpt._compat import unseen_by_modes
+from graphckpt._compat import is_of_absent_device, unseen_by_modes
 from graphckpt.errors import StoreError
 from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
 from graphckpt.units import format_bytes
@@ -121,6 +121,8 @@ class SlabStore(ByteStore):
         return 0 if self._slab is None else self._slab.numel()
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
+        if is_of_absent_device(data):  # a slab would be memory of this machine; its ranges are what counts
+            return _SlabHandle(self._allocate(data.numel(), group).copy_(data))
         self._free_dropped()
         if self._needs_slab:
             _log.info("contiguous: a slab of %s on %s", format_bytes(self._wanted_bytes), self._device)
