@@ -55,7 +55,7 @@ def _report_resizes() -> Callable[[], None]:
 
     def uninstall() -> None:
         if vars(storage_class).get("resize_") is not resize_:
-            return  # another program has replaced it since, and calls this one, which has nobody to report to
+            return  # replaced again by another program, which calls this one: there are no listeners any more
         if other is None:
             del storage_class.resize_
         else:

@@ -132,9 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.overrides = [*getattr(parsed, "overrides", []), *rest]  # flags may be placed between overrides
     parsed.stdout = sys.stdout
     try:
-        with redirect_stdout(
-            sys.stderr if getattr(parsed, "json", False) else sys.stdout
-        ):  # of a config's own code too
+        # With --json what the code of a config prints goes to stderr, too.
+        with redirect_stdout(sys.stderr if getattr(parsed, "json", False) else sys.stdout):
             code: int = parsed.run(parsed)
     except GraphckptError as error:
         who = f" on rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else ""  # torchrun's name for it
@@ -236,9 +235,7 @@ def add_plan(commands: _Commands) -> None:
         description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
         epilog=_PLAN_EXAMPLES,
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print all numbers as JSON to stdout, and nothing else there"
-    )
+    _add_json(parser)
     parser.add_argument("--save", metavar="FILE", help="write the plan as YAML")
     parser.add_argument("--plot", metavar="FILE", help="draw the step's memory: .png, .svg or .html")
     parser.add_argument("--sweep", metavar="FILE", help="draw peak against step time for all budgets")
@@ -271,9 +268,7 @@ def add_fit(commands: _Commands) -> None:
         metavar="LENGTHS",
         help="fit for each of these lengths, such as 512,1024, in place of data.seq_length",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print all numbers as JSON to stdout, and nothing else there"
-    )
+    _add_json(parser)
     parser.add_argument(
         "--plot", metavar="FILE", help="draw throughput, peak and policies over the batch: .png or .svg"
     )
@@ -288,8 +283,7 @@ def _add_step_command(
         "--device",
         default="cpu",
         metavar="NAME",
-        help=f"device profile: a packaged name ({', '.join(_profile_names())}), or a file of "
-        "'graphckpt profile-device'",
+        help=_device_help(),
     )
     parser.add_argument("--memory", metavar="SIZE", help="the device's memory in place of its profile's, such as 24GiB")
     parser.add_argument("--memory-budget", default="max", metavar="SIZE", help=budget_help)
@@ -304,6 +298,15 @@ def _add_step_command(
         parser.add_argument(f"--{option.replace('_', '-')}", dest=option, **flag)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    text = "print all numbers as JSON to stdout, and nothing else there"
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def _device_help() -> str:
+    return f"device profile: a packaged name ({', '.join(_profile_names())}), or a file of 'graphckpt profile-device'"
 
 
 def _profile_names() -> list[str]:
@@ -346,16 +349,13 @@ def add_estimate(commands: _Commands) -> None:
         "--device",
         required=True,
         metavar="NAME",
-        help=f"device profile: a packaged name ({', '.join(_profile_names())}), or a file of "
-        "'graphckpt profile-device'",
+        help=_device_help(),
     )
     for option, _, meaning in _options_of("estimate_options.py", "EstimateOptions"):
         parser.add_argument(
             f"--{option.replace('_', '-')}", dest=option, metavar="VALUE", help=meaning.replace("%", "%%")
         )
-    parser.add_argument(
-        "--json", action="store_true", help="print all numbers as JSON to stdout, and nothing else there"
-    )
+    _add_json(parser)
 
 
 def add_profile_device(commands: _Commands) -> None:

@@ -23,11 +23,11 @@ from graphckpt.planning.peak_parts import PeakParts
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all, plan_step
-from graphckpt.planning.planner import Planner, plan_and_check, plan_and_replay, run_plan
+from graphckpt.planning.planner import Planner, plan_in_limit, policies_key, run_plan
 from graphckpt.planning.pretrained import EXTRA, PretrainedModel, read_model, step_errors
 from graphckpt.planning.profile import DeviceProfile, load_profile, profile_names
 from graphckpt.planning.program import Phase
-from graphckpt.planning.steps import FakeStep
+from graphckpt.planning.steps import FakeStep, states_of
 from graphckpt.progress import Progress
 from graphckpt.rules.base import parse_rule
 from graphckpt.rules.basic import Joined, Keep
@@ -189,8 +189,7 @@ class _Estimation:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self._weight_bytes = self._bytes_of([*parameters, *module.buffers()])
         self._gradient_bytes = self._bytes_of(trainable)
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        self._state_bytes = self._bytes_of([value for value in states if isinstance(value, torch.Tensor)])
+        self._state_bytes = self._bytes_of([*states_of(optimizer)])
         self._num_parameters = sum(parameter.numel() for parameter in parameters)
         self._num_trainable = sum(parameter.numel() for parameter in trainable)
 
@@ -240,9 +239,7 @@ class _Estimation:
                 return replace(keep, budget_bytes=limit)  # nothing is faster
             if planner.floor.peak <= limit:
                 try:
-                    if of_reserved:
-                        return plan_and_replay(planner, self._step, limit)
-                    return plan_and_check(planner, self._step, limit, self._group)
+                    return plan_in_limit(planner, self._step, budget, limit, self._group)
                 except PlanError:
                     if of_reserved and self._is_steady(full, limit):
                         return replace(full, budget_bytes=limit)
@@ -283,7 +280,7 @@ class _Estimation:
 
     def _run_under(self, plan: Plan) -> Plan:
         """Returns the plan with what a run of the step under it takes: allocated and reserved bytes, and seconds."""
-        key = _policies_of(plan)
+        key = policies_key(plan)
         if key not in self._plans:
             self._begin(f"simulating the step under {', '.join(dict.fromkeys(key))}")
             run = run_plan(plan, self._module, self._step, self._group)
@@ -294,7 +291,7 @@ class _Estimation:
 
     def _is_steady(self, plan: Plan, limit: int) -> bool:
         """Whether a step has run under a plan within ``limit``, without releasing memory of the allocator each time."""
-        return plan.predicted_reserved_bytes <= limit and _policies_of(plan) in self._steady
+        return plan.predicted_reserved_bytes <= limit and policies_key(plan) in self._steady
 
     def _on_run(self, done: int, total: int) -> None:
         self._begin(f"run {done} of {total} is done")
@@ -347,7 +344,3 @@ class _Estimation:
 def _devices_with(num_bytes: int) -> tuple[str, ...]:
     profiles = sorted(map(load_profile, profile_names()), key=lambda profile: profile.memory_bytes)
     return tuple(profile.name for profile in profiles if profile.kind == "cuda" and profile.memory_bytes >= num_bytes)
-
-
-def _policies_of(plan: Plan) -> tuple[str, ...]:
-    return tuple(row.option for row in plan.rows)

@@ -30,7 +30,7 @@ from graphckpt.planning.options import (
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, measure_all
-from graphckpt.planning.planner import Planner, Planners, plan_and_check, plan_and_replay, run_plan
+from graphckpt.planning.planner import Planners, plan_in_limit, run_plan
 from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.rows import assumptions_line
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
@@ -321,13 +321,8 @@ class _SizedRows:
 
     def _plan_in_limit(self, planners: Planners, step: RealStep | FakeStep) -> Plan:
         """Returns the fastest plan under which the step runs in the memory limit; raises PlanError if there is none."""
-
-        def plan_of(planner: Planner) -> Plan:
-            if isinstance(step, FakeStep) and step.limits_reserved(self.budget):
-                return plan_and_replay(planner, step, self.memory.limit)
-            return plan_and_check(planner, step, self.memory.limit, PlanGroup())
-
-        return planners.best_of(plan_of)
+        limit = self.memory.limit
+        return planners.best_of(lambda planner: plan_in_limit(planner, step, self.budget, limit, PlanGroup()))
 
     def _new_row(self, size: int) -> BatchFit:
         smaller = [self.rows[one] for one in self.sizes if one < size]

@@ -26,7 +26,7 @@ from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import Budget, PlanOptions, PlanOptionsDict, lists_options
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
-from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_and_check, plan_and_replay
+from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_in_limit
 from graphckpt.planning.profile import Device, load_profile
 from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.rows import PlanRow
@@ -154,9 +154,7 @@ def plan_step(
             return planner.plan(planner.floor.peak if limit is None else limit)
         if limit is None:
             return lowest_and_check(planner, step, group)
-        if isinstance(step, FakeStep) and step.limits_reserved(budget):
-            return plan_and_replay(planner, step, limit)
-        return plan_and_check(planner, step, limit, group)
+        return plan_in_limit(planner, step, budget, limit, group)
 
     with without_value_checks(), _progress_of(options, group) as progress:
         progress.begin("running the step to measure it")

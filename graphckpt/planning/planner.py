@@ -16,7 +16,7 @@ from graphckpt.planning.allocations import AllocationLog, Replay, replay
 from graphckpt.planning.allocator import AllocatorRules
 from graphckpt.planning.candidates import JOINED, parse_compile
 from graphckpt.planning.memory_model import MeasuredStep
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import KEEP_ALL, Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
@@ -227,6 +227,13 @@ _MOST_REPLAYS = 5  # of plans whose gaps between the allocator's blocks are not 
 _ENOUGH = 0.98  # of the memory of an absent device: a plan that needs as much is not replaced by a faster one
 
 
+def plan_in_limit(planner: Planner, step: RealStep | FakeStep, budget: Budget, limit: int, group: PlanGroup) -> Plan:
+    """Returns the fastest plan under which the step has run in ``limit`` bytes, which follow from ``budget``."""
+    if isinstance(step, FakeStep) and step.limits_reserved(budget):
+        return plan_and_replay(planner, step, limit)
+    return plan_and_check(planner, step, limit, group)
+
+
 def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, group: PlanGroup) -> Plan:
     """Returns the fastest plan of ``group`` under which no step exceeds ``limit`` bytes.
 
@@ -237,11 +244,11 @@ def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, grou
     correction = 0
     while True:
         plan = planner.closest(limit, correction) if len(runs) < _MOST_CHECKS else None
-        if plan is None or _policies(plan) in runs:
+        if plan is None or policies_key(plan) in runs:
             plan = planner.lowest(limit)
-            if any(run.needed_bytes <= limit for run in runs.values()) or _policies(plan) in runs:
+            if any(run.needed_bytes <= limit for run in runs.values()) or policies_key(plan) in runs:
                 break
-        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, group)
+        run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, group)
         if run.is_met:
             return run.plan
         correction = run.plan.correction_bytes
@@ -262,9 +269,9 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
     bound, too_high, factor = limit, limit, 1
     for _ in range(_MOST_REPLAYS):
         plan = planner.closest(bound)
-        if _policies(plan) in runs:
+        if policies_key(plan) in runs:
             break
-        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
+        run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
         peak = run.plan.predicted_peak_bytes
         if run.needed_bytes <= limit:
             best = run if best is None or run.plan.predicted_step_seconds < best.plan.predicted_step_seconds else best
@@ -277,8 +284,8 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
         if best is not None:
             bound = (best.plan.predicted_peak_bytes + too_high) // 2
     plan = planner.lowest(limit)
-    if best is None and _policies(plan) not in runs:
-        run = runs[_policies(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
+    if best is None and policies_key(plan) not in runs:
+        run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
         best = run if run.needed_bytes <= limit else None
     if best is not None:
         return replace(best.plan, budget_bytes=limit)
@@ -319,18 +326,18 @@ def run_plan(
 
     With ``most_reserved`` the plan needs what the allocator has to be able to reserve, which may be at most this.
     """
-    group.check_equal(policies=list(_policies(plan)))
+    group.check_equal(policies=list(policies_key(plan)))
     with plan.apply(model):
-        run = step.run() if isinstance(step, FakeStep) else StepRun(_peak(step, group, plan), 0.0)
+        run = step.run() if isinstance(step, FakeStep) else StepRun(_peak(step, group, plan), 0.0, step.allocations())
         peak = group.max(run.peak_bytes)
-        log = None if isinstance(step, FakeStep) else step.allocations()
     difference = peak - plan.predicted_peak_bytes
     is_met = peak <= plan.budget_bytes and abs(difference) <= _TOLERANCE * plan.predicted_peak_bytes
-    if not isinstance(step, FakeStep) or run.allocations is None:
+    if not isinstance(step, FakeStep):
         checked = plan if is_met else corrected(plan, difference)
-        if log is not None and not isinstance(step, FakeStep):
-            checked = _with_measured(checked, peak, step.reserved_bytes, log)
+        if run.allocations is not None:
+            checked = _with_measured(checked, peak, step.reserved_bytes, run.allocations)
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
+    assert run.allocations is not None
     if difference:  # the step with everything kept has run too, and needs no correction
         plain_peak = peak if plan.keeps_everything else plan.plain_peak_bytes
         plan = replace(corrected(plan, difference), plain_peak_bytes=plain_peak)
@@ -386,7 +393,7 @@ def _ignored_notes(rules: AllocatorRules) -> list[str]:
     return [f"PYTORCH_ALLOC_CONF: the simulated allocator ignores {', '.join(rules.ignored)}"]
 
 
-def _policies(plan: Plan) -> tuple[str, ...]:
+def policies_key(plan: Plan) -> tuple[str, ...]:
     return tuple(row.option for row in plan.rows)
 
 

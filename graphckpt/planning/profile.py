@@ -170,7 +170,7 @@ _FROM_ZERO_ON = (
 )  # fmt: skip
 _LEAST_MEMORY = 2**20  # a smaller number is of another unit
 _CUDA_CONTEXT_BYTES = 512 * 2**20
-"""Bytes of a context where nothing better is known. At most 876 MiB are published, but for CUDA 11.2, with 1343."""
+"""Bytes of the context of a device without a measurement. Published are up to 876 MiB, and 1,343 with CUDA 11.2."""
 _KERNELS = ("flash", "cudnn", "efficient", "math")
 
 

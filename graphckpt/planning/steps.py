@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
 import torch
@@ -51,7 +52,7 @@ class StepRun(NamedTuple):
     """The peak of live bytes."""
     seconds: float
     allocations: AllocationLog | None = None
-    """Those of the first steps of a process; ``None`` for a step on a device that is present."""
+    """Those of the first steps of a process, or on CUDA those of two steps; ``None`` for a step on a CPU."""
 
 
 class RealStep:
@@ -261,11 +262,16 @@ class RealStep:
 
 
 def _state_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor | None]:
-    states = (state for optimizer in optimizers for state in optimizer.state.values())
-    state = (value for each in states for value in each.values() if isinstance(value, torch.Tensor))
+    state = chain.from_iterable(map(states_of, optimizers))
     weights = list(model.parameters())
     gradients = (parameter.grad for parameter in weights)
     return [*weights, *model.buffers(), *gradients, *gradient_buckets(weights), *state]
+
+
+def states_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yields the tensors of an optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
@@ -456,13 +462,11 @@ class FakeStep:
             trace.label(weights, "weights")
             trace.label(self._workspaces, "workspaces")
 
-            def see(
-                optimizer: Optimizer,
-            ) -> None:  # the first step creates its state, the second has gradients and state
+            def see(optimizer: Optimizer) -> None:
+                """Labels what there is: in the first step gradients, in the second one states as well."""
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 trace.label((parameter.grad for parameter in parameters), "gradients")
-                states = (value for state in optimizer.state.values() for value in state.values())
-                trace.label((value for value in states if isinstance(value, torch.Tensor)), "optimizer states")
+                trace.label(states_of(optimizer), "optimizer states")
 
             with on_optimizer_step(see), trace:
                 trace.begin_step()

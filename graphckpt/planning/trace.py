@@ -36,7 +36,7 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.engine.objects import copy_objects, items_of
 from graphckpt.errors import PlanError
-from graphckpt.planning.allocations import AllocationTrace, OpSeconds
+from graphckpt.planning.allocations import AllocationTrace
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.program import (
     ArgumentObject,
@@ -249,19 +249,9 @@ class Trace(StepMarks, AllocationTrace):
     ``seconds`` are those of the ops of each interval.
     """
 
-    def __init__(
-        self,
-        device: str | None = None,
-        *,
-        is_fake: bool = False,
-        rounded: Callable[[int], int] = int,
-        op_seconds: OpSeconds | None = None,
-        extra_bytes: Callable[[Any, tuple[Any, ...]], int] | None = None,
-    ) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         StepMarks.__init__(self)
-        AllocationTrace.__init__(
-            self, device, is_fake=is_fake, rounded=rounded, op_seconds=op_seconds, extra_bytes=extra_bytes
-        )
+        AllocationTrace.__init__(self, *arguments, **options)
         self.seconds: dict[Interval, float] = defaultdict(float)
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
         """What the last call has returned, and its versions."""
