@@ -5,6 +5,7 @@ FSDP2 gathers and frees weights by resizing their storages, and DDP's buckets be
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -258,22 +259,35 @@ def buckets_count_once_in_each_step(rank: int) -> None:
     """DDP makes its buckets anew in the second step, in the order in which gradients came in the first."""
     del rank
     for way in ("ddp", "ddp, views"):
-        case = Case(way)
-        size = sum(weight.nbytes for weight in case.inner.parameters())
-        explanations, is_new = [], []
-        with graphckpt.apply(case.inner, dict.fromkeys(map(str, range(LAYERS)))) as handle:
-            for _ in range(4):
-                before = storages(gradient_buckets(case.inner.parameters()))
-                case.buckets.clear()  # the old ones would live on
-                with handle.measure():
-                    case.step()
-                explanations.append(handle.explain(show=False))
-                is_new.append(before != storages(gradient_buckets(case.inner.parameters())))
-        assert is_new == [False, True, False, False]
-        assert len({each.peak_bytes for each in explanations[1:]}) == 1, "the first creates the optimizer's states"
-        old = [life for life in explanations[2].tensors if life.is_old and life.kind == "gradients"]
-        assert sum(life.num_bytes for life in old) == size
-        assert all(life.end is None for life in old)
+        lowest: list[int] = []
+        for _ in range(ATTEMPTS):  # gloo's threads may let go of old buckets, and of DDP's messages, late
+            lowest = list(map(min, lowest or [sys.maxsize] * 4, peaks_of_first_steps(way)))
+            everywhere: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, lowest)
+            if all(len(set(each[1:])) == 1 for each in everywhere):
+                break
+        assert len(set(lowest[1:])) == 1, (way, lowest, "the first creates the optimizer's states")
+
+
+def peaks_of_first_steps(way: str) -> list[int]:
+    case = Case(way)
+    size = sum(weight.nbytes for weight in case.inner.parameters())
+    explanations, is_new = [], []
+    with graphckpt.apply(case.inner, dict.fromkeys(map(str, range(LAYERS)))) as handle:
+        for _ in range(4):
+            before = storages(gradient_buckets(case.inner.parameters()))
+            case.buckets.clear()  # the old ones would live on
+            with handle.measure():
+                case.step()
+            explanations.append(handle.explain(show=False))
+            is_new.append(before != storages(gradient_buckets(case.inner.parameters())))
+    assert is_new == [False, True, False, False]
+    old = [life for life in explanations[2].tensors if life.is_old and life.kind == "gradients"]
+    assert sum(life.num_bytes for life in old) == size
+    assert all(life.end is None for life in old)
+    peaks = [each.peak_bytes for each in explanations]
+    assert None not in peaks
+    return [peak for peak in peaks if peak is not None]
 
 
 def sparse_gradients_have_no_bucket_at_first(rank: int) -> None:
