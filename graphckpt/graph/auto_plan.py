@@ -85,8 +85,8 @@ class AutoPlan:
 
     def _plan(self, call: StepCall, memory_budget: Budget, options: PlanOptions | Mapping[str, Any]) -> Plan:
         step = self._step
-        group_option = options.group if isinstance(options, PlanOptions) else options.get("group")
-        with planning_group(group_option) as group:
+        values = vars(options) if isinstance(options, PlanOptions) else options
+        with planning_group(values.get("group"), values.get("step_group")) as group:
             wanted = PlanOptions.of(options, f"{step.name}.plan")
             real = RealStep(_Roots(step.roots), partial(step.call, *call))
             model, blocks, wanted = self._prepare(wanted)

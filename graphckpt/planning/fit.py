@@ -575,6 +575,8 @@ def fit(
     if has_group and plan_options.group is not False:
         fix = "fit in one process and pass the batch size on, or group=False"
         raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
+    if plan_options.step_group is not None:
+        raise ConfigError("fit: expected step_group=None, since one process runs the step · fix: leave it out")
     plan_options = replace(plan_options, group=False)
     with simulated_rank(world_size, rank, device) as cluster:
         machine = None if device is None else FakeDevice(load_profile(device), cluster=cluster)

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.forward import policy_of
 from graphckpt.blocks.hooks import ModuleHook
+from graphckpt.errors import ConfigError
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
@@ -61,6 +62,9 @@ class LivePlan:
     def __init__(
         self, model: nn.Module, memory_budget: Budget, options: PlanOptions, report: Callable[[str], None]
     ) -> None:
+        if options.step_group is not None:
+            what = "expected None in a training loop, whose steps all processes run anyway"
+            raise ConfigError(f"step_group: {what} · fix: group=, with the processes that plan the same blocks")
         self._model = model
         self._budget = memory_budget
         self._options = options

@@ -70,6 +70,9 @@ class PlanOptions:
     group: Any = field(default=None, metadata=_except("config", "command"))
     """The processes that run this step together: a ``ProcessGroup``, whose ranks must all plan and get the same plan.
     ``None`` is the default group if ``torch.distributed`` is initialized; ``False`` is this process alone."""
+    step_group: Any = field(default=None, metadata=_except("config", "command"))
+    """The ``ProcessGroup`` whose processes run the steps together although they plan different blocks, such as all
+    stages of a pipeline, where ``group`` are those of one stage. Each gets a plan of its own."""
     check: bool = field(default=True, metadata=_except("command"))
     """Run the step under the plan, and plan again if its peak exceeds the budget or differs by more than 1 %."""
     progress: Callable[[int, int], None] | bool | None = field(default=None, metadata=_except("config", "command"))
@@ -145,6 +148,7 @@ class SharedOptionsDict(TypedDict, total=False):
     compile: bool | dict[str, Any] | None
     determinism_check: str | None
     group: Any
+    step_group: Any
     check: bool
 
 

@@ -3,6 +3,9 @@
 Each process measures, since all of them must run a step that contains collectives. All of them use the traces of the
 leader, which has the highest peak, and the times of the process that is slowest within the blocks, since the others
 wait for that one. So all choose the same plan.
+
+The stages of a pipeline plan different blocks, in different numbers of runs, and still have to run each step together.
+They agree before each run on whether there is one, and a stage that is done runs on until all are.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self, final
@@ -38,10 +42,17 @@ class GroupError(PlanError):
 
 @final
 class PlanGroup:
-    """The processes that plan together. As a context manager: if one fails, all raise."""
+    """The processes that plan together. As a context manager: if one fails, all raise.
 
-    def __init__(self, process_group: Any = None) -> None:
+    ``step_group`` are the processes that run the step together, if they are more than these.
+    """
+
+    def __init__(
+        self, process_group: Any = None, step_group: PlanGroup | None = None, topic: str = "graphckpt plan"
+    ) -> None:
         self._group = process_group
+        self._topic = topic
+        self._step_group = step_group
         self._members = [0] if process_group is None else dist.get_process_group_ranks(process_group)
         self._is_over = False
         self.size = len(self._members)
@@ -55,6 +66,13 @@ class PlanGroup:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self._end(error)
+        finally:
+            if self._step_group is not None and error is not None:  # without one, they have agreed on the end already
+                self._step_group._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         if self._is_over or self.size == 1:
             return
         if error is None:
@@ -86,6 +104,20 @@ class PlanGroup:
                 more = "" if " · fix: " in answer["fault"] else " · fix: see the error of that process"
                 raise GroupError(f"rank {member}: {answer['fault']}{more}")
         return [answer["value"] for answer in answers]
+
+    def begin_step(self) -> None:
+        """Waits for the processes of the step group, before a step that all of them run."""
+        if self._step_group is not None:
+            self._step_group.all_gather(True)
+
+    def run_until_all_are_done(self, step: Callable[[], object]) -> None:
+        """Runs the step for the processes of the step group that measure still."""
+        while self._step_group is not None and any(self._step_group.all_gather(False)):
+            step()
+
+    def num_sharing(self, memory_id: str | None) -> int:
+        """Returns how many processes that run the step have the same memory; the first exchange of a plan."""
+        return (self._step_group or self).all_gather(memory_id).count(memory_id)
 
     def from_leader(self, value: Any) -> Any:
         return self.all_gather(value)[self.leader]
@@ -127,30 +159,41 @@ class PlanGroup:
 
     def _exchange(self, message: dict[str, Any], seconds: float) -> list[Any]:
         data = zlib.compress(json.dumps(message).encode(), 1)  # the store takes up to 8 MiB at a time
-        answers = exchange(self._group, self._members, data, topic="graphckpt plan", seconds=seconds)
+        answers = exchange(self._group, self._members, data, topic=self._topic, seconds=seconds)
         return [json.loads(zlib.decompress(answer)) for answer in answers]
 
 
-def planning_group(group: Any = None) -> PlanGroup:
+def planning_group(group: Any = None, step_group: Any = None) -> PlanGroup:
     """Returns the processes of ``group``.
 
     Args:
         group: a ``ProcessGroup``; ``None`` is all processes, where ``torch.distributed`` is initialised; ``False`` is
             this process alone.
+        step_group: the ``ProcessGroup`` that runs the step, if it is larger; ``None`` is the one of ``group``.
 
     >>> planning_group().size
     1
     """
+    others = None
+    if step_group is not None:
+        _check_group(step_group, "step_group", "None where all processes plan the same blocks")
+        others = PlanGroup(step_group, topic="graphckpt steps")
     if group is False:
-        return PlanGroup()
-    is_there = dist.is_available() and dist.is_initialized()
+        return PlanGroup(None, others)
     if group is None:
-        return PlanGroup(dist.group.WORLD if is_there and dist.get_backend() != "fake" else None)
-    if not is_there or not isinstance(group, dist.ProcessGroup):
-        is_outside = is_there and group == dist.GroupMember.NON_GROUP_MEMBER
-        what = "a group of this process" if is_outside else "a ProcessGroup"
-        raise ConfigError(f"group: expected {what}, got {group!r} · fix: use None for all processes, or False for one")
-    return PlanGroup(group)
+        is_real = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+        return PlanGroup(dist.group.WORLD if is_real else None, others)
+    _check_group(group, "group", "use None for all processes, or False for one")
+    return PlanGroup(group, others)
+
+
+def _check_group(group: Any, name: str, fix: str) -> None:
+    is_there = dist.is_available() and dist.is_initialized()
+    if is_there and isinstance(group, dist.ProcessGroup):
+        return
+    is_outside = is_there and group == dist.GroupMember.NON_GROUP_MEMBER
+    what = "a group of this process" if is_outside else "a ProcessGroup"
+    raise ConfigError(f"{name}: expected {what}, got {group!r} · fix: {fix}")
 
 
 def _short(value: Any) -> str:

@@ -93,7 +93,7 @@ def plan(
     """
     with (
         simulated_rank(world_size, rank, device) as cluster,
-        planning_group(options.get("group") if device is None else False) as group,
+        planning_group(**_groups(options, device)) as group,
     ):
         budget = budgets.check_budget(memory_budget)
         wanted = PlanOptions.of(options, "plan")
@@ -103,6 +103,10 @@ def plan(
         with step.restoring():
             notes = () if cluster is None else cluster.notes
             return plan_step(step, module, blocks, budget, wanted, group, notes=notes)
+
+
+def _groups(options: Mapping[str, Any], device: Device) -> dict[str, Any]:
+    return {name: options.get(name) for name in ("group", "step_group")} if device is None else {"group": False}
 
 
 def _make_model(model: Any, step_fn: Any, device: Device) -> MakeModel:
@@ -141,6 +145,7 @@ def plan_step(
     the step has run, if ``options.check`` is set.
     """
     budget = budgets.check_budget(memory_budget)
+    num_sharing = 1 if isinstance(step, FakeStep) else group.num_sharing(budgets.memory_id(step.device))
     group.check_equal(memory_budget=budgets.budget_kind(budget), check=options.check)
     _check_parameters(model, budget)
     if isinstance(step, FakeStep) and (options.compile or options.partition):
@@ -156,15 +161,19 @@ def plan_step(
             return lowest_and_check(planner, step, group)
         return plan_in_limit(planner, step, budget, limit, group)
 
+    if isinstance(step, RealStep):
+        step.before_step = group.begin_step
     with without_value_checks(), _progress_of(options, group) as progress:
         progress.begin("running the step to measure it")
         with step.standing_alone() if isinstance(step, RecordedStep) else nullcontext():
             planners = measure_all(step, model, blocks, options, group, notes, progress)
         on_measured(planners)
         progress.begin(f"choosing the policies of {len(blocks)} blocks")
-        limit, headroom = _limit_of(budget, planners.plain, step, group)
+        limit, headroom = _limit_of(budget, planners.plain, step, group, num_sharing)
         choice = choose or choose_and_check
         plan = planners.best_of(lambda planner: choice(planner, limit), is_least=limit is None)
+        if isinstance(step, RealStep):
+            group.run_until_all_are_done(step.run_once)
     return replace(plan, memory_budget=budget, headroom_bytes=headroom)
 
 
@@ -252,17 +261,16 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     return blocks
 
 
-def _limit_of(budget: Budget, planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> tuple[int | None, int]:
+def _limit_of(
+    budget: Budget, planner: Planner, step: RealStep | FakeStep, group: PlanGroup, num_sharing: int
+) -> tuple[int | None, int]:
     """Returns the bytes that a step of any process may take, ``None`` for the lowest possible peak, and the headroom.
 
-    With a share of the plain step it is the leader's limit, otherwise the smallest of all processes.
+    With a share of the plain step it is the leader's limit, otherwise the smallest of all processes, of which
+    ``num_sharing`` have the same memory.
     """
     if budget == "min":
         return None, 0
-    num_sharing = 1
-    if not isinstance(step, FakeStep):
-        memory_id = budgets.memory_id(step.device)
-        num_sharing = group.all_gather(memory_id).count(memory_id)
     memory = step.memory(planner.measured.model.static_bytes, num_sharing)
     headroom = memory.headroom if budget == "max" else 0
     limits = group.all_gather([budgets.budget_bytes(budget, memory, planner.plain.peak), headroom])

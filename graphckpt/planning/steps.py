@@ -72,8 +72,14 @@ class RealStep:
         self.reserved_bytes = 0
         """What the allocator reserved at most in the last step whose peak was measured on CUDA."""
         self._random: RNGState | None = None
+        self.before_step: Callable[[], object] = int
+        """Called before each run of the step, outside of what is timed."""
 
     def _step(self) -> None:
+        self.before_step()
+        self._run_step()
+
+    def _run_step(self) -> None:
         if self._random is not None:
             set_rng_state(self._random)
         self._step_fn()
@@ -191,9 +197,15 @@ class RealStep:
     def run(self) -> StepRun:
         return StepRun(self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS)))
 
+    def run_once(self) -> None:
+        """Runs the step for other processes, which measure it; what it takes here is of interest to none."""
+        with on_optimizer_step(self.remember):
+            self._run_step()
+
     def _seconds(self) -> float:
+        self.before_step()
         begin = now(self.device)
-        self._step()
+        self._run_step()
         return now(self.device) - begin
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
@@ -251,9 +263,10 @@ class RealStep:
         return trace
 
     def _timed(self, blocks: Blocks) -> StepClock:
+        self.before_step()
         clock = StepClock(self.device)
         with blocks.marked(clock):
-            self._step()
+            self._run_step()
         clock.stop()
         return clock
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -17,6 +18,10 @@ from graphckpt.planning.options import PlanOptions
 from graphckpt.train.output import Report, replacing
 from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.train.snapshot.saved_run import PLAN, SavedRun
+
+if TYPE_CHECKING:
+    from graphckpt.train.parallel.pipeline import Pipeline
+    from graphckpt.train.parallel.ranks import TrainRanks
 
 _WHERE = "train.activation_checkpoint"
 
@@ -102,25 +107,40 @@ def head_policies(model: nn.Module, head: Mapping[str, Any] | None) -> dict[str,
 
 
 def plan_on_batch(
-    graph: Graph, config: ActivationCheckpointConfig, report: Report, saved: SavedRun, batch: Mapping[str, Tensor]
+    graph: Graph,
+    config: ActivationCheckpointConfig,
+    ranks: TrainRanks,
+    pipeline: Pipeline | None,
+    report: Report,
+    saved: SavedRun,
+    batch: Mapping[str, Tensor],
 ) -> None:
-    """Plans the graph for a batch and applies the plan. All ranks plan together; rank 0 writes the plan."""
+    """Plans the graph for a batch and applies the plan. All ranks plan together; rank 0 writes the plan.
+
+    Each stage of a pipeline has a plan of its own, for the same budget; the file has the policies of all of them.
+    """
     from graphckpt.planning.rows import summary_lines  # noqa: PLC0415 - loads the planner
 
-    options = _options(graph, config)
+    options = _options(graph, config, pipeline)
     assert config.memory_budget is not None
     inputs: dict[str, Any] = dict(batch)
     wanted = {name: getattr(options, name) for name in options.names()}
+    if pipeline is not None:
+        wanted |= {"group": ranks.stage_group, "step_group": ranks.everyone}
     plan = graph.plan(**inputs, memory_budget=config.memory_budget, **wanted)
     plan.apply()
-    for line in summary_lines(plan):
-        report.line(f"plan: {line}")
-
-    in_model = plan.relative_to("model")
+    plans = [plan.relative_to("model")]
+    if pipeline is not None:
+        plans = ranks.all_gather(plans[0])[:: ranks.config.data_parallel_size]
+    for stage, each in enumerate(plans):
+        where = f"stage {stage}: " if len(plans) > 1 else ""
+        for line in summary_lines(each):
+            report.line(f"plan: {where}{line}")
 
     def save() -> None:
+        highest = max(plans, key=lambda each: each.predicted_peak_bytes)
         with replacing(saved.folder / PLAN) as fresh:
-            in_model.save(fresh)
+            replace(highest, rows=tuple(row for each in plans for row in each.rows)).save(fresh)
 
     saved.at_start(save)
 
@@ -134,10 +154,11 @@ def replan_on_out_of_memory(graph: Graph, config: ActivationCheckpointConfig) ->
     graph.config.on_out_of_memory = "replan"
 
 
-def _options(graph: Graph, config: ActivationCheckpointConfig) -> PlanOptions:
+def _options(graph: Graph, config: ActivationCheckpointConfig, pipeline: Pipeline | None = None) -> PlanOptions:
     model = graph.model.origin
     assert isinstance(model, nn.Module)
+    names = selected_names(model, config)
     return config.plan_options(
-        select=[f"model.{name}" for name in selected_names(model, config)],
+        select=[f"model.{name}" for name in names if pipeline is None or pipeline.runs(name)],
         head={f"model.{name}": rules for name, rules in head_policies(model, config.head).items()},
     )

@@ -409,9 +409,6 @@ class TrainConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self.dist, name) > 1 and self.amp.enabled and self.amp.dtype == "float16":
                 yield f"amp.dtype: 'float16' is not supported with dist.{name} above 1 · fix: use 'bfloat16'"
-        if self.activation_checkpoint.memory_budget is not None and self.dist.pipeline_parallel_size > 1:
-            what = "the stages of a pipeline have different blocks, and a plan is for equal processes"
-            yield f"activation_checkpoint.memory_budget: {what} · fix: name the blocks"
         yield from self._fit_faults()
         if self.device and self.device.startswith("meta"):
             yield f"device: {self.device!r} holds no values · fix: leave the key out, and the device is picked"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn as dist_nn
 from helpers.cpu_burn import be_busy
 from helpers.modules import as_module
 from helpers.peaks import tracked_peak
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import ConfigError
-from graphckpt.planning import Plan, PlanError, steps
+from graphckpt.planning import Plan, PlanError, PlanOptions, steps
 from graphckpt.planning import options as budget
 from graphckpt.planning.candidates import options as options_of
+from graphckpt.planning.live_plan import LivePlan
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
@@ -283,6 +285,41 @@ def fail(rank: int, folder: Path) -> None:
     assert shared(policies(case.plan(0.9, **FULL))) == [policies(case.plan(0.9, **FULL))] * 2  # after all that
 
 
+def stages(rank: int, folder: Path) -> None:
+    """Processes that plan different blocks, in different numbers of runs, run every step together."""
+    del folder
+    steps._TIMED_RUNS = 1
+    case = Case(*([Layer] * 3 if rank == 0 else [Layer, Other, Layer, Layer]))
+    num_steps = 0
+
+    def step() -> None:  # each waits for the other, as stages of a pipeline do
+        nonlocal num_steps
+        num_steps += 1
+        torch.manual_seed(5)
+        be_busy(0.02)
+        (case.model(case.x).square().mean() + dist_nn.all_reduce(torch.ones(())) * 0).backward()
+        case.model.zero_grad()
+
+    how: dict[str, Any] = {"group": False, "step_group": dist.group.WORLD}
+    own = graphckpt.plan(case.model, step, memory_budget="min", candidates=["full"] if rank == 0 else None, **how)
+    assert len(own.rows) == (3, 4)[rank]
+    assert len(set(shared(num_steps))) == 1
+    with own.apply():
+        assert tracked_peak(case.model, step) == own.predicted_peak_bytes
+    assert own.predicted_peak_bytes <= graphckpt.plan(case.model, step, memory_budget=0.99, **how).predicted_peak_bytes
+    unknown = {"head": {"heads": "full"}} if rank == 0 else {}
+    with pytest.raises(ConfigError if rank == 0 else PlanError, match="unknown block 'heads'"):
+        graphckpt.plan(case.model, step, memory_budget="min", **how, **unknown)
+    with pytest.raises(PlanError, match="no plan fits" if rank == 1 else r"rank 1: .*no plan fits"):
+        graphckpt.plan(case.model, step, memory_budget="1GiB" if rank == 0 else 2000, **how)
+    with pytest.raises(ConfigError, match="step_group: expected a ProcessGroup, got 'all' · fix: None where"):
+        graphckpt.plan(case.model, step, memory_budget="min", step_group="all")
+    with pytest.raises(ConfigError, match="step_group: expected None in a training loop"):
+        LivePlan(case.model, "min", PlanOptions(step_group=dist.group.WORLD), print)
+    with pytest.raises(ConfigError, match="fit: expected step_group=None"):
+        graphckpt.fit(lambda size: (case.model, step), group=False, step_group=dist.group.WORLD)
+
+
 def raises(rank: int | None, culprit: int, action: Callable[[], object], kind: type[Exception], text: str) -> None:
     """Raises ``kind`` on the culprit, and what became of it on the others; on all alike if ``rank`` is ``None``."""
     with pytest.raises(kind if rank in (None, culprit) else PlanError) as error:
@@ -298,6 +335,10 @@ def test_all_ranks_have_the_same_plan(tmp_path: Path) -> None:
 
 def test_parts_and_slabs_keep_the_budget(tmp_path: Path) -> None:
     run_on_ranks(part, tmp_path)
+
+
+def test_stages_plan_their_own_blocks_in_common_steps(tmp_path: Path) -> None:
+    run_on_ranks(stages, tmp_path)
 
 
 def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:

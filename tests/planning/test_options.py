@@ -31,11 +31,12 @@ from graphckpt.train.settings import ActivationCheckpointConfig
 VALUES = {
     "offload": "disk", "host_budget": "1GiB", "select": ["layers.*"], "candidates": ("full",), "head": {"head": "full"},
     "partition": True, "contiguous": True, "compile": {"backend": "eager"},
-    "determinism_check": "values", "group": False, "check": False, "progress": print,
+    "determinism_check": "values", "group": False, "step_group": None, "check": False, "progress": print,
 }  # fmt: skip
 ELSEWHERE = {
     "select": "a config has it, which the command reads",
     "group": "in a config all processes plan, and the command is one process",
+    "step_group": "in a config all stages run the steps, and the command is one process",
     "progress": "in a config the log shows it, and the command has a bar",
     "partition": "the command plans for one process",
     "compile": "the command cannot compile for an absent device",

@@ -127,6 +127,16 @@ class TrainRanks:
         return self.mesh["dp"] if self.mesh is not None and self.config.data_parallel_size > 1 else None
 
     @property
+    def everyone(self) -> Any:
+        """The process group of all processes; ``None`` if there is one."""
+        return None if self.size == 1 else dist.group.WORLD
+
+    @property
+    def stage_group(self) -> Any:
+        """The process group of a pipeline stage, or ``False`` if the stage is one process."""
+        return False if self.data_mesh is None else self.data_mesh.get_group()
+
+    @property
     def background(self) -> Any:
         """As ``control``, for use during training; created on first access, which is collective."""
         if self._background is None and self.size > 1:
