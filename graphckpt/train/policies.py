@@ -157,8 +157,12 @@ def replan_on_out_of_memory(graph: Graph, config: ActivationCheckpointConfig) ->
 def _options(graph: Graph, config: ActivationCheckpointConfig, pipeline: Pipeline | None = None) -> PlanOptions:
     model = graph.model.origin
     assert isinstance(model, nn.Module)
-    names = selected_names(model, config)
+    head = head_policies(model, config.head)
+
+    def runs(name: str) -> bool:
+        return pipeline is None or pipeline.runs(name)
+
     return config.plan_options(
-        select=[f"model.{name}" for name in names if pipeline is None or pipeline.runs(name)],
-        head={f"model.{name}": rules for name, rules in head_policies(model, config.head).items()},
+        select=[f"model.{name}" for name in selected_names(model, config) if runs(name)],
+        head={f"model.{name}": rules for name, rules in head.items() if runs(name)},
     )

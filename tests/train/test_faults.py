@@ -163,7 +163,6 @@ def test_the_key_is_named(capsys, monkeypatch, word, fault):
         ([f"{_BUDGET}=min", f"{_CHECKPOINT}.host_budget=12G"], ["host_budget: '12G': unknown unit 'G'"]),
         ([f"{_BUDGET}=1KiB"], ["no plan fits"]),
         ([f"{_BUDGET}=min", f"{_CHECKPOINT}.policies={{h.0: true}}"], ["the plan chooses, and policies is set"]),
-        ([f"{_BUDGET}=min", "train.dist.pipeline_parallel_size=2"], ["the stages of a pipeline have different blocks"]),
         ([f"{_BUDGET}=min", f'{_HEAD}={{"loss_head": "tlies"}}'], ["head.loss_head: expected a rule, got 'tlies'"]),
         ([f"{_BUDGET}=min", _SLICED], ["'loss_head' · did you mean 'lm_head'? · fix: task.loss_head=True"]),
         (
