@@ -18,7 +18,7 @@ TASKS = (
     "image-classification",
 )  # fmt: skip
 _CHOICES = {"dtype": DTYPES, "autocast": AUTOCAST, "attention": ATTENTION, "optimizer": OPTIMIZERS, "task": TASKS}
-_COUNTS = {"batch": 8, "seq": 4096, "lora": 16}  # each with an example
+_COUNTS = {"batch": 8, "seq": 4096, "lora": 16, "world_size": 8}  # each with an example
 _ENDLESS = 2**40  # samples or tokens: more than memory of any kind holds
 _OFF = ("off", "none", "")
 
@@ -37,7 +37,7 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     """
 
     batch: int = 1
-    """Samples of one step."""
+    """Samples of one step, of each rank."""
     seq: int | None = None
     """Tokens of each sample. ``None`` is 2048, or all positions of a model that has fewer."""
     dtype: str | None = None
@@ -57,6 +57,9 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     ``0.6`` of the step with everything kept, or ``min``."""
     memory: int | str | None = None
     """The memory of the device in place of its profile's, such as ``"24GiB"``."""
+    world_size: int | None = None
+    """The number of ranks, on such a device each, over which FSDP2 shards the model. ``None`` is one process without
+    it. With ``autocast``, FSDP2 gathers the weights in that type, and reduces gradients in float32."""
     task: str | None = None
     """What the model is trained for, such as ``"causal-lm"``. ``None`` is the task of the config's architecture."""
 

@@ -17,6 +17,7 @@ from graphckpt.errors import ConfigError, PlanError
 from graphckpt.estimate_options import EstimateOptions
 from graphckpt.extras import require
 from graphckpt.planning.estimate_result import Estimate, PolicyEstimate
+from graphckpt.planning.fake_cluster import simulated_rank
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import Budget, PlanOptions, check_budget
 from graphckpt.planning.peak_parts import PeakParts
@@ -49,6 +50,7 @@ def estimate(
     policy: str | None = None,
     memory_budget: Budget = "max",
     memory: int | str | None = None,
+    world_size: int | None = None,
     task: str | None = None,
     progress: bool | None = None,
 ) -> Estimate:
@@ -62,7 +64,7 @@ def estimate(
         model: A folder with a ``config.json``, that file, a name in the cache of Transformers or on the hub, or a
             config of Transformers.
         device: The name of a device profile such as ``"h100"``, a profile file or a profile.
-        batch: Samples of one step.
+        batch: Samples of one step, of each rank.
         seq: Tokens of each sample. ``None`` is 2048, or all positions of a model that has fewer.
         dtype: The type of the weights, such as ``"bfloat16"``. ``None`` is that of the config, else ``float32``.
         autocast: The type of ``torch.autocast``, such as ``"bfloat16"``. ``None`` is without autocast.
@@ -72,6 +74,9 @@ def estimate(
         policy: One policy for all layers, such as ``"full"``, in place of the best plan.
         memory_budget: What the best plan may take, as in :func:`graphckpt.plan`.
         memory: The memory of the device in place of its profile's, in bytes or as ``"24GiB"``.
+        world_size: The number of ranks, on such a device each, over which FSDP2 shards the model: each layer, and the
+            rest. The figures are those of one rank. ``None`` is one process without it. With ``autocast``, FSDP2
+            gathers the weights in that type, and reduces gradients in float32.
         task: ``"causal-lm"``, ``"seq2seq-lm"``, ``"masked-lm"``, ``"sequence-classification"``,
             ``"token-classification"``, ``"question-answering"`` or ``"image-classification"``. ``None`` is that of the
             config's architecture.
@@ -101,6 +106,7 @@ def estimate(
         policy=policy,
         memory_budget=memory_budget,
         memory=memory,
+        world_size=world_size,
         task=task,
     )
     with Progress(is_shown=progress) as lines:
@@ -129,12 +135,14 @@ def estimate_model(
     begin("reading the config of the model")
     source = read_model(model, options)
     begin(f"building {source.architecture}")
-    fake = FakeDevice(machine, is_padded=False)
-    with step_errors(source), fake.building():
-        module, step_fn, optimizer = source.make(machine.kind)
-    with step_errors(source), _frozen_objects():
-        step = FakeStep(fake, module, step_fn, optimizer)
-        return _Estimation(source, machine, module, step, optimizer, begin).run(budget)
+    with simulated_rank(options.world_size, None, device) as cluster, step_errors(source):
+        fake = FakeDevice(machine, is_padded=False, cluster=cluster)
+        with fake.building():
+            module, step_fn, optimizer = source.make(machine.kind)
+        with _frozen_objects():
+            step = FakeStep(fake, module, step_fn, optimizer)
+            notes = () if cluster is None else cluster.notes
+            return _Estimation(source, machine, module, step, optimizer, begin, notes).run(budget)
 
 
 @contextmanager
@@ -160,6 +168,7 @@ class _Estimation:
         step: Its step on the device.
         optimizer: Its optimizer, with its states.
         begin: Called with a line about each stage.
+        notes: What is to be said of every figure.
     """
 
     def __init__(
@@ -170,6 +179,7 @@ class _Estimation:
         step: FakeStep,
         optimizer: torch.optim.Optimizer,
         begin: Callable[[str], None],
+        notes: Sequence[str] = (),
     ) -> None:
         self._source = source
         self._machine = machine
@@ -182,6 +192,7 @@ class _Estimation:
         """Plans under which the step has run, by the policies of their blocks."""
         self._fault = ""
         """Why no plan fits."""
+        self._cluster_notes = notes
         self._notes: list[str] = []
         self._steady: set[tuple[str, ...]] = set()
         """Those for whose allocations the device has enough memory."""
@@ -211,6 +222,7 @@ class _Estimation:
             memory_bytes=self._machine.memory_bytes,
             batch=source.options.batch,
             seq=source.seq,
+            world_size=source.options.world_size or 1,
             num_parameters=self._num_parameters,
             num_trainable=self._num_trainable,
             weight_bytes=self._weight_bytes,
@@ -313,6 +325,7 @@ class _Estimation:
     def _all_notes(self, last: PolicyEstimate) -> Iterator[str]:
         if self._fault:
             yield f"{self._fault} · fix: a smaller batch or seq, lora, or a device with more memory"
+        yield from self._cluster_notes
         if last.fits:
             yield from self._notes
         if last.binding == Phase.OPTIMIZER.value and self._source.options.optimizer == "adamw":
@@ -326,6 +339,13 @@ class _Estimation:
             *self._step.assumptions,
             "no gradient clipping, no accumulation",
         ]
+        if options.world_size is not None:
+            gathered = (
+                "" if options.autocast is None else f", gathered in {options.autocast}, gradients reduced in float32"
+            )
+            lines.append(
+                f"FSDP2 over {options.world_size} ranks, each layer sharded and resharded after forward{gathered}"
+            )
         if source.seq is None:
             height, width = source.image_size
             lines.append(f"images of {height} x {width} pixels")

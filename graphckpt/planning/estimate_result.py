@@ -105,16 +105,19 @@ class Estimate:
     seq: int | None
     """Tokens of a sample; ``None`` for images."""
     num_parameters: int
+    """Those of all ranks."""
     num_trainable: int
     """Parameters that are trained: with LoRA those of its adapters."""
     weight_bytes: int
-    """Parameters and buffers."""
+    """Parameters and buffers of a rank."""
     gradient_bytes: int
     """The gradients of all parameters that are trained."""
     optimizer_bytes: int
     """The states of the optimizer."""
     policies: Mapping[str, PolicyEstimate]
     """``"keep"``, ``"full"`` and ``"plan"``; or ``"keep"`` and the policy that was asked for."""
+    world_size: int = 1
+    """The number of ranks that share the model; batch, bytes, and samples and tokens per second are those of one."""
     plan: Plan | None = field(default=None, compare=False)
     """The best plan, or if none fits the one with the lowest peak; ``None`` with ``policy=``."""
     devices: tuple[str, ...] = ()
@@ -159,7 +162,7 @@ class Estimate:
         """Returns plain values, as ``graphckpt estimate --json`` prints them."""
         names = (
             "model", "architecture", "task", "device", "memory_bytes", "batch", "seq", "num_parameters",
-            "num_trainable", "weight_bytes", "gradient_bytes", "optimizer_bytes",
+            "num_trainable", "world_size", "weight_bytes", "gradient_bytes", "optimizer_bytes",
         )  # fmt: skip
         return {
             **{name: getattr(self, name) for name in names},
@@ -190,7 +193,8 @@ def _parts_of(estimate: Estimate) -> Iterator[RenderableType]:
     step = f"batch {estimate.batch}" + (f" x {estimate.seq} tokens" if estimate.seq else " images")
     yield Text(f"{estimate.model} ({estimate.architecture}, {size})")
     memory = "" if " of " in estimate.device else f" of {format_bytes(estimate.memory_bytes)}"
-    yield Text(f"{step} on {estimate.device}{memory} (simulated)")
+    rank = f", one rank of {estimate.world_size}" if estimate.world_size > 1 else ""
+    yield Text(f"{step} on {estimate.device}{memory} (simulated{rank})")
     policies = list(estimate.policies.values())
     columns = [Column(""), *(Column(policy.title, is_number=True) for policy in policies)]
     yield table_of(columns, [[name, *cells] for name, cells in _rows(estimate, policies)])
@@ -222,10 +226,11 @@ def _rows(estimate: Estimate, policies: list[PolicyEstimate]) -> Iterator[tuple[
     yield "nvidia-smi", [bytes_or_dash(policy.nvidia_smi_bytes) for policy in policies]
     yield "fits", ["yes" if policy.fits else "no" for policy in policies]
     yield "step", [format_seconds(policy.seconds) for policy in policies]
+    each = " of a rank" if estimate.world_size > 1 else ""
     if estimate.seq is None:
-        yield "samples/s", [f"{policy.samples_per_second:.3g}" for policy in policies]
+        yield f"samples/s{each}", [f"{policy.samples_per_second:.3g}" for policy in policies]
     else:
-        yield "tokens/s", [_grouped(policy.tokens_per_second or 0) for policy in policies]
+        yield f"tokens/s{each}", [_grouped(policy.tokens_per_second or 0) for policy in policies]
     for place in policies[0].parts.saved_by_layers:
         yield f"saved by {place}", [bytes_or_dash(one.saved_by_layers[place]) for one in parts]
 

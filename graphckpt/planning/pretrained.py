@@ -22,6 +22,7 @@ from urllib.request import Request, urlopen
 import torch
 from torch import nn
 
+from graphckpt.blocks.select import layers
 from graphckpt.errors import ConfigError, GraphckptError, did_you_mean, first_line
 from graphckpt.estimate_options import TASKS, EstimateOptions
 from graphckpt.extras import require
@@ -128,9 +129,11 @@ class PretrainedModel:
         if self.options.lora is not None:
             model = _with_lora(model, self.options.lora, self.name)
         model.train()
+        if self.options.world_size is not None:
+            _shard(model, self.options.world_size, self.options.autocast)
         optimizer = _OPTIMIZERS[self.options.optimizer]([p for p in model.parameters() if p.requires_grad])
         inputs = self._inputs()
-        autocast = self.options.autocast
+        autocast = None if self.options.world_size is not None else self.options.autocast
 
         def step() -> None:
             with nullcontext() if autocast is None else torch.autocast(device_type, getattr(torch, autocast)):
@@ -190,6 +193,18 @@ _OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
     "adafactor": torch.optim.Adafactor,
 }
+
+
+def _shard(model: nn.Module, world_size: int, dtype: str | None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - takes a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+
+    mesh = init_device_mesh("cuda", (world_size,))
+    precision = MixedPrecisionPolicy()
+    if dtype is not None:
+        precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+    for part in (*map(model.get_submodule, layers(model)), model):
+        fully_shard(part, mesh=mesh, mp_policy=precision)
 
 
 def _with_lora(model: Any, rank: int, name: str) -> nn.Module:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from urllib.error import HTTPError, URLError
 import huggingface_hub
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -448,6 +453,66 @@ class TestCommand:
         assert capsys.readouterr().err.startswith("error: nobody/nothing: not a folder")
         assert main(["estimate", "nobody/nothing", "--device", "h1000"]) == 2
         assert "did you mean 'h100'" in capsys.readouterr().err
+
+
+class TestRanks:
+    """``world_size``: one rank of several, over which FSDP2 shards the model."""
+
+    @pytest.mark.parametrize("autocast", [None, "bfloat16"])
+    def test_the_figures_are_those_of_a_sharded_step(self, autocast: str | None) -> None:
+        sharded = estimated(world_size=8, autocast=autocast)
+        assert sharded.world_size == 8
+        assert sharded.num_parameters == estimated().num_parameters
+        num_tensors = 4 * 9 + 3
+        assert near(sharded.gradient_bytes, sharded.num_parameters // 8, 4, num_tensors)
+        assert near(sharded.optimizer_bytes, 2 * sharded.num_parameters // 8, 4, 4 * num_tensors)
+        assert not dist.is_initialized()
+
+        def make() -> tuple[nn.Module, Callable[[], None]]:
+            mesh = init_device_mesh("cuda", (8,))
+            dtype = torch.float32 if autocast is None else torch.bfloat16
+            policy = MixedPrecisionPolicy(dtype, torch.float32)
+            config = CONFIGS["causal-lm"]
+            config.use_cache = False
+            model: Any = AutoModelForCausalLM.from_config(config).train()
+            for part in (*model.model.layers, model):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+            optimizer = torch.optim.AdamW(model.parameters())
+            tokens = torch.zeros(2, 512, dtype=torch.long)
+            labels = tokens.clone()
+
+            def step() -> None:
+                model(input_ids=tokens, labels=labels).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return model, step
+
+        plan = graphckpt.plan(make, device="h100", world_size=8, memory_budget="1GiB", progress=False)
+        assert sharded.policies["keep"].allocated_bytes == plan.plain_peak_bytes
+
+    def test_one_rank_with_adapters(self) -> None:
+        sharded, alone = estimated(world_size=4, lora=4), estimated(lora=4)
+        assert sharded.num_trainable == alone.num_trainable
+        assert sharded.weight_bytes < 0.5 * alone.weight_bytes
+
+    @pytest.mark.parametrize("world_size", [0, -1, 2.0, "8"])
+    def test_it_is_a_positive_int(self, world_size: Any) -> None:
+        with pytest.raises(ConfigError, match=r"world_size: expected a positive int, got .* · fix: world_size=8"):
+            graphckpt.estimate(CONFIGS["causal-lm"], device="h100", world_size=world_size)
+
+    def test_the_command_has_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = folder_of(CONFIGS["causal-lm"], tmp_path)
+        words = ["estimate", folder, "--device", "h100", "--batch", "2", "--world-size", "8", "--policy", "full"]
+        assert main([*words, "--json"]) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert values["world_size"] == 8
+        assert values["policies"]["keep"]["allocated_bytes"] == estimated(world_size=8).policies["keep"].allocated_bytes
+        assert main(words) == 0
+        shown = capsys.readouterr().out
+        assert "(simulated, one rank of 8)" in shown
+        assert "tokens/s of a rank" in shown
+        assert "FSDP2 over 8 ranks" in " ".join(shown.split())
 
 
 def test_it_shows_as_html_and_in_one_line() -> None:
