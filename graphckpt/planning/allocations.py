@@ -36,6 +36,7 @@ class Allocation(NamedTuple):
     num_bytes: int
     """0 where it is freed."""
     stream: int = 0
+    """The stream on which it is born; 0 is the one that most ops run on."""
 
 
 @final
@@ -167,15 +168,15 @@ def replay(
     if capture_after is not None:
         num_steps = capture_after + 1
     for number, step in enumerate(log.repeated(num_steps)):
-        before, private_pool, stream = allocator.num_retries, 0, 0
+        before, private_pool, main_stream = allocator.num_retries, 0, 0
         if capture_after is not None and number:
-            stream = 1
+            main_stream = -1
             if number > capture_after:
                 allocator.release_free_segments()
                 private_pool = 1
-        for storage, num_bytes, own_stream in step:
+        for storage, num_bytes, stream in step:
             if num_bytes:
-                blocks[storage] = allocator.allocate(num_bytes, stream=own_stream + stream, private_pool=private_pool)
+                blocks[storage] = allocator.allocate(num_bytes, stream=stream or main_stream, private_pool=private_pool)
             elif (block := blocks.pop(storage, None)) is not None:
                 allocator.free(block)
         retries.append(allocator.num_retries - before)
@@ -244,6 +245,8 @@ class AllocationTrace(LiveBytes):
         self._sizes: list[int] = []
         """The bytes of each storage, by its number."""
         self._num_ops = 0
+        self._streams: list[object] = [torch.cpu.current_stream()]
+        """The streams of a simulated step by their numbers; FSDP2 gathers and reduces on streams of its own."""
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -297,7 +300,14 @@ class AllocationTrace(LiveBytes):
     def _begin(self, number: int) -> None:
         """Logs the birth of a storage."""
         if size := self._sizes[number]:
-            self.allocations.steps[-1].append(Allocation(number, size))
+            self.allocations.steps[-1].append(Allocation(number, size, self._stream()))
+
+    def _stream(self) -> int:
+        """Returns the number of the stream that allocates, on the CPU in place of an absent device."""
+        stream = torch.cpu.current_stream()
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
 
     def _end(self, number: int) -> None:
         """Logs the death of a storage."""

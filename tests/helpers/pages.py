@@ -1,6 +1,7 @@
 """Runs the Python of a page, block by block in one namespace, and compares what it prints with what the page shows.
 
-A block titled with a peer's name is that peer's code and is not run; nor is one that says it takes long. `<!-- run` begins a block that readers do not see.
+A block titled with a peer's name is that peer's code and is not run; nor is one that says it takes long. `<!-- run`
+begins a block that readers do not see.
 Write a page's outputs anew: python tests/helpers/pages.py docs/tutorial.md
 """
 

@@ -15,7 +15,7 @@ from torch.distributed import init_process_group, new_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
@@ -23,12 +23,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphckpt
 from graphckpt import ConfigError, Plan, PlanError
+from graphckpt.planning.allocations import AllocationLog, replay
 from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.profile import load_profile
+from graphckpt.planning.steps import made_step
 
 D, NUM_TOKENS, NUM_WORDS = 256, 64, 96
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def as_dtensor(parameter: Any) -> DTensor:
+    assert isinstance(parameter, DTensor)
+    return parameter
 
 
 class Block(nn.Module):
@@ -146,6 +153,30 @@ def test_a_plan_of_a_rank(tmp_path: Any) -> None:
     last = planned(sharded, 8, rank=7)
     assert last.rank == 7
     assert last.plain_peak_bytes <= eight.plain_peak_bytes
+
+
+def test_collectives_of_fsdp_allocate_on_streams_of_their_own() -> None:
+    """Blocks that are free on one stream are of no use to another: the allocator reserves more."""
+
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        model, mesh = Model(), init_device_mesh("cuda", (8,))
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh)
+        return model, step_of(model, torch.zeros(2, NUM_TOKENS, dtype=torch.long))
+
+    with FakeCluster(8) as cluster:
+        step, model = made_step(make, FakeDevice(load_profile("h100"), cluster=cluster), "step")
+        log = step.run().allocations
+    assert log is not None
+    births = [entry for entry in log.steps[-1] if entry.num_bytes]
+    gathered = sum(8 * shard.to_local().nbytes for shard in map(as_dtensor, model.layers[0].parameters()))
+    streams = {entry.stream for entry in births if entry.num_bytes == gathered}
+    assert len(streams - {0}) == 1, "that of the all-gathers; gradients to be reduced have that size too"
+    assert len({entry.stream for entry in births}) == 3, "and that of the reduce-scatters"
+    on_one = AllocationLog([[entry._replace(stream=0) for entry in each] for each in log.steps])
+    apart, together = (replay(each) for each in (log, on_one))
+    assert apart.allocated_bytes == together.allocated_bytes
+    assert apart.reserved_bytes > together.reserved_bytes
 
 
 def test_a_size_that_the_parameters_of_the_rank_exceed_is_refused_at_once() -> None:
