@@ -27,7 +27,7 @@ from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
-from graphckpt.planning.rows import byte_values
+from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import check_task
 from graphckpt.train.data.samples import to_device
@@ -131,7 +131,7 @@ class FakeConfigSteps:
             "budget_bytes": plan.budget_bytes,
             "headroom_bytes": plan.headroom_bytes,
             **byte_values(plan),
-            "seconds": plan.predicted_step_seconds,
+            **second_values(plan),
             "binding": plan.binding,
             "plain_peak_bytes": plan.plain_peak_bytes,
             "plain_seconds": plan.plain_step_seconds,

@@ -18,6 +18,7 @@ KEYS = {
     "device", "is_simulated", "device_memory_bytes", "memory_budget", "budget_bytes", "headroom_bytes",
     "allocated_bytes", "reserved_bytes", "expandable_reserved_bytes", "nvidia_smi_bytes", "seconds", "parts", "binding",
     "plain_peak_bytes", "plain_seconds", "floor_bytes", "policies", "rows", "assumptions", "notes",
+    "communication_seconds", "exposed_seconds", "bubble_seconds",
 }  # fmt: skip
 
 
