@@ -469,8 +469,10 @@ class FakeStep:
             timeline = self._device.new_timeline()
             trace = self._new(AllocationTrace, timeline)
             weights = [*self._model.parameters(), *self._model.buffers()]
-            trace.track([*weights, *self._workspaces])
+            buckets = gradient_buckets(weights)
+            trace.track([*weights, *buckets, *self._workspaces])
             trace.label(weights, "weights")
+            trace.label(buckets, "gradients")
             trace.label(self._workspaces, "workspaces")
 
             def see(optimizer: Optimizer) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import graphckpt
 from graphckpt import ConfigError, Plan
@@ -199,6 +200,12 @@ def sharded(model: Model) -> None:
         fully_shard(module, mesh=mesh)
 
 
+def hybrid(model: Model) -> None:
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+
+
 def tensor_parallel(model: Model) -> None:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for layer in model.layers:
@@ -214,6 +221,28 @@ def planned(shard: Callable[[Model], object], profile: ClusterProfile, budget: A
         cluster=profile,
         progress=False,
         **more,
+    )
+
+
+def planned_ddp(profile: ClusterProfile) -> Plan:
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        model = DistributedDataParallel(Model(), bucket_cap_mb=16, gradient_as_bucket_view=True)
+        x = torch.randn(4096, D)
+
+        def step() -> None:
+            model(x).backward()
+            model.zero_grad()
+
+        return model, step
+
+    return graphckpt.plan(
+        make,
+        device="h200",
+        world_size=4,
+        memory_budget="max",
+        cluster=profile,
+        progress=False,
+        select="module.layers.*",
     )
 
 
@@ -249,6 +278,28 @@ class TestExposure:
         for slow, fast in pairwise(plans):
             assert fast.predicted_step_seconds < slow.predicted_step_seconds
             assert fast.exposed_seconds <= fast.communication_seconds < slow.communication_seconds
+
+    def test_ddp_reduces_beside_backward(self) -> None:
+        """4 layers of 32 MiB, each a bucket: the last one has nothing beside it."""
+
+        profile = cluster(within=1e12)
+        each = profile.seconds("all_reduce", BYTES, range(4))
+        fast = planned_ddp(profile)
+        assert fast.communication_seconds == pytest.approx(NUM_LAYERS * each)
+        assert each / 2 - 1e-9 < fast.exposed_seconds < 1.5 * each, (
+            "of the last layer, whose two weights are two buckets"
+        )
+        slow = planned_ddp(cluster(within=1e9))
+        assert slow.exposed_seconds > 0.9 * slow.communication_seconds
+
+    def test_hsdp_reduces_twice(self) -> None:
+        """On a mesh of 2 x 2 ranks, the shards of gradients are reduced over the other dimension."""
+        profile = cluster(within=1e12)
+        plan = planned(hybrid, profile)
+        gathers = 12 * profile.seconds("gather", BYTES, range(2))
+        reductions = 4 * profile.seconds("all_reduce", BYTES / 2, (0, 2))
+        assert plan.communication_seconds == pytest.approx(gathers + reductions)
+        assert plan.exposed_seconds < 0.3 * plan.communication_seconds
 
     def test_full_repeats_the_collectives_of_tensor_parallelism(self) -> None:
         """Each block all-reduces its output once in forward, once in backward, and in the recomputation."""
