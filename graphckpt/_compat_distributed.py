@@ -56,3 +56,26 @@ def _clear_dtensor_caches() -> None:
         clear_native()
     transforms: Any = _redistribute._gen_transform_infos
     transforms.cache_clear()
+
+
+DDP_NAMES = ("Reducer", "Logger", "_verify_params_across_processes")
+"""What ``DistributedDataParallel`` takes from ``torch.distributed`` that reads values, in C++."""
+
+
+def bucket_assignment(parameters: list[torch.Tensor], size_limits: list[int], numbers: list[int]) -> list[list[int]]:
+    """Returns how ``DistributedDataParallel`` divides gradients that become ready in this order among its buckets.
+
+    Args:
+        parameters: those of the gradients; a bucket has one device and one type.
+        size_limits: the bytes of the first bucket, and of each after it; the last one is for all others.
+        numbers: those of the parameters, of which the buckets consist.
+    """
+    assignment: tuple[list[list[int]], list[int]] = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+        parameters, size_limits, [False] * len(parameters), numbers
+    )
+    return assignment[0]
+
+
+def queue_backward_callback(function: Callable[[], None]) -> None:
+    """Calls ``function`` at the end of the backward that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 import sys
@@ -336,6 +337,30 @@ def test_a_fake_group_has_no_peer() -> None:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+def test_ddp_takes_its_reducer_from_the_package() -> None:
+    assert all(hasattr(dist, name) for name in _compat_distributed.DDP_NAMES)
+    source = inspect.getsource(torch.nn.parallel.distributed) + inspect.getsource(dist.utils)
+    assert all(f"dist.{name}(" in source for name in _compat_distributed.DDP_NAMES)
+    wide, narrow = torch.zeros(300), torch.zeros(100, dtype=torch.float64)
+    buckets = _compat_distributed.bucket_assignment([wide, wide, narrow, wide, wide], [1200, 2400], [4, 3, 2, 1, 0])
+    assert buckets == [[4], [3, 1], [2], [0]]
+
+
+def test_a_callback_runs_at_the_end_of_backward() -> None:
+    order: list[str] = []
+    x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
+
+    def on_gradient(_: torch.Tensor) -> None:
+        order.append("x")
+        _compat_distributed.queue_backward_callback(lambda: order.append("end"))
+
+    x.register_hook(on_gradient)
+    y.register_hook(lambda _: order.append("y"))
+    ((y * 2).exp() + x).sum().backward()
+    assert order[-1] == "end"
+    assert set(order) == {"x", "y", "end"}
 
 
 def test_functions_run_outside_of_modes() -> None:

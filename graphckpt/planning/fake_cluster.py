@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, Self, final
+from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
 
 from graphckpt.errors import ConfigError
+from graphckpt.planning.fake_ddp import simulated_ddp
+from graphckpt.planning.stand_ins import refusal, replaced, swapped
 
 _RANKS_PER_NODE = 8  # of DGX and HGX machines; only LOCAL_RANK follows from it
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
@@ -84,6 +84,7 @@ class FakeCluster:
             warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
             stack.enter_context(_cuda_of(self.rank % _RANKS_PER_NODE))
             stack.enter_context(_refusals())
+            stack.enter_context(simulated_ddp())
             self._stack = stack.pop_all()
         return self
 
@@ -150,9 +151,9 @@ def _fake_group(world_size: int, rank: int) -> Iterator[None]:
     try:
         with (
             own_dtensor_caches(),
-            _replaced(dist.init_process_group, lambda *_, **__: None),
-            _replaced(dist.destroy_process_group, lambda *_, **__: None),  # at the end of a script's function
-            _replaced(new_group, new_fake_group),
+            replaced(dist.init_process_group, lambda *_, **__: None),
+            replaced(dist.destroy_process_group, lambda *_, **__: None),  # at the end of a script's function
+            replaced(new_group, new_fake_group),
         ):
             yield
     finally:
@@ -185,7 +186,7 @@ def _meshes_with_values() -> Iterator[None]:
         for name, method in {**wrapped, "__init__": begin_here}.items():
             setattr(mesh_class, name, method)
             stack.callback(setattr, mesh_class, name, originals[name])
-        stack.enter_context(_replaced(device_mesh.init_device_mesh, init_here))
+        stack.enter_context(replaced(device_mesh.init_device_mesh, init_here))
         yield
 
 
@@ -198,8 +199,8 @@ def _cuda_of(local_rank: int) -> Iterator[None]:
     """Lets scripts select their device, which PyTorch refuses without one."""
     with ExitStack() as stack:
         for name in _CUDA_CALLS:
-            stack.enter_context(_replaced(getattr(torch.cuda, name), lambda *_, **__: None))
-        stack.enter_context(_replaced(torch.cuda.current_device, lambda: local_rank))
+            stack.enter_context(replaced(getattr(torch.cuda, name), lambda *_, **__: None))
+        stack.enter_context(replaced(torch.cuda.current_device, lambda: local_rank))
         yield
 
 
@@ -208,56 +209,12 @@ def _refusals() -> Iterator[None]:
     from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes a second
     from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
     with ExitStack() as stack:
         for name in _OBJECTS:
-            stack.enter_context(_replaced(getattr(dist, name), _refusal(f"torch.distributed.{name}", _OBJECTS_FIX)))
-        stack.enter_context(_replaced(context_parallel, _refusal("context_parallel", _FIX)))
-        for kind in (DistributedDataParallel, FullyShardedDataParallel, PipelineStage):
-            original = kind.__init__
-            setattr(kind, "__init__", wraps(original)(_refusal(kind.__name__, _FIX)))  # noqa: B010 - for mypy
-            stack.callback(setattr, kind, "__init__", original)
+            stack.enter_context(replaced(getattr(dist, name), refusal(f"torch.distributed.{name}", _OBJECTS_FIX)))
+        stack.enter_context(replaced(context_parallel, refusal("context_parallel", _FIX)))
+        for kind in (FullyShardedDataParallel, PipelineStage):
+            refused = wraps(kind.__init__)(refusal(kind.__name__, _FIX))
+            stack.enter_context(swapped(kind, {"__init__": refused}))
         yield
-
-
-def _refusal(name: str, fix: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(f"{name} ({user_line()}): not supported on a simulated rank yet · fix: {fix}")
-
-    return refuse
-
-
-@contextmanager
-def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a function in every module that has it, also by ``from torch.distributed import new_group``.
-
-    A module that is imported meanwhile keeps the replacement, which calls the original from then on.
-    """
-    is_active = True
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (replacement if is_active else original)(*args, **kwargs)
-
-    name = original.__name__
-    owners = [module for module in [*sys.modules.values()] if getattr(module, "__dict__", {}).get(name) is original]
-    for owner in owners:
-        setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        is_active = False
-        for owner in owners:
-            setattr(owner, name, original)
-
-
-def user_line() -> str:
-    """Returns the file and the line of the innermost frame outside of PyTorch and of this library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("torch", "graphckpt", "contextlib", "functools"):
-            return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, Self, final
 
 import torch
@@ -32,8 +32,9 @@ from graphckpt._compat import (
     unseen_by_modes,
 )
 from graphckpt.errors import ConfigError
-from graphckpt.planning.fake_cluster import FakeCluster, user_line
+from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.profile import DeviceProfile
+from graphckpt.planning.stand_ins import swapped, user_line
 from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import CopyEngine, CopyEvent, Host, HostStore
@@ -176,18 +177,6 @@ def _is_elsewhere(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type not in ("cpu", "meta")
     return isinstance(value, str) and value.split(":")[0] == "cuda"
-
-
-@contextmanager
-def swapped(owner: ModuleType | type | None, values: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 PACKED = "find_packed_sequence_indices"  # None: every row is one sequence

@@ -459,8 +459,10 @@ class FakeStep:
         with self._device, self._from_start():
             trace = self._new(AllocationTrace)
             weights = [*self._model.parameters(), *self._model.buffers()]
-            trace.track([*weights, *self._workspaces])
+            buckets = gradient_buckets(weights)
+            trace.track([*weights, *buckets, *self._workspaces])
             trace.label(weights, "weights")
+            trace.label(buckets, "gradients")
             trace.label(self._workspaces, "workspaces")
 
             def see(optimizer: Optimizer) -> None:
