@@ -328,13 +328,25 @@ def _dotted(prefix: str, path: tuple[Any, ...]) -> str:
     return text.removeprefix(".")
 
 
+def model_of(run: RunConfig) -> nn.Module:
+    model: object = run.model()
+    if not isinstance(model, nn.Module):
+        what = f"model: expected an nn.Module, got {type(model).__name__}"
+        raise ConfigError(f"{what} · fix: call a class of modules")
+    return model
+
+
 def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
     assert isinstance(run.optim, DeferredCall)
     described = run.optim.arguments.get("params")
     params = model.parameters() if described is None else described(model=model)
     kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
     is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
-    optimizer: object = run.optim(params=params, **({} if is_scaled else fast_settings(run.optim, kind)))
+    meshes = {getattr(weight, "device_mesh", None) for weight in model.parameters()}
+    settings = {} if is_scaled else fast_settings(run.optim, kind)
+    if len(meshes) > 1:  # a fused kernel takes tensors of one mesh, and tensor parallelism leaves norms as they are
+        settings.pop("fused", None)
+    optimizer: object = run.optim(params=params, **settings)
     if not isinstance(optimizer, Optimizer):
         what = f"optim: expected an Optimizer, got {type(optimizer).__name__}"
         raise ConfigError(f"{what} · fix: call a class of optimizers")

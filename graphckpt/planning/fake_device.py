@@ -243,6 +243,7 @@ def _foreach_optimizers() -> Iterator[None]:
         for group in optimizer.param_groups:
             changes = {}
             has_choice = "foreach" in group and group["foreach"] is None
+            has_choice = has_choice and not any(hasattr(p, "__tensor_flatten__") for p in group["params"])  # DTensors
             if has_choice and not group.get("fused") and not group.get("differentiable"):
                 changes["foreach"] = True
             if group.get("capturable"):

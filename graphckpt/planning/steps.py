@@ -331,9 +331,9 @@ class FakeStep:
     """A training step whose model, optimizer and inputs were created inside of ``device``.
 
     ``capture_after`` is the number of warm-up steps of a step that is captured; ``None`` for one that runs eagerly.
-    ``num_micro_batches``, if it is above 2, is that of the step whose first two ``step_fn`` runs: all after the first
-    are alike, so that they change no peak. Each counts with the mean of the seconds of these two, of which the first
-    has no gradients to add to. ``first`` has counted the storages of a step that has run.
+    ``num_micro_batches``, if it is above ``num_traced``, is that of the step of which ``step_fn`` runs ``num_traced``:
+    the others are like one of these, so that they change no peak. Each counts with the mean of the seconds of those
+    that run, of which the first has no gradients to add to. ``first`` has counted the storages of a step that has run.
     """
 
     is_simulated = True
@@ -347,6 +347,7 @@ class FakeStep:
         *,
         capture_after: int | None = None,
         num_micro_batches: int = 0,
+        num_traced: int = 2,
         first: LiveBytes | None = None,
     ) -> None:
         self._device = device
@@ -357,7 +358,7 @@ class FakeStep:
         """Settings of the allocator that is simulated."""
         self._capture_after = capture_after
         self._first = first
-        self._factor = max(2, num_micro_batches) / 2
+        self._factor = max(num_traced, num_micro_batches) / num_traced
         self._optimizer_seconds = 0.0
         self._plain = StepSeconds(), StepSeconds()
         """Of the last step in which every block kept everything: all of it, and until the end of its first backward."""

@@ -435,3 +435,16 @@ def test_an_error_of_the_step_leaves_nothing() -> None:
     with pytest.raises(ZeroDivisionError):
         planned(make, 4)
     assert planned(sharded, 2).world_size == 2
+
+
+def test_waiting_for_a_collective_allocates_nothing() -> None:
+    with FakeCluster(2), FakeDevice(load_profile("cpu")):
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(4), 2, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        waited = torch.ops._c10d_functional.wait_tensor(gathered)
+        assert waited.untyped_storage() is gathered.untyped_storage()
+
+
+def test_optimizers_of_sharded_weights_run_in_a_loop() -> None:
+    """As on a device, where PyTorch takes the foreach implementation for plain tensors alone."""
+    plan = graphckpt.plan(sharded, device="h200", world_size=2, memory_budget="1GiB")
+    assert "AdamW in a loop" in plan.assumptions

@@ -73,7 +73,7 @@ def test_accumulating_steps_take_what_is_predicted(capsys):
 
 
 def test_the_allocator_of_an_absent_device_has_room_for_the_steps_that_accumulate():
-    machine = load_profile("h200").with_memory("690MiB")
+    machine = load_profile("h200").with_memory("692MiB")
     with fake_steps_from("configs/quickstart.py", SMALL, device=machine) as steps:
         found = steps.fit("max", [32], 64)
         row = found.at_global_batch(64)
@@ -142,36 +142,49 @@ def test_a_memory_replaces_that_of_the_profile(capsys):
     assert line in capsys.readouterr().out
 
 
-ZERO = ["train.dist.data_parallel_size=4", "train.zero_optimization.enabled=True"]
+SPREAD = {
+    "train.dist.tensor_parallel_size": ["train.dist.tensor_parallel_size=2"],
+    **{
+        f"train.zero_optimization.stage {stage}": [
+            "train.dist.data_parallel_size=2",
+            "train.zero_optimization.enabled=True",
+            f"train.zero_optimization.stage={stage}",
+        ]
+        for stage in (1, 2, 3)
+    },
+    "dp x tp": ["train.dist.data_parallel_size=2", "train.dist.tensor_parallel_size=2"],
+}
 
 
-@pytest.mark.parametrize("command", ["plan", "fit"])
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train.dist.tensor_parallel_size=4"], "train.dist.tensor_parallel_size: expected 1 to plan a config, got 4"),
-        (
-            ["train.dist.pipeline_parallel_size=2", "train.num_accumulation_steps=4"],
-            "train.dist.pipeline_parallel_size: expected 1 to plan a config, got 2",
-        ),
-        *[
-            ([*ZERO, f"train.zero_optimization.stage={stage}"], "train.zero_optimization.enabled: expected False to")
-            for stage in (1, 2, 3)
-        ],
-    ],
-)
-def test_what_shards_the_step_is_refused(command, words, message, capsys):
-    assert main([command, *CONFIG, *SMALL, *words]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert "torchrun" in err
-
-
-@pytest.mark.parametrize("command", ["plan", "fit"])
-def test_a_note_has_the_buckets_of_ddp(command, capsys):
-    words = ["--json", "--memory-budget", "4GiB", *(["--batch-sizes", "16"] if command == "fit" else [])]
-    assert main([command, *CONFIG, *words, *SMALL, "train.dist.data_parallel_size=4"]) == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
+@pytest.fixture(scope="module")
+def alone():
     with fake_steps_from("configs/quickstart.py", SMALL, device="h200") as steps:
-        size = format_bytes(sum(parameter.nbytes for parameter in steps.model.parameters()))
-    assert any(f"data_parallel_size 4: planned for one rank; the buckets of DDP, {size} more" in note for note in notes)
+        return steps.plan("4GiB")
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_what_spreads_the_step_changes_the_plan(name, alone):
+    with fake_steps_from("configs/quickstart.py", [*SMALL, *SPREAD[name]], device="h200") as steps:
+        plan = steps.plan("4GiB")
+        values = steps.to_dict(plan)
+    assert plan.plain_peak_bytes != alone.plain_peak_bytes
+    assert plan.plain_step_seconds != alone.plain_step_seconds
+    size = 4 if name == "dp x tp" else 2
+    assert (plan.world_size, plan.rank) == (values["world_size"], values["rank"]) == (size, 0)
+    assert f"rank 0 of {size}, data_parallel_size" in plan.notes[0]
+
+
+def test_the_batch_of_a_fit_is_that_of_a_rank():
+    words = [*SMALL, *SPREAD["dp x tp"], "train.train_micro_batch_size=null", "train.global_batch_size=64"]
+    with fake_steps_from("configs/quickstart.py", words, device="h200") as steps:
+        found = steps.fit("1GiB", [8, 16, 32])
+    row = found.at_global_batch(32)
+    assert row.batch_size * row.accumulation == 32
+    assert any("rank 0 of 4" in note and "batch sizes are those of one rank" in note for note in found.notes)
+
+
+def test_fused_optimizers_are_for_weights_that_are_sharded_alike():
+    """PyTorch refuses one that gets DTensors and plain tensors, as tensor parallelism leaves them."""
+    for words, is_fused in (([], True), (SPREAD["train.dist.tensor_parallel_size"], False)):
+        with fake_steps_from("configs/quickstart.py", [*SMALL, *words], device="h200") as steps:
+            assert bool(steps.optimizer.defaults["fused"]) is is_fused
