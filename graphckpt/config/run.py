@@ -21,9 +21,11 @@ from graphckpt.config.files import LazyConfig
 from graphckpt.config.lazy import dotted_name
 from graphckpt.config.schema import RunConfig, model_of, optimizer_of
 from graphckpt.config.source import ConfigSource, rename_old_keys
+from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
-from graphckpt.planning.fake_cluster import FakeCluster
+from graphckpt.planning.cluster_profile import Cluster
+from graphckpt.planning.fake_cluster import FakeCluster, cluster_of
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
@@ -58,19 +60,27 @@ def fake_steps_from(
     overrides: Iterable[str] = (),
     *,
     device: str | Path | DeviceProfile,
+    cluster: Cluster = None,
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[FakeConfigSteps]:
     """Yields the steps that a config describes, of any batch size, simulated on the device of a profile.
 
     ``options`` are fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config. With
-    ``train.dist`` the steps are those of rank 0, which has the largest shards.
+    ``train.dist`` the steps are those of rank 0, which has the largest shards; ``cluster`` has the nodes and links.
+
+    Raises:
+        ConfigError: the config or an argument cannot be used, or there is a ``cluster`` for a config of one process.
     """
     target = load_profile(device)
+    network = cluster_of(cluster, target)
     source = ConfigSource(config_file, overrides)
     with source.checked() as run:
-        dist = run.train.dist
-        with FakeCluster(dist.num_processes) if dist.num_processes > 1 else nullcontext() as cluster:
-            yield FakeConfigSteps(run, target, options or {}, cluster)
+        size = run.train.dist.num_processes
+        if cluster is not None and size == 1:
+            what = f"expected a config of several processes with it, got {network.name!r} and one process"
+            raise ConfigError(f"cluster: {what} · fix: leave it out, or set train.dist.data_parallel_size=8")
+        with FakeCluster(size, profile=network) if size > 1 else nullcontext() as simulated:
+            yield FakeConfigSteps(run, target, options or {}, simulated)
 
 
 @final

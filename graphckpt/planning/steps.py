@@ -358,7 +358,9 @@ class FakeStep:
         """Settings of the allocator that is simulated."""
         self._capture_after = capture_after
         self._first = first
-        self._factor = max(num_traced, num_micro_batches) / num_traced
+        self._num_others = max(0, num_micro_batches - num_traced)
+        """The micro-batches that do not run."""
+        self._factor = 1 + self._num_others / num_traced
         self._optimizer_seconds = 0.0
         self._plain = StepSeconds(), StepSeconds()
         """Of the last step in which every block kept everything: all of it, and until the end of its first backward."""
@@ -508,10 +510,9 @@ class FakeStep:
 
         The micro-batches that do not run communicate as the first one does: DDP reduces gradients in the last one.
         """
-        num_others = 2 * (self._factor - 1)
         computing = self._factor * (seconds.total - seconds.exposed - self._optimizer_seconds) + self._optimizer_seconds
-        exposed = seconds.exposed + num_others * first.exposed
-        return StepSeconds(computing + exposed, seconds.communication + num_others * first.communication, exposed)
+        exposed = seconds.exposed + self._num_others * first.exposed
+        return StepSeconds(computing + exposed, seconds.communication + self._num_others * first.communication, exposed)
 
     @contextmanager
     def _from_start(self) -> Iterator[None]:
