@@ -115,3 +115,24 @@ def bucket_assignment(parameters: list[torch.Tensor], size_limits: list[int], nu
 def queue_backward_callback(function: Callable[[], None]) -> None:
     """Calls ``function`` at the end of the backward that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def schedule_of_stages() -> type[Any]:
+    """Returns the base class of all schedules of ``torch.distributed.pipelining``."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle  # noqa: PLC0415 - takes a second
+
+    return PipelineScheduleSingle.__mro__[1]
+
+
+WARM_UP = "_warmup_p2p"
+"""The method of a schedule in which ranks vote, since PyTorch 2.13, on whether all of them know the shapes."""
+
+
+def take_known_shapes(stage: Any, *, has_backward: bool) -> bool:
+    """Has a stage take the shapes that it was given, as if all ranks had voted for it; returns whether it can."""
+    from torch.distributed.pipelining._utils import InferenceMode  # noqa: PLC0415
+
+    if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+        return False
+    stage._inference_mode = InferenceMode.STATIC
+    return True

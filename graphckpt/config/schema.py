@@ -22,6 +22,7 @@ from graphckpt.config.lazy import DeferredCall, dotted_name, parameters, read_ca
 from graphckpt.errors import ConfigError, did_you_mean, first_line
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.loop import HookBase
+from graphckpt.train.parallel.sharding import is_sharded
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.tasks.base import Task
 from graphckpt.train.tasks.causal_lm import CausalLM
@@ -342,14 +343,16 @@ def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) ->
     params = model.parameters() if described is None else described(model=model)
     kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
     is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
-    meshes = {getattr(weight, "device_mesh", None) for weight in model.parameters()}
     settings = {} if is_scaled else fast_settings(run.optim, kind)
-    if len(meshes) > 1:  # a fused kernel takes tensors of one mesh, and tensor parallelism leaves norms as they are
-        settings.pop("fused", None)
     optimizer: object = run.optim(params=params, **settings)
     if not isinstance(optimizer, Optimizer):
         what = f"optim: expected an Optimizer, got {type(optimizer).__name__}"
         raise ConfigError(f"{what} · fix: call a class of optimizers")
+    for group in optimizer.param_groups if "fused" in settings else ():
+        if len({is_sharded(weight) for weight in group["params"]}) > 1:
+            group["fused"] = (
+                None  # tensor parallelism shards some weights, and a kernel takes DTensors or plain tensors
+            )
     return optimizer
 
 

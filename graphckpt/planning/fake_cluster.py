@@ -19,6 +19,7 @@ import torch.distributed as dist
 from graphckpt.errors import ConfigError
 from graphckpt.planning.cluster_profile import Cluster, ClusterProfile, cluster_note, default_cluster, load_cluster
 from graphckpt.planning.fake_ddp import simulated_ddp
+from graphckpt.planning.fake_stages import simulated_stages
 from graphckpt.planning.profile import Device, DeviceProfile, load_profile
 from graphckpt.planning.stand_ins import refusal, replaced, swapped
 
@@ -84,6 +85,7 @@ class FakeCluster:
             stack.enter_context(_cuda_of(self.local_rank))
             stack.enter_context(_refusals())
             stack.enter_context(simulated_ddp())
+            stack.enter_context(simulated_stages())
             self._stack = stack.pop_all()
         return self
 
@@ -220,14 +222,12 @@ def _cuda_of(local_rank: int) -> Iterator[None]:
 @contextmanager
 def _refusals() -> Iterator[None]:
     from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes a second
-    from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
 
     with ExitStack() as stack:
         for name in _OBJECTS:
             stack.enter_context(replaced(getattr(dist, name), refusal(f"torch.distributed.{name}", _OBJECTS_FIX)))
         stack.enter_context(replaced(context_parallel, refusal("context_parallel", _FIX)))
-        for kind in (FullyShardedDataParallel, PipelineStage):
-            refused = wraps(kind.__init__)(refusal(kind.__name__, _FIX))
-            stack.enter_context(swapped(kind, {"__init__": refused}))
+        refused = wraps(FullyShardedDataParallel.__init__)(refusal("FullyShardedDataParallel", _FIX))
+        stack.enter_context(swapped(FullyShardedDataParallel, {"__init__": refused}))
         yield

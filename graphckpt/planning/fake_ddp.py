@@ -108,8 +108,9 @@ class FakeReducer:
         this = weakref.ref(self)  # a hook that held the reducer would keep buckets alive without the module
         for number, accumulator in enumerate(self._accumulators):
             accumulator.register_hook(partial(_gradient_is_ready, this, number))
-        self._is_used = self._new_is_used() if find_unused_parameters else []
-        """Which parameters have a gradient: one tensor on the host, and one that is reduced."""
+        self._is_used = [self._new_map() for _ in range(2 * find_unused_parameters)]
+        """Which parameters have a gradient: one tensor on the host, and one that is reduced. A static graph reduces it
+        only once."""
         self._unused: set[int] = set()
         self._absent: set[int] = set()
         """Parameters that the module does not have at present: the planner takes layers out, to run the rest."""
@@ -128,8 +129,8 @@ class FakeReducer:
         self._buckets: list[_Bucket] = []
         self._allocate(bucket_indices)
 
-    def _new_is_used(self) -> list[Tensor]:
-        return [torch.zeros(len(self._parameters), dtype=torch.int32) for _ in range(2)]
+    def _new_map(self) -> Tensor:
+        return torch.zeros(len(self._parameters), dtype=torch.int32)
 
     def watch(self, module: nn.Module) -> None:
         """Expects gradients of those parameters only that ``module`` has at the time."""
@@ -252,8 +253,9 @@ class FakeReducer:
                 parameter.grad = view
 
     def _reduce_used(self) -> None:
-        on_host, reduced = self._is_used
-        reduced.copy_(on_host)
+        on_host, reduced = self._is_used[0], self._is_used[-1]
+        if reduced is not on_host:
+            reduced.copy_(on_host)
         dist.all_reduce(reduced, group=self._group, async_op=True)
 
     def _delay_all_reduce(self) -> None:
@@ -294,7 +296,7 @@ class FakeReducer:
 
     def _set_static_graph(self) -> None:
         self._is_static = True
-        self._is_used = self._new_is_used()
+        self._is_used = [self._new_map()]
 
     def set_logger(self, logger: object) -> None: ...
 

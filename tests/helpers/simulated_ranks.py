@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,18 +139,21 @@ class Case:
         self.wrapper(self.tokens_BT, labels=self.tokens_BT).loss.backward()
 
 
-def metered(case: Any) -> int:
-    """Returns the peak of a step: what outlives a step, such as DDP's buckets, counts from the start of the next."""
-    with Meter(case.model.parameters()) as first:
+def lowest_peak(case: Any, attempts: int) -> int:
+    """Returns that of some steps: what outlives a step, such as DDP's buckets, counts from the start of the next."""
+    with Meter([*case.model.parameters(), *case.model.buffers()]) as first:
         case.step()
-    rest = [storage for reference in first.ends if (storage := reference()) is not None]
-    second = Meter(())
-    for storage in rest:
-        second.count(storage)
-    del rest, storage
-    with second:
-        case.step()
-    return second.peak
+    peaks = []
+    for _ in range(attempts):
+        meter = Meter(())
+        for reference in first.ends:
+            if (storage := reference()) is not None:
+                meter.count(storage)
+        storage = None
+        with meter:
+            case.step()
+        peaks.append(meter.peak)
+    return min(peaks)
 
 
 def planned(way: str, budget: Any) -> graphckpt.Plan:
@@ -175,12 +180,90 @@ def planned_evenly(plan: Callable[[Any], graphckpt.Plan], num_plans: int) -> lis
     return [({}, lowest.plain_peak_bytes), *((each.policies, each.predicted_peak_bytes) for each in plans)]
 
 
-def peaks(case: Any, policies: Mapping[str, Any]) -> list[int]:
+def peaks(case: Any, policies: Mapping[str, Any], attempts: int = ATTEMPTS) -> list[int]:
     """Returns the lowest peak of some steps under ``policies`` on each rank."""
     with graphckpt.apply(case.model, policies):
         for _ in range(2):
             case.step()
-        peak = min(metered(case) for _ in range(ATTEMPTS))
+        peak = lowest_peak(case, attempts)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, peak)
     return everywhere
+
+
+# ---- pipelines
+
+NUM_MICRO_BATCHES = 8
+
+
+class Stage(nn.Module):
+    """The layers of one stage of a Llama; the first has the embedding, the last the head."""
+
+    def __init__(self, number: int, num_stages: int) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "vocab_size": 512}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
+        size = 8 // num_stages
+        self.embed = model.model.embed_tokens if number == 0 else None
+        self.layers = model.model.layers[number * size : (number + 1) * size]
+        self.rotary = model.model.rotary_emb
+        self.head = nn.Sequential(model.model.norm, model.lm_head) if number == num_stages - 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BTD = x if self.embed is None else self.embed(x)
+        position_ids = torch.arange(x_BTD.shape[1]).unsqueeze(0)
+        position_embeddings = self.rotary(x_BTD, position_ids)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, position_ids=position_ids, position_embeddings=position_embeddings)
+        out: Tensor = x_BTD if self.head is None else self.head(x_BTD)
+        return out
+
+
+class PipelineCase:
+    """One stage of a pipeline, and its step."""
+
+    def __init__(self, schedule: str) -> None:
+        torch.manual_seed(0)
+        self.rank, self.num_stages = dist.get_rank(), dist.get_world_size()
+        self.model = Stage(self.rank, self.num_stages)
+        tokens_BT = torch.zeros(1, 128, dtype=torch.long)
+        hidden_BTD, logits_BTV = (torch.empty(1, 128, n, device="meta", requires_grad=True) for n in (128, 512))
+        stage = PipelineStage(
+            self.model,
+            self.rank,
+            self.num_stages,
+            torch.device("cpu"),
+            input_args=tokens_BT if self.rank == 0 else hidden_BTD,
+            output_args=logits_BTV if self.rank == self.num_stages - 1 else hidden_BTD,
+        )
+        kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[schedule]
+        self.schedule = kind(stage, NUM_MICRO_BATCHES, loss_fn=self._loss)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.tokens_BT = torch.zeros(NUM_MICRO_BATCHES, 128, dtype=torch.long)
+
+    @staticmethod
+    def _loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
+        return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT.flatten())
+
+    def step(self) -> None:
+        inputs = (self.tokens_BT,) if self.rank == 0 else ()
+        target = {"target": self.tokens_BT} if self.rank == self.num_stages - 1 else {}
+        self.schedule.step(*inputs, **target, return_outputs=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def planned_stage(schedule: str, num_stages: int, rank: int, budget: Any) -> graphckpt.Plan:
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        case = PipelineCase(schedule)
+        return case.model, case.step
+
+    return graphckpt.plan(
+        make,
+        device="cpu",
+        world_size=num_stages,
+        rank=rank,
+        memory_budget=budget,
+        candidates=CANDIDATES,
+        progress=False,
+    )

@@ -59,6 +59,8 @@ def data(size: int) -> list[str]:
 
 TENSOR = ["train.dist.tensor_parallel_size=2"]
 WAYS: dict[str, tuple[int, list[str]]] = {
+    "ddp": (2, data(2)),
+    "ddp, accumulated": (2, [*data(2), "train.num_accumulation_steps=3"]),
     "zero 1": (2, [*zero(1), "train.num_accumulation_steps=4"]),
     "zero 2": (2, [*zero(2), "train.num_accumulation_steps=4"]),
     "zero 3": (2, zero(3)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.ranks import launch
-from helpers.simulated_ranks import WAYS, Case, peaks, planned, planned_evenly
+from helpers.simulated_ranks import WAYS, Case, PipelineCase, peaks, planned, planned_evenly, planned_stage
 from helpers.thinning import slow_unless
 
 pytestmark = pytest.mark.multi_process
@@ -34,3 +34,30 @@ def test_a_predicted_peak_is_that_of_real_ranks(tmp_path: Path, way: str) -> Non
     plans = planned_evenly(partial(planned, way), 6 if "ddp, " in way else 3)
     launch(peaks_agree, WAYS[way].num_ranks, tmp_path, way, plans)
     assert plans[2][0] not in ({}, plans[1][0])
+
+
+def peaks_of_stages_agree(rank: int, schedule: str, plans: list[list[tuple[Mapping[str, Any], int]]]) -> None:
+    case = PipelineCase(schedule)
+    differences = []
+    for policies, predicted in plans[rank]:
+        if (peak := peaks(case, policies)[rank]) != predicted:
+            differences.append((rank, dict(policies), predicted, peak))
+    assert not differences
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "num_plans"),
+    [
+        ("1F1B", 2, 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1F1B", 2, 6), ("1F1B", 4, 3), ("GPipe", 2, 3))),
+    ],
+)
+def test_a_predicted_peak_is_that_of_a_real_stage(
+    tmp_path: Path, schedule: str, num_stages: int, num_plans: int
+) -> None:
+    """The stages wait for each other, and each has a plan of its own."""
+    plans = [
+        planned_evenly(partial(planned_stage, schedule, num_stages, rank), num_plans) for rank in range(num_stages)
+    ]
+    launch(peaks_of_stages_agree, num_stages, tmp_path, schedule, plans)
+    assert all(of_stage[1][0] != of_stage[2][0] != {} for of_stage in plans)

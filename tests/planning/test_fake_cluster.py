@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed import init_process_group, new_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -331,6 +332,43 @@ def test_layers_that_are_alike_are_measured_in_a_short_run_under_ddp() -> None:
     assert lowest.predicted_peak_bytes < lowest.plain_peak_bytes
 
 
+def stage_of(module: nn.Module) -> PipelineStage:
+    hidden = torch.empty(2, D, device="meta", requires_grad=True)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return PipelineStage(module, dist.get_rank(), dist.get_world_size(), device, hidden, hidden)
+
+
+def pipeline() -> tuple[nn.Module, Callable[[], None]]:
+    module = nn.Sequential(Block(), Block())
+    schedule = Schedule1F1B(stage_of(module), 4, loss_fn=lambda output, target: (output - target).square().mean())
+    inputs = [torch.zeros(8, D)] if dist.get_rank() == 0 else []
+    target = {"target": torch.zeros(8, D)} if dist.get_rank() == dist.get_world_size() - 1 else {}
+    return module, lambda: schedule.step(*inputs, **target)
+
+
+def test_a_stage_of_a_pipeline_is_planned_alone() -> None:
+    first, second, last = (planned(pipeline, 3, rank=rank) for rank in range(3))
+    assert (first.rank, second.rank, last.rank) == (0, 1, 2)
+    assert first.plain_peak_bytes > last.plain_peak_bytes, (
+        "it has three micro-batches at a time, and the last stage one"
+    )
+
+
+def test_a_work_holds_its_tensor_as_those_of_nccl_and_gloo_do() -> None:
+    with FakeCluster(2), FakeDevice(load_profile("cpu")):
+        for post in (dist.isend, dist.irecv):
+            tensor = torch.zeros(8)
+            storage = weakref.ref(tensor.untyped_storage())
+            works = [post(tensor, 1), *dist.batch_isend_irecv([dist.P2POp(post, tensor, 1)])]
+            del tensor
+            assert [work.wait() for work in works] == [True, True]
+            assert storage() is not None
+            del works
+            assert storage() is None
+        dist.send(torch.zeros(2), 1)
+        dist.recv(torch.zeros(2), 1)
+
+
 def wrapped_by(wrap: Callable[[nn.Module], Any]) -> Callable[[], Any]:
     def make() -> Any:
         return wrap(Model()), lambda: None
@@ -367,7 +405,15 @@ def read_a_count() -> Any:
             "DistributedDataParallel with sparse gradients",
         ),
         (wrapped_by(FullyShardedDataParallel), "FullyShardedDataParallel"),
-        (wrapped_by(lambda model: PipelineStage(model, 0, 2, torch.device("cpu"))), "PipelineStage"),
+        (wrapped_by(lambda model: PipelineStage(model, 0, 2, torch.device("cpu"))), "input_args and output_args"),
+        (
+            wrapped_by(lambda model: ScheduleInterleaved1F1B([stage_of(model), stage_of(model)], 4)),
+            "ScheduleInterleaved1F1B",
+        ),
+        (
+            wrapped_by(lambda model: ScheduleZBVZeroBubble([stage_of(model), stage_of(model)], 4)),
+            "ScheduleZBVZeroBubble",
+        ),
         (wrapped_by(lambda model: context_parallel(model)), "context_parallel"),  # type: ignore[arg-type]  # noqa: PLW0108
         (wrapped_by(lambda model: dist.all_gather_object([None] * 2, model)), "torch.distributed.all_gather_object"),
         (wrapped_by(lambda model: dist.broadcast_object_list([1])), "torch.distributed.broadcast_object_list"),

@@ -229,6 +229,8 @@ def test_the_batch_of_a_fit_is_that_of_a_rank():
 
 def test_fused_optimizers_are_for_weights_that_are_sharded_alike():
     """PyTorch refuses one that gets DTensors and plain tensors, as tensor parallelism leaves them."""
-    for words, is_fused in (([], True), (SPREAD["train.dist.tensor_parallel_size"], False)):
+    tensor, zero = SPREAD["train.dist.tensor_parallel_size"], SPREAD["train.zero_optimization.stage 3"]
+    for words, kinds in (([], [True, True]), (tensor, [None, None]), ([*tensor, *zero], [True, True])):
         with fake_steps_from("configs/quickstart.py", [*SMALL, *words], device="h200") as steps:
-            assert bool(steps.optimizer.defaults["fused"]) is is_fused
+            assert [group["fused"] for group in steps.optimizer.param_groups] == kinds
+            steps.plan("4GiB")
