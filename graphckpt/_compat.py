@@ -198,6 +198,9 @@ def _only_modifies_lists(func: Any, args: Any) -> bool:
     return all(isinstance(tensor, FakeTensor) and tensor.constant is None for tensor in tensors)
 
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
+
+
 class FakeTensors(FakeTensorMode):
     """``FakeTensorMode`` in less time: of five ops of a step three are views, which need no cache.
 
@@ -245,6 +248,8 @@ class FakeTensors(FakeTensorMode):
                 with in_kernel_invocation_manager(self):
                     func(*args)
                 return args[0]  # not from the cache, whose key would hold the storage for ever
+            if func is _WAIT:
+                func = _aten.alias.default  # a real one returns its argument, PyTorch's fake one allocates
             if func not in _VIEWS or not isinstance(args[0], FakeTensor) or args[0].constant is not None:
                 result = self.dispatch(func, types, args, kwargs or {})
                 return self._with_values(func, args, kwargs or {}, result) if self.has_values else result

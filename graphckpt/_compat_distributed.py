@@ -56,3 +56,83 @@ def _clear_dtensor_caches() -> None:
         clear_native()
     transforms: Any = _redistribute._gen_transform_infos
     transforms.cache_clear()
+
+
+def group_of(argument: Any) -> dist.ProcessGroup:
+    """Returns the process group that an op of ``torch.distributed`` has as an argument: boxed, or its name."""
+    if isinstance(argument, torch.ScriptObject):
+        argument = dist.ProcessGroup.unbox(argument)
+    if isinstance(argument, str):
+        resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009 - mypy: not exported
+        argument = resolve(argument)
+    group: dist.ProcessGroup = argument
+    return group
+
+
+def work_of(result: Any) -> Any:
+    """Returns the ``Work`` among the results of an op of ``c10d``: the object that its caller gets."""
+    boxed = result[-1] if isinstance(result, (tuple, list)) else result
+    return dist.Work.unbox(boxed)
+
+
+@contextmanager
+def on_wait(see: Callable[[Any], None]) -> Iterator[None]:
+    """Calls ``see`` with each ``Work`` of the fake backend for which the code inside waits."""
+    from torch._C import _distributed_c10d  # noqa: PLC0415
+
+    kind: Any = _distributed_c10d.FakeWork
+    wait = kind.wait
+
+    def wait_and_see(work: Any, *args: Any, **kwargs: Any) -> Any:
+        see(work)
+        return wait(work, *args, **kwargs)
+
+    kind.wait = wait_and_see
+    try:
+        yield
+    finally:
+        kind.wait = wait
+
+
+DDP_NAMES = ("Reducer", "Logger", "_verify_params_across_processes")
+"""What ``DistributedDataParallel`` takes from ``torch.distributed`` that reads values, in C++."""
+
+
+def bucket_assignment(parameters: list[torch.Tensor], size_limits: list[int], numbers: list[int]) -> list[list[int]]:
+    """Returns how ``DistributedDataParallel`` divides gradients that become ready in this order among its buckets.
+
+    Args:
+        parameters: those of the gradients; a bucket has one device and one type.
+        size_limits: the bytes of the first bucket, and of each after it; the last one is for all others.
+        numbers: those of the parameters, of which the buckets consist.
+    """
+    assignment: tuple[list[list[int]], list[int]] = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+        parameters, size_limits, [False] * len(parameters), numbers
+    )
+    return assignment[0]
+
+
+def queue_backward_callback(function: Callable[[], None]) -> None:
+    """Calls ``function`` at the end of the backward that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def schedule_of_stages() -> type[Any]:
+    """Returns the base class of all schedules of ``torch.distributed.pipelining``."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle  # noqa: PLC0415 - takes a second
+
+    return PipelineScheduleSingle.__mro__[1]
+
+
+WARM_UP = "_warmup_p2p"
+"""The method of a schedule in which ranks vote, since PyTorch 2.13, on whether all of them know the shapes."""
+
+
+def take_known_shapes(stage: Any, *, has_backward: bool) -> bool:
+    """Has a stage take the shapes that it was given, as if all ranks had voted for it; returns whether it can."""
+    from torch.distributed.pipelining._utils import InferenceMode  # noqa: PLC0415
+
+    if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+        return False
+    stage._inference_mode = InferenceMode.STATIC
+    return True

@@ -75,6 +75,8 @@ examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.6 --save plan.yaml
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h100 --memory 24GiB
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --json > plan.json
+  graphckpt plan --config-file configs/llama_pretrain.py --device h100 --cluster dgx-h100 \\
+      train.dist.data_parallel_size=8 train.dist.tensor_parallel_size=8
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
@@ -285,6 +287,12 @@ def _add_step_command(
         metavar="NAME",
         help=_device_help(),
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="cluster profile, for a config of several processes: a packaged name "
+        f"({', '.join(_profile_names('clusters'))}), or a file; by default that of the device",
+    )
     parser.add_argument("--memory", metavar="SIZE", help="the device's memory in place of its profile's, such as 24GiB")
     parser.add_argument("--memory-budget", default="max", metavar="SIZE", help=budget_help)
     for option, kind, meaning in _planner_options():
@@ -309,9 +317,9 @@ def _device_help() -> str:
     return f"device profile: a packaged name ({', '.join(_profile_names())}), or a file of 'graphckpt profile-device'"
 
 
-def _profile_names() -> list[str]:
+def _profile_names(folder: str = "profiles") -> list[str]:
     """Returns the packaged profiles, as `profile_names` does, without the seconds of its imports."""
-    return sorted(path.stem for path in (Path(__file__).parent / "planning" / "profiles").glob("*.yaml"))
+    return sorted(path.stem for path in (Path(__file__).parent / "planning" / folder).glob("*.yaml"))
 
 
 def _planner_options() -> Iterator[tuple[str, str, str]]:
@@ -452,6 +460,7 @@ def _steps(
     parsed: argparse.Namespace, machine: DeviceProfile, sizes: Sequence[str] = ()
 ) -> AbstractContextManager[FakeConfigSteps]:
     from graphckpt.config.run import fake_steps_from  # noqa: PLC0415 - as above
+    from graphckpt.planning.cluster_profile import load_cluster  # noqa: PLC0415
     from graphckpt.planning.options import PlanOptions  # noqa: PLC0415
     from graphckpt.stores.base import parse_offload  # noqa: PLC0415
 
@@ -465,7 +474,9 @@ def _steps(
         parse_offload(parsed.offload)
     except ConfigError as error:
         raise ConfigError(f"--offload: {error}") from None
-    return fake_steps_from(parsed.config_file, [*parsed.overrides, *sizes], device=machine, options=values)
+    cluster = None if parsed.cluster is None else load_cluster(parsed.cluster)
+    overrides = [*parsed.overrides, *sizes]
+    return fake_steps_from(parsed.config_file, overrides, device=machine, cluster=cluster, options=values)
 
 
 def _fit(parsed: argparse.Namespace) -> int:

@@ -60,6 +60,9 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     world_size: int | None = None
     """The number of ranks, on such a device each, over which FSDP2 shards the model. ``None`` is one process without
     it. With ``autocast``, FSDP2 gathers the weights in that type, and reduces gradients in float32."""
+    cluster: str | None = None
+    """With ``world_size``: the name of a cluster profile such as ``"dgx-h100"``, or a file, for the time of collectives.
+    ``None`` is the one of the device."""
     task: str | None = None
     """What the model is trained for, such as ``"causal-lm"``. ``None`` is the task of the config's architecture."""
 
@@ -98,6 +101,8 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
                 guess = did_you_mean(str(value), choices)
                 fix = guess.rpartition("mean ")[2].rstrip("?").partition(" or ")[0] or repr(choices[0])
                 yield f"{name}: expected {expected}, got {value!r}{guess} · fix: {name}={fix}"
+        if self.cluster is not None and self.world_size is None:
+            yield f"cluster: expected world_size with it, got {self.cluster!r} alone · fix: world_size=8"
         if self.memory is not None:
             try:
                 parse_bytes(self.memory)

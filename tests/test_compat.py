@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 import sys
@@ -18,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -336,6 +338,40 @@ def test_a_fake_group_has_no_peer() -> None:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+def test_ddp_takes_its_reducer_from_the_package() -> None:
+    assert all(hasattr(dist, name) for name in _compat_distributed.DDP_NAMES)
+    source = inspect.getsource(torch.nn.parallel.distributed) + inspect.getsource(dist.utils)
+    assert all(f"dist.{name}(" in source for name in _compat_distributed.DDP_NAMES)
+    wide, narrow = torch.zeros(300), torch.zeros(100, dtype=torch.float64)
+    buckets = _compat_distributed.bucket_assignment([wide, wide, narrow, wide, wide], [1200, 2400], [4, 3, 2, 1, 0])
+    assert buckets == [[4], [3, 1], [2], [0]]
+
+
+def test_schedules_vote_on_shapes_in_one_method() -> None:
+    base = _compat_distributed.schedule_of_stages()
+    assert issubclass(pipelining.Schedule1F1B, base)
+    assert issubclass(pipelining.ScheduleInterleaved1F1B, base)
+    if not hasattr(base, _compat_distributed.WARM_UP):
+        return  # an older release infers shapes only if a stage has none
+    parameters = inspect.signature(getattr(base, _compat_distributed.WARM_UP)).parameters
+    assert [*parameters] == ["self", "stages", "has_backward", "p2p_done"]
+
+
+def test_a_callback_runs_at_the_end_of_backward() -> None:
+    order: list[str] = []
+    x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
+
+    def on_gradient(_: torch.Tensor) -> None:
+        order.append("x")
+        _compat_distributed.queue_backward_callback(lambda: order.append("end"))
+
+    x.register_hook(on_gradient)
+    y.register_hook(lambda _: order.append("y"))
+    ((y * 2).exp() + x).sum().backward()
+    assert order[-1] == "end"
+    assert set(order) == {"x", "y", "end"}
 
 
 def test_functions_run_outside_of_modes() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -17,26 +19,29 @@ from torch.optim import Optimizer
 
 from graphckpt.config.files import LazyConfig
 from graphckpt.config.lazy import dotted_name
-from graphckpt.config.schema import RunConfig, optimizer_of
+from graphckpt.config.schema import RunConfig, model_of, optimizer_of
 from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.errors import ConfigError
+from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
+from graphckpt.planning.cluster_profile import Cluster
+from graphckpt.planning.fake_cluster import FakeCluster, cluster_of
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
-from graphckpt.planning.rows import byte_values
+from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.planning.steps import FakeStep
-from graphckpt.train.build_model import check_task
+from graphckpt.train.build_model import ForwardBackward, build_model, check_task
 from graphckpt.train.data.samples import to_device
 from graphckpt.train.loop import attribute_errors
 from graphckpt.train.output import Report
-from graphckpt.train.parallel.ranks import resolve_device, seed_all
+from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
 from graphckpt.train.policies import head_policies, selected_names
+from graphckpt.train.settings import DistConfig
 from graphckpt.train.snapshot.saved_run import CONFIG
-from graphckpt.train.tasks.base import sum_of_losses
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -55,57 +60,107 @@ def fake_steps_from(
     overrides: Iterable[str] = (),
     *,
     device: str | Path | DeviceProfile,
+    cluster: Cluster = None,
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[FakeConfigSteps]:
     """Yields the steps that a config describes, of any batch size, simulated on the device of a profile.
 
-    ``options`` are fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
+    ``options`` are fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config. With
+    ``train.dist`` the steps are those of rank 0, which has the largest shards; ``cluster`` has the nodes and links.
+
+    Raises:
+        ConfigError: the config or an argument cannot be used, or there is a ``cluster`` for a config of one process.
     """
     target = load_profile(device)
+    network = cluster_of(cluster, target)
     source = ConfigSource(config_file, overrides)
     with source.checked() as run:
-        yield FakeConfigSteps(run, target, options or {})
+        size = run.train.dist.num_processes
+        if cluster is not None and size == 1:
+            what = f"expected a config of several processes with it, got {network.name!r} and one process"
+            raise ConfigError(f"cluster: {what} · fix: leave it out, or set train.dist.data_parallel_size=8")
+        with FakeCluster(size, profile=network) if size > 1 else nullcontext() as simulated:
+            yield FakeConfigSteps(run, target, options or {}, simulated)
 
 
 @final
 class FakeConfigSteps:
-    def __init__(self, run: RunConfig, machine: DeviceProfile, options: Mapping[str, Any]) -> None:
-        _check_ranks(run)
+    """The step of one rank on fake tensors: the trainer's model, as it is wrapped, and its forward and backward.
+
+    ``cluster`` is the simulated rank of a run of several processes, which has been entered.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        machine: DeviceProfile,
+        options: Mapping[str, Any],
+        cluster: FakeCluster | None = None,
+    ) -> None:
         self.run = run
         self.machine = machine
         self._task: Any = run.task()
         self._data = run.data().open(self._task, seed=run.train.seed, report=Report.silent())
-        self._fake = FakeDevice(machine)
+        here = torch.device("cpu")  # of fake tensors, whatever the device
+        ranks = TrainRanks(run.train.dist, here)  # reads numbers of ranks, so it comes before the fake tensors
+        self._fake = FakeDevice(machine, cluster=cluster)
         with self._fake.building():
-            self.model: Any = self._task.prepare(run.model())
+            built = build_model(partial(model_of, run), self._task, run.train, ranks, here)
+        self.model: Any = built.model
         check_task(self._task, self.model, self._data, runs=False)
         with self._fake:
-            self.model.train()
-            self._optimizer = optimizer_of(run, self.model, machine.kind)
+            self.optimizer = optimizer_of(run, self.model, machine.kind)
+            self._forward_backward = ForwardBackward(built)
         section = run.train.activation_checkpoint
         wanted = section.plan_options(**{**options, "partition": None, "compile": None})
         self.options = replace(wanted, head=head_policies(self.model, wanted.head))
         self.blocks = [(name, self.model.get_submodule(name)) for name in selected_names(self.model, section)]
-        self.notes: list[str] = []
+        self.notes = [] if cluster is None else [_rank_note(run.train.dist, cluster), *cluster.notes]
         if compile_options(section.compile) is not None:
             self.notes.append("compile: its effect is not known without the device; planned without")
-        if run.train.dist.data_parallel_size > 1:
-            size = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
-            self.notes.append(
-                f"train.dist.data_parallel_size {run.train.dist.data_parallel_size}: planned for one rank; the buckets "
-                f"of DDP, {format_bytes(size)} more on each, are not counted, nor is the time of its all-reduces"
-            )
+        if section.partition:
+            self.notes.append("partition: its effect is not known without the ranks; planned without")
+        self._first: LiveBytes | None = None
+        if cluster is not None:
+            self._first = self._warm_up()
+
+    def _warm_up(self) -> LiveBytes:
+        """Runs a step, in which FSDP2 and DDP allocate what they use in all later ones."""
+        first, sizes = LiveBytes(record_timeline=False, counts_fake=True), self.run.train.sizes
+        step_fn, _ = self._step_fn(sizes.micro_batch, sizes.accumulation)
+        with self._fake, first:
+            step_fn()
+        gc.collect()  # what is alive from here on is what a step finds each time
+        return first
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
+        step_fn, num_traced = self._step_fn(size, accumulation)
+        num_micro_batches = accumulation if num_traced < accumulation else 0
+        step = FakeStep(
+            self._fake,
+            self.model,
+            step_fn,
+            self.optimizer,
+            num_micro_batches=num_micro_batches,
+            num_traced=max(2, num_traced),
+            first=self._first,
+        )
+        return SizedStep(step, self.model, self.blocks)
+
+    def _step_fn(self, size: int, accumulation: int) -> tuple[Callable[[], None], int]:
+        """Returns a step with so many samples in a micro-batch, and how many of the micro-batches it runs."""
         sample = _sample(self._data.train, size)
         with self._fake:
-            batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in sample.items()}
-        # The third micro-batch does what the second did; only copies may pile up over several.
-        num_traced = accumulation if self.options.offload else min(accumulation, 2)
-        step_fn = _step_fn(self.run, self.machine.kind, self._task, self.model, self._optimizer, batch, num_traced)
-        num_micro_batches = accumulation if num_traced < accumulation else 0
-        step = FakeStep(self._fake, self.model, step_fn, self._optimizer, num_micro_batches=num_micro_batches)
-        return SizedStep(step, self.model, self.blocks)
+            batch = {
+                name: torch.empty(accumulation * len(tensor), *tensor.shape[1:], dtype=tensor.dtype)
+                for name, tensor in sample.items()
+            }
+        num_traced = accumulation
+        if not self.options.offload:  # copies pile up over several micro-batches
+            # The third micro-batch does what the second did. With ZeRO 1 and 2 the last one does something else.
+            num_traced = min(accumulation, 3 if self.run.train.zero_optimization.active_stage in (1, 2) else 2)
+        arguments = self._forward_backward, self.model, self.optimizer, batch
+        return _step_fn(self.run, self.machine.kind, *arguments, accumulation, num_traced), num_traced
 
     def plan(
         self,
@@ -126,12 +181,14 @@ class FakeConfigSteps:
         return {
             "device": plan.device,
             "is_simulated": plan.is_simulated,
+            "world_size": plan.world_size,
+            "rank": plan.rank,
             "device_memory_bytes": machine.memory_bytes,
             "memory_budget": plan.memory_budget,
             "budget_bytes": plan.budget_bytes,
             "headroom_bytes": plan.headroom_bytes,
             **byte_values(plan),
-            "seconds": plan.predicted_step_seconds,
+            **second_values(plan),
             "binding": plan.binding,
             "plain_peak_bytes": plan.plain_peak_bytes,
             "plain_seconds": plan.plain_step_seconds,
@@ -144,7 +201,7 @@ class FakeConfigSteps:
                 "accumulation_steps": sizes.accumulation,
                 "weight_dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}),
                 "autocast_dtype": amp.dtype if amp.enabled else None,
-                "optimizer": dotted_name(type(self._optimizer)),
+                "optimizer": dotted_name(type(self.optimizer)),
                 "attention_kernels": list(machine.attention),
                 "rounding_bytes": machine.rounding,
                 "context_bytes": machine.context_bytes,
@@ -176,19 +233,9 @@ class FakeConfigSteps:
         )
 
 
-def _check_ranks(run: RunConfig) -> None:
-    """Refuses settings that shard the step: the simulated one would have the bytes of a step that is not sharded."""
-    dist = run.train.dist
-    sizes = {name: getattr(dist, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
-    faults = [f"train.dist.{name}: expected 1 to plan a config, got {size}" for name, size in sizes.items() if size > 1]
-    if run.train.zero_optimization.enabled:
-        faults.append("train.zero_optimization.enabled: expected False to plan a config, got True")
-    if faults:
-        fix = (
-            "plan in Python, graphckpt.plan(make_model, device=..., world_size=...), or with real ranks: set "
-            "train.activation_checkpoint.memory_budget and run it by torchrun"
-        )
-        raise ConfigError(f"{'; '.join(faults)} · fix: {fix}")
+def _rank_note(dist: DistConfig, cluster: FakeCluster) -> str:
+    what = "bytes and batch sizes are those of one rank"
+    return f"rank {cluster.rank} of {cluster.world_size}, {dist.describe()}: {what}"
 
 
 def _sample(data: Any, size: int) -> dict[str, Tensor]:
@@ -199,19 +246,24 @@ def _sample(data: Any, size: int) -> dict[str, Tensor]:
 def _step_fn(
     run: RunConfig,
     device_type: str,
-    task: Any,
+    forward_backward: ForwardBackward,
     model: nn.Module,
     optimizer: Optimizer,
     batch: dict[str, Tensor],
     accumulation: int = 1,
+    num_traced: int = 1,
 ) -> Callable[[], None]:
+    """Returns the update of a batch, of whose micro-batches only the last ``num_traced`` run."""
     amp = run.train.amp
+    dtype = getattr(torch, amp.dtype) if amp.enabled else None
 
     def step() -> None:
-        for _ in range(accumulation):
-            with torch.autocast(device_type, getattr(torch, amp.dtype)) if amp.enabled else nullcontext():
-                total = sum_of_losses(task.losses(model, batch))
-            total.backward()
+        # The batch is on the device as a whole, and the trainer returns the losses of all micro-batches.
+        losses: list[Any] = [torch.zeros(()) for _ in range(accumulation - num_traced)]
+        for number in range(accumulation - num_traced, accumulation):
+            part = {name: tensor.chunk(accumulation)[number] for name, tensor in batch.items()}
+            with nullcontext() if dtype is None else torch.autocast(device_type, dtype):
+                losses.append(forward_backward(model, part, is_last=number == accumulation - 1))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -255,14 +307,13 @@ def _fit_real_steps(run: RunConfig) -> Fit:
     device = resolve_device(train.device, train.dist)
     task: Any = run.task()
     data = run.data().open(task, seed=train.seed, report=Report.silent()).train
-    seed_all(train.seed)
-    with attribute_errors("model, task", "making the model"):
-        model: Any = task.prepare(run.model()).to(device).train()
+    built = build_model(partial(model_of, run), task, train, TrainRanks(train.dist, device), device)
+    model, forward_backward = built.model, ForwardBackward(built)
     optimizer = optimizer_of(run, model)
 
     def make_step(size: int) -> tuple[nn.Module, Callable[[], None]]:
         batch = to_device(_sample(data, size), device)
-        return model, _step_fn(run, device.type, task, model, optimizer, batch)
+        return model, _step_fn(run, device.type, forward_backward, model, optimizer, batch)
 
     options = section.plan_options(select=selected_names(model, section))
     options = replace(options, head=head_policies(model, options.head))

@@ -22,6 +22,7 @@ from graphckpt.config.lazy import DeferredCall, dotted_name, parameters, read_ca
 from graphckpt.errors import ConfigError, did_you_mean, first_line
 from graphckpt.train.data.text_data import Data
 from graphckpt.train.loop import HookBase
+from graphckpt.train.parallel.sharding import is_sharded
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.tasks.base import Task
 from graphckpt.train.tasks.causal_lm import CausalLM
@@ -328,16 +329,30 @@ def _dotted(prefix: str, path: tuple[Any, ...]) -> str:
     return text.removeprefix(".")
 
 
+def model_of(run: RunConfig) -> nn.Module:
+    model: object = run.model()
+    if not isinstance(model, nn.Module):
+        what = f"model: expected an nn.Module, got {type(model).__name__}"
+        raise ConfigError(f"{what} · fix: call a class of modules")
+    return model
+
+
 def optimizer_of(run: RunConfig, model: nn.Module, device: str | None = None) -> Optimizer:
     assert isinstance(run.optim, DeferredCall)
     described = run.optim.arguments.get("params")
     params = model.parameters() if described is None else described(model=model)
     kind = device or next((weight.device.type for weight in model.parameters() if not weight.is_meta), "cpu")
     is_scaled = run.train.amp.enabled and run.train.amp.dtype == "float16"
-    optimizer: object = run.optim(params=params, **({} if is_scaled else fast_settings(run.optim, kind)))
+    settings = {} if is_scaled else fast_settings(run.optim, kind)
+    optimizer: object = run.optim(params=params, **settings)
     if not isinstance(optimizer, Optimizer):
         what = f"optim: expected an Optimizer, got {type(optimizer).__name__}"
         raise ConfigError(f"{what} · fix: call a class of optimizers")
+    for group in optimizer.param_groups if "fused" in settings else ():
+        if len({is_sharded(weight) for weight in group["params"]}) > 1:
+            group["fused"] = (
+                None  # tensor parallelism shards some weights, and a kernel takes DTensors or plain tensors
+            )
     return optimizer
 
 

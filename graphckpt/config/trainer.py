@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from torch import nn
 
 from graphckpt.config.files import LazyConfig
-from graphckpt.config.schema import RunConfig, optimizer_of
+from graphckpt.config.schema import RunConfig, model_of, optimizer_of
 from graphckpt.config.source import ConfigSource, sets
 from graphckpt.errors import ConfigError
 from graphckpt.train.loop import HookBase
@@ -80,20 +80,13 @@ def _write_config(source: ConfigSource, folder: Path) -> None:
 
 
 def _trainer(run: RunConfig, **options: Any) -> Trainer:
-    def make_model() -> nn.Module:
-        model: object = run.model()
-        if not isinstance(model, nn.Module):
-            what = f"model: expected an nn.Module, got {type(model).__name__}"
-            raise ConfigError(f"{what} · fix: call a class of modules")
-        return model
-
     data, task = run.data(), run.task()
     hooks = tuple(hook() for hook in run.hooks)
     if faults := list(_wrong_kinds(data, task, hooks)):
         raise ConfigError("\n".join(faults))
     return Trainer(
         run.train,
-        make_model=make_model,
+        make_model=partial(model_of, run),
         make_optimizer=lambda model: optimizer_of(run, model),
         data=data,
         task=task,

@@ -51,6 +51,7 @@ def estimate(
     memory_budget: Budget = "max",
     memory: int | str | None = None,
     world_size: int | None = None,
+    cluster: str | None = None,
     task: str | None = None,
     progress: bool | None = None,
 ) -> Estimate:
@@ -77,6 +78,8 @@ def estimate(
         world_size: The number of ranks, on such a device each, over which FSDP2 shards the model: each layer, and the
             rest. The figures are those of one rank. ``None`` is one process without it. With ``autocast``, FSDP2
             gathers the weights in that type, and reduces gradients in float32.
+        cluster: With ``world_size``: the name of a cluster profile such as ``"dgx-h100"``, or a file, for the time of
+            collectives. ``None`` is the one of the device.
         task: ``"causal-lm"``, ``"seq2seq-lm"``, ``"masked-lm"``, ``"sequence-classification"``,
             ``"token-classification"``, ``"question-answering"`` or ``"image-classification"``. ``None`` is that of the
             config's architecture.
@@ -107,6 +110,7 @@ def estimate(
         memory_budget=memory_budget,
         memory=memory,
         world_size=world_size,
+        cluster=cluster,
         task=task,
     )
     with Progress(is_shown=progress) as lines:
@@ -135,13 +139,13 @@ def estimate_model(
     begin("reading the config of the model")
     source = read_model(model, options)
     begin(f"building {source.architecture}")
-    with simulated_rank(options.world_size, None, device) as cluster, step_errors(source):
-        fake = FakeDevice(machine, is_padded=False, cluster=cluster)
+    with simulated_rank(options.world_size, None, machine, options.cluster) as simulated, step_errors(source):
+        fake = FakeDevice(machine, is_padded=False, cluster=simulated)
         with fake.building():
             module, step_fn, optimizer = source.make(machine.kind)
         with _frozen_objects():
             step = FakeStep(fake, module, step_fn, optimizer)
-            notes = () if cluster is None else cluster.notes
+            notes = () if simulated is None else simulated.notes
             return _Estimation(source, machine, module, step, optimizer, begin, notes).run(budget)
 
 

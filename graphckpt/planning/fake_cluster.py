@@ -8,28 +8,26 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, Self, final
+from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
 
 from graphckpt.errors import ConfigError
+from graphckpt.planning.cluster_profile import Cluster, ClusterProfile, cluster_note, default_cluster, load_cluster
+from graphckpt.planning.fake_ddp import simulated_ddp
+from graphckpt.planning.fake_stages import simulated_stages
+from graphckpt.planning.profile import Device, DeviceProfile, load_profile
+from graphckpt.planning.stand_ins import refusal, replaced, swapped
 
-_RANKS_PER_NODE = 8  # of DGX and HGX machines; only LOCAL_RANK follows from it
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
 _OBJECTS = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list",
 )  # fmt: skip
-_NOTE = (
-    "collectives are timed as kernels that read and write memory: the time of the network is not modelled; "
-    "NCCL's buffers are not counted"
-)
 _OBJECTS_FIX = "compute the value on each rank, or plan with real ranks by torchrun"
 _FIX = "use FSDP2 (fully_shard), or plan with real ranks by torchrun"
 
@@ -44,6 +42,7 @@ class FakeCluster:
     Args:
         world_size: the number of ranks.
         rank: the one that is simulated.
+        profile: the nodes and the links between them; by default those of :func:`default_cluster` for other devices.
 
     Raises:
         ConfigError: a number is out of range; or, by ``with``, the process has a process group.
@@ -55,7 +54,7 @@ class FakeCluster:
     False
     """
 
-    def __init__(self, world_size: int, rank: int = 0) -> None:
+    def __init__(self, world_size: int, rank: int = 0, profile: ClusterProfile | None = None) -> None:
         for name, value, minimum in (("world_size", world_size, 1), ("rank", rank, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 fix = "the number of ranks, such as 64" if minimum else "the number of one rank, such as 0"
@@ -65,7 +64,8 @@ class FakeCluster:
             raise ConfigError(f"rank: {what} · fix: a rank from 0 to {world_size - 1}")
         self.world_size = world_size
         self.rank = rank
-        self.notes = (_NOTE,) if world_size > 1 else ()
+        self.profile = default_cluster("") if profile is None else profile
+        self.notes = (cluster_note(self.profile),) if world_size > 1 else ()
         """What plans should mention."""
         self._stack = ExitStack()
 
@@ -82,26 +82,34 @@ class FakeCluster:
             stack.enter_context(warnings.catch_warnings())
             # of a mesh of CPUs, which stands in for one of CUDA devices
             warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
-            stack.enter_context(_cuda_of(self.rank % _RANKS_PER_NODE))
+            stack.enter_context(_cuda_of(self.local_rank))
             stack.enter_context(_refusals())
+            stack.enter_context(simulated_ddp())
+            stack.enter_context(simulated_stages())
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.__exit__(*exc)  # type: ignore[arg-type]
 
+    @property
+    def local_rank(self) -> int:
+        """The rank within its node."""
+        return self.rank % self.profile.ranks_per_node
+
     def _variables(self) -> dict[str, str]:
-        local_size = min(self.world_size, _RANKS_PER_NODE)
+        first = self.rank - self.local_rank  # of its node, of which the last one may have fewer ranks
+        local_size = min(self.world_size - first, self.profile.ranks_per_node)
         return {
             "WORLD_SIZE": str(self.world_size),
             "RANK": str(self.rank),
             "LOCAL_WORLD_SIZE": str(local_size),
-            "LOCAL_RANK": str(self.rank % _RANKS_PER_NODE),
+            "LOCAL_RANK": str(self.local_rank),
         }
 
 
 def simulated_rank(
-    world_size: int | None, rank: int | None, device: object
+    world_size: int | None, rank: int | None, device: Device, cluster: Cluster = None
 ) -> AbstractContextManager[FakeCluster | None]:
     """Returns the rank that the arguments of :func:`graphckpt.plan` describe; without a ``world_size`` there is none.
 
@@ -111,12 +119,20 @@ def simulated_rank(
     if world_size is None:
         if rank is not None:
             raise ConfigError(f"rank: expected world_size with it, got {rank!r} alone · fix: world_size=64, rank=0")
+        if cluster is not None:
+            what = f"expected world_size with it, got {cluster!r} alone"
+            raise ConfigError(f"cluster: {what} · fix: world_size=64, cluster='dgx-h200'")
         return nullcontext()
     if device is None:
         what = f"expected device with it, got world_size={world_size!r} alone"
         fix = "device='h200', or leave it out: with real ranks the process group has the size"
         raise ConfigError(f"world_size: {what} · fix: {fix}")
-    return FakeCluster(world_size, 0 if rank is None else rank)
+    return FakeCluster(world_size, 0 if rank is None else rank, cluster_of(cluster, load_profile(device)))
+
+
+def cluster_of(cluster: Cluster, machine: DeviceProfile) -> ClusterProfile:
+    """Returns the cluster that a user has named, or else the one of a device."""
+    return default_cluster(machine.name) if cluster is None else load_cluster(cluster)
 
 
 @contextmanager
@@ -150,9 +166,9 @@ def _fake_group(world_size: int, rank: int) -> Iterator[None]:
     try:
         with (
             own_dtensor_caches(),
-            _replaced(dist.init_process_group, lambda *_, **__: None),
-            _replaced(dist.destroy_process_group, lambda *_, **__: None),  # at the end of a script's function
-            _replaced(new_group, new_fake_group),
+            replaced(dist.init_process_group, lambda *_, **__: None),
+            replaced(dist.destroy_process_group, lambda *_, **__: None),  # at the end of a script's function
+            replaced(new_group, new_fake_group),
         ):
             yield
     finally:
@@ -185,7 +201,7 @@ def _meshes_with_values() -> Iterator[None]:
         for name, method in {**wrapped, "__init__": begin_here}.items():
             setattr(mesh_class, name, method)
             stack.callback(setattr, mesh_class, name, originals[name])
-        stack.enter_context(_replaced(device_mesh.init_device_mesh, init_here))
+        stack.enter_context(replaced(device_mesh.init_device_mesh, init_here))
         yield
 
 
@@ -198,66 +214,20 @@ def _cuda_of(local_rank: int) -> Iterator[None]:
     """Lets scripts select their device, which PyTorch refuses without one."""
     with ExitStack() as stack:
         for name in _CUDA_CALLS:
-            stack.enter_context(_replaced(getattr(torch.cuda, name), lambda *_, **__: None))
-        stack.enter_context(_replaced(torch.cuda.current_device, lambda: local_rank))
+            stack.enter_context(replaced(getattr(torch.cuda, name), lambda *_, **__: None))
+        stack.enter_context(replaced(torch.cuda.current_device, lambda: local_rank))
         yield
 
 
 @contextmanager
 def _refusals() -> Iterator[None]:
     from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes a second
-    from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
     with ExitStack() as stack:
         for name in _OBJECTS:
-            stack.enter_context(_replaced(getattr(dist, name), _refusal(f"torch.distributed.{name}", _OBJECTS_FIX)))
-        stack.enter_context(_replaced(context_parallel, _refusal("context_parallel", _FIX)))
-        for kind in (DistributedDataParallel, FullyShardedDataParallel, PipelineStage):
-            original = kind.__init__
-            setattr(kind, "__init__", wraps(original)(_refusal(kind.__name__, _FIX)))  # noqa: B010 - for mypy
-            stack.callback(setattr, kind, "__init__", original)
+            stack.enter_context(replaced(getattr(dist, name), refusal(f"torch.distributed.{name}", _OBJECTS_FIX)))
+        stack.enter_context(replaced(context_parallel, refusal("context_parallel", _FIX)))
+        refused = wraps(FullyShardedDataParallel.__init__)(refusal("FullyShardedDataParallel", _FIX))
+        stack.enter_context(swapped(FullyShardedDataParallel, {"__init__": refused}))
         yield
-
-
-def _refusal(name: str, fix: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(f"{name} ({user_line()}): not supported on a simulated rank yet · fix: {fix}")
-
-    return refuse
-
-
-@contextmanager
-def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a function in every module that has it, also by ``from torch.distributed import new_group``.
-
-    A module that is imported meanwhile keeps the replacement, which calls the original from then on.
-    """
-    is_active = True
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (replacement if is_active else original)(*args, **kwargs)
-
-    name = original.__name__
-    owners = [module for module in [*sys.modules.values()] if getattr(module, "__dict__", {}).get(name) is original]
-    for owner in owners:
-        setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        is_active = False
-        for owner in owners:
-            setattr(owner, name, original)
-
-
-def user_line() -> str:
-    """Returns the file and the line of the innermost frame outside of PyTorch and of this library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("torch", "graphckpt", "contextlib", "functools"):
-            return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, Self, final
 
 import torch
@@ -32,8 +32,11 @@ from graphckpt._compat import (
     unseen_by_modes,
 )
 from graphckpt.errors import ConfigError
-from graphckpt.planning.fake_cluster import FakeCluster, user_line
+from graphckpt.planning.cluster_profile import default_cluster
+from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.profile import DeviceProfile
+from graphckpt.planning.stand_ins import swapped, user_line
+from graphckpt.planning.timeline import Timeline
 from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import CopyEngine, CopyEvent, Host, HostStore
@@ -90,6 +93,11 @@ class FakeDevice:
 
     def __exit__(self, *exc: object) -> None:
         self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]
+
+    def new_timeline(self) -> Timeline:
+        """Returns what counts the seconds of a step on this device, and on its cluster."""
+        profile = default_cluster(self.machine.name) if self.cluster is None else self.cluster.profile
+        return Timeline(self.machine.op_seconds, profile)
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -165,6 +173,8 @@ def _constructor() -> str | None:
 
 def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replaces devices in arguments by the CPU, where the fake tensors are."""
+    if func is torch.device and _is_elsewhere(args[0] if args else kwargs.get("type")):
+        return (torch.device("cpu"),), {}  # without the index, which may be an argument of its own
     if any(map(_is_elsewhere, args)):
         args = tuple(torch.device("cpu") if _is_elsewhere(value) else value for value in args)
     if _is_elsewhere(kwargs.get("device")):
@@ -176,18 +186,6 @@ def _is_elsewhere(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type not in ("cpu", "meta")
     return isinstance(value, str) and value.split(":")[0] == "cuda"
-
-
-@contextmanager
-def swapped(owner: ModuleType | type | None, values: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 PACKED = "find_packed_sequence_indices"  # None: every row is one sequence
@@ -247,6 +245,7 @@ def _foreach_optimizers() -> Iterator[None]:
         for group in optimizer.param_groups:
             changes = {}
             has_choice = "foreach" in group and group["foreach"] is None
+            has_choice = has_choice and not any(hasattr(p, "__tensor_flatten__") for p in group["params"])  # DTensors
             if has_choice and not group.get("fused") and not group.get("differentiable"):
                 changes["foreach"] = True
             if group.get("capturable"):

@@ -88,7 +88,8 @@ def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainR
     fields, dist = block_policies(model, settings.activation_checkpoint), settings.dist
     layer_stages = dist.custom_pipeline_stage_id
     stages = pipeline.split_layers(model, fields, num_stages=dist.pipeline_parallel_size, layer_stages=layer_stages)
-    pipeline.check_split(model, stages, task.losses)
+    if not ranks.is_simulated:  # it compares values, which fake tensors lack
+        pipeline.check_split(model, stages, task.losses)
     pipeline.keep_stage(model, stages, ranks.stage, device)
     dtype = getattr(torch, settings.amp.dtype) if settings.amp.enabled else None
     return pipeline.Pipeline(model, stages, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
@@ -100,6 +101,40 @@ def check_task(task: Task, model: nn.Module, opened: Opened, *, runs: bool = Tru
         faults = list((type(task) if runs else TextTask).check(task, model, opened.text))
         if faults:
             raise ConfigError(bullets("model and data do not fit", faults) if len(faults) > 1 else faults[0])
+
+
+@final
+class ForwardBackward:
+    """Runs forward and backward as a training step and a simulated one of it do, and synchronizes gradients.
+
+    A call takes a micro-batch, or in a pipeline the micro-batches of an update, which the pipeline splits itself.
+    """
+
+    def __init__(self, built: BuiltModel) -> None:
+        self._task = built.task
+        self._pipeline = built.pipeline
+        self._grad_sync: GradSync | None = None
+        if built.ranks.data_mesh is not None:
+            from graphckpt.train.parallel.data_parallel import make_grad_sync  # noqa: PLC0415 - as above
+
+            losses, stage = partial(built.task.losses, built.model), built.settings.zero_optimization.active_stage
+            self._grad_sync = make_grad_sync(built.model, losses, built.ranks, stage=stage)
+        if built.pipeline is not None:
+            built.pipeline.grad_sync = self._grad_sync
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], *, is_last: bool) -> dict[str, Tensor]:
+        """Returns the losses, ``total_loss`` first. ``is_last`` tells the last micro-batch of an update.
+
+        ``model`` is the one that was built, or what a ``Graph`` has in its place.
+        """
+        if self._pipeline is not None:
+            return self._pipeline.losses(batch)
+        sync = self._grad_sync
+        with nullcontext() if sync is None else sync.micro_batch(is_last=is_last):
+            losses = self._task.losses(model, batch) if sync is None else sync.losses(batch)
+            total = sum_of_losses(losses)
+            total.backward()
+        return {"total_loss": total, **losses}
 
 
 class _TaskGraph(Graph):
@@ -122,14 +157,9 @@ class TrainGraph(_TaskGraph):
     def __init__(
         self, built: BuiltModel, optimizer: Optimizer, scheduler: LRScheduler, blocks: Mapping[str, dict[str, Any]]
     ) -> None:
-        grad_sync: GradSync | None = None
-        if built.ranks.data_mesh is not None:
-            from graphckpt.train.parallel.data_parallel import make_grad_sync  # noqa: PLC0415 - as above
-
-            losses, stage = partial(built.task.losses, built.model), built.settings.zero_optimization.active_stage
-            grad_sync = make_grad_sync(built.model, losses, built.ranks, stage=stage)
+        forward_backward = ForwardBackward(built)
         super().__init__(built)
-        self.grad_sync = grad_sync
+        self.forward_backward = forward_backward
         amp, accumulation = built.settings.amp, built.settings.sizes.accumulation
         self.last_micro_batches = cycle([*[False] * (accumulation - 1), True])
         for name, fields in blocks.items():
@@ -138,7 +168,6 @@ class TrainGraph(_TaskGraph):
             block.config.update(fields)
         self.add_optimizer(optimizer, lr_sch=scheduler)
         if self.pipeline is not None:  # which splits a batch itself
-            self.pipeline.grad_sync = grad_sync
             self._update.total_norm = self.pipeline.total_norm
             return
         if accumulation > 1:
@@ -147,14 +176,7 @@ class TrainGraph(_TaskGraph):
             self.set_grad_scaler(torch.amp.GradScaler(next(built.model.parameters()).device.type))
 
     def build(self, **batch: Tensor) -> dict[str, Tensor]:
-        if self.pipeline is not None:
-            return self.pipeline.losses(batch)
-        sync = self.grad_sync
-        with nullcontext() if sync is None else sync.micro_batch(is_last=next(self.last_micro_batches)):
-            losses = self.task.losses(self.model, batch) if sync is None else sync.losses(batch)
-            total = sum_of_losses(losses)
-            total.backward()
-        return {"total_loss": total, **losses}
+        return self.forward_backward(self.model, batch, is_last=next(self.last_micro_batches))
 
 
 @final

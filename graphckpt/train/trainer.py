@@ -34,7 +34,7 @@ from graphckpt.train.hooks.metrics import ExplainHook, MetricsHook, TensorBoardH
 from graphckpt.train.hooks.snapshot import BestHook, SnapshotHook, SnapshotWriter, export
 from graphckpt.train.loop import HookBase, Loop, TrainError, attribute_errors
 from graphckpt.train.output import Report
-from graphckpt.train.parallel.ranks import TrainRanks, resolve_device
+from graphckpt.train.parallel.ranks import TrainRanks, check_world_size, resolve_device
 from graphckpt.train.policies import plan_on_batch, replan_on_out_of_memory
 from graphckpt.train.settings import TrainConfig
 from graphckpt.train.snapshot.run_state import RunState
@@ -95,6 +95,7 @@ class Trainer:
         self._more_hooks = hooks
         self.folder = Path(settings.output_dir).expanduser()
         self.device = resolve_device(settings.device, settings.dist)
+        check_world_size(settings.dist)
         self.ranks = TrainRanks(settings.dist, self.device)
         if scratch:
             with writing_to(self.folder):

@@ -425,3 +425,10 @@ def test_a_capturable_optimizer_is_planned_and_stays_as_it_was(kind):
     assert plan.predicted_peak_bytes > 0
     assert optimizers[-1].param_groups[0]["foreach"] is None
     assert optimizers[-1].param_groups[0].get("capturable", False) is bool(options)
+
+
+def test_a_device_with_an_index_of_its_own_is_where_fake_tensors_are() -> None:
+    with FakeDevice(load_profile("h200")):
+        for device in (torch.device("cuda", 3), torch.device(type="cuda", index=3), torch.device("cuda:3")):
+            assert torch.zeros(2, device=device).device.type == "cpu"
+        assert torch.device("meta").type == "meta"

@@ -73,7 +73,7 @@ def test_accumulating_steps_take_what_is_predicted(capsys):
 
 
 def test_the_allocator_of_an_absent_device_has_room_for_the_steps_that_accumulate():
-    machine = load_profile("h200").with_memory("690MiB")
+    machine = load_profile("h200").with_memory("692MiB")
     with fake_steps_from("configs/quickstart.py", SMALL, device=machine) as steps:
         found = steps.fit("max", [32], 64)
         row = found.at_global_batch(64)
@@ -124,6 +124,8 @@ def test_faults_are_one_clear_error(words, message, capsys):
         (["--device", "h100", "--memory-budget", "60"], "memory_budget: expected at least 1 KiB, got 60 B"),
         (["--device", "h100", "--host-budget", "60 G"], "host_budget: '60 G': unknown unit 'G'"),
         (["--device", "h100", "--offload", "gpu"], "--offload: expected an offload target, got 'gpu'"),
+        (["--cluster", "dgx-h10"], "cluster: unknown profile 'dgx-h10' · did you mean 'dgx-h100'"),
+        (["--cluster", "absent.yaml"], "cluster: the file absent.yaml does not exist · fix: use one of dgx-a100"),
     ],
 )
 def test_flags_are_checked_before_the_config_is_imported(command, flags, message, tmp_path, capsys):
@@ -142,36 +144,93 @@ def test_a_memory_replaces_that_of_the_profile(capsys):
     assert line in capsys.readouterr().out
 
 
-ZERO = ["train.dist.data_parallel_size=4", "train.zero_optimization.enabled=True"]
-
-
 @pytest.mark.parametrize("command", ["plan", "fit"])
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train.dist.tensor_parallel_size=4"], "train.dist.tensor_parallel_size: expected 1 to plan a config, got 4"),
-        (
-            ["train.dist.pipeline_parallel_size=2", "train.num_accumulation_steps=4"],
-            "train.dist.pipeline_parallel_size: expected 1 to plan a config, got 2",
-        ),
-        *[
-            ([*ZERO, f"train.zero_optimization.stage={stage}"], "train.zero_optimization.enabled: expected False to")
-            for stage in (1, 2, 3)
-        ],
-    ],
-)
-def test_what_shards_the_step_is_refused(command, words, message, capsys):
-    assert main([command, *CONFIG, *SMALL, *words]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert "torchrun" in err
+def test_a_cluster_is_for_several_processes(command, capsys):
+    assert main([command, *CONFIG, "--cluster", "pcie", *SMALL]) == 2
+    message = "cluster: expected a config of several processes with it, got 'pcie' and one process · fix: leave it out"
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["plan", "fit"])
-def test_a_note_has_the_buckets_of_ddp(command, capsys):
-    words = ["--json", "--memory-budget", "4GiB", *(["--batch-sizes", "16"] if command == "fit" else [])]
-    assert main([command, *CONFIG, *words, *SMALL, "train.dist.data_parallel_size=4"]) == 0
-    notes = json.loads(capsys.readouterr().out)["notes"]
+def test_a_cluster_sets_the_time_of_collectives(tmp_path, capsys):
+    file = tmp_path / "slow.yaml"
+    link = "{bandwidth: 1.0e+8, latency: 0}"
+    file.write_text(f"name: slow\nranks_per_node: 2\nwithin_node: {link}\nbetween_nodes: {link}\n")
+    values = []
+    for flags in ([], ["--cluster", "dgx-h200"], ["--cluster", str(file)]):
+        words = ["--json", *flags, "train.dist.tensor_parallel_size=2", *SMALL]
+        assert main(["plan", *CONFIG, *words]) == 0
+        values.append(json.loads(capsys.readouterr().out))
+    default, named, slow = values
+    assert default == named
+    assert default["communication_seconds"] == pytest.approx(default["exposed_seconds"])
+    assert slow["communication_seconds"] > 10 * default["communication_seconds"] > 0
+    assert any("the slow profile: 2 ranks in a node, 0.1 GB/s" in note for note in slow["notes"])
+    assert any("the dgx-h200 profile" in note for note in default["notes"])
+
+
+def test_micro_batches_that_do_not_run_communicate_too():
+    """DDP reduces gradients in the last micro-batch only; with ZeRO 3 each gathers weights."""
+
+    def plan_of(stage, accumulation):
+        words = [*SPREAD["train.zero_optimization.stage 3"], f"train.num_accumulation_steps={accumulation}"]
+        words = words if stage else [words[0], words[-1]]
+        with fake_steps_from("configs/quickstart.py", [*SMALL, *words], device="h200") as steps:
+            return steps.plan("4GiB")
+
+    one, two, nine = (plan_of(0, accumulation).communication_seconds for accumulation in (1, 2, 9))
+    assert one == pytest.approx(two) == pytest.approx(nine)
+    one, two, nine = (plan_of(3, accumulation) for accumulation in (1, 2, 9))
+    each = two.communication_seconds - one.communication_seconds
+    assert each > 0.4 * one.communication_seconds
+    assert nine.communication_seconds == pytest.approx(one.communication_seconds + 8 * each, rel=0.2)
+    assert nine.exposed_seconds > 2 * two.exposed_seconds
+
+
+SPREAD = {
+    "train.dist.tensor_parallel_size": ["train.dist.tensor_parallel_size=2"],
+    **{
+        f"train.zero_optimization.stage {stage}": [
+            "train.dist.data_parallel_size=2",
+            "train.zero_optimization.enabled=True",
+            f"train.zero_optimization.stage={stage}",
+        ]
+        for stage in (1, 2, 3)
+    },
+    "dp x tp": ["train.dist.data_parallel_size=2", "train.dist.tensor_parallel_size=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
     with fake_steps_from("configs/quickstart.py", SMALL, device="h200") as steps:
-        size = format_bytes(sum(parameter.nbytes for parameter in steps.model.parameters()))
-    assert any(f"data_parallel_size 4: planned for one rank; the buckets of DDP, {size} more" in note for note in notes)
+        return steps.plan("4GiB")
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_what_spreads_the_step_changes_the_plan(name, alone):
+    with fake_steps_from("configs/quickstart.py", [*SMALL, *SPREAD[name]], device="h200") as steps:
+        plan = steps.plan("4GiB")
+        values = steps.to_dict(plan)
+    assert plan.plain_peak_bytes != alone.plain_peak_bytes
+    assert plan.plain_step_seconds != alone.plain_step_seconds
+    size = 4 if name == "dp x tp" else 2
+    assert (plan.world_size, plan.rank) == (values["world_size"], values["rank"]) == (size, 0)
+    assert f"rank 0 of {size}, data_parallel_size" in plan.notes[0]
+
+
+def test_the_batch_of_a_fit_is_that_of_a_rank():
+    words = [*SMALL, *SPREAD["dp x tp"], "train.train_micro_batch_size=null", "train.global_batch_size=64"]
+    with fake_steps_from("configs/quickstart.py", words, device="h200") as steps:
+        found = steps.fit("1GiB", [8, 16, 32])
+    row = found.at_global_batch(32)
+    assert row.batch_size * row.accumulation == 32
+    assert any("rank 0 of 4" in note and "batch sizes are those of one rank" in note for note in found.notes)
+
+
+def test_fused_optimizers_are_for_weights_that_are_sharded_alike():
+    """PyTorch refuses one that gets DTensors and plain tensors, as tensor parallelism leaves them."""
+    tensor, zero = SPREAD["train.dist.tensor_parallel_size"], SPREAD["train.zero_optimization.stage 3"]
+    for words, kinds in (([], [True, True]), (tensor, [None, None]), ([*tensor, *zero], [True, True])):
+        with fake_steps_from("configs/quickstart.py", [*SMALL, *words], device="h200") as steps:
+            assert [group["fused"] for group in steps.optimizer.param_groups] == kinds
+            steps.plan("4GiB")

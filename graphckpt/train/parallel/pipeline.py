@@ -23,7 +23,8 @@ from graphckpt.errors import ConfigError
 from graphckpt.integrations.pipelining import stages_of
 from graphckpt.train.parallel.ranks import TrainRanks
 from graphckpt.train.parallel.sharding import on_other_stage
-from graphckpt.train.tasks.base import Task, sum_of_losses
+from graphckpt.train.tasks.base import sum_of_losses
+from graphckpt.train.tasks.causal_lm import CausalLM
 
 if TYPE_CHECKING:
     from graphckpt.train.parallel.data_parallel import GradSync
@@ -213,7 +214,7 @@ class Pipeline:
         self,
         model: nn.Module,
         stages: Stages,
-        task: Task,
+        task: CausalLM,
         ranks: TrainRanks,
         *,
         num_micro_batches: int,
@@ -238,7 +239,7 @@ class Pipeline:
         self._training = StageRun(model, losses, **ends)
         self._evaluation = StageRun(model, task.tally, **ends)
         self._schedules: dict[Any, Any] = {}
-        self._names: list[str] = []
+        self._names = ["total_loss", *task.LOSSES]  # the last stage alone computes them
         shared = [model.get_parameter(name) for name in tied_weights(model, stages)]
         self._shared = shared if self._is_first or self._is_last else []
         dist.barrier(group=self._group)  # NCCL connects a group in its first call, which all of it have to make
@@ -258,8 +259,6 @@ class Pipeline:
         for weight in self._shared:  # last, for the sum of two has the same bits at both ends
             grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             weight.grad = grad.add_(self._exchange_ends(grad))
-        if not self._names:
-            self._names = self._ranks.all_gather(self._training.names)[-1]
         shape = self._num_micro_batches, len(self._names)
         values = torch.empty(shape, device=batch["labels"].device) if output is None else output.detach().view(shape)
         dist.broadcast(values, group_src=self._group.size() - 1, group=self._group)

@@ -93,9 +93,13 @@ class TrainRanks:
         self._patient: Any = None
         self._background: Any = None
         self._is_owner = False
-        check_world_size(config)
         if self.size > 1:
             self._join(device)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether this is one rank of an absent cluster: its tensors have no values, and nobody answers."""
+        return self.size > 1 and dist.get_backend() == "fake"
 
     @property
     def is_main(self) -> bool:

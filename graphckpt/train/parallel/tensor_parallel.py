@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.functional import embedding, linear
 from transformers.pytorch_utils import Conv1D
 
-from graphckpt._compat import packed_shard
+from graphckpt._compat import is_fake, packed_shard
 from graphckpt.errors import ConfigError, bullets
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 
@@ -330,7 +330,7 @@ class _DropoutStream:
     def begin(self, module: nn.Module, args: Any, output: Tensor) -> None:
         del args
         self._states = None
-        if not module.training:
+        if not module.training or is_fake(output):  # a simulated rank draws no numbers
             return
         devices = rng_devices([output])
         before = get_rng_state(devices)

@@ -48,6 +48,7 @@ class CausalLM(TextTask):
     """
 
     metric: ClassVar[str] = "eval_ppl"
+    LOSSES: ClassVar[tuple[str, ...]] = ("lm_loss",)
 
     def __init__(self, *, loss_head: bool = False) -> None:
         self._has_head = loss_head

@@ -1,0 +1,119 @@
+"""Pipeline stages on a simulated rank: sends and receives have no peer, and shapes have to be known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from graphckpt._compat_distributed import WARM_UP, schedule_of_stages, take_known_shapes
+from graphckpt.errors import ConfigError
+from graphckpt.planning.stand_ins import refusal, replaced, swapped, user_line
+
+_SCHEDULE_FIX = "use Schedule1F1B or ScheduleGPipe, or plan with real ranks by torchrun"
+_SHAPES_FIX = "give both, for one micro-batch, such as torch.empty(4, 2048, 4096, device='meta', requires_grad=True)"
+
+
+@contextmanager
+def simulated_stages() -> Iterator[None]:
+    """Lets stages of ``torch.distributed.pipelining`` run without the stages of other ranks."""
+    from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415 - takes a second
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti  # noqa: PLC0415
+
+    begin = PipelineStage.__init__
+
+    @wraps(begin)
+    def init(
+        stage: Any,
+        submodule: Any,
+        stage_index: int,
+        num_stages: int,
+        device: Any,
+        input_args: Any = None,
+        output_args: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        _check_shapes(input_args is not None and output_args is not None, "input_args and output_args", _SHAPES_FIX)
+        here = torch.device("cpu")  # where fake tensors are; a schedule would ask CUDA for its random state
+        begin(stage, submodule, stage_index, num_stages, here, input_args, output_args, *args, **kwargs)
+
+    def refuse(schedule: object, *_: Any, **__: Any) -> None:
+        refusal(type(schedule).__name__, _SCHEDULE_FIX)()
+
+    with ExitStack() as stack:
+        stack.enter_context(swapped(PipelineStage, {"__init__": init}))
+        for kind in _subclasses_of(PipelineScheduleMulti):
+            stack.enter_context(swapped(kind, {"__init__": wraps(kind.__init__)(refuse)}))
+        if hasattr(schedule_of_stages(), WARM_UP):
+            stack.enter_context(swapped(schedule_of_stages(), {WARM_UP: _take_known_shapes}))
+        for post in (dist.isend, dist.irecv):
+            stack.enter_context(replaced(post, _holding(post)))
+        stack.enter_context(replaced(dist.batch_isend_irecv, _one_by_one))
+        yield
+
+
+def _subclasses_of(kind: type[Any]) -> Iterator[type[Any]]:
+    """Yields ``kind`` and the classes derived from it that have a constructor of their own."""
+    if "__init__" in vars(kind):
+        yield kind
+    for each in kind.__subclasses__():
+        yield from _subclasses_of(each)
+
+
+def _check_shapes(is_known: bool, names: str, fix: str) -> None:
+    if not is_known:
+        what = f"expected {names} on a simulated rank, whose neighbours send no shapes"
+        raise ConfigError(f"PipelineStage ({user_line()}): {what} · fix: {fix}")
+
+
+def _take_known_shapes(_: object, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    del p2p_done
+    names, fix = "input_grads and output_grads beside DTensors", "give both, for one micro-batch"
+    for stage in stages:
+        _check_shapes(take_known_shapes(stage, has_backward=has_backward), names, fix)
+
+
+# Note [Works hold their tensors]
+# The works of gloo and NCCL refer to the tensor that they send or receive, until they are deleted, not until they are
+# waited for. Schedule1F1B waits for its last send before the first backward, and has the work until the last one: with
+# fake works, which hold nothing, a stage would need less by one output.
+
+
+def _holding(post: Callable[..., Any]) -> Callable[..., Any]:
+    def posted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = post(tensor, *args, **kwargs)
+        return None if work is None else _Work(work, tensor)
+
+    return posted
+
+
+@final
+class _Work(dist.Work):
+    """See Note [Works hold their tensors]."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._work = work
+        self._tensor = tensor
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        return bool(self._work.wait(*args, **kwargs))
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+def _one_by_one(ops: list[Any]) -> list[Any]:
+    works = []
+    for op in ops:
+        peer = "group_dst" if op.op is dist.isend else "group_src"
+        works.append(op.op(op.tensor, group=op.group, tag=op.tag, **{peer: op.group_peer}))
+    return [work for work in works if work is not None]
