@@ -61,8 +61,8 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     """The number of ranks, on such a device each, over which FSDP2 shards the model. ``None`` is one process without
     it. With ``autocast``, FSDP2 gathers the weights in that type, and reduces gradients in float32."""
     cluster: str | None = None
-    """With ``world_size``: the name of a cluster profile such as ``"dgx-h100"``, or a file, for the time of collectives.
-    ``None`` is the one of the device."""
+    """With ``world_size``: the name of a cluster profile such as ``"dgx-h100"``, or a file, for the time of
+    collectives. ``None`` is the one of the device."""
     task: str | None = None
     """What the model is trained for, such as ``"causal-lm"``. ``None`` is the task of the config's architecture."""
 
