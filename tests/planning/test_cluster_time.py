@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphckpt
 from graphckpt import ConfigError, Plan
+from graphckpt.planning.allocations import AllocationTrace
 from graphckpt.planning.cluster_profile import ClusterProfile, Link, cluster_names, default_cluster, load_cluster
 from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.fake_device import FakeDevice
@@ -280,6 +281,28 @@ class TestExposure:
             assert fast.predicted_step_seconds < slow.predicted_step_seconds
             assert fast.exposed_seconds <= fast.communication_seconds < slow.communication_seconds
 
+    def test_micro_batches_wait_for_their_gradients(self) -> None:
+        """The last reduce-scatter of each backward is exposed, and the first all-gather of each forward."""
+        profile = cluster(within=1e12)
+        rank = FakeCluster(4, 0, profile)
+        each = profile.seconds("gather", BYTES, range(4))
+        machine = load_profile("h200")
+        with rank:
+            device = FakeDevice(machine, cluster=rank)
+            with device.building():
+                _, step = step_of(sharded)
+            exposed = []
+            for count in (1, 3):
+                timeline = device.new_timeline()
+                trace = AllocationTrace("meta", is_fake=True, op_seconds=timeline.op_seconds)
+                with device:
+                    step()
+                    with timeline.waits(), trace:
+                        for _ in range(count):
+                            step()
+                exposed.append(timeline.seconds().exposed)
+        assert exposed == pytest.approx([2 * each, 6 * each], rel=0.02)
+
     def test_ddp_reduces_beside_backward(self) -> None:
         """4 layers of 32 MiB, each a bucket: the last one has nothing beside it."""
 
@@ -339,8 +362,6 @@ class Timed:
         self.device = FakeDevice(load_profile("cpu"), cluster=self.cluster)
 
     def seconds(self, step: Callable[[], object]) -> tuple[float, float, float]:
-        from graphckpt.planning.allocations import AllocationTrace  # noqa: PLC0415
-
         timeline = Timeline(lambda func, *_: 1e-3 * (func.namespace == "aten"), self.cluster.profile)
         trace = AllocationTrace("meta", is_fake=True, op_seconds=timeline.op_seconds)
         with self.device, timeline.waits(), trace:
