@@ -22,6 +22,7 @@ from graphckpt.planning.fake_ddp import simulated_ddp
 from graphckpt.planning.fake_stages import simulated_stages
 from graphckpt.planning.profile import Device, DeviceProfile, load_profile
 from graphckpt.planning.stand_ins import refusal, replaced, swapped
+from graphckpt.planning.timeline import bubble_seconds
 
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
 _OBJECTS = (
@@ -67,6 +68,8 @@ class FakeCluster:
         self.profile = default_cluster("") if profile is None else profile
         self.notes = (cluster_note(self.profile),) if world_size > 1 else ()
         """What plans should mention."""
+        self.bubble_share = 0.0
+        """The idle time of a pipeline stage on the rank, as a share of the rest of its time; stages count as equal."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -85,12 +88,15 @@ class FakeCluster:
             stack.enter_context(_cuda_of(self.local_rank))
             stack.enter_context(_refusals())
             stack.enter_context(simulated_ddp())
-            stack.enter_context(simulated_stages())
+            stack.enter_context(simulated_stages(self._see_schedule))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.__exit__(*exc)  # type: ignore[arg-type]
+
+    def _see_schedule(self, num_stages: int, num_micro_batches: int) -> None:
+        self.bubble_share = bubble_seconds(1.0, num_stages, num_micro_batches)
 
     @property
     def local_rank(self) -> int:

@@ -56,8 +56,10 @@ class StepRun(NamedTuple):
     """Those of the first steps of a process, or on CUDA those of two steps; ``None`` for a step on a CPU."""
     communication_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    """Of ``seconds``, those in which computation waits for collectives. Both are 0 for a real step, where they are not
-    known."""
+    """Of ``seconds``, those in which computation waits for collectives."""
+    bubble_seconds: float = 0.0
+    """Of ``seconds``, those in which a pipeline stage waits for others. All three are 0 for a real step, where they are
+    not known."""
 
 
 class RealStep:
@@ -505,13 +507,14 @@ class FakeStep:
                 self._step_fn()
             trace.label((parameter.grad for parameter in self._model.parameters()), "gradients")
         seconds = self._seconds_of_all(timeline.seconds(), timeline.first)
-        return StepRun(trace.peak_bytes, seconds.total, trace.allocations, seconds.communication, seconds.exposed)
+        return StepRun(trace.peak_bytes, seconds.total, trace.allocations, *seconds[1:])
 
     def of_all_micro_batches(self, measured: MeasuredStep) -> MeasuredStep:
         """Returns what was measured with the seconds of all micro-batches."""
         self._optimizer_seconds = measured.optimizer_seconds
+        factor = self._factor * (1 + self._bubble_share)  # other stages recompute as well
         tables = (
-            tuple(tuple(self._factor * seconds for seconds in row) for row in table)
+            tuple(tuple(factor * seconds for seconds in row) for row in table)
             for table in (measured.forward_seconds, measured.backward_seconds)
         )
         forward, backward = tables
@@ -523,9 +526,15 @@ class FakeStep:
 
         The micro-batches that do not run communicate as the first one does: DDP reduces gradients in the last one.
         """
-        computing = self._factor * (seconds.total - seconds.exposed - self._optimizer_seconds) + self._optimizer_seconds
+        computing = self._factor * (seconds.total - seconds.exposed - self._optimizer_seconds)
         exposed = seconds.exposed + self._num_others * first.exposed
-        return StepSeconds(computing + exposed, seconds.communication + self._num_others * first.communication, exposed)
+        communication = seconds.communication + self._num_others * first.communication
+        bubble = self._bubble_share * (computing + exposed)
+        return StepSeconds(computing + exposed + bubble + self._optimizer_seconds, communication, exposed, bubble)
+
+    @property
+    def _bubble_share(self) -> float:
+        return 0.0 if self._device.cluster is None else self._device.cluster.bubble_share
 
     @contextmanager
     def _from_start(self) -> Iterator[None]:

@@ -49,6 +49,8 @@ class StepSeconds(NamedTuple):
     """Of all collectives, each as if it were alone."""
     exposed: float = 0.0
     """Of ``total``, those in which computation waits for a collective."""
+    bubble: float = 0.0
+    """Of ``total``, those in which a pipeline stage waits for others."""
 
 
 @final

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import graphckpt
 from graphckpt import ConfigError, Plan
+from graphckpt.planning.allocations import AllocationTrace
 from graphckpt.planning.cluster_profile import ClusterProfile, Link, cluster_names, default_cluster, load_cluster
 from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.fake_device import FakeDevice
@@ -279,6 +281,28 @@ class TestExposure:
             assert fast.predicted_step_seconds < slow.predicted_step_seconds
             assert fast.exposed_seconds <= fast.communication_seconds < slow.communication_seconds
 
+    def test_micro_batches_wait_for_their_gradients(self) -> None:
+        """The last reduce-scatter of each backward is exposed, and the first all-gather of each forward."""
+        profile = cluster(within=1e12)
+        rank = FakeCluster(4, 0, profile)
+        each = profile.seconds("gather", BYTES, range(4))
+        machine = load_profile("h200")
+        with rank:
+            device = FakeDevice(machine, cluster=rank)
+            with device.building():
+                _, step = step_of(sharded)
+            exposed = []
+            for count in (1, 3):
+                timeline = device.new_timeline()
+                trace = AllocationTrace("meta", is_fake=True, op_seconds=timeline.op_seconds)
+                with device:
+                    step()
+                    with timeline.waits(), trace:
+                        for _ in range(count):
+                            step()
+                exposed.append(timeline.seconds().exposed)
+        assert exposed == pytest.approx([2 * each, 6 * each], rel=0.02)
+
     def test_ddp_reduces_beside_backward(self) -> None:
         """4 layers of 32 MiB, each a bucket: the last one has nothing beside it."""
 
@@ -338,13 +362,11 @@ class Timed:
         self.device = FakeDevice(load_profile("cpu"), cluster=self.cluster)
 
     def seconds(self, step: Callable[[], object]) -> tuple[float, float, float]:
-        from graphckpt.planning.allocations import AllocationTrace  # noqa: PLC0415
-
         timeline = Timeline(lambda func, *_: 1e-3 * (func.namespace == "aten"), self.cluster.profile)
         trace = AllocationTrace("meta", is_fake=True, op_seconds=timeline.op_seconds)
         with self.device, timeline.waits(), trace:
             step()
-        total, communication, exposed = timeline.seconds()
+        total, communication, exposed, _ = timeline.seconds()
         return round(total * 1e3, 6), round(communication * 1e3, 6), round(exposed * 1e3, 6)
 
 
@@ -450,7 +472,50 @@ def test_an_unknown_collective_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
             rank.seconds(partial(dist.all_reduce, x))
 
 
+def stage_of(num_micro_batches: int) -> Callable[[], tuple[nn.Module, Callable[[], None]]]:
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        rank, num_stages = dist.get_rank(), dist.get_world_size()
+        hidden = torch.empty(256, D, device="meta", requires_grad=True)
+        module = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+        stage = PipelineStage(module, rank, num_stages, torch.device("cpu"), input_args=hidden, output_args=hidden)
+        schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=nn.functional.mse_loss)
+        rows = 256 * num_micro_batches
+        inputs = [torch.randn(rows, D)] if rank == 0 else []
+        target = {"target": torch.randn(rows, D)} if rank == num_stages - 1 else {}
+
+        def step() -> None:
+            schedule.step(*inputs, **target)
+            module.zero_grad()
+
+        return module, step
+
+    return make
+
+
 class TestPipeline:
+    def test_the_plan_of_a_stage_has_its_bubble(self) -> None:
+        """On stage 1 of 4 each micro-batch is received and sent, and so are its gradients."""
+        profile = cluster(within=100e9)
+        plans = {}
+        for count in (4, 8):
+            plans[count] = plan = graphckpt.plan(
+                stage_of(count), device="h200", world_size=4, rank=1, cluster=profile, memory_budget="max", select="*"
+            )
+            busy = plan.predicted_step_seconds - plan.bubble_seconds
+            assert plan.bubble_seconds == pytest.approx(busy * 3 / count)
+            assert plan.predicted_step_seconds == pytest.approx(plan.plain_step_seconds, rel=0.01)
+            transfers = 4 * count * profile.seconds("send", 4 * 256 * D, (0, 1))
+            assert plan.communication_seconds == pytest.approx(transfers)
+            assert "in the pipeline's bubble" in " ".join(str(plan).split())
+        assert plans[8].predicted_step_seconds < 2 * plans[4].predicted_step_seconds
+        full = graphckpt.plan(
+            stage_of(8), device="h200", world_size=4, rank=1, cluster=profile, memory_budget="min", candidates=["full"],
+            select="*",
+        )  # fmt: skip
+        assert full.predicted_step_seconds - full.bubble_seconds > plans[8].predicted_step_seconds * 8 / 11
+        extra = sum(row.extra_seconds for row in full.rows)
+        assert full.predicted_step_seconds - full.plain_step_seconds == pytest.approx(extra, rel=0.05)
+
     def test_equal_stages(self) -> None:
         for num_stages in (1, 2, 5):
             for count in (1, 2, 5, 9):
