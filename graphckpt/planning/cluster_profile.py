@@ -167,7 +167,7 @@ def default_cluster(device_name: str) -> ClusterProfile:
 
 def cluster_note(profile: ClusterProfile) -> str:
     """Returns what a plan says about the communication that it has assumed."""
-    buffers = f"NCCL takes about {format_bytes(profile.comm_bytes)} for each group, which is not counted"
+    buffers = f"NCCL takes about {format_bytes(profile.comm_bytes)} for each group, beside the allocator"
     return f"communication as on {profile.describe()}; {buffers}"
 
 

@@ -35,7 +35,7 @@ class PolicyEstimate:
     reserved_bytes: int
     """What PyTorch's caching allocator reserves; 0 if it is not known."""
     nvidia_smi_bytes: int
-    """What ``nvidia-smi`` shows: the reserved bytes and the CUDA context; 0 if it is not known."""
+    """What ``nvidia-smi`` shows: the reserved bytes, the CUDA context and the buffers of NCCL; 0 if not known."""
     seconds: float
     """The time of one step, from the rates of the device profile."""
     samples_per_second: float

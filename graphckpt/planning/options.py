@@ -329,12 +329,12 @@ def device_memory(device: torch.device, alive: int, sharers: int = 1) -> DeviceM
     return DeviceMemory(total=total // sharers, available=available, headroom=int(_HEADROOM * available))
 
 
-def absent_memory(kind: str, total: int, context_bytes: int) -> DeviceMemory:
+def absent_memory(kind: str, total: int, bytes_beside_allocator: int) -> DeviceMemory:
     """Returns the memory of a device of this kind that runs nothing yet, not even its context.
 
-    ``"max"`` leaves the context alone on CUDA, where the allocator is simulated.
+    ``"max"`` leaves nothing beside that on CUDA, where the allocator is simulated.
     """
-    headroom = context_bytes if kind == "cuda" else int(_HEADROOM * total)
+    headroom = bytes_beside_allocator if kind == "cuda" else int(_HEADROOM * total)
     return DeviceMemory(total=total, available=total, headroom=headroom)
 
 

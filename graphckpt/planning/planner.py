@@ -386,7 +386,7 @@ def with_reserved(plan: Plan, replayed: Replay, allocations: AllocationLog, step
     return replace(
         plan,
         predicted_reserved_bytes=replayed.reserved_bytes,
-        predicted_nvidia_smi_bytes=replayed.reserved_bytes + step.machine.context_bytes,
+        predicted_nvidia_smi_bytes=replayed.reserved_bytes + step.bytes_beside_allocator,
         expandable_reserved_bytes=step.reserved_if_expandable(allocations),
         notes=(*plan.notes, *notes),
     )

@@ -78,7 +78,7 @@ class PlanData(Budgeted):
     predicted_reserved_bytes: int = 0
     """What PyTorch's caching allocator reserves in the first steps of a process, at most; 0 if it is not known."""
     predicted_nvidia_smi_bytes: int = 0
-    """What ``nvidia-smi`` shows then: the reserved bytes and the CUDA context; 0 if it is not known."""
+    """What ``nvidia-smi`` shows then: the reserved bytes, the CUDA context and the buffers of NCCL; 0 if not known."""
     measured_peak_bytes: int = 0
     """The peak of a step that ran under the plan, by the allocator of a CUDA device; 0 on other devices."""
     measured_reserved_bytes: int = 0

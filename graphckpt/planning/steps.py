@@ -377,6 +377,7 @@ class FakeStep:
         """The micro-batches that do not run."""
         self._factor = 1 + self._num_others / num_traced
         self._optimizer_seconds = 0.0
+        self._comm_bytes = 0
         self._plain = StepSeconds(), StepSeconds()
         """Of the last step in which every block kept everything: all of it, and until the end of its first backward."""
         self.assumptions: tuple[str, ...] = ()
@@ -411,7 +412,12 @@ class FakeStep:
     @property
     def capacity_bytes(self) -> int:
         """The most that the allocator of the device can reserve."""
-        return self.machine.memory_bytes - self.machine.context_bytes
+        return self.machine.memory_bytes - self.bytes_beside_allocator
+
+    @property
+    def bytes_beside_allocator(self) -> int:
+        """The CUDA context, and the memory of NCCL for the groups whose collectives a step has run."""
+        return self.machine.context_bytes + self._comm_bytes
 
     def limits_reserved(self, budget: Budget) -> bool:
         """Whether a budget is for the bytes that the allocator reserves: with ``"max"`` they have to fit."""
@@ -472,11 +478,12 @@ class FakeStep:
         self.assumptions = self.assumptions or observer.assumptions
         if all(option is KEEP for option in options):
             self._plain = timeline.seconds(), timeline.first
+        self._comm_bytes = max(self._comm_bytes, timeline.comm_bytes)
         return StepSample(trace.log, trace.peak_bytes, trace.seconds, timeline.seconds().total)
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         del static, sharers
-        return absent_memory(self.machine.kind, self.machine.memory_bytes, self.machine.context_bytes)
+        return absent_memory(self.machine.kind, self.machine.memory_bytes, self.bytes_beside_allocator)
 
     def restoring(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -506,6 +513,7 @@ class FakeStep:
                 timeline.begin_step()
                 self._step_fn()
             trace.label((parameter.grad for parameter in self._model.parameters()), "gradients")
+        self._comm_bytes = max(self._comm_bytes, timeline.comm_bytes)
         seconds = self._seconds_of_all(timeline.seconds(), timeline.first)
         return StepRun(trace.peak_bytes, seconds.total, trace.allocations, *seconds[1:])
 

@@ -130,6 +130,7 @@ class Timeline:
     def __init__(self, op_seconds: OpSeconds, cluster: ClusterProfile) -> None:
         self._compute_seconds = op_seconds
         self._cluster = cluster
+        self._groups: set[str] = set()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -160,6 +161,11 @@ class Timeline:
         """Returns the seconds until now, and those until all collectives have ended."""
         self._wait(max(self._ends.values(), default=0.0))
         return StepSeconds(self._now, self._communication, self._exposed)
+
+    @property
+    def comm_bytes(self) -> int:
+        """The device memory of NCCL for the groups that have communicated."""
+        return self._cluster.comm_bytes * len(self._groups)
 
     @property
     def first(self) -> StepSeconds:
@@ -212,6 +218,7 @@ class Timeline:
             start = max(start, self._scatter_end)
         end = max(start, self._ends.get(call.group, 0.0)) + seconds
         self._ends[call.group] = end
+        self._groups.add(call.group)
         self._communication += seconds
         if is_all_gather:
             self._results[_storage(args[0])] = end

@@ -28,6 +28,7 @@ import graphckpt
 from graphckpt import ConfigError, Plan, PlanError
 from graphckpt._compat_memory import gradient_buckets
 from graphckpt.planning.allocations import AllocationLog, replay
+from graphckpt.planning.cluster_profile import load_cluster
 from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.profile import load_profile
@@ -181,6 +182,23 @@ def test_collectives_of_fsdp_allocate_on_streams_of_their_own() -> None:
     apart, together = (replay(each) for each in (log, on_one))
     assert apart.allocated_bytes == together.allocated_bytes
     assert apart.reserved_bytes > together.reserved_bytes
+
+
+def test_the_memory_of_nccl_is_beside_the_allocator() -> None:
+    """One group of FSDP2 on a profile that states 256 MiB for each: ``"max"`` leaves as much."""
+
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        model, mesh = Model(), init_device_mesh("cuda", (dist.get_world_size(),))
+        if dist.get_world_size() > 1:
+            fully_shard(model, mesh=mesh)
+        return model, step_of(model, torch.zeros(2, NUM_TOKENS, dtype=torch.long))
+
+    def headroom(world_size: int) -> int:
+        plan = graphckpt.plan(make, device="h100", world_size=world_size, memory_budget="max", progress=False)
+        assert plan.predicted_nvidia_smi_bytes == plan.predicted_reserved_bytes + plan.headroom_bytes
+        return plan.headroom_bytes
+
+    assert headroom(8) - headroom(1) == load_cluster("dgx-h100").comm_bytes == 256 * 2**20
 
 
 def test_a_size_that_the_parameters_of_the_rank_exceed_is_refused_at_once() -> None:
