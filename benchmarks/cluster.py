@@ -2,7 +2,7 @@
 
 The real peak is that of a counter which shares no code with the library. Rows are written as they come.
 
-    PYTHONPATH=tests:. python benchmarks/cluster.py [--plans 6] [--ways ddp hsdp ...]
+    PYTHONPATH=tests:. python benchmarks/cluster.py [--plans 6] [--ways ddp hsdp ...] [--add]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from helpers.ranks import run_on_ranks
 from helpers.simulated_ranks import WAYS, Case, PipelineCase, peaks, planned, planned_evenly, planned_stage
-from report import header, table, write
+from report import RESULTS, header, table, write
 
 ATTEMPTS = 2
 STAGES = {"1F1B of 2": 6, "1F1B of 4": 3, "GPipe of 2": 3}
@@ -74,11 +74,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plans", type=int, default=6)
     parser.add_argument("--ways", nargs="*", default=names)
+    parser.add_argument("--add", action="store_true", help="keep the rows of other ways")
     options = parser.parse_args()
-    head = header(
-        n=f"{options.plans} plans a way, the lowest of {ATTEMPTS} steps each; ranks by gloo, all on this machine"
-    )
-    rows: list[dict[str, Any]] = []
+    head = header(n=f"the lowest of {ATTEMPTS} steps for each plan; ranks by gloo, all on this machine")
+    earlier = json.loads((RESULTS / "cluster.json").read_text())["rows"] if options.add else []
+    rows = [row for row in earlier if row["way"].partition(", stage")[0] not in options.ways]
     for way in options.ways:
         if way in WAYS:
             plans = [planned_evenly(partial(planned, way), options.plans)]
@@ -90,7 +90,7 @@ def main() -> None:
                 planned_evenly(partial(planned_stage, schedule, int(size), rank), num_plans)
                 for rank in range(int(size))
             ]
-            rows += compared(schedule, partial(PipelineCase, schedule), int(size), plans)
+            rows += compared(way, partial(PipelineCase, schedule), int(size), plans)
         report(rows, head)
 
 

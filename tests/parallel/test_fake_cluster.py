@@ -48,7 +48,7 @@ def peaks_of_stages_agree(rank: int, schedule: str, plans: list[list[tuple[Mappi
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "num_plans"),
     [
-        ("1F1B", 2, 3),
+        ("1F1B", 2, 2),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1F1B", 2, 6), ("1F1B", 4, 3), ("GPipe", 2, 3))),
     ],
 )
@@ -60,4 +60,4 @@ def test_a_predicted_peak_is_that_of_a_real_stage(
         planned_evenly(partial(planned_stage, schedule, num_stages, rank), num_plans) for rank in range(num_stages)
     ]
     launch(peaks_of_stages_agree, num_stages, tmp_path, schedule, plans)
-    assert all(of_stage[1][0] != of_stage[2][0] != {} for of_stage in plans)
+    assert all(len({str(policies) for policies, _ in of_stage}) > 1 for of_stage in plans)
