@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from graphckpt.config.files import LazyConfig
 from graphckpt.config.lazy import dotted_name
 from graphckpt.config.schema import RunConfig, model_of, optimizer_of
 from graphckpt.config.source import ConfigSource, rename_old_keys
+from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
 from graphckpt.planning.fake_cluster import FakeCluster
@@ -64,13 +65,43 @@ def fake_steps_from(
 
     ``options`` are fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config. With
     ``train.dist`` the steps are those of rank 0, which has the largest shards.
+
+    Raises:
+        ConfigError: the config describes a pipeline, whose stages differ.
     """
+    with fake_stages_from(config_file, overrides, device=device, options=options) as stages:
+        if len(stages) > 1:
+            what = f"expected 1 to fit a batch size, got {len(stages)}; the stages of a pipeline have different blocks"
+            fix = "graphckpt plan with the train.train_micro_batch_size to try"
+            raise ConfigError(f"train.dist.pipeline_parallel_size: {what} · fix: {fix}")
+        with stages[0] as steps:
+            yield steps
+
+
+@contextmanager
+def fake_stages_from(
+    config_file: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    device: str | Path | DeviceProfile,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[list[AbstractContextManager[FakeConfigSteps]]]:
+    """Yields the steps of each pipeline stage; as :func:`fake_steps_from`. One stage at a time may be entered."""
     target = load_profile(device)
     source = ConfigSource(config_file, overrides)
     with source.checked() as run:
-        dist = run.train.dist
-        with FakeCluster(dist.num_processes) if dist.num_processes > 1 else nullcontext() as cluster:
-            yield FakeConfigSteps(run, target, options or {}, cluster)
+        num_stages = run.train.dist.pipeline_parallel_size
+        yield [_fake_steps(run, target, options or {}, stage) for stage in range(num_stages)]
+
+
+@contextmanager
+def _fake_steps(
+    run: RunConfig, machine: DeviceProfile, options: Mapping[str, Any], stage: int
+) -> Iterator[FakeConfigSteps]:
+    dist = run.train.dist
+    rank = stage * (dist.num_processes // dist.pipeline_parallel_size)  # the first one of its stage
+    with FakeCluster(dist.num_processes, rank) if dist.num_processes > 1 else nullcontext() as cluster:
+        yield FakeConfigSteps(run, machine, options, cluster)
 
 
 @final
@@ -97,6 +128,7 @@ class FakeConfigSteps:
         with self._fake.building():
             built = build_model(partial(model_of, run), self._task, run.train, ranks, here)
         self.model: Any = built.model
+        self._is_pipeline = built.pipeline is not None
         check_task(self._task, self.model, self._data, runs=False)
         with self._fake:
             self.optimizer = optimizer_of(run, self.model, machine.kind)
@@ -104,8 +136,9 @@ class FakeConfigSteps:
         section = run.train.activation_checkpoint
         wanted = section.plan_options(**{**options, "partition": None, "compile": None})
         self.options = replace(wanted, head=head_policies(self.model, wanted.head))
-        self.blocks = [(name, self.model.get_submodule(name)) for name in selected_names(self.model, section)]
-        self.notes = [] if cluster is None else [_rank_note(run.train.dist, cluster), *cluster.notes]
+        names = [name for name in selected_names(self.model, section) if built.runs(name)]
+        self.blocks = [(name, self.model.get_submodule(name)) for name in names]
+        self.notes = [] if cluster is None else [*_rank_notes(run.train.dist, cluster), *cluster.notes]
         if compile_options(section.compile) is not None:
             self.notes.append("compile: its effect is not known without the device; planned without")
         if section.partition:
@@ -125,7 +158,7 @@ class FakeConfigSteps:
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
         step_fn, num_traced = self._step_fn(size, accumulation)
-        num_micro_batches = accumulation if num_traced < accumulation else 0
+        num_micro_batches = accumulation if num_traced < accumulation and not self._is_pipeline else 0
         step = FakeStep(
             self._fake,
             self.model,
@@ -139,6 +172,8 @@ class FakeConfigSteps:
 
     def _step_fn(self, size: int, accumulation: int) -> tuple[Callable[[], None], int]:
         """Returns a step with so many samples in a micro-batch, and how many of the micro-batches it runs."""
+        if self._is_pipeline:  # which splits the batch itself
+            size, accumulation = size * accumulation, 1
         sample = _sample(self._data.train, size)
         with self._fake:
             batch = {
@@ -223,9 +258,15 @@ class FakeConfigSteps:
         )
 
 
-def _rank_note(dist: DistConfig, cluster: FakeCluster) -> str:
+def _rank_notes(dist: DistConfig, cluster: FakeCluster) -> Iterator[str]:
     what = "bytes and batch sizes are those of one rank"
-    return f"rank {cluster.rank} of {cluster.world_size}, {dist.describe()}: {what}"
+    stages = dist.pipeline_parallel_size
+    place = f"rank {cluster.rank} of {cluster.world_size}"
+    if stages > 1:
+        place = f"stage {cluster.rank * stages // cluster.world_size} of {stages}, {place}"
+    yield f"{place}, {dist.describe()}: {what}"
+    if stages > 1:
+        yield "the time is that of the stage's own work: waiting for other stages is not in it"
 
 
 def _sample(data: Any, size: int) -> dict[str, Tensor]:
