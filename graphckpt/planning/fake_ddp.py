@@ -125,6 +125,7 @@ class FakeReducer:
         self._is_expecting = False
         self._is_unfinished = False
         self._has_marked_unused = False
+        self._ready: set[int] = set()
         self._next = 0
         self._buckets: list[_Bucket] = []
         self._allocate(bucket_indices)
@@ -173,6 +174,7 @@ class FakeReducer:
         self._absent = {number for number, each in enumerate(self._parameters) if id(each) not in present}
         self._is_expecting = True
         self._has_marked_unused = False
+        self._ready.clear()
         self._next = 0
         for bucket in self._buckets:
             bucket.num_pending = len(set(bucket.numbers) - self._absent)
@@ -186,13 +188,12 @@ class FakeReducer:
         if not self._is_unfinished:
             return
         self._is_unfinished = False
-        pending = [number for bucket in self._buckets if bucket.num_pending for number in bucket.numbers]
-        without = [number for number in pending if self._parameters[number].grad is None]
-        names = [self._names.get(number, f"number {number}") for number in without[:3]]
-        what = "expected a gradient for each parameter, got none"
+        rest = sorted(set(range(len(self._parameters))) - self._ready - self._absent)
+        names = ", ".join(self._names.get(number, f"number {number}") for number in rest[:3])
+        others = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
         raise ConfigError(
-            f"DistributedDataParallel ({user_line()}): {what} for {', '.join(names) or 'some'} "
-            "· fix: find_unused_parameters=True, or requires_grad=False"
+            f"DistributedDataParallel ({user_line()}): expected a gradient for each parameter, got none for "
+            f"{names}{others} · fix: find_unused_parameters=True, or requires_grad=False"
         )
 
     # ---- in backward
@@ -224,6 +225,7 @@ class FakeReducer:
 
     def _mark_ready(self, number: int) -> None:
         self._is_unfinished = True
+        self._ready.add(number)
         self._copy_in(number)
         bucket, _ = self._bucket_of[number]
         bucket.num_pending -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -309,10 +310,12 @@ def test_parameters_without_a_gradient_under_ddp() -> None:
         _, step = wrapped_step(model, **how)
         return model, step
 
-    with pytest.raises(
-        ConfigError, match=r"DistributedDataParallel \(test_fake_cluster.py, line \d+\): expected a gradi"
-    ):
+    with pytest.raises(ConfigError) as error:
         planned(make, 2)
+    place, _, what = str(error.value).partition(": ")
+    assert re.fullmatch(r"DistributedDataParallel \(test_fake_cluster.py, line \d+\)", place)
+    names = "layers.1.unused.weight, layers.1.unused.bias"
+    assert what.startswith(f"expected a gradient for each parameter, got none for {names} · fix: find_unused_param")
     for how in ({"find_unused_parameters": True}, {"static_graph": True}):
         assert planned(lambda how=how: make(**how), 2).world_size == 2
 
