@@ -86,7 +86,7 @@ def planned(way: str, budgets: list[Any]) -> list[Plan]:
 
 
 def metered(words: list[str], file: str) -> int:
-    """Returns the lowest peak of a few of the trainer's steps on this rank, under the plan in a file if there is one."""
+    """Returns the lowest peak of a few of the trainer's steps on this rank, under the plan in a file if any."""
     section = "train.activation_checkpoint"
     planned_words = [f"{section}.enabled=True", f"{section}.plan={file}"] if file else [f"{section}.enabled=False"]
     with ConfigSource("ranks.py", [*words, *planned_words]).checked() as run:
