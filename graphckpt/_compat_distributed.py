@@ -58,6 +58,42 @@ def _clear_dtensor_caches() -> None:
     transforms.cache_clear()
 
 
+def group_of(argument: Any) -> dist.ProcessGroup:
+    """Returns the process group that an op of ``torch.distributed`` has as an argument: boxed, or its name."""
+    if isinstance(argument, torch.ScriptObject):
+        argument = dist.ProcessGroup.unbox(argument)
+    if isinstance(argument, str):
+        resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009 - mypy: not exported
+        argument = resolve(argument)
+    group: dist.ProcessGroup = argument
+    return group
+
+
+def work_of(result: Any) -> Any:
+    """Returns the ``Work`` among the results of an op of ``c10d``: the object that its caller gets."""
+    boxed = result[-1] if isinstance(result, (tuple, list)) else result
+    return dist.Work.unbox(boxed)
+
+
+@contextmanager
+def on_wait(see: Callable[[Any], None]) -> Iterator[None]:
+    """Calls ``see`` with each ``Work`` of the fake backend for which the code inside waits."""
+    from torch._C import _distributed_c10d  # noqa: PLC0415
+
+    kind: Any = _distributed_c10d.FakeWork
+    wait = kind.wait
+
+    def wait_and_see(work: Any, *args: Any, **kwargs: Any) -> Any:
+        see(work)
+        return wait(work, *args, **kwargs)
+
+    kind.wait = wait_and_see
+    try:
+        yield
+    finally:
+        kind.wait = wait
+
+
 DDP_NAMES = ("Reducer", "Logger", "_verify_params_across_processes")
 """What ``DistributedDataParallel`` takes from ``torch.distributed`` that reads values, in C++."""
 

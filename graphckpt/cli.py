@@ -78,6 +78,8 @@ examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.6 --save plan.yaml
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h100 --memory 24GiB
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --json > plan.json
+  graphckpt plan --config-file configs/llama_pretrain.py --device h100 --cluster dgx-h100 \\
+      train.dist.data_parallel_size=8 train.dist.tensor_parallel_size=8
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
@@ -294,6 +296,12 @@ def _add_step_command(
         metavar="NAME",
         help=_device_help(),
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="cluster profile, for a config of several processes: a packaged name "
+        f"({', '.join(_profile_names('clusters'))}), or a file; by default that of the device",
+    )
     parser.add_argument("--memory", metavar="SIZE", help="the device's memory in place of its profile's, such as 24GiB")
     parser.add_argument("--memory-budget", default="max", metavar="SIZE", help=budget_help)
     for option, kind, meaning in _planner_options():
@@ -318,9 +326,9 @@ def _device_help() -> str:
     return f"device profile: a packaged name ({', '.join(_profile_names())}), or a file of 'graphckpt profile-device'"
 
 
-def _profile_names() -> list[str]:
+def _profile_names(folder: str = "profiles") -> list[str]:
     """Returns the packaged profiles, as `profile_names` does, without the seconds of its imports."""
-    return sorted(path.stem for path in (Path(__file__).parent / "planning" / "profiles").glob("*.yaml"))
+    return sorted(path.stem for path in (Path(__file__).parent / "planning" / folder).glob("*.yaml"))
 
 
 def _planner_options() -> Iterator[tuple[str, str, str]]:
@@ -491,11 +499,12 @@ def _stages(
 ) -> AbstractContextManager[list[AbstractContextManager[FakeConfigSteps]]]:
     from graphckpt.config.run import fake_stages_from  # noqa: PLC0415 - as above
 
-    return fake_stages_from(parsed.config_file, parsed.overrides, device=machine, options=_options(parsed))
+    return fake_stages_from(parsed.config_file, parsed.overrides, device=machine, **_options(parsed))
 
 
 def _options(parsed: argparse.Namespace) -> dict[str, Any]:
-    from graphckpt.planning.options import PlanOptions  # noqa: PLC0415 - as above
+    from graphckpt.planning.cluster_profile import load_cluster  # noqa: PLC0415 - as above
+    from graphckpt.planning.options import PlanOptions  # noqa: PLC0415
     from graphckpt.stores.base import parse_offload  # noqa: PLC0415
 
     values = {option: value for option, _, _ in _planner_options() if (value := getattr(parsed, option)) is not None}
@@ -508,7 +517,7 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
         parse_offload(parsed.offload)
     except ConfigError as error:
         raise ConfigError(f"--offload: {error}") from None
-    return values
+    return {"options": values, "cluster": None if parsed.cluster is None else load_cluster(parsed.cluster)}
 
 
 def _fit(parsed: argparse.Namespace) -> int:
@@ -528,7 +537,7 @@ def _fit(parsed: argparse.Namespace) -> int:
         for length in lengths:
             progress.begin("loading the config and its model")
             overrides = [*parsed.overrides, *([] if length is None else [f"data.seq_length={length}"])]
-            with fake_steps_from(parsed.config_file, overrides, device=machine, options=_options(parsed)) as steps:
+            with fake_steps_from(parsed.config_file, overrides, device=machine, **_options(parsed)) as steps:
                 fits.append((length, steps.fit(budget, sizes, parsed.global_batch_size, progress.begin)))
     if parsed.json:
         rows = [fit.to_dict() if one is None else {"sequence_length": one, **fit.to_dict()} for one, fit in fits]

@@ -24,14 +24,15 @@ from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
-from graphckpt.planning.fake_cluster import FakeCluster
+from graphckpt.planning.cluster_profile import Cluster, ClusterProfile
+from graphckpt.planning.fake_cluster import FakeCluster, cluster_of
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
-from graphckpt.planning.rows import byte_values
+from graphckpt.planning.rows import byte_values, second_values
 from graphckpt.planning.steps import FakeStep
 from graphckpt.train.build_model import ForwardBackward, build_model, check_task
 from graphckpt.train.data.samples import to_device
@@ -59,17 +60,19 @@ def fake_steps_from(
     overrides: Iterable[str] = (),
     *,
     device: str | Path | DeviceProfile,
+    cluster: Cluster = None,
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[FakeConfigSteps]:
     """Yields the steps that a config describes, of any batch size, simulated on the device of a profile.
 
     ``options`` are fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config. With
-    ``train.dist`` the steps are those of rank 0, which has the largest shards.
+    ``train.dist`` the steps are those of rank 0, which has the largest shards; ``cluster`` has the nodes and links.
 
     Raises:
-        ConfigError: the config describes a pipeline, whose stages differ.
+        ConfigError: the config or an argument cannot be used, there is a ``cluster`` for a config of one process, or
+            the config describes a pipeline, whose stages differ.
     """
-    with fake_stages_from(config_file, overrides, device=device, options=options) as stages:
+    with fake_stages_from(config_file, overrides, device=device, cluster=cluster, options=options) as stages:
         if len(stages) > 1:
             what = f"expected 1 to fit a batch size, got {len(stages)}; the stages of a pipeline have different blocks"
             fix = "graphckpt plan with the train.train_micro_batch_size to try"
@@ -84,23 +87,28 @@ def fake_stages_from(
     overrides: Iterable[str] = (),
     *,
     device: str | Path | DeviceProfile,
+    cluster: Cluster = None,
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[list[AbstractContextManager[FakeConfigSteps]]]:
     """Yields the steps of each pipeline stage; as :func:`fake_steps_from`. One stage at a time may be entered."""
     target = load_profile(device)
+    network = cluster_of(cluster, target)
     source = ConfigSource(config_file, overrides)
     with source.checked() as run:
-        num_stages = run.train.dist.pipeline_parallel_size
-        yield [_fake_steps(run, target, options or {}, stage) for stage in range(num_stages)]
+        dist = run.train.dist
+        if cluster is not None and dist.num_processes == 1:
+            what = f"expected a config of several processes with it, got {network.name!r} and one process"
+            raise ConfigError(f"cluster: {what} · fix: leave it out, or set train.dist.data_parallel_size=8")
+        yield [_fake_steps(run, target, network, options or {}, n) for n in range(dist.pipeline_parallel_size)]
 
 
 @contextmanager
 def _fake_steps(
-    run: RunConfig, machine: DeviceProfile, options: Mapping[str, Any], stage: int
+    run: RunConfig, machine: DeviceProfile, network: ClusterProfile, options: Mapping[str, Any], stage: int
 ) -> Iterator[FakeConfigSteps]:
     dist = run.train.dist
-    rank = stage * (dist.num_processes // dist.pipeline_parallel_size)  # the first one of its stage
-    with FakeCluster(dist.num_processes, rank) if dist.num_processes > 1 else nullcontext() as cluster:
+    size, rank = dist.num_processes, stage * (dist.num_processes // dist.pipeline_parallel_size)  # first of its stage
+    with FakeCluster(size, rank, profile=network) if size > 1 else nullcontext() as cluster:
         yield FakeConfigSteps(run, machine, options, cluster)
 
 
@@ -213,7 +221,7 @@ class FakeConfigSteps:
             "budget_bytes": plan.budget_bytes,
             "headroom_bytes": plan.headroom_bytes,
             **byte_values(plan),
-            "seconds": plan.predicted_step_seconds,
+            **second_values(plan),
             "binding": plan.binding,
             "plain_peak_bytes": plan.plain_peak_bytes,
             "plain_seconds": plan.plain_step_seconds,
@@ -265,8 +273,6 @@ def _rank_notes(dist: DistConfig, cluster: FakeCluster) -> Iterator[str]:
     if stages > 1:
         place = f"stage {cluster.rank * stages // cluster.world_size} of {stages}, {place}"
     yield f"{place}, {dist.describe()}: {what}"
-    if stages > 1:
-        yield "the time is that of the stage's own work: waiting for other stages is not in it"
 
 
 def _sample(data: Any, size: int) -> dict[str, Tensor]:

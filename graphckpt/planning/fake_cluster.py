@@ -17,20 +17,18 @@ import torch
 import torch.distributed as dist
 
 from graphckpt.errors import ConfigError
+from graphckpt.planning.cluster_profile import Cluster, ClusterProfile, cluster_note, default_cluster, load_cluster
 from graphckpt.planning.fake_ddp import simulated_ddp
 from graphckpt.planning.fake_stages import simulated_stages
+from graphckpt.planning.profile import Device, DeviceProfile, load_profile
 from graphckpt.planning.stand_ins import refusal, replaced, swapped
+from graphckpt.planning.timeline import bubble_seconds
 
-_RANKS_PER_NODE = 8  # of DGX and HGX machines; only LOCAL_RANK follows from it
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
 _OBJECTS = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list",
 )  # fmt: skip
-_NOTE = (
-    "collectives are timed as kernels that read and write memory: the time of the network is not modelled; "
-    "NCCL's buffers are not counted"
-)
 _OBJECTS_FIX = "compute the value on each rank, or plan with real ranks by torchrun"
 _FIX = "use FSDP2 (fully_shard), or plan with real ranks by torchrun"
 
@@ -45,6 +43,7 @@ class FakeCluster:
     Args:
         world_size: the number of ranks.
         rank: the one that is simulated.
+        profile: the nodes and the links between them; by default those of :func:`default_cluster` for other devices.
 
     Raises:
         ConfigError: a number is out of range; or, by ``with``, the process has a process group.
@@ -56,7 +55,7 @@ class FakeCluster:
     False
     """
 
-    def __init__(self, world_size: int, rank: int = 0) -> None:
+    def __init__(self, world_size: int, rank: int = 0, profile: ClusterProfile | None = None) -> None:
         for name, value, minimum in (("world_size", world_size, 1), ("rank", rank, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 fix = "the number of ranks, such as 64" if minimum else "the number of one rank, such as 0"
@@ -66,8 +65,11 @@ class FakeCluster:
             raise ConfigError(f"rank: {what} · fix: a rank from 0 to {world_size - 1}")
         self.world_size = world_size
         self.rank = rank
-        self.notes = (_NOTE,) if world_size > 1 else ()
+        self.profile = default_cluster("") if profile is None else profile
+        self.notes = (cluster_note(self.profile),) if world_size > 1 else ()
         """What plans should mention."""
+        self.bubble_share = 0.0
+        """The idle time of a pipeline stage on the rank, as a share of the rest of its time; stages count as equal."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -83,28 +85,37 @@ class FakeCluster:
             stack.enter_context(warnings.catch_warnings())
             # of a mesh of CPUs, which stands in for one of CUDA devices
             warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
-            stack.enter_context(_cuda_of(self.rank % _RANKS_PER_NODE))
+            stack.enter_context(_cuda_of(self.local_rank))
             stack.enter_context(_refusals())
             stack.enter_context(simulated_ddp())
-            stack.enter_context(simulated_stages())
+            stack.enter_context(simulated_stages(self._see_schedule))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.__exit__(*exc)  # type: ignore[arg-type]
 
+    def _see_schedule(self, num_stages: int, num_micro_batches: int) -> None:
+        self.bubble_share = bubble_seconds(1.0, num_stages, num_micro_batches)
+
+    @property
+    def local_rank(self) -> int:
+        """The rank within its node."""
+        return self.rank % self.profile.ranks_per_node
+
     def _variables(self) -> dict[str, str]:
-        local_size = min(self.world_size, _RANKS_PER_NODE)
+        first = self.rank - self.local_rank  # of its node, of which the last one may have fewer ranks
+        local_size = min(self.world_size - first, self.profile.ranks_per_node)
         return {
             "WORLD_SIZE": str(self.world_size),
             "RANK": str(self.rank),
             "LOCAL_WORLD_SIZE": str(local_size),
-            "LOCAL_RANK": str(self.rank % _RANKS_PER_NODE),
+            "LOCAL_RANK": str(self.local_rank),
         }
 
 
 def simulated_rank(
-    world_size: int | None, rank: int | None, device: object
+    world_size: int | None, rank: int | None, device: Device, cluster: Cluster = None
 ) -> AbstractContextManager[FakeCluster | None]:
     """Returns the rank that the arguments of :func:`graphckpt.plan` describe; without a ``world_size`` there is none.
 
@@ -114,12 +125,20 @@ def simulated_rank(
     if world_size is None:
         if rank is not None:
             raise ConfigError(f"rank: expected world_size with it, got {rank!r} alone · fix: world_size=64, rank=0")
+        if cluster is not None:
+            what = f"expected world_size with it, got {cluster!r} alone"
+            raise ConfigError(f"cluster: {what} · fix: world_size=64, cluster='dgx-h200'")
         return nullcontext()
     if device is None:
         what = f"expected device with it, got world_size={world_size!r} alone"
         fix = "device='h200', or leave it out: with real ranks the process group has the size"
         raise ConfigError(f"world_size: {what} · fix: {fix}")
-    return FakeCluster(world_size, 0 if rank is None else rank)
+    return FakeCluster(world_size, 0 if rank is None else rank, cluster_of(cluster, load_profile(device)))
+
+
+def cluster_of(cluster: Cluster, machine: DeviceProfile) -> ClusterProfile:
+    """Returns the cluster that a user has named, or else the one of a device."""
+    return default_cluster(machine.name) if cluster is None else load_cluster(cluster)
 
 
 @contextmanager

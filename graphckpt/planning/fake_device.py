@@ -32,9 +32,11 @@ from graphckpt._compat import (
     unseen_by_modes,
 )
 from graphckpt.errors import ConfigError
+from graphckpt.planning.cluster_profile import default_cluster
 from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.profile import DeviceProfile
 from graphckpt.planning.stand_ins import swapped, user_line
+from graphckpt.planning.timeline import Timeline
 from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
 from graphckpt.stores.host import CopyEngine, CopyEvent, Host, HostStore
@@ -91,6 +93,11 @@ class FakeDevice:
 
     def __exit__(self, *exc: object) -> None:
         self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]
+
+    def new_timeline(self) -> Timeline:
+        """Returns what counts the seconds of a step on this device, and on its cluster."""
+        profile = default_cluster(self.machine.name) if self.cluster is None else self.cluster.profile
+        return Timeline(self.machine.op_seconds, profile)
 
     @contextmanager
     def building(self) -> Iterator[None]:

@@ -19,10 +19,13 @@ _SHAPES_FIX = "give both, for one micro-batch, such as torch.empty(4, 2048, 4096
 
 
 @contextmanager
-def simulated_stages() -> Iterator[None]:
-    """Lets stages of ``torch.distributed.pipelining`` run without the stages of other ranks."""
+def simulated_stages(on_schedule: Callable[[int, int], None]) -> Iterator[None]:
+    """Lets stages of ``torch.distributed.pipelining`` run without the stages of other ranks.
+
+    ``on_schedule`` is called with the number of stages and that of micro-batches.
+    """
     from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415 - takes a second
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti  # noqa: PLC0415
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle  # noqa: PLC0415
 
     begin = PipelineStage.__init__
 
@@ -45,8 +48,16 @@ def simulated_stages() -> Iterator[None]:
     def refuse(schedule: object, *_: Any, **__: Any) -> None:
         refusal(type(schedule).__name__, _SCHEDULE_FIX)()
 
+    begin_schedule = PipelineScheduleSingle.__init__
+
+    @wraps(begin_schedule)
+    def init_schedule(schedule: Any, stage: Any, n_microbatches: int, *args: Any, **kwargs: Any) -> None:
+        on_schedule(stage.num_stages, n_microbatches)
+        begin_schedule(schedule, stage, n_microbatches, *args, **kwargs)
+
     with ExitStack() as stack:
         stack.enter_context(swapped(PipelineStage, {"__init__": init}))
+        stack.enter_context(swapped(PipelineScheduleSingle, {"__init__": init_schedule}))
         for kind in _subclasses_of(PipelineScheduleMulti):
             stack.enter_context(swapped(kind, {"__init__": wraps(kind.__init__)(refuse)}))
         if hasattr(schedule_of_stages(), WARM_UP):

@@ -15,6 +15,7 @@ from torch import nn
 
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, first_line, shown, without_repeats
+from graphckpt.planning.cluster_profile import Cluster
 from graphckpt.planning.fake_cluster import simulated_rank
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit_result import BatchFit, Fit
@@ -317,7 +318,12 @@ class _SizedRows:
             except PlanError:
                 return None
         seconds = (accumulating.predicted_step_seconds - optimizer_seconds) / 2 + optimizer_seconds
-        return replace(accumulating, predicted_step_seconds=seconds)
+        return replace(
+            accumulating,
+            predicted_step_seconds=seconds,
+            communication_seconds=accumulating.communication_seconds / 2,
+            exposed_seconds=accumulating.exposed_seconds / 2,
+        )
 
     def _plan_in_limit(self, planners: Planners, step: RealStep | FakeStep) -> Plan:
         """Returns the fastest plan under which the step runs in the memory limit; raises PlanError if there is none."""
@@ -382,7 +388,7 @@ class _SizedRows:
             seconds = plan.predicted_step_seconds
             return replace(row, plan=plan, checked_peak_bytes=plan.predicted_peak_bytes, checked_seconds=seconds)
         with plan.apply(sized.model):
-            peak, seconds, _ = sized.step.run()
+            peak, seconds, *_ = sized.step.run()
         if peak > self.memory.limit:
             return replace(row, floor_bytes=max(row.floor_bytes, self.memory.limit + 1))
         factor = seconds / plan.predicted_step_seconds if plan.predicted_step_seconds else 1.0
@@ -413,7 +419,7 @@ class _SizedRows:
         def run(number: int) -> Plan:
             try:
                 with plans[number].apply(sized.model):
-                    peak, seconds, _ = sized.step.run()
+                    peak, seconds, *_ = sized.step.run()
             except torch.OutOfMemoryError:
                 peak, seconds = max(self.memory.total.available, self.memory.limit) + 1, float("inf")
             return replace(
@@ -521,6 +527,7 @@ def fit(
     device: Device = None,
     world_size: int | None = None,
     rank: int | None = None,
+    cluster: Cluster = None,
     global_batch: int | None = None,
     progress: Callable[[str], None] | bool | None = None,
     **options: Unpack[FitOptionsDict],
@@ -544,6 +551,7 @@ def fit(
         world_size: with ``device``, the number of ranks of an absent cluster, of which one is simulated, as by
             :func:`graphckpt.plan`. Batch sizes are those of the rank.
         rank: the rank that is simulated, by default 0.
+        cluster: with ``world_size``, the name of a cluster profile such as ``"dgx-h200"``, a profile file or a profile.
         global_batch: samples of one update; sizes that divide it are planned too, of a search the eight largest that
             fit, for :meth:`~graphckpt.planning.fit_result.Fit.at_global_batch`.
         progress: called with a line about each measurement before it begins. ``True`` prints the lines to stderr if
@@ -576,8 +584,8 @@ def fit(
         fix = "fit in one process and pass the batch size on, or group=False"
         raise ConfigError(f"fit: expected one process, got a group of {dist.get_world_size()} · fix: {fix}")
     plan_options = replace(plan_options, group=False)
-    with simulated_rank(world_size, rank, device) as cluster:
-        machine = None if device is None else FakeDevice(load_profile(device), cluster=cluster)
+    with simulated_rank(world_size, rank, device, cluster) as simulated:
+        machine = None if device is None else FakeDevice(load_profile(device), cluster=simulated)
 
         def make_sized(size: int, _: int) -> SizedStep:
             step, model = made_step(partial(make_step, size), machine, "make_step")
@@ -589,8 +597,8 @@ def fit(
             memory_budget,
             plan_options,
             is_real=machine is None,
-            notes=() if cluster is None else cluster.notes,
+            notes=() if simulated is None else simulated.notes,
             global_batch=global_batch,
             progress=progress,
         )
-    return fitted if cluster is None else replace(fitted, world_size=cluster.world_size, rank=cluster.rank)
+    return fitted if simulated is None else replace(fitted, world_size=simulated.world_size, rank=simulated.rank)

@@ -21,6 +21,7 @@ from graphckpt.extras import require
 from graphckpt.planning import options as budgets
 from graphckpt.planning.candidates import can_join, compiled_forwards, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
+from graphckpt.planning.cluster_profile import Cluster
 from graphckpt.planning.fake_cluster import simulated_rank
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import Budget, PlanOptions, PlanOptionsDict, lists_options
@@ -50,6 +51,7 @@ def plan(
     device: Device = None,
     world_size: int | None = None,
     rank: int | None = None,
+    cluster: Cluster = None,
     **options: Unpack[PlanOptionsDict],
 ) -> Plan:
     """Chooses the policy of each block so that a step is as fast as possible within a memory budget.
@@ -72,6 +74,9 @@ def plan(
             ``init_process_group``, ``init_device_mesh``, ``fully_shard`` and ``parallelize_module``. ``None`` simulates
             one process without a group.
         rank: The rank that is simulated, by default 0, whose shards are the largest.
+        cluster: With ``world_size``, the name of a cluster profile such as ``"dgx-h200"``, a profile file or a profile:
+            the ranks of a node and the links between them, from which the time of collectives follows. By default it is
+            the one of the device.
         options: Fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
 
     Returns:
@@ -92,16 +97,16 @@ def plan(
     True
     """
     with (
-        simulated_rank(world_size, rank, device) as cluster,
+        simulated_rank(world_size, rank, device, cluster) as simulated,
         planning_group(options.get("group") if device is None else False) as group,
     ):
         budget = budgets.check_budget(memory_budget)
         wanted = PlanOptions.of(options, "plan")
-        machine = None if device is None else FakeDevice(load_profile(device), cluster=cluster)
+        machine = None if device is None else FakeDevice(load_profile(device), cluster=simulated)
         step, module = made_step(_make_model(model, step_fn, device), machine, "plan.model")
         blocks = find_blocks(module, wanted.select)
         with step.restoring():
-            notes = () if cluster is None else cluster.notes
+            notes = () if simulated is None else simulated.notes
             return plan_step(step, module, blocks, budget, wanted, group, notes=notes)
 
 

@@ -344,6 +344,12 @@ def run_plan(
     plan = replace(plan, peak_parts=run.allocations.parts_at_peak(step.machine.rounded))
     if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
         plan = replace(plan, predicted_step_seconds=run.seconds)
+    plan = replace(
+        plan,
+        communication_seconds=run.communication_seconds,
+        exposed_seconds=run.exposed_seconds,
+        bubble_seconds=run.bubble_seconds,
+    )
     needed = step.least_capacity(run.allocations, most_reserved) if most_reserved else peak
     replayed = step.replay(run.allocations)
     if replayed is None:

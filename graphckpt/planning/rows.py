@@ -89,6 +89,13 @@ class PlanData(Budgeted):
     """What the bytes at the peak belong to: ``"weights"`` (and buffers), ``"gradients"``, ``"optimizer states"``,
     ``"workspaces"`` of cuBLAS, ``"activations"`` (all else). Empty if no simulated step has run under the plan."""
     plain_step_seconds: float
+    communication_seconds: float = 0.0
+    """Seconds of all collectives of a step, each as if it were alone; 0 if no step of a simulated rank has run under
+    the plan."""
+    exposed_seconds: float = 0.0
+    """Of ``predicted_step_seconds``, those in which computation waits for collectives."""
+    bubble_seconds: float = 0.0
+    """Of ``predicted_step_seconds``, those in which a pipeline stage waits for others."""
     correction_bytes: int = 0
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""
     memory_budget: Budget | None = field(default=None, compare=False)
@@ -96,6 +103,16 @@ class PlanData(Budgeted):
     assumptions: tuple[str, ...] = ()
     """What the simulated step ran: ``("attention flash", "autocast bfloat16", "AdamW foreach")``; empty for a step that
     ran on its device."""
+
+
+def second_values(plan: PlanData) -> dict[str, float]:
+    """Returns the seconds of a plan as JSON has them."""
+    return {
+        "seconds": plan.predicted_step_seconds,
+        "communication_seconds": plan.communication_seconds,
+        "exposed_seconds": plan.exposed_seconds,
+        "bubble_seconds": plan.bubble_seconds,
+    }
 
 
 def byte_values(plan: PlanData) -> dict[str, Any]:
@@ -146,9 +163,22 @@ def summary_lines(plan: PlanData) -> Iterator[str]:
     slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
     percent = f"{round(slower, 4) + 0.0:+.1%}".replace("%", " %")
     yield f"step {format_seconds(plan.predicted_step_seconds)}, {percent} over keeping everything"
+    yield from communication_lines(plan)
     yield f"everything kept: {format_bytes(plan.plain_peak_bytes)}; lowest possible: {format_bytes(plan.floor_bytes)}"
     if plan.assumptions:
         yield assumptions_line(plan)
+
+
+def communication_lines(plan: PlanData) -> Iterator[str]:
+    if not (plan.communication_seconds or plan.bubble_seconds):
+        return
+    exposed, bubble = plan.exposed_seconds, plan.bubble_seconds
+    parts = [f"{format_seconds(plan.predicted_step_seconds - exposed - bubble)} of computation"]
+    hidden = format_seconds(max(0.0, plan.communication_seconds - exposed))
+    parts.append(f"{format_seconds(exposed)} of communication (and {hidden} beside computation)")
+    if bubble:
+        parts.append(f"{format_seconds(bubble)} in the pipeline's bubble")
+    yield f"of it {', '.join(parts)}"
 
 
 def reserved_lines(plan: PlanData) -> Iterator[str]:

@@ -29,6 +29,7 @@ from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.profile import DeviceProfile
 from graphckpt.planning.program import Interval
+from graphckpt.planning.timeline import StepSeconds, Timeline
 from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace, now
 from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
 from graphckpt.planning.write_profile import copy_rates
@@ -53,6 +54,12 @@ class StepRun(NamedTuple):
     seconds: float
     allocations: AllocationLog | None = None
     """Those of the first steps of a process, or on CUDA those of two steps; ``None`` for a step on a CPU."""
+    communication_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    """Of ``seconds``, those in which computation waits for collectives."""
+    bubble_seconds: float = 0.0
+    """Of ``seconds``, those in which a pipeline stage waits for others. All three are 0 for a real step, where they are
+    not known."""
 
 
 class RealStep:
@@ -353,8 +360,12 @@ class FakeStep:
         """Settings of the allocator that is simulated."""
         self._capture_after = capture_after
         self._first = first
-        self._factor = max(num_traced, num_micro_batches) / num_traced
+        self._num_others = max(0, num_micro_batches - num_traced)
+        """The micro-batches that do not run."""
+        self._factor = 1 + self._num_others / num_traced
         self._optimizer_seconds = 0.0
+        self._plain = StepSeconds(), StepSeconds()
+        """Of the last step in which every block kept everything: all of it, and until the end of its first backward."""
         self.assumptions: tuple[str, ...] = ()
         """What the first step that was sampled has run: see :class:`StepObserver`."""
         with device:
@@ -437,15 +448,18 @@ class FakeStep:
         with self._device, blocks.under(options, [store] * len(options), learns=learns):
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
-            trace, observer = self._new(Trace), StepObserver()
+            timeline = self._device.new_timeline()
+            trace, observer = self._new(Trace, timeline), StepObserver()
             trace.track([*self._workspaces, *_state_tensors(self._model, self._optimizers)])
             if self._first is not None:  # averages of weights, or a loss that is stored: used late, and alive before
                 trace.track_storages_of(self._first)
-            with traced(blocks, trace, [store]), nullcontext() if self.assumptions else observer.observing():
+            observing = nullcontext() if self.assumptions else observer.observing()
+            with timeline.waits(), traced(blocks, trace, [store]), observing:
                 self._step_fn()
         self.assumptions = self.assumptions or observer.assumptions
-        seconds = sum(trace.seconds.values())
-        return StepSample(trace.log, trace.peak_bytes, trace.seconds, seconds)
+        if all(option is KEEP for option in options):
+            self._plain = timeline.seconds(), timeline.first
+        return StepSample(trace.log, trace.peak_bytes, trace.seconds, timeline.seconds().total)
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         del static, sharers
@@ -457,7 +471,8 @@ class FakeStep:
     def run(self) -> StepRun:
         """Runs the first two steps of a process; the peak and the seconds are those of the second."""
         with self._device, self._from_start():
-            trace = self._new(AllocationTrace)
+            timeline = self._device.new_timeline()
+            trace = self._new(AllocationTrace, timeline)
             weights = [*self._model.parameters(), *self._model.buffers()]
             buckets = gradient_buckets(weights)
             trace.track([*weights, *buckets, *self._workspaces])
@@ -471,27 +486,42 @@ class FakeStep:
                 trace.label((parameter.grad for parameter in parameters), "gradients")
                 trace.label(states_of(optimizer), "optimizer states")
 
-            with on_optimizer_step(see), trace:
+            with on_optimizer_step(see), timeline.waits(), trace:
                 trace.begin_step()
                 self._step_fn()  # creates optimizer states, and finds buffers that change
                 trace.begin_step()
+                timeline.begin_step()
                 self._step_fn()
             trace.label((parameter.grad for parameter in self._model.parameters()), "gradients")
-        return StepRun(trace.peak_bytes, self._seconds_of_all(trace.total_seconds), trace.allocations)
+        seconds = self._seconds_of_all(timeline.seconds(), timeline.first)
+        return StepRun(trace.peak_bytes, seconds.total, trace.allocations, *seconds[1:])
 
     def of_all_micro_batches(self, measured: MeasuredStep) -> MeasuredStep:
         """Returns what was measured with the seconds of all micro-batches."""
         self._optimizer_seconds = measured.optimizer_seconds
+        factor = self._factor * (1 + self._bubble_share)  # other stages recompute as well
         tables = (
-            tuple(tuple(self._factor * seconds for seconds in row) for row in table)
+            tuple(tuple(factor * seconds for seconds in row) for row in table)
             for table in (measured.forward_seconds, measured.backward_seconds)
         )
         forward, backward = tables
-        total = self._seconds_of_all(measured.step_seconds)
+        total = self._seconds_of_all(*self._plain).total
         return replace(measured, forward_seconds=forward, backward_seconds=backward, step_seconds=total)
 
-    def _seconds_of_all(self, seconds: float) -> float:
-        return self._factor * (seconds - self._optimizer_seconds) + self._optimizer_seconds
+    def _seconds_of_all(self, seconds: StepSeconds, first: StepSeconds) -> StepSeconds:
+        """Returns the seconds of a step with all micro-batches, of which ``first`` are those of the first one.
+
+        The micro-batches that do not run communicate as the first one does: DDP reduces gradients in the last one.
+        """
+        computing = self._factor * (seconds.total - seconds.exposed - self._optimizer_seconds)
+        exposed = seconds.exposed + self._num_others * first.exposed
+        communication = seconds.communication + self._num_others * first.communication
+        bubble = self._bubble_share * (computing + exposed)
+        return StepSeconds(computing + exposed + bubble + self._optimizer_seconds, communication, exposed, bubble)
+
+    @property
+    def _bubble_share(self) -> float:
+        return 0.0 if self._device.cluster is None else self._device.cluster.bubble_share
 
     @contextmanager
     def _from_start(self) -> Iterator[None]:
@@ -513,7 +543,8 @@ class FakeStep:
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         with self._device:
-            return record_ops(blocks, self._step_fn, torch.device("cpu"), self._device.machine.op_seconds)
+            timeline = self._device.new_timeline()
+            return record_ops(blocks, self._step_fn, torch.device("cpu"), timeline.op_seconds)
 
     @contextmanager
     def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> Iterator[bool]:
@@ -536,12 +567,12 @@ class FakeStep:
                 each._modules.clear()
                 each._modules.update(modules)
 
-    def _new(self, kind: type[_AnyTrace]) -> _AnyTrace:
+    def _new(self, kind: type[_AnyTrace], timeline: Timeline) -> _AnyTrace:
         machine = self._device.machine
         return kind(
             "meta",
             is_fake=True,
             rounded=machine.rounded,
-            op_seconds=machine.op_seconds,
+            op_seconds=timeline.op_seconds,
             extra_bytes=machine.op_extra_bytes,
         )

@@ -125,6 +125,8 @@ def test_faults_are_one_clear_error(words, message, capsys):
         (["--device", "h100", "--memory-budget", "60"], "memory_budget: expected at least 1 KiB, got 60 B"),
         (["--device", "h100", "--host-budget", "60 G"], "host_budget: '60 G': unknown unit 'G'"),
         (["--device", "h100", "--offload", "gpu"], "--offload: expected an offload target, got 'gpu'"),
+        (["--cluster", "dgx-h10"], "cluster: unknown profile 'dgx-h10' · did you mean 'dgx-h100'"),
+        (["--cluster", "absent.yaml"], "cluster: the file absent.yaml does not exist · fix: use one of dgx-a100"),
     ],
 )
 def test_flags_are_checked_before_the_config_is_imported(command, flags, message, tmp_path, capsys):
@@ -141,6 +143,48 @@ def test_a_memory_replaces_that_of_the_profile(capsys):
         f"memory budget {format_bytes(3 * 2**30 - load_profile('h100').context_bytes)} on h100 of 3.00 GiB (simulated)"
     )
     assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_cluster_is_for_several_processes(command, capsys):
+    assert main([command, *CONFIG, "--cluster", "pcie", *SMALL]) == 2
+    message = "cluster: expected a config of several processes with it, got 'pcie' and one process · fix: leave it out"
+    assert message in capsys.readouterr().err
+
+
+def test_a_cluster_sets_the_time_of_collectives(tmp_path, capsys):
+    file = tmp_path / "slow.yaml"
+    link = "{bandwidth: 1.0e+8, latency: 0}"
+    file.write_text(f"name: slow\nranks_per_node: 2\nwithin_node: {link}\nbetween_nodes: {link}\n")
+    values = []
+    for flags in ([], ["--cluster", "dgx-h200"], ["--cluster", str(file)]):
+        words = ["--json", *flags, "train.dist.tensor_parallel_size=2", *SMALL]
+        assert main(["plan", *CONFIG, *words]) == 0
+        values.append(json.loads(capsys.readouterr().out))
+    default, named, slow = values
+    assert default == named
+    assert default["communication_seconds"] == pytest.approx(default["exposed_seconds"])
+    assert slow["communication_seconds"] > 10 * default["communication_seconds"] > 0
+    assert any("the slow profile: 2 ranks in a node, 0.1 GB/s" in note for note in slow["notes"])
+    assert any("the dgx-h200 profile" in note for note in default["notes"])
+
+
+def test_micro_batches_that_do_not_run_communicate_too():
+    """DDP reduces gradients in the last micro-batch only; with ZeRO 3 each gathers weights."""
+
+    def plan_of(stage, accumulation):
+        words = [*SPREAD["train.zero_optimization.stage 3"], f"train.num_accumulation_steps={accumulation}"]
+        words = words if stage else [words[0], words[-1]]
+        with fake_steps_from("configs/quickstart.py", [*SMALL, *words], device="h200") as steps:
+            return steps.plan("4GiB")
+
+    one, two, nine = (plan_of(0, accumulation).communication_seconds for accumulation in (1, 2, 9))
+    assert one == pytest.approx(two) == pytest.approx(nine)
+    one, two, nine = (plan_of(3, accumulation) for accumulation in (1, 2, 9))
+    each = two.communication_seconds - one.communication_seconds
+    assert each > 0.4 * one.communication_seconds
+    assert nine.communication_seconds == pytest.approx(one.communication_seconds + 8 * each, rel=0.2)
+    assert nine.exposed_seconds > 2 * two.exposed_seconds
 
 
 SPREAD = {
@@ -218,7 +262,8 @@ def test_each_stage_of_a_pipeline_has_a_plan(tmp_path, capsys):
         ["transformer.h.2"],
     ]
     assert found["policies"] == policies_from_file(tmp_path / "all.yaml") != {}
-    assert all("waiting for other stages is not in it" in " ".join(stage["notes"]) for stage in found["stages"])
+    assert [stage["notes"][0].partition(",")[0] for stage in found["stages"]] == ["stage 0 of 2", "stage 1 of 2"]
+    assert all(stage["bubble_seconds"] > 0 for stage in found["stages"])
 
 
 def test_layers_are_in_the_stages_that_the_config_names(capsys):

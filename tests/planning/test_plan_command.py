@@ -15,9 +15,11 @@ from graphckpt.planning.allocations import Allocation, AllocationLog
 
 SMALL = ["model.config.n_layer=3", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
 KEYS = {
-    "device", "is_simulated", "device_memory_bytes", "memory_budget", "budget_bytes", "headroom_bytes",
-    "allocated_bytes", "reserved_bytes", "expandable_reserved_bytes", "nvidia_smi_bytes", "seconds", "parts", "binding",
+    "device", "is_simulated", "world_size", "rank", "device_memory_bytes", "memory_budget", "budget_bytes",
+    "headroom_bytes", "allocated_bytes", "reserved_bytes", "expandable_reserved_bytes", "nvidia_smi_bytes", "seconds",
+    "parts", "binding",
     "plain_peak_bytes", "plain_seconds", "floor_bytes", "policies", "rows", "assumptions", "notes",
+    "communication_seconds", "exposed_seconds", "bubble_seconds",
 }  # fmt: skip
 
 

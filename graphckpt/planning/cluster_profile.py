@@ -1,0 +1,221 @@
+"""Cluster profiles: the nodes of a cluster and their links, by name or from a file, and the seconds of a collective.
+
+A profile is a YAML file with the fields of :class:`ClusterProfile`. Data sheets state peak rates, so each link has an
+efficiency; a measured rate has efficiency 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+
+from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.extras import LazyPackage
+from graphckpt.units import format_bytes
+
+if TYPE_CHECKING:
+    import yaml
+else:
+    yaml = LazyPackage("yaml", "plan")
+
+CollectiveKind: TypeAlias = Literal["gather", "scatter", "all_reduce", "all_to_all", "broadcast", "send", "barrier"]
+"""``"gather"`` is an all-gather, ``"scatter"`` a reduce-scatter; ``"broadcast"`` is also a reduction to one rank."""
+
+_CLUSTERS = Path(__file__).parent / "clusters"
+_GUIDE = '"The time of collectives" in docs/planning.md'
+_LINKS = ("within_node", "between_nodes")
+_LEAST_BANDWIDTH = 1e6  # bytes per second; a smaller number is in GB/s
+_MOST_LATENCY = 0.1  # seconds; a larger number is in microseconds
+_OF_DEVICES = {
+    "a100-40g": "dgx-a100",
+    "a100-80g": "dgx-a100",
+    "h100": "dgx-h100",
+    "h200": "dgx-h200",
+    "b200": "dgx-b200",
+}
+_OF_OTHERS = "pcie"
+
+
+@final
+@dataclass(frozen=True)
+class Link:
+    """What one rank sends to another, and receives at the same time."""
+
+    bandwidth: float
+    """Bytes per second that a rank sends."""
+    latency: float
+    """Seconds that each hop takes, whatever it carries."""
+    _: KW_ONLY
+    efficiency: float = 1.0
+    """The share of the bandwidth that collectives reach."""
+
+    @property
+    def rate(self) -> float:
+        return self.bandwidth * self.efficiency
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ClusterProfile:
+    """The nodes of a cluster, which are alike. Rank ``r`` is on node ``r // ranks_per_node``.
+
+    >>> cluster = load_cluster("dgx-h100")
+    >>> seconds = cluster.seconds("gather", 8 * 10**9, range(8))  # of 8 GB, of which a rank receives 7
+    >>> round(seconds * 0.8 * 450e9 / 1e9, 1)
+    7.0
+    """
+
+    name: str
+    ranks_per_node: int
+    within_node: Link
+    between_nodes: Link
+    comm_bytes: int = 0
+    """Device memory that NCCL takes for each group of which a rank is a member, which no plan counts."""
+
+    def __post_init__(self) -> None:
+        faults = _faults(self)
+        if faults:
+            raise ConfigError(bullets(f"cluster profile {self.name!r}", faults))
+
+    def describe(self) -> str:
+        within, between = self.within_node, self.between_nodes
+        shares = " and ".join(dict.fromkeys(f"{100 * link.efficiency:g} %" for link in (within, between)))
+        return (
+            f"the {self.name} profile: {self.ranks_per_node} ranks in a node, {within.bandwidth / 1e9:.3g} GB/s for "
+            f"each within it and {between.bandwidth / 1e9:.3g} GB/s between nodes, of which collectives reach {shares}"
+        )
+
+    def seconds(self, kind: CollectiveKind, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Returns the seconds of a collective, as by NCCL's rings, which start when all ranks have called it.
+
+        Args:
+            kind: a send has two ranks, and the bytes pass one link.
+            num_bytes: of the whole result of an all-gather, of what each rank passes to any other collective.
+            ranks: the members of the group, as numbers of all ranks.
+        """
+        size = len(ranks)
+        if size < 2:
+            return 0.0
+        per_node = Counter(rank // self.ranks_per_node for rank in ranks)
+        within, between, num_nodes = self.within_node, self.between_nodes, len(per_node)
+        if num_nodes == 1:
+            rate, pair_rate = within.rate, within.rate
+        else:
+            pair_rate = min(within.rate, between.rate)
+            # A ring leaves a node once. As many rings as the group has ranks on a node use the adapters of all of them.
+            rate = min(within.rate, min(per_node.values()) * between.rate)
+        latency = (size - num_nodes) * within.latency + (num_nodes - 1) * between.latency
+        share = (size - 1) / size
+        if kind == "barrier":
+            return 2 * latency
+        if kind in ("broadcast", "send"):
+            return num_bytes / (pair_rate if kind == "send" else rate) + latency
+        if kind == "all_to_all":  # what a rank sends to other nodes passes its own adapter
+            return share * num_bytes / pair_rate + latency
+        rounds = 2 if kind == "all_reduce" else 1  # a reduce-scatter and an all-gather
+        return rounds * (share * num_bytes / rate + latency)
+
+
+Cluster: TypeAlias = str | Path | ClusterProfile | None
+"""What functions take as ``cluster``: the name of a profile, a file, a profile, or ``None`` for that of the device."""
+
+
+def load_cluster(name_or_path: str | Path | ClusterProfile) -> ClusterProfile:
+    """Returns a cluster by the name of its packaged profile, or from a profile file.
+
+    Raises:
+        ConfigError: The profile does not exist, or has invalid values; the message lists all of them.
+    """
+    if isinstance(name_or_path, ClusterProfile):
+        return name_or_path
+    names = cluster_names()
+    fix = f"use one of {', '.join(names)}; or write a profile of about 10 lines, see {_GUIDE}"
+    if not isinstance(name_or_path, (str, Path)):
+        raise ConfigError(f"cluster: expected the name of a profile, got {name_or_path!r} · fix: {fix}")
+    path = Path(name_or_path)
+    if not (path.suffix in (".yaml", ".yml") or path.is_file()):
+        name = str(name_or_path)
+        if name not in names:
+            raise ConfigError(f"cluster: unknown profile {name!r}{did_you_mean(name, names)} · fix: {fix}")
+        path = _CLUSTERS / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"cluster: the file {path} does not exist · fix: {fix}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"cluster profile {path}: expected YAML · fix: see {_GUIDE}\n{error}") from error
+    return _parsed(values, path)
+
+
+def cluster_names() -> list[str]:
+    """Returns the names of the packaged profiles."""
+    return sorted(path.stem for path in _CLUSTERS.glob("*.yaml"))
+
+
+def default_cluster(device_name: str) -> ClusterProfile:
+    """Returns the packaged cluster of a device profile: a DGX for its GPUs, and otherwise nodes without NVLink.
+
+    >>> default_cluster("h200").name, default_cluster("rtx4090").name
+    ('dgx-h200', 'pcie')
+    """
+    plain = device_name.partition(" ")[0]  # of "h200 of 24.0 GiB"
+    return load_cluster(_OF_DEVICES.get(plain, _OF_OTHERS))
+
+
+def cluster_note(profile: ClusterProfile) -> str:
+    """Returns what a plan says about the communication that it has assumed."""
+    buffers = f"NCCL takes about {format_bytes(profile.comm_bytes)} for each group, which is not counted"
+    return f"communication as on {profile.describe()}; {buffers}"
+
+
+def _parsed(values: Any, path: Path) -> ClusterProfile:
+    if not isinstance(values, dict):
+        what = "expected fields, one per line"
+        raise ConfigError(f"cluster profile {path}: {what} · fix: write 'name: ...' and the rest")
+    faults = _field_faults(values, ClusterProfile, "", ("name", "ranks_per_node", *_LINKS))
+    for name in _LINKS:
+        link = values.get(name, {})
+        if not isinstance(link, dict):
+            faults.append(f"{name}: expected bandwidth, latency and efficiency, got {link!r}")
+        elif name in values:
+            faults += _field_faults(link, Link, f"{name}.", ("bandwidth", "latency"))
+    if faults:
+        raise ConfigError(bullets(f"cluster profile {path}", faults))
+    return ClusterProfile(**{**values, **{name: Link(**values[name]) for name in _LINKS}})
+
+
+def _field_faults(values: Mapping[str, Any], kind: type, where: str, needed: Sequence[str]) -> list[str]:
+    names = [each.name for each in fields(kind)]
+    faults = [f"{where}{key}: unknown field{did_you_mean(str(key), names)}" for key in values if key not in names]
+    return faults + [f"{where}{key}: is missing" for key in needed if key not in values]
+
+
+def _faults(cluster: ClusterProfile) -> list[str]:
+    faults = []
+    untyped = vars(cluster)  # of a file, in which a value may be of any type
+    if not isinstance(untyped["name"], str):
+        faults.append(f"name: expected text, got {untyped['name']!r}")
+    size, num_bytes = untyped["ranks_per_node"], untyped["comm_bytes"]
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        faults.append(f"ranks_per_node: expected an int of 1 or more, got {size!r}")
+    if not _is_number(num_bytes) or num_bytes < 0:
+        faults.append(f"comm_bytes: expected a number from 0 on, got {num_bytes!r}")
+    for name in _LINKS:
+        if not isinstance(untyped[name], Link):
+            faults.append(f"{name}: expected a Link, got {untyped[name]!r}")
+            continue
+        bandwidth, latency, efficiency = (vars(untyped[name])[key] for key in ("bandwidth", "latency", "efficiency"))
+        if not _is_number(bandwidth) or bandwidth < _LEAST_BANDWIDTH:
+            faults.append(f"{name}.bandwidth: expected bytes per second, such as 50.0e+9, got {bandwidth!r}")
+        if not _is_number(latency) or not 0 <= latency < _MOST_LATENCY:
+            faults.append(f"{name}.latency: expected seconds below {_MOST_LATENCY}, such as 4.0e-6, got {latency!r}")
+        if not _is_number(efficiency) or not 0 < efficiency <= 1:
+            faults.append(f"{name}.efficiency: expected a number above 0, at most 1, got {efficiency!r}")
+    return faults
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,304 @@
+"""The seconds of a simulated step: what computes, what communicates, and what of it computation waits for.
+
+Computation is one lane. Each process group has a lane of its own, on which its collectives run one after another, as
+NCCL runs them. Groups run at the same time, and do not slow each other or computation down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+
+from graphckpt._compat import current_backward
+from graphckpt.errors import ConfigError
+from graphckpt.planning.allocations import OpSeconds
+from graphckpt.planning.cluster_profile import ClusterProfile, CollectiveKind
+from graphckpt.tree import tensors_in
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_KINDS: dict[str, CollectiveKind] = {
+    "_allgather_base_": "gather", "allgather_": "gather", "allgather_coalesced_": "gather",
+    "allgather_into_tensor_coalesced_": "gather", "all_gather_into_tensor": "gather",
+    "all_gather_into_tensor_out": "gather", "all_gather_into_tensor_coalesced": "gather",
+    "_reduce_scatter_base_": "scatter", "reduce_scatter_": "scatter", "reduce_scatter_tensor_coalesced_": "scatter",
+    "reduce_scatter_tensor": "scatter", "reduce_scatter_tensor_out": "scatter",
+    "reduce_scatter_tensor_coalesced": "scatter",
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
+    "alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all",
+    "broadcast_": "broadcast", "broadcast": "broadcast", "reduce_": "broadcast",
+    "gather_": "broadcast", "scatter_": "broadcast",
+    "send": "send", "recv_": "send", "recv_any_source_": "send", "isend": "send", "irecv": "send",
+    "batch_p2p_ops": "send",
+    "barrier": "barrier", "monitored_barrier_": "barrier",
+}  # fmt: skip
+_FREE = ("wait_tensor", "check_for_nan")  # a wait moves nothing
+_NAMES_OF_GROUPS = ("process_group", "group_name")
+
+
+class StepSeconds(NamedTuple):
+    """The seconds of a step, or of a part of it."""
+
+    total: float = 0.0
+    communication: float = 0.0
+    """Of all collectives, each as if it were alone."""
+    exposed: float = 0.0
+    """Of ``total``, those in which computation waits for a collective."""
+    bubble: float = 0.0
+    """Of ``total``, those in which a pipeline stage waits for others."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One call of a collective."""
+
+    kind: CollectiveKind
+    num_bytes: int
+    """Of the whole result of an all-gather, of what this rank passes to any other."""
+    group: str
+    """The name of its process group."""
+    ranks: Sequence[int]
+    is_functional: bool
+    """Whether it is a functional collective, for whose result ``wait_tensor`` waits."""
+    is_async: bool
+    """Whether it returns before it is done: the caller waits for what it has returned."""
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Collective | None:
+        """Returns what an op of ``torch.distributed`` does; ``None`` for one that communicates nothing.
+
+        Raises:
+            ConfigError: it is not known.
+        """
+        from graphckpt._compat_distributed import group_of  # noqa: PLC0415 - takes a second
+
+        name = func.overloadpacket.__name__
+        if name in _FREE:
+            return None
+        kind = _KINDS.get(name)
+        if kind is None:
+            fix = "use another collective, or plan with real ranks by torchrun"
+            raise ConfigError(f"the step calls {func.name()}, whose time on a cluster is not known · fix: {fix}")
+        values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        group = group_of(next(values[each] for each in _NAMES_OF_GROUPS if each in values))
+        is_functional = func.namespace != "c10d"
+        ranks = dist.get_process_group_ranks(group)
+        returns = name == "scatter_" or kind == "gather"  # whose result has the bytes of all ranks
+        passed = result if returns and is_functional else [v for k, v in values.items() if _is_passed(k, returns)]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(passed))
+        if name in ("gather_", "scatter_"):  # the tensors of all ranks pass the link of one
+            num_bytes *= len(ranks)
+        peer = values.get("dst", values.get("src")) if kind == "send" else None
+        return cls(
+            kind,
+            num_bytes,
+            group.group_name,
+            ranks if peer is None else (dist.get_rank(), ranks[peer]),
+            is_functional,
+            is_functional or values.get("async_op", True),
+        )
+
+
+def _is_passed(name: str, returns: bool) -> bool:
+    return name.startswith("output" if returns else ("input", "tensor"))
+
+
+@final
+class Timeline:
+    """The seconds of a step on one rank, op by op. :meth:`op_seconds` gets the ops in the order of the program.
+
+    A collective starts when it is called, and not before the last one of its group has ended; computation waits for it
+    where the program does. The collectives of FSDP2 are different, since a CPU has none of their streams:
+
+    - An all-gather starts when the copy-out of the one before it does: the host runs ahead of the device, and issues
+      it while the layer before computes. Only the first of a forward starts when it is called, as FSDP2 waits for the
+      optimizer there. Computation waits for it at its own copy-out.
+    - Computation waits for a reduce-scatter where the next one copies its input, and at the end of backward. So it does
+      for the all-reduce after it, of HSDP, at the end of backward.
+
+    Args:
+        op_seconds: returns the seconds of an op that computes.
+        cluster: has the seconds of collectives.
+    """
+
+    def __init__(self, op_seconds: OpSeconds, cluster: ClusterProfile) -> None:
+        self._compute_seconds = op_seconds
+        self._cluster = cluster
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begins another step, with no collective under way."""
+        self._now = self._communication = self._exposed = 0.0
+        self._first: StepSeconds | None = None
+        """Of the first forward and backward, with what computation has waited for until their end."""
+        self._ends: dict[str, float] = {}
+        """When the last collective of each group ends."""
+        self._works: dict[int, tuple[Any, float]] = {}
+        """The asynchronous collectives under way, each with its end; the work is held so that its id stays its own."""
+        self._results: dict[int, float] = {}
+        """The ends of functional collectives and all-gathers of FSDP2, by the id of the storage that they write."""
+        self._in_backward = False
+        self._copied_out: float | None = None
+        """When the last all-gather of FSDP2 was copied out in this forward and backward."""
+        self._fsdp_buffer = 0
+        """The storage that FSDP2 has copied shards or gradients to, or that has the reduced ones."""
+        self._scatter_end = self._reduction_end = 0.0
+
+    def waits(self) -> AbstractContextManager[None]:
+        """Observes ``Work.wait`` in the code inside."""
+        from graphckpt._compat_distributed import on_wait  # noqa: PLC0415 - takes a second
+
+        return on_wait(self._wait_for) if dist.is_available() and dist.is_initialized() else nullcontext()
+
+    def seconds(self) -> StepSeconds:
+        """Returns the seconds until now, and those until all collectives have ended."""
+        self._wait(max(self._ends.values(), default=0.0))
+        return StepSeconds(self._now, self._communication, self._exposed)
+
+    @property
+    def first(self) -> StepSeconds:
+        """The seconds until the end of the first backward."""
+        return self._first or self.seconds()
+
+    def op_seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+        """Returns the seconds of an op: 0 for a collective that is asynchronous, whose time is not that of a block."""
+        in_backward = current_backward() >= 0
+        if self._in_backward and not in_backward:
+            self._wait(self._reduction_end)
+            self._copied_out = None
+            self._first = self._first or StepSeconds(self._now, self._communication, self._exposed)
+        self._in_backward = in_backward
+        namespace = getattr(func, "namespace", "")
+        if namespace in _NAMESPACES:
+            return self._communicate(func, args, kwargs, result)
+        if namespace == "fsdp":
+            self._see_copy(func.overloadpacket.__name__, args, kwargs, result)
+        seconds = self._compute_seconds(func, args, kwargs, result)
+        self._now += seconds
+        return seconds
+
+    def _see_copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Sees FSDP2 copy the input of an all-gather or its result, or gradients to the input of a reduction."""
+        if name == "all_gather_copy_in":
+            self._fsdp_buffer = _storage(result[1])
+        elif name == "split_with_sizes_copy":
+            self._wait(self._results.pop(_storage(args[0]), 0.0))
+            self._copied_out = self._now
+        elif name == "chunk_cat":
+            self._wait(self._scatter_end)
+            self._fsdp_buffer = _storage(kwargs["out"])
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+        call = Collective.of(func, args, kwargs, result)
+        if call is None:
+            if func.overloadpacket.__name__ == "wait_tensor":
+                self._wait(self._results.pop(_storage(args[0]), 0.0))
+            return 0.0
+        seconds = self._cluster.seconds(call.kind, call.num_bytes, call.ranks)
+        name = func.overloadpacket.__name__
+        is_all_gather = name == "_allgather_base_" and _storage(args[0]) == self._fsdp_buffer
+        is_reduction = name == "_reduce_scatter_base_" and _storage(args[1]) == self._fsdp_buffer
+        is_second_reduction = name == "allreduce_" and [*map(_storage, args[0])] == [self._fsdp_buffer]
+        start = self._now
+        if is_all_gather and self._copied_out is not None:
+            start = self._copied_out
+        elif is_second_reduction:
+            start = max(start, self._scatter_end)
+        end = max(start, self._ends.get(call.group, 0.0)) + seconds
+        self._ends[call.group] = end
+        self._communication += seconds
+        if is_all_gather:
+            self._results[_storage(args[0])] = end
+        elif is_reduction or is_second_reduction:
+            self._scatter_end = end if is_reduction else self._scatter_end
+            self._reduction_end = max(self._reduction_end, end)
+            self._fsdp_buffer = _storage(args[0]) if is_reduction else self._fsdp_buffer
+        elif call.is_functional:
+            self._results |= dict.fromkeys(map(_storage, tensors_in(result)), end)
+            return seconds
+        elif call.is_async:
+            from graphckpt._compat_distributed import work_of  # noqa: PLC0415 - takes a second
+
+            work = work_of(result)
+            self._works[id(work)] = work, end
+        else:
+            self._wait(end)
+            return seconds
+        return 0.0
+
+    def _wait_for(self, work: Any) -> None:
+        _, end = self._works.pop(id(work), (None, 0.0))
+        self._wait(end)
+
+    def _wait(self, end: float) -> None:
+        if end > self._now:
+            self._exposed += end - self._now
+            self._now = end
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return id(tensor.untyped_storage())
+
+
+def pipeline_seconds(stages: Sequence[tuple[float, float]], num_micro_batches: int) -> float:
+    """Returns the seconds from the first forward to the last backward of a pipeline by the 1F1B schedule.
+
+    Stage ``s`` of ``P`` runs ``P - s`` forwards before its first backward, and then one of each in turn. Each
+    micro-batch waits for the stage before it, in backward for the one after it. Sends take no time.
+
+    Args:
+        stages: by stage, the seconds of the forward and of the backward of one micro-batch.
+        num_micro_batches: those of one step.
+
+    Equal stages take ``num_micro_batches + P - 1`` times as long as one stage takes for a micro-batch:
+
+    >>> pipeline_seconds([(1.0, 2.0)] * 4, 8)
+    33.0
+    """
+    num_stages = len(stages)
+    ends: dict[tuple[int, bool, int], float] = {}  # by stage, whether it is a backward, and micro-batch
+    orders = [_order(num_stages - stage, num_micro_batches) for stage in range(num_stages)]
+    places, now = [0] * num_stages, [0.0] * num_stages
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        for stage, order in enumerate(orders):
+            while places[stage] < len(order):
+                is_backward, number = order[places[stage]]
+                source = stage + 1 if is_backward else stage - 1
+                arrival = ends.get((source, is_backward, number)) if 0 <= source < num_stages else 0.0
+                if arrival is None:
+                    break
+                now[stage] = max(now[stage], arrival) + stages[stage][is_backward]
+                ends[stage, is_backward, number] = now[stage]
+                places[stage] += 1
+    return max(now, default=0.0)
+
+
+def bubble_seconds(stage_seconds: float, num_stages: int, num_micro_batches: int) -> float:
+    """Returns the seconds in which a stage of a 1F1B pipeline is idle, if all stages take as long as this one.
+
+    Args:
+        stage_seconds: what the stage takes for all micro-batches of a step.
+        num_stages: those of the pipeline.
+        num_micro_batches: those of one step.
+
+    >>> bubble_seconds(24.0, 4, 8)  # 3.0 for each micro-batch
+    9.0
+    """
+    return stage_seconds * (num_stages - 1) / num_micro_batches
+
+
+def _order(ahead: int, num_micro_batches: int) -> list[tuple[bool, int]]:
+    """Returns the forwards and backwards of a stage that runs so many forwards before its first backward."""
+    first = min(ahead, num_micro_batches)
+    order = [(False, number) for number in range(first)]
+    for number in range(num_micro_batches):
+        order.append((True, number))
+        if first + number < num_micro_batches:
+            order.append((False, first + number))
+    return order
