@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Self, final
 from rich.console import Console
 
 from graphckpt import __version__
-from graphckpt.errors import ConfigError, GraphckptError, did_you_mean
+from graphckpt.errors import ConfigError, GraphckptError, PlanError, did_you_mean
 from graphckpt.extras import LazyPackage, require
 from graphckpt.progress import Progress
+from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     import yaml
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[Any]
     from graphckpt.config.run import FakeConfigSteps
     from graphckpt.planning.fit_result import Fit
+    from graphckpt.planning.options import Budget
+    from graphckpt.planning.plan import Plan
     from graphckpt.planning.planner import Planners
     from graphckpt.planning.profile import DeviceProfile
 else:
@@ -81,7 +84,11 @@ examples:
   graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
       --head loss_head=tiles:8:sum task.loss_head=True
 
-The device may be absent, and no tensor allocates memory. The file of --save has a section `policies` for
+  graphckpt plan --config-file configs/llama_pretrain.py --device h200 --memory-budget 24GiB \\
+      train.dist.data_parallel_size=8 train.zero_optimization.enabled=True train.zero_optimization.stage=3
+
+The device may be absent, and no tensor allocates memory. With train.dist and train.zero_optimization one rank is
+planned, and of a pipeline one rank of each stage. The file of --save has a section `policies` for
 train.activation_checkpoint.
 
 exit codes: 0 done, 2 invalid input, such as a budget that no plan fits, 130 stopped by Ctrl-C
@@ -96,7 +103,8 @@ examples:
   graphckpt fit --config-file configs/llama_pretrain.py --device h100 --sequence-lengths 1024,2048,4096
   graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 task.loss_head=True --head loss_head=tiles:8:sum
 
-The device may be absent, and no tensor allocates memory. The step is simulated at each batch size of the table,
+The device may be absent, and no tensor allocates memory. With train.dist and train.zero_optimization the step and its
+batch sizes are those of one rank. The step is simulated at each batch size of the table,
 under all policies and then under its plan. The largest batch is exact: with one sample more, no plan fits.
 
 exit codes: 0 done, 2 invalid input, such as a budget that no batch fits, 130 stopped by Ctrl-C
@@ -263,7 +271,8 @@ def add_fit(commands: _Commands) -> None:
         "--global-batch-size",
         type=int,
         metavar="N",
-        help="samples of one update: find the fastest micro-batch x accumulation; by default that of the config",
+        help="samples of one update of a rank: find the fastest micro-batch x accumulation; by default those of the "
+        "config",
     )
     parser.add_argument(
         "--sequence-lengths",
@@ -409,6 +418,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 def _plan(parsed: argparse.Namespace) -> int:
     from graphckpt.planning.options import check_budget  # noqa: PLC0415
+    from graphckpt.planning.plan import save_stages  # noqa: PLC0415
 
     machine = _machine(parsed)  # it and the budget are checked before the config is imported
     budget = check_budget(parsed.memory_budget)
@@ -416,36 +426,64 @@ def _plan(parsed: argparse.Namespace) -> int:
         from graphckpt.ledger.plot import file_of  # noqa: PLC0415
 
         file_of(parsed.plot, has_page=True)  # raises now, not after the measurements
+    plans: list[Plan] = []
+    values: list[dict[str, Any]] = []
     with CommandProgress() as progress:
-
-        def on_measured(planners: Planners) -> None:
-            progress.begin(f"choosing the policies of {len(planners.plain.measured.names)} blocks")
-            if parsed.sweep:
-                from graphckpt.planning.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
-                from graphckpt.planning.rows import print_sweep  # noqa: PLC0415
-
-                front, uniform = planners.front(), planners.plain.uniform()
-                print_sweep(front, uniform)
-                draw_sweep(front, uniform, parsed.sweep)
-                print(f"drawn: {parsed.sweep}")
-
         progress.begin("loading the config and its model")
-        with _steps(parsed, machine) as steps:
-            plan = steps.plan(
-                budget, lambda done, total: progress.begin(f"simulated run {done} of {total}"), on_measured
-            )
-            values = steps.to_dict(plan)
+        with _stages(parsed, machine) as stages:
+            names = [""] if len(stages) == 1 else [f"stage {number}: " for number in range(len(stages))]
+            for number, stage in enumerate(stages):
+                with stage as steps:
+                    sweep = parsed.sweep and _numbered(parsed.sweep, number, len(stages))
+                    plan = _plan_steps(steps, budget, progress, names[number], sweep)
+                    values.append(steps.to_dict(plan))
+                plans.append(plan)
+    highest = max(range(len(plans)), key=lambda number: plans[number].predicted_peak_bytes)
     if parsed.json:
-        print(json.dumps(values, indent=1), file=parsed.stdout)
+        policies = {block: fields for plan in plans for block, fields in plan.policies.items()}
+        staged = {"stages": values, "highest_stage": highest, "policies": policies}
+        print(json.dumps(values[0] if len(plans) == 1 else staged, indent=1), file=parsed.stdout)
     else:
-        plan.explain()
+        for name, plan in zip(names, plans, strict=True):
+            if name:
+                print(name.rstrip(": "))
+            plan.explain()
+        if len(plans) > 1:
+            print(f"highest peak: stage {highest}, {format_bytes(plans[highest].predicted_peak_bytes)}")
     if parsed.save:
-        plan.save(parsed.save)
+        save_stages(plans, parsed.save) if len(plans) > 1 else plans[0].save(parsed.save)
         print(f"written: {parsed.save}")
-    if parsed.plot:
-        plan.plot(parsed.plot)
-        print(f"drawn: {parsed.plot}")
+    for number, plan in enumerate(plans) if parsed.plot else ():
+        print(f"drawn: {plan.plot(_numbered(parsed.plot, number, len(plans)))}")
     return 0
+
+
+def _plan_steps(
+    steps: FakeConfigSteps, budget: Budget, progress: CommandProgress, name: str, sweep: str | None
+) -> Plan:
+    def on_measured(planners: Planners) -> None:
+        progress.begin(f"{name}choosing the policies of {len(planners.plain.measured.names)} blocks")
+        if sweep:
+            from graphckpt.planning.plot import draw_sweep  # noqa: PLC0415 - loads matplotlib
+            from graphckpt.planning.rows import print_sweep  # noqa: PLC0415
+
+            front, uniform = planners.front(), planners.plain.uniform()
+            print_sweep(front, uniform)
+            draw_sweep(front, uniform, sweep)
+            print(f"drawn: {sweep}")
+
+    try:
+        return steps.plan(
+            budget, lambda done, total: progress.begin(f"{name}simulated run {done} of {total}"), on_measured
+        )
+    except PlanError as error:
+        raise PlanError(f"{name}{error}") from None
+
+
+def _numbered(file: str, number: int, count: int) -> str:
+    """Returns the file of one stage: with several, ``front.png`` becomes ``front_0.png``."""
+    path = Path(file)
+    return file if count == 1 else str(path.with_name(f"{path.stem}_{number}{path.suffix}"))
 
 
 def _machine(parsed: argparse.Namespace) -> DeviceProfile:
@@ -456,11 +494,16 @@ def _machine(parsed: argparse.Namespace) -> DeviceProfile:
     return machine if parsed.memory is None else machine.with_memory(parsed.memory)
 
 
-def _steps(
-    parsed: argparse.Namespace, machine: DeviceProfile, sizes: Sequence[str] = ()
-) -> AbstractContextManager[FakeConfigSteps]:
-    from graphckpt.config.run import fake_steps_from  # noqa: PLC0415 - as above
-    from graphckpt.planning.cluster_profile import load_cluster  # noqa: PLC0415
+def _stages(
+    parsed: argparse.Namespace, machine: DeviceProfile
+) -> AbstractContextManager[list[AbstractContextManager[FakeConfigSteps]]]:
+    from graphckpt.config.run import fake_stages_from  # noqa: PLC0415 - as above
+
+    return fake_stages_from(parsed.config_file, parsed.overrides, device=machine, **_options(parsed))
+
+
+def _options(parsed: argparse.Namespace) -> dict[str, Any]:
+    from graphckpt.planning.cluster_profile import load_cluster  # noqa: PLC0415 - as above
     from graphckpt.planning.options import PlanOptions  # noqa: PLC0415
     from graphckpt.stores.base import parse_offload  # noqa: PLC0415
 
@@ -474,12 +517,11 @@ def _steps(
         parse_offload(parsed.offload)
     except ConfigError as error:
         raise ConfigError(f"--offload: {error}") from None
-    cluster = None if parsed.cluster is None else load_cluster(parsed.cluster)
-    overrides = [*parsed.overrides, *sizes]
-    return fake_steps_from(parsed.config_file, overrides, device=machine, cluster=cluster, options=values)
+    return {"options": values, "cluster": None if parsed.cluster is None else load_cluster(parsed.cluster)}
 
 
 def _fit(parsed: argparse.Namespace) -> int:
+    from graphckpt.config.run import fake_steps_from  # noqa: PLC0415 - as above
     from graphckpt.planning.options import check_budget  # noqa: PLC0415
 
     machine = _machine(parsed)
@@ -494,7 +536,8 @@ def _fit(parsed: argparse.Namespace) -> int:
     with CommandProgress() as progress:
         for length in lengths:
             progress.begin("loading the config and its model")
-            with _steps(parsed, machine, [] if length is None else [f"data.seq_length={length}"]) as steps:
+            overrides = [*parsed.overrides, *([] if length is None else [f"data.seq_length={length}"])]
+            with fake_steps_from(parsed.config_file, overrides, device=machine, **_options(parsed)) as steps:
                 fits.append((length, steps.fit(budget, sizes, parsed.global_batch_size, progress.begin)))
     if parsed.json:
         rows = [fit.to_dict() if one is None else {"sequence_length": one, **fit.to_dict()} for one, fit in fits]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from graphckpt.config.source import ConfigSource, rename_old_keys
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.candidates import compile_options
-from graphckpt.planning.cluster_profile import Cluster
+from graphckpt.planning.cluster_profile import Cluster, ClusterProfile
 from graphckpt.planning.fake_cluster import FakeCluster, cluster_of
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
@@ -69,18 +69,47 @@ def fake_steps_from(
     ``train.dist`` the steps are those of rank 0, which has the largest shards; ``cluster`` has the nodes and links.
 
     Raises:
-        ConfigError: the config or an argument cannot be used, or there is a ``cluster`` for a config of one process.
+        ConfigError: the config or an argument cannot be used, there is a ``cluster`` for a config of one process, or
+            the config describes a pipeline, whose stages differ.
     """
+    with fake_stages_from(config_file, overrides, device=device, cluster=cluster, options=options) as stages:
+        if len(stages) > 1:
+            what = f"expected 1 to fit a batch size, got {len(stages)}; the stages of a pipeline have different blocks"
+            fix = "graphckpt plan with the train.train_micro_batch_size to try"
+            raise ConfigError(f"train.dist.pipeline_parallel_size: {what} · fix: {fix}")
+        with stages[0] as steps:
+            yield steps
+
+
+@contextmanager
+def fake_stages_from(
+    config_file: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    device: str | Path | DeviceProfile,
+    cluster: Cluster = None,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[list[AbstractContextManager[FakeConfigSteps]]]:
+    """Yields the steps of each pipeline stage; as :func:`fake_steps_from`. One stage at a time may be entered."""
     target = load_profile(device)
     network = cluster_of(cluster, target)
     source = ConfigSource(config_file, overrides)
     with source.checked() as run:
-        size = run.train.dist.num_processes
-        if cluster is not None and size == 1:
+        dist = run.train.dist
+        if cluster is not None and dist.num_processes == 1:
             what = f"expected a config of several processes with it, got {network.name!r} and one process"
             raise ConfigError(f"cluster: {what} · fix: leave it out, or set train.dist.data_parallel_size=8")
-        with FakeCluster(size, profile=network) if size > 1 else nullcontext() as simulated:
-            yield FakeConfigSteps(run, target, options or {}, simulated)
+        yield [_fake_steps(run, target, network, options or {}, n) for n in range(dist.pipeline_parallel_size)]
+
+
+@contextmanager
+def _fake_steps(
+    run: RunConfig, machine: DeviceProfile, network: ClusterProfile, options: Mapping[str, Any], stage: int
+) -> Iterator[FakeConfigSteps]:
+    dist = run.train.dist
+    size, rank = dist.num_processes, stage * (dist.num_processes // dist.pipeline_parallel_size)  # first of its stage
+    with FakeCluster(size, rank, profile=network) if size > 1 else nullcontext() as cluster:
+        yield FakeConfigSteps(run, machine, options, cluster)
 
 
 @final
@@ -107,6 +136,7 @@ class FakeConfigSteps:
         with self._fake.building():
             built = build_model(partial(model_of, run), self._task, run.train, ranks, here)
         self.model: Any = built.model
+        self._is_pipeline = built.pipeline is not None
         check_task(self._task, self.model, self._data, runs=False)
         with self._fake:
             self.optimizer = optimizer_of(run, self.model, machine.kind)
@@ -114,8 +144,9 @@ class FakeConfigSteps:
         section = run.train.activation_checkpoint
         wanted = section.plan_options(**{**options, "partition": None, "compile": None})
         self.options = replace(wanted, head=head_policies(self.model, wanted.head))
-        self.blocks = [(name, self.model.get_submodule(name)) for name in selected_names(self.model, section)]
-        self.notes = [] if cluster is None else [_rank_note(run.train.dist, cluster), *cluster.notes]
+        names = [name for name in selected_names(self.model, section) if built.runs(name)]
+        self.blocks = [(name, self.model.get_submodule(name)) for name in names]
+        self.notes = [] if cluster is None else [*_rank_notes(run.train.dist, cluster), *cluster.notes]
         if compile_options(section.compile) is not None:
             self.notes.append("compile: its effect is not known without the device; planned without")
         if section.partition:
@@ -135,7 +166,7 @@ class FakeConfigSteps:
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
         step_fn, num_traced = self._step_fn(size, accumulation)
-        num_micro_batches = accumulation if num_traced < accumulation else 0
+        num_micro_batches = accumulation if num_traced < accumulation and not self._is_pipeline else 0
         step = FakeStep(
             self._fake,
             self.model,
@@ -149,6 +180,8 @@ class FakeConfigSteps:
 
     def _step_fn(self, size: int, accumulation: int) -> tuple[Callable[[], None], int]:
         """Returns a step with so many samples in a micro-batch, and how many of the micro-batches it runs."""
+        if self._is_pipeline:  # which splits the batch itself
+            size, accumulation = size * accumulation, 1
         sample = _sample(self._data.train, size)
         with self._fake:
             batch = {
@@ -233,9 +266,13 @@ class FakeConfigSteps:
         )
 
 
-def _rank_note(dist: DistConfig, cluster: FakeCluster) -> str:
+def _rank_notes(dist: DistConfig, cluster: FakeCluster) -> Iterator[str]:
     what = "bytes and batch sizes are those of one rank"
-    return f"rank {cluster.rank} of {cluster.world_size}, {dist.describe()}: {what}"
+    stages = dist.pipeline_parallel_size
+    place = f"rank {cluster.rank} of {cluster.world_size}"
+    if stages > 1:
+        place = f"stage {cluster.rank * stages // cluster.world_size} of {stages}, {place}"
+    yield f"{place}, {dist.describe()}: {what}"
 
 
 def _sample(data: Any, size: int) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from dataclasses import replace as changed
 from pathlib import Path
@@ -159,17 +159,7 @@ class Plan(PlanData):
             ConfigError: it partitions tensors over a process group, which cannot be written to a file, or the file
                 cannot be written.
         """
-        head = "".join(f"# {line}\n" for line in summary_lines(self))
-        dumper = type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
-        try:
-            text = yaml.dump(self.to_dict(), Dumper=dumper, sort_keys=False)
-        except yaml.representer.RepresenterError as error:
-            raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `candidates`") from None
-        try:
-            Path(path).write_text(head + text, encoding="utf-8")
-        except OSError as error:
-            why = error.strerror or error
-            raise ConfigError(f"{path}: cannot be written: {why} · fix: name a file in an existing folder") from None
+        _write(path, summary_lines(self), self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -203,6 +193,32 @@ class Plan(PlanData):
         front = self.front
         relative = None if front is None else lambda: [plan.relative_to(name) for plan in front()]
         return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=relative)
+
+
+def save_stages(plans: Sequence[Plan], path: str | Path) -> None:
+    """Writes the plans of the stages of a pipeline as YAML, with the policies of all blocks in one section.
+
+    Raises:
+        ConfigError: as :meth:`Plan.save`.
+    """
+    contents = [plan.to_dict() for plan in plans]
+    policies = {name: fields for content in contents for name, fields in content["policies"].items()}
+    lines = (f"stage {number}: {line}" for number, plan in enumerate(plans) for line in summary_lines(plan))
+    _write(path, lines, {"policies": policies, "stages": [content["plan"] for content in contents]})
+
+
+def _write(path: str | Path, comment: Iterable[str], content: Mapping[str, Any]) -> None:
+    head = "".join(f"# {line}\n" for line in comment)
+    dumper = type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
+    try:
+        text = yaml.dump(content, Dumper=dumper, sort_keys=False)
+    except yaml.representer.RepresenterError as error:
+        raise ConfigError(f"Plan.save: {error} · fix: partition=True, and plain values in `candidates`") from None
+    try:
+        Path(path).write_text(head + text, encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"{path}: cannot be written: {why} · fix: name a file in an existing folder") from None
 
 
 def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = ()) -> Iterator[str]:

@@ -39,10 +39,14 @@ class BuiltModel(NamedTuple):
     settings: TrainConfig
     ranks: TrainRanks
 
+    def runs(self, name: str) -> bool:
+        """Whether this process runs the module of that name; in a pipeline others run some."""
+        return self.pipeline is None or self.pipeline.runs(name)
+
     def block_fields(self) -> dict[str, dict[str, Any]]:
         blocks = block_policies(self.model, self.settings.activation_checkpoint)
-        if (pipeline := self.pipeline) is not None:
-            return {name: fields for name, fields in blocks.items() if pipeline.runs(name)}
+        if self.pipeline is not None:
+            return {name: fields for name, fields in blocks.items() if self.runs(name)}
         mesh = self.ranks.tensor_mesh
         for fields in blocks.values() if mesh is not None else ():
             if fields.get("partition") is True:

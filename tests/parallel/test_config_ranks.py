@@ -5,7 +5,6 @@ The counter of the real ranks shares no code with the planner.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from helpers.small_run import place as place  # noqa: PLC0414 - a fixture
 from helpers.thinning import slow_unless
 
 from graphckpt import Plan
-from graphckpt.config.run import fake_steps_from
+from graphckpt.config.run import fake_stages_from
 from graphckpt.config.schema import model_of, optimizer_of
 from graphckpt.config.source import ConfigSource
+from graphckpt.planning.plan import save_stages
 from graphckpt.train.build_model import TrainGraph, build_model
 from graphckpt.train.output import Report
 from graphckpt.train.parallel.ranks import TrainRanks
@@ -58,6 +58,7 @@ def data(size: int) -> list[str]:
 
 
 TENSOR = ["train.dist.tensor_parallel_size=2"]
+PIPELINE = ["train.dist.pipeline_parallel_size=2", "train.num_accumulation_steps=4"]
 WAYS: dict[str, tuple[int, list[str]]] = {
     "ddp": (2, data(2)),
     "ddp, accumulated": (2, [*data(2), "train.num_accumulation_steps=3"]),
@@ -68,23 +69,32 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     "tp": (2, TENSOR),
     "dp x tp": (4, [*data(2), *TENSOR]),
     "zero 3 x tp": (4, [*zero(3), *TENSOR]),
+    "pipeline": (2, PIPELINE),
+    "pipeline x dp": (4, [*PIPELINE, *data(2)]),
 }
 
 
-def planned(way: str, budget: Any) -> Plan:
-    with fake_steps_from("ranks.py", WAYS[way][1], device="cpu", options={"candidates": CANDIDATES}) as steps:
-        return steps.plan(budget)
+def planned(way: str, budgets: list[Any]) -> list[Plan]:
+    """Returns the plan of each pipeline stage; the last budget is that of all further ones."""
+    plans = []
+    options = {"candidates": CANDIDATES}
+    with fake_stages_from("ranks.py", WAYS[way][1], device="cpu", options=options) as stages:
+        for number, stage in enumerate(stages):
+            with stage as steps:
+                plans.append(steps.plan(budgets[min(number, len(budgets) - 1)]))
+    return plans
 
 
-def metered(words: list[str], policies: Mapping[str, Any]) -> int:
-    """Returns the lowest peak of a few of the trainer's steps on this rank."""
-    with ConfigSource("ranks.py", words).checked() as run:
+def metered(words: list[str], file: str) -> int:
+    """Returns the lowest peak of a few of the trainer's steps on this rank, under the plan in a file if any."""
+    section = "train.activation_checkpoint"
+    planned_words = [f"{section}.enabled=True", f"{section}.plan={file}"] if file else [f"{section}.enabled=False"]
+    with ConfigSource("ranks.py", [*words, *planned_words]).checked() as run:
         task, device = run.task(), torch.device("cpu")
         opened = run.data().open(task, seed=1, report=Report.silent())
         built = build_model(lambda: model_of(run), task, run.train, TrainRanks(run.train.dist, device), device)
         optimizer = optimizer_of(run, built.model)
-        fields: Any = {name: dict(values) for name, values in policies.items()}
-        graph = TrainGraph(built, optimizer, None, fields)  # type: ignore[arg-type]
+        graph = TrainGraph(built, optimizer, None, built.block_fields())  # type: ignore[arg-type]
         sizes = run.train.sizes
         ids = opened.train.batch(range(sizes.micro_batch * sizes.accumulation))["input_ids"]  # type: ignore[arg-type]
         batch = {"input_ids": ids, "labels": ids.clone()}  # two, as on a device
@@ -92,7 +102,7 @@ def metered(words: list[str], policies: Mapping[str, Any]) -> int:
             graph(**batch)
         moments = [value for state in optimizer.state.values() for value in state.values()]
         peaks = []
-        with Meter([*built.model.parameters(), *built.model.buffers(), *moments]) as meter:
+        with Meter([*batch.values(), *built.model.parameters(), *built.model.buffers(), *moments]) as meter:
             for _ in range(1 + ATTEMPTS):
                 meter.peak = 0
                 graph(**batch)
@@ -100,20 +110,27 @@ def metered(words: list[str], policies: Mapping[str, Any]) -> int:
         return min(peaks[1:])  # the first one shows the counter what is alive between steps
 
 
-def peaks_agree(rank: int, way: str, plans: list[tuple[Mapping[str, Any], int]]) -> None:
+def peaks_agree(rank: int, way: str, rows: list[tuple[str, list[int]]]) -> None:
     del rank
-    for policies, predicted in plans:
+    for file, predicted in rows:
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, metered(WAYS[way][1], policies))
-        assert max(everywhere) == everywhere[0] == predicted, (way, dict(policies), predicted, everywhere)
+        dist.all_gather_object(everywhere, metered(WAYS[way][1], file))
+        per_stage = len(everywhere) // len(predicted)
+        of_stages = [everywhere[n : n + per_stage] for n in range(0, len(everywhere), per_stage)]
+        where = way, file, predicted, everywhere
+        assert [ranks[0] for ranks in of_stages] == [max(ranks) for ranks in of_stages] == predicted, where
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=slow_unless(way == "zero 3")) for way in WAYS])
 def test_a_predicted_peak_is_that_of_the_trainer(place: Path, way: str) -> None:
-    """Everything kept, the lowest peak, and a plan between them."""
+    """Everything kept, the lowest peak, and a plan between them, which the trainer reads from their files."""
     (place / "ranks.py").write_text(CONFIG, encoding="utf-8")
-    lowest = planned(way, "min")
-    plans = [lowest, planned(way, (lowest.predicted_peak_bytes + lowest.plain_peak_bytes) // 2)]
-    rows = [(plan.policies, plan.predicted_peak_bytes) for plan in plans]
-    launch(peaks_agree, WAYS[way][0], place, way, [({}, lowest.plain_peak_bytes), *rows])
-    assert plans[1].policies not in ({}, plans[0].policies)
+    lowest = planned(way, ["min"])
+    middle = planned(way, [(plan.predicted_peak_bytes + plan.plain_peak_bytes) // 2 for plan in lowest])
+    rows = [("", [plan.plain_peak_bytes for plan in lowest])]
+    for file, plans in {"lowest.yaml": lowest, "middle.yaml": middle}.items():
+        save_stages(plans, file) if len(plans) > 1 else plans[0].save(file)
+        rows.append((file, [plan.predicted_peak_bytes for plan in plans]))
+    launch(peaks_agree, WAYS[way][0], place, way, rows)
+    policies = [[plan.policies for plan in plans] for plans in (lowest, middle)]
+    assert policies[1] not in ([{}] * len(middle), policies[0])

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from graphckpt import progress
+from graphckpt.blocks.apply import policies_from_file
 from graphckpt.cli import main
 from graphckpt.config.run import fake_steps_from
 from graphckpt.planning.profile import load_profile
@@ -196,6 +197,7 @@ SPREAD = {
         ]
         for stage in (1, 2, 3)
     },
+    "ddp": ["train.dist.data_parallel_size=2"],
     "dp x tp": ["train.dist.data_parallel_size=2", "train.dist.tensor_parallel_size=2"],
 }
 
@@ -234,3 +236,76 @@ def test_fused_optimizers_are_for_weights_that_are_sharded_alike():
         with fake_steps_from("configs/quickstart.py", [*SMALL, *words], device="h200") as steps:
             assert [group["fused"] for group in steps.optimizer.param_groups] == kinds
             steps.plan("4GiB")
+
+
+PIPELINE = ["train.dist.pipeline_parallel_size=2", "train.num_accumulation_steps=4"]
+
+
+def test_each_stage_of_a_pipeline_has_a_plan(tmp_path, capsys):
+    """The trainer reads the policies of all of them from one file."""
+    words = ["plan", *CONFIG, *SMALL, *PIPELINE, "train.dist.data_parallel_size=3", "--memory-budget", "0.97"]
+    words += ["--candidates", "full"]
+    drawn = tmp_path / "plan.png"
+    assert main([*words, "--plot", str(drawn), "--save", str(tmp_path / "all.yaml")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("stage ")] == ["stage 0", "stage 1"]
+    (last,) = (line for line in lines if line.startswith("highest peak: stage "))
+    assert {path.name for path in tmp_path.iterdir()} == {"plan_0.png", "plan_1.png", "all.yaml"}
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    peaks = [stage["allocated_bytes"] for stage in found["stages"]]
+    assert [stage["rank"] for stage in found["stages"]] == [0, 3], "the first of each stage"
+    assert max(peaks) == peaks[found["highest_stage"]]
+    assert last == f"highest peak: stage {found['highest_stage']}, {format_bytes(max(peaks))}"
+    assert [[row["block"] for row in stage["rows"]] for stage in found["stages"]] == [
+        ["transformer.h.0", "transformer.h.1"],
+        ["transformer.h.2"],
+    ]
+    assert found["policies"] == policies_from_file(tmp_path / "all.yaml") != {}
+    assert [stage["notes"][0].partition(",")[0] for stage in found["stages"]] == ["stage 0 of 2", "stage 1 of 2"]
+    assert all(stage["bubble_seconds"] > 0 for stage in found["stages"])
+
+
+def test_layers_are_in_the_stages_that_the_config_names(capsys):
+    words = [*CONFIG, *SMALL, *PIPELINE, "train.dist.custom_pipeline_stage_id=[0,1,1]", "--memory-budget", "4GiB"]
+    assert main(["plan", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(stage["rows"]) for stage in found["stages"]] == [1, 2]
+
+
+def test_a_stage_that_does_not_fit_is_named(capsys):
+    words = [*CONFIG, *SMALL, *PIPELINE, "--candidates", "full", "--memory-budget", "73MiB"]
+    assert main(["plan", *words]) == 2
+    assert "stage 0: memory_budget 73.0 MiB: no plan fits" in capsys.readouterr().err
+
+
+def test_a_fit_of_a_pipeline_is_refused(capsys):
+    assert main(["fit", *CONFIG, *SMALL, *PIPELINE]) == 2
+    assert "train.dist.pipeline_parallel_size: expected 1 to fit a batch size, got 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*PIPELINE, "train.dist.tensor_parallel_size=2"], "tensor_parallel_size: 2 is not supported with a pipeline"),
+        ([*PIPELINE, *SPREAD["train.zero_optimization.stage 3"]], "zero_optimization.enabled: True is not supported"),
+        (["train.zero_optimization.enabled=True"], "one process would hold all of it"),
+        (["train.dist.custom_pipeline_stage_id=[0,0,0]"], "custom_pipeline_stage_id: there is one stage"),
+        (["train.dist.pipeline_num_layers=3"], "pipeline_num_layers: 3 is not supported"),
+        (["train.dist.tensor_parallel_size=3"], "cannot be sharded over 3 processes"),
+        (["train.dist.data_parallel_size=2", "task.loss_head=True"], "task.loss_head: expected one process, got 2"),
+        (["train.dist.pipeline_parallel_size=5", "train.num_accumulation_steps=5"], "the model has 3 layers"),
+    ],
+)
+def test_what_the_trainer_refuses_is_refused_in_its_words(words, message, capsys):
+    assert main(["plan", *CONFIG, *SMALL, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unused_parameters_are_found_at_a_cost():
+    peaks = []
+    for may_be_unused in (False, True):
+        words = [*SMALL, "train.dist.data_parallel_size=2", f"train.dist.find_unused_parameters={may_be_unused}"]
+        with fake_steps_from("configs/quickstart.py", words, device="cpu") as steps:
+            peaks.append(steps.plan("4GiB").plain_peak_bytes)
+    assert peaks[1] > peaks[0]
