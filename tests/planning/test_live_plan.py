@@ -75,7 +75,7 @@ def test_where_everything_fits_nothing_else_is_measured():
         assert loop.peak(256) <= plan.predicted_peak_bytes <= plan.budget_bytes
         loop.live.close()
     assert num_calls["1GiB"] <= 40
-    assert num_calls[400_000] > 4 * num_calls["1GiB"]
+    assert num_calls[400_000] >= 2 * num_calls["1GiB"]
 
 
 def test_a_step_without_a_backward_is_not_planned_for():
