@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -139,12 +140,11 @@ class Case:
         self.wrapper(self.tokens_BT, labels=self.tokens_BT).loss.backward()
 
 
-def lowest_peak(case: Any, attempts: int) -> int:
-    """Returns that of some steps: what outlives a step, such as DDP's buckets, counts from the start of the next."""
+def step_peaks(case: Any) -> Iterator[int]:
+    """Yields the peaks of steps: what outlives a step, such as DDP's buckets, counts from the start of the next."""
     with Meter([*case.model.parameters(), *case.model.buffers()]) as first:
         case.step()
-    peaks = []
-    for _ in range(attempts):
+    while True:
         meter = Meter(())
         for reference in first.ends:
             if (storage := reference()) is not None:
@@ -152,8 +152,7 @@ def lowest_peak(case: Any, attempts: int) -> int:
         storage = None
         with meter:
             case.step()
-        peaks.append(meter.peak)
-    return min(peaks)
+        yield meter.peak
 
 
 def planned(way: str, budget: Any) -> graphckpt.Plan:
@@ -180,15 +179,22 @@ def planned_evenly(plan: Callable[[Any], graphckpt.Plan], num_plans: int) -> lis
     return [({}, lowest.plain_peak_bytes), *((each.policies, each.predicted_peak_bytes) for each in plans)]
 
 
-def peaks(case: Any, policies: Mapping[str, Any], attempts: int = ATTEMPTS) -> list[int]:
-    """Returns the lowest peak of some steps under ``policies`` on each rank."""
+def peaks(case: Any, policies: Mapping[str, Any], predicted: int, attempts: int = ATTEMPTS) -> list[int]:
+    """Returns the lowest peak under ``policies`` on each rank, over steps until it is at most ``predicted``.
+
+    ``attempts`` is the most; ``predicted`` may differ between ranks.
+    """
+    lowest = sys.maxsize
+    everywhere: list[Any] = [None] * dist.get_world_size()
     with graphckpt.apply(case.model, policies):
         for _ in range(2):
             case.step()
-        peak = lowest_peak(case, attempts)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, peak)
-    return everywhere
+        for _, peak in zip(range(attempts), step_peaks(case), strict=False):
+            lowest = min(lowest, peak)
+            dist.all_gather_object(everywhere, (lowest, lowest <= predicted))
+            if all(is_reached for _, is_reached in everywhere):
+                break
+    return [peak for peak, _ in everywhere]
 
 
 # ---- pipelines
