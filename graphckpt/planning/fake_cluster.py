@@ -30,6 +30,7 @@ _OBJECTS = (
     "recv_object_list",
 )  # fmt: skip
 _OBJECTS_FIX = "compute the value on each rank, or plan with real ranks by torchrun"
+_OFFLOAD_FIX = "leave it out, or plan with real ranks by torchrun"
 _FIX = "use FSDP2 (fully_shard), or plan with real ranks by torchrun"
 
 
@@ -227,10 +228,21 @@ def _cuda_of(local_rank: int) -> Iterator[None]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes a second
+    from torch.distributed.fsdp import (  # noqa: PLC0415 - takes a second
+        CPUOffloadPolicy,
+        FullyShardedDataParallel,
+        fully_shard,
+    )
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
 
+    def shard(*args: Any, **kwargs: Any) -> Any:
+        # shards on the host and on the device would both be fake tensors of the CPU, and count as the device's
+        if isinstance(kwargs.get("offload_policy"), CPUOffloadPolicy):
+            refusal("fully_shard(offload_policy=CPUOffloadPolicy(...))", _OFFLOAD_FIX)()
+        return fully_shard(*args, **kwargs)
+
     with ExitStack() as stack:
+        stack.enter_context(replaced(fully_shard, shard))
         for name in _OBJECTS:
             stack.enter_context(replaced(getattr(dist, name), refusal(f"torch.distributed.{name}", _OBJECTS_FIX)))
         stack.enter_context(replaced(context_parallel, refusal("context_parallel", _FIX)))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import init_process_group, new_group
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -457,6 +457,10 @@ def read_a_count() -> Any:
             "DistributedDataParallel with sparse gradients",
         ),
         (wrapped_by(FullyShardedDataParallel), "FullyShardedDataParallel"),
+        (
+            wrapped_by(lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))),
+            "CPUOffloadPolicy",
+        ),
         (wrapped_by(lambda model: PipelineStage(model, 0, 2, torch.device("cpu"))), "input_args and output_args"),
         (
             wrapped_by(lambda model: ScheduleInterleaved1F1B([stage_of(model), stage_of(model)], 4)),
