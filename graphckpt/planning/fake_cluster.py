@@ -189,7 +189,7 @@ def _meshes_with_values() -> Iterator[None]:
     """Lets meshes read their numbers of ranks, which have no values where tensors are fake."""
     from torch.distributed import device_mesh  # noqa: PLC0415
 
-    from graphckpt._compat_distributed import MESH_READERS, without_modes  # noqa: PLC0415
+    from graphckpt._compat_distributed import MESH_READERS, reader_of_resharding, without_modes  # noqa: PLC0415
 
     mesh_class = device_mesh.DeviceMesh
     originals = {name: getattr(mesh_class, name) for name in MESH_READERS if hasattr(mesh_class, name)}
@@ -209,6 +209,8 @@ def _meshes_with_values() -> Iterator[None]:
             setattr(mesh_class, name, method)
             stack.callback(setattr, mesh_class, name, originals[name])
         stack.enter_context(replaced(device_mesh.init_device_mesh, init_here))
+        reader = reader_of_resharding()
+        stack.enter_context(replaced(reader, without_modes(reader)))
         yield
 
 
