@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,6 +40,13 @@ def tensor_parallel(model: Any, mesh: DeviceMesh | None = None) -> None:
     plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
     for layer in model.model.layers:
         parallelize_module(layer, mesh or init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+def with_sharded_logits(model: Any) -> None:
+    """Has the logits sharded by token, for a loss within ``loss_parallel()``."""
+    tensor_parallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model.lm_head, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
 
 
 def on_two_dimensions(model: Any) -> None:
@@ -89,6 +98,8 @@ class Way(NamedTuple):
     spread: Callable[[Any], nn.Module | None]
     """Spreads a model; returns the module to call, or ``None`` if that is the model."""
     num_micro_batches: int = 1
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What forward and backward run in."""
 
 
 WAYS: dict[str, Way] = {
@@ -96,6 +107,7 @@ WAYS: dict[str, Way] = {
     "fsdp2, uneven": Way(3, sharded),
     "fsdp2 on 4": Way(4, sharded),
     "fsdp2, not resharded": Way(2, lambda model: sharded(model, reshard_after_forward=False)),
+    "fsdp2, resharded to 2": Way(4, lambda model: sharded(model, reshard_after_forward=2)),
     "fsdp2, bfloat16": Way(
         2, lambda model: sharded(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32))
     ),
@@ -103,6 +115,7 @@ WAYS: dict[str, Way] = {
     "hsdp": Way(4, hybrid),
     "tp": Way(2, tensor_parallel),
     "tp on 4": Way(4, tensor_parallel),
+    "tp, loss parallel": Way(2, with_sharded_logits, within=loss_parallel),
     "fsdp2 x tp": Way(4, on_two_dimensions),
     "ddp": Way(2, ddp),
     "ddp, views": Way(2, lambda model: ddp(model, gradient_as_bucket_view=True)),
@@ -124,6 +137,7 @@ class Case:
         config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False)
         self.model: Any = LlamaForCausalLM(config)
         self.num_micro_batches = WAYS[way].num_micro_batches
+        self.within = WAYS[way].within
         self.wrapper: Any = WAYS[way].spread(self.model) or self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.tokens_BT = torch.zeros(2, 128, dtype=torch.long)
@@ -137,7 +151,8 @@ class Case:
         self.optimizer.zero_grad()
 
     def _micro_batch(self) -> None:
-        self.wrapper(self.tokens_BT, labels=self.tokens_BT).loss.backward()
+        with self.within():
+            self.wrapper(self.tokens_BT, labels=self.tokens_BT).loss.backward()
 
 
 def step_peaks(case: Any) -> Iterator[int]:

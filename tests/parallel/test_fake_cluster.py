@@ -14,7 +14,7 @@ from helpers.thinning import slow_unless
 
 pytestmark = pytest.mark.multi_process
 
-FAST = ("fsdp2", "ddp")
+FAST = ("fsdp2", "ddp", "tp, loss parallel", "fsdp2, resharded to 2")
 
 
 def peaks_agree(rank: int, way: str, plans: list[tuple[Mapping[str, Any], int]]) -> None:
