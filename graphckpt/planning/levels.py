@@ -9,8 +9,8 @@ relative to the *base*, the step in which every block is recomputed, and its *ri
 Levels are all that is read: no storages, and no holders. So they may come from a counter or from an allocator. That
 every block of the base is recomputed matters: each then holds its arguments, as it does under every rule but ``keep``.
 What else the levels depend on shows after the head, the code between the forwards and the backwards of a batch: see
-Note [After the head]. :class:`~graphckpt.planning.memory_model.MemoryModel` predicts the same from the lifetimes of
-storages.
+Note [After the head]. Joined runs need one more number, the bytes of the tensor that a block passes on.
+:class:`~graphckpt.planning.memory_model.MemoryModel` predicts the same from the lifetimes of storages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, final
 
-from graphckpt.planning.memory_model import IntervalLevel
+from graphckpt.planning.memory_model import IntervalLevel, Runs
 from graphckpt.planning.program import EventKind, Interval, Phase, StepLog
 
 _Value = TypeVar("_Value")
@@ -138,6 +138,12 @@ class LevelTable:
     ) -> None:
         self._base = level_log(base)
         self._block_of_call = [call.block for call in base.calls]
+        self._base_added = {call: num_bytes for call, (num_bytes, _) in _added(self._base).items()}
+        self._passed_on = [
+            sum(base.sizes.get(storage, 0) for storage in set(call.returned_before)) for call in base.calls
+        ]
+        """By call: the bytes of its arguments that the call before has returned, which hooks see."""
+        self._dropped = base.dropped
         self._batches = _batches(self._base, base.dropped)
         places: Counter[int] = Counter()
         kinds = []
@@ -163,12 +169,16 @@ class LevelTable:
                 else:
                     self._read_kept(spans, plan, batch)
 
-    def peak(self, plan: Sequence[int]) -> int:
-        """Returns the most live bytes, for the number of the option of each block."""
-        return max(level.peak for level in self.levels(plan))
+    def peak(self, plan: Sequence[int], runs: Runs = ()) -> int:
+        """Returns the most live bytes, for the number of the option of each block; see :meth:`levels`."""
+        return max(level.peak for level in self.levels(plan, runs))
 
-    def levels(self, plan: Sequence[int]) -> Iterator[IntervalLevel]:
-        """Yields the levels of a step, interval by interval."""
+    def levels(self, plan: Sequence[int], runs: Runs = ()) -> Iterator[IntervalLevel]:
+        """Yields the levels of a step, interval by interval.
+
+        The blocks of ``runs`` are recomputed as one; each has the option of the base in ``plan``.
+        """
+        run_of = {call: calls for calls in self._joined_calls(runs) for call in calls}
         retained: dict[int, int] = {}
         after_head: list[int] = []
         """The open calls whose head is over."""
@@ -182,15 +192,47 @@ class LevelTable:
             if interval.phase is Phase.FORWARD:
                 row = self._row(call, plan)
                 rise, retained[call] = row.rise_forward, row.retained
+                if call in run_of and call > run_of[call][0]:  # it frees its argument
+                    retained[call] -= self._passed_on[call]
             elif interval.phase is Phase.BACKWARD:
+                option = self._option(call, plan)
                 rise = self._row(call, plan).rise_backward
+                if call in run_of and call not in self._dropped:
+                    if call == run_of[call][-1]:
+                        rise = self._recompute(run_of[call], retained, rise)
+                    else:
+                        option, rise = _KEEP, self._kept_row(call).rise_backward
                 if call in after_head:
-                    level += self._output.get(call, self._option(call, plan)) or 0
+                    level += self._output.get(call, option) or 0
                     after_head.remove(call)
                 retained.pop(call, None)
             yield IntervalLevel(interval, level, level + rise)
             if interval in heads:
                 after_head = list(retained)
+
+    def _joined_calls(self, runs: Runs) -> Iterator[range]:
+        for first, end in runs:
+            for call, block in enumerate(self._block_of_call):
+                if block == first:
+                    yield range(call, call + end - first)
+
+    def _recompute(self, calls: range, retained: dict[int, int], rise: int) -> int:
+        """Recomputes all calls of a run but the last: they then retain what kept ones do, and their arguments.
+
+        Returns the rise in the backward of the last one, which is recomputed as alone.
+        """
+        level = peak = 0
+        for call in calls[:-1]:
+            row = self._kept_row(call)
+            peak = max(peak, level + row.rise_forward)
+            retained[call] = row.retained + (self._late.get(call, _KEEP) or 0)
+            level += retained[call] + self._passed_on[call + 1]
+        return max(peak, level + rise)
+
+    def _kept_row(self, call: int) -> LevelRow:
+        row = self._rows.get(call, _KEEP)
+        assert row is not None
+        return row
 
     def _option(self, call: int, plan: Sequence[int]) -> int:
         return plan[self._block_of_call[call]]
@@ -220,12 +262,12 @@ class LevelTable:
         return rise if num_kept == len(opened) else max(0, rise) * num_kept // len(opened)
 
     def _read_rows(self, spans: LevelLog, plan: Sequence[int]) -> None:
-        added, base_added = _added(spans), _added(self._base)
+        added = _added(spans)
         for call in range(len(self._block_of_call)):
             forward, backward = spans[Interval(Phase.FORWARD, call)], spans.get(Interval(Phase.BACKWARD, call))
             num_bytes, is_last = added[call]
             row = LevelRow(
-                num_bytes - base_added[call][0],
+                num_bytes - self._base_added[call],
                 forward.peak - forward.start,
                 0 if backward is None else backward.peak - backward.start,
             )

@@ -11,7 +11,7 @@ from torch import nn
 
 from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.levels import LevelTable
-from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.memory_model import JoinedRuns, MeasuredStep, Runs
 from graphckpt.planning.program import StepLog
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import TraceCollector, measure
@@ -55,6 +55,32 @@ def mixed_plans(measured: MeasuredStep, count: int, seed: int = 0) -> Iterator[l
     rng, num_blocks, num_options = random.Random(seed), len(measured.names), len(measured.options)
     yield from ([option] * num_blocks for option in range(num_options))
     yield from ([rng.randrange(num_options) for _ in range(num_blocks)] for _ in range(count))
+
+
+def joined_plans(measured: MeasuredStep, joined: JoinedRuns, count: int) -> Iterator[tuple[list[int], Runs]]:
+    """Yields plans, drawn at random, in which runs of blocks are recomputed as one."""
+    rng, num_blocks, num_options = random.Random(0), len(measured.names), len(measured.options)
+    for _ in range(count):
+        plan: list[int] = []
+        runs: list[tuple[int, int]] = []
+        while (block := len(plan)) < num_blocks:
+            lengths = joined.lengths(block)
+            if lengths and rng.random() < 0.7:
+                runs.append((block, block + rng.choice(lengths)))
+                plan += [joined.full] * (runs[-1][1] - block)
+            else:
+                plan.append(rng.randrange(num_options))
+        yield plan, tuple(runs)
+
+
+def differences_of_joined(models: TwoModels, count: int = 40) -> tuple[float, float]:
+    """Returns the differences as :func:`differences` does, for plans with joined runs."""
+    joined = JoinedRuns(models.measured)
+    values = [0.0]
+    for plan, runs in joined_plans(models.measured, joined, count):
+        peak = models.measured.model.highest(plan, joined.events_of(runs)).peak
+        values.append(100 * (models.table.peak(plan, runs) - peak) / peak)
+    return min(values), max(values)
 
 
 def differences(models: TwoModels, count: int = 40) -> tuple[float, float]:
