@@ -18,7 +18,18 @@ from helpers.thinning import slow_unless
 from torch import Tensor
 
 from graphckpt.planning.candidates import options
+from graphckpt.planning.levels import LevelTable, level_log
 from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.program import (
+    BlockCall,
+    EventKind,
+    Interval,
+    Phase,
+    StepLog,
+    StorageEvent,
+    TraceLog,
+    TraceSpan,
+)
 
 SELECTIVE = [{"rule": "selective", "save": ops} for ops in ("attention", "matmul", "matmul+attention")]
 FIVE = options(False, ["full", *SELECTIVE])  # fixed ones: which levels a plan finds depends on times
@@ -72,6 +83,41 @@ JOINED_OFF: dict[str, tuple[float, float]] = {
 """The same for plans in which runs of blocks are recomputed as one."""
 
 FAST = {"albert", "gpt2", "gptj", "llama", "mpt", "resnet", "t5"}
+
+
+def traced(num_kept: int) -> StepLog:
+    """A step of two blocks that allocate 10 bytes of output each, and under ``keep`` 20 more until their backward."""
+    saved = [20 * (call < num_kept) for call in range(2)]
+    of_phase = {
+        Phase.FORWARD: lambda call: [(EventKind.BORN, call, 10), (EventKind.BORN, 2 + call, saved[call])],
+        Phase.BACKWARD: lambda call: [
+            (EventKind.BORN, 4 + call, 25 - saved[call]),  # a recomputation allocates more
+            *((EventKind.GONE, 4 + call, 25 - saved[call]), (EventKind.GONE, 2 + call, saved[call])),
+            (EventKind.GONE, call, 10),
+        ],
+        Phase.AFTER_FORWARD: lambda call: [],
+    }
+    order = [(phase, call) for call in range(2) for phase in (Phase.FORWARD, Phase.AFTER_FORWARD)]
+    order += [(Phase.BACKWARD, 1), (Phase.BACKWARD, 0)]
+    spans = [
+        TraceSpan(Interval(phase, call), [StorageEvent(*event, op=0) for event in of_phase[phase](call)])
+        for phase, call in order
+    ]
+    return StepLog(TraceLog(spans, [BlockCall(0), BlockCall(1)]))
+
+
+def test_an_example_to_read_first() -> None:
+    table = LevelTable(traced(0), 1, [0, 0], [(traced(2), [0, 0])])
+    assert [(level.start, level.peak) for level in table.levels([0, 1])] == [
+        (0, 30),  # forward of 0, which is kept
+        (30, 30),
+        (30, 40),  # forward of 1, which is recomputed
+        (40, 40),
+        (40, 65),  # backward of 1
+        (30, 35),  # backward of 0
+    ]
+    assert [level.peak for level in table.levels([0, 1])] == [span.peak for span in level_log(traced(1)).values()]
+    assert [table.peak(plan) for plan in ([1, 1], [0, 1], [0, 0])] == [45, 65, 65]
 
 
 def within(models: TwoModels, name: str) -> None:
