@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
 from helpers.modules import as_module
+from helpers.odd_steps import OddChain
 from helpers.peaks import tracked_peak
 from helpers.plans import fields_of, measured_step, planner_of, stepped_once
 from helpers.thinning import slow_unless
@@ -119,39 +120,11 @@ def joined(planner, count, seed=0):
         yield choice
 
 
-class Odd(nn.Module):
-    """Layers of several sizes and kinds, some of which save their output, their input, or neither."""
-
-    def __init__(self, seed):
-        super().__init__()
-        rng = random.Random(seed)
-        width = 8
-        layers = []
-        for _ in range(rng.randrange(3, 8)):
-            wider = rng.choice((8, 24, 56))
-            linear = nn.Linear(width, wider)
-            kinds = {
-                "relu": [linear, nn.ReLU()],
-                "ends": [nn.ReLU(), linear],
-                "norm": [nn.LayerNorm(width), linear, nn.Dropout(0.2)],
-                "batch": [linear, nn.BatchNorm1d(wider), nn.Sigmoid()],
-            }
-            layers.append(nn.Sequential(*kinds[rng.choice(sorted(kinds))]))
-            width = wider
-        self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
     monkeypatch.setattr(traced_stores, "_MIN_ELEMENTS", 1)
     torch.manual_seed(seed)
-    model = Odd(seed)
+    model = OddChain(seed)
     x = torch.randn(160, 8)
     step, tracked = trained(model, {"x": x}, lambda y: y.square().mean())
     blocks = Blocks(find_blocks(model, "layers.*"))
