@@ -315,6 +315,9 @@ def restored_rng() -> Iterator[None]:
 
 
 def plan_line(plan: Plan) -> str:
+    if plan.keeps_everything and plan.predicted_peak_bytes <= plan.budget_bytes:
+        budget, peak = format_bytes(plan.budget_bytes), format_bytes(plan.predicted_peak_bytes)
+        return f"graphckpt: {budget} holds everything (predicted peak {peak}): nothing is recomputed"
     policies = ", ".join(f"{count}x {option}" for option, count in Counter(row.option for row in plan.rows).items())
     slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
     peak = f"predicted peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}"

@@ -196,14 +196,18 @@ def plan_recorded(
 ) -> Plan:
     """Plans a step that the training loop has run, on all processes of ``group``; the step does not run again.
 
-    ``extra_bytes`` is what an earlier plan took beyond its prediction. If no plan fits, ``or_lowest`` returns the plan
-    with the lowest peak, with a warning.
+    Where everything fits, other policies than keeping and recomputing are not measured. ``extra_bytes`` is what an
+    earlier plan took beyond its prediction. If no plan fits, ``or_lowest`` returns the plan with the lowest peak, with
+    a warning.
     """
 
-    def choose(planner: Planner, limit: int | None) -> Plan:
+    def correction_of(planner: Planner) -> int:
         option = step.option_of(planner.measured.options)
         predicted = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
-        correction = group.max(max(0, step.peak_bytes - predicted)) + extra_bytes
+        return int(group.max(max(0, step.peak_bytes - predicted))) + extra_bytes
+
+    def choose(planner: Planner, limit: int | None) -> Plan:
+        correction = correction_of(planner)
         bound = planner.floor.peak + correction if limit is None else limit
         try:
             return planner.plan(bound, correction)
@@ -214,6 +218,15 @@ def plan_recorded(
             warnings.warn(text, stacklevel=2)
             return planner.lowest(bound, correction)
 
+    def fastest(planner: Planner, limit: int | None) -> Plan:
+        bound = planner.floor.peak if limit is None else limit
+        return planner.closest(bound, correction_of(planner))
+
+    if budgets.may_hold_everything(budgets.check_budget(memory_budget)):
+        two = replace(options, candidates=("full",), offload=False, partition=None, head=None)
+        plan = plan_step(step, model, blocks, memory_budget, two, group, notes=notes, choose=fastest)
+        if plan.keeps_everything and plan.predicted_peak_bytes <= plan.budget_bytes:
+            return plan
     return plan_step(step, model, blocks, memory_budget, options, group, notes=notes, choose=choose)
 
 

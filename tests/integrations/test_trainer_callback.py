@@ -39,6 +39,7 @@ from graphckpt.blocks.select import layers
 from graphckpt.integrations.policy_callback import saved_line
 from graphckpt.integrations.transformers import GraphckptArguments, GraphckptCallback
 from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.units import format_bytes
 
 LAYERS = 4
 NAMES = {field.name for field in fields(TrainingArguments)}
@@ -276,7 +277,7 @@ def test_a_longer_batch_keeps_the_budget_and_is_planned_for(tmp_path: Path, caps
     assert 0 < len(callback.plan.policies) <= LAYERS
     printed = capsys.readouterr().out
     assert "planned again, for the largest batch so far" in printed
-    assert f"graphckpt: planned {len(callback.plan.rows)}x keep; predicted peak " in printed, "of the first plan"
+    assert f"graphckpt: {format_bytes(budget)} holds everything (predicted peak " in printed, "of the first plan"
     assert repr(callback) == f"GraphckptCallback(memory_budget={budget})"
 
 

@@ -20,11 +20,11 @@ from graphckpt.planning.options import PlanOptions
 class Loop:
     """A training loop, whose updates are planned for."""
 
-    def __init__(self, budget):
+    def __init__(self, budget, candidates=("full",)):
         self.model = nn.Sequential(*(ReLULayer() for _ in range(4)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.lines = []
-        self.live = LivePlan(self.model, budget, PlanOptions(candidates=["full"], progress=False), self.lines.append)
+        self.live = LivePlan(self.model, budget, PlanOptions(candidates=candidates, progress=False), self.lines.append)
 
     def step(self, size):
         self.model(torch.ones(size, 16)).sum().backward()
@@ -56,6 +56,26 @@ def test_larger_batches_one_after_the_other_recompute_every_block_and_are_planne
     assert loop.lines == ["planned again, for the largest batch so far"] * 2
     assert first.predicted_peak_bytes < loop.peak(1024) <= loop.live.plan.predicted_peak_bytes
     loop.live.close()
+
+
+def test_where_everything_fits_nothing_else_is_measured():
+    """Each option of a layer takes several calls: with all candidates more than a hundred."""
+    num_calls = {}
+    for budget in ("1GiB", 400_000):
+        loop = Loop(budget, candidates=None)
+        calls = []
+        for layer in loop.model:
+            layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        loop.updates(256)
+        before = len(calls)
+        loop.updates(256)
+        num_calls[budget] = len(calls) - before
+        plan = loop.live.plan
+        assert plan.keeps_everything == (budget == "1GiB")
+        assert loop.peak(256) <= plan.predicted_peak_bytes <= plan.budget_bytes
+        loop.live.close()
+    assert num_calls["1GiB"] <= 40
+    assert num_calls[400_000] >= 2 * num_calls["1GiB"]
 
 
 def test_a_step_without_a_backward_is_not_planned_for():
