@@ -29,6 +29,7 @@ from graphckpt.tree import tensors_in
 from graphckpt.units import format_bytes
 
 _SAVED_BYTES = 34  # per token, channel and layer, in 16 bits with a fused attention: Korthikanti et al. 2022, section 4
+_MOVED_BYTES = 300  # per token, channel and layer, by norms and residuals in 32 bits, in forward and backward
 _RECOMPUTATION = 4 / 3  # a forward is a third of a step
 _ALL: Stages = (("",),)  # of one stage, which is the model
 
@@ -118,7 +119,7 @@ class LayoutChecks:
             self._model: Any = self._task.prepare(model_of(run))
         with fake:
             self._states = _states_of(self._model, optimizer_of(run, self._model, machine.kind))
-        self._num_layers = len(marked_layers(self._model))
+        self._layers = frozenset(marked_layers(self._model))
         self._width: int = getattr(getattr(self._model, "config", None), "hidden_size", 0)
 
     @property
@@ -176,12 +177,16 @@ class LayoutChecks:
             yield f"states of {format_bytes(needed)} on a rank that has {memory}: {parts}{sharded}"
 
     def equal_stages(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Returns the numbers of the pipeline stages, those with equal modules together."""
+        """Returns the numbers of the pipeline stages, those with equal layers together, and the last one alone.
+
+        The embeddings of the first stage count as nothing: it bounds those behind it, as it keeps more micro-batches.
+        """
+        stages = self._stages(layout)
         alike: dict[Any, list[int]] = {}
-        for number, names in enumerate(self._stages(layout)):
-            modules = [self._model.get_submodule(name) for name in names]
-            key = tuple((type(module), sum(w.numel() for w in module.parameters())) for module in modules)
-            alike.setdefault(key, []).append(number)
+        for number, names in enumerate(stages):
+            modules = [self._model.get_submodule(name) for name in names if name in self._layers]
+            sizes = tuple((type(module), sum(w.numel() for w in module.parameters())) for module in modules)
+            alike.setdefault((sizes, number == len(stages) - 1), []).append(number)
         return list(map(tuple, alike.values()))
 
     def _stages(self, layout: Layout) -> Stages:
@@ -222,13 +227,16 @@ class LayoutChecks:
 
         states = self._states_of_rank(layout)
         channels = micro * self._num_tokens * self._width
+        bandwidth = self._machine.memory_bandwidth * self._machine.efficiency.get("bandwidth", 1.0)
+        # Tensor parallelism shards neither residuals nor norms.
+        compute += _MOVED_BYTES * channels * accumulation * len(self._layers) / pp / bandwidth
         # Of a pipeline, the first stage keeps as many micro-batches as there are stages, of fewer layers each.
-        saved = _SAVED_BYTES * channels * self._num_layers // tp
+        saved = _SAVED_BYTES * channels * len(self._layers) // tp
         if self._least_bytes(layout, states) + saved > self._limit_bytes:
             compute *= _RECOMPUTATION
 
         seconds, hidden = self._network.seconds, 2 * channels  # bytes of hidden states
-        of_tensors = 4 * self._num_layers * accumulation * seconds("all_reduce", hidden, range(tp))
+        of_tensors = 4 * len(self._layers) * accumulation * seconds("all_reduce", hidden, range(tp))
         of_stages = 2 * accumulation * seconds("send", hidden, (0, dp * tp)) if pp > 1 else 0.0
         ranks = range(0, dp * tp, tp)
         reduced, gathered = (seconds(kind, states.weights, ranks) for kind in ("scatter", "gather"))

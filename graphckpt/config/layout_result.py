@@ -92,7 +92,7 @@ class StagePlan(NamedTuple):
     """The plan of one pipeline stage."""
 
     stages: tuple[int, ...]
-    """The numbers of equal stages. The first was simulated, which keeps the most micro-batches at a time."""
+    """The numbers of stages with equal layers, of which the first was simulated: it keeps the most micro-batches."""
     plan: Plan
 
 

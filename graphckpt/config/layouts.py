@@ -165,11 +165,11 @@ def compare_layouts(
         except (ConfigError, PlanError) as error:
             ruled_out.append(SkippedLayout(layout, first_line(error) if isinstance(error, PlanError) else str(error)))
         else:
-            rows.append(
-                LayoutRow(
-                    layout=layout, micro_batch=sizes.micro_batch, accumulation=sizes.accumulation, stages=tuple(plans)
-                )
+            row = LayoutRow(
+                layout=layout, micro_batch=sizes.micro_batch, accumulation=sizes.accumulation, stages=tuple(plans)
             )
+            rows.append(row)
+            report(f"{name}: {format_seconds(row.seconds)} within {format_bytes(row.peak_bytes)}")
     if not rows:
         head = f"world_size {world_size}: no layout fits into {format_bytes(limit)} on {machine.name}"
         raise PlanError(bullets(head, SkippedLayout.grouped(ruled_out)))

@@ -135,7 +135,7 @@ def test_states_by_the_stage_of_zero() -> None:
 
 
 def test_equal_stages_are_simulated_once(llama: LayoutChecks) -> None:
-    assert llama.equal_stages(Layout(1, 1, 4)) == [(0,), (1, 2), (3,)]
+    assert llama.equal_stages(Layout(1, 1, 4)) == [(0, 1, 2), (3,)]
     assert llama.equal_stages(Layout(4, 2)) == [(0,)]
 
 
