@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from graphckpt.config.layout_checks import LayoutChecks
 from graphckpt.config.layout_result import (
@@ -31,6 +32,10 @@ from graphckpt.planning.options import Budget, absent_memory, budget_bytes, chec
 from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from graphckpt.config.run import FakeConfigSteps
+    from graphckpt.planning.plan import Plan
 
 MOST_SIMULATED = 12
 """How many layouts are simulated; one of billions of parameters takes about a minute."""
@@ -160,7 +165,7 @@ def compare_layouts(
                     where = f"{name}, stage {alike[0]}" if len(stages) > 1 else name
                     report(f"{where}: loading the config and its model")
                     with stages[alike[0]] as steps:
-                        plan = steps.plan(budget, _run_reports(report, where))
+                        plan = _plan(steps, budget, partial(_report_run, report, where))
                     plans.append(StagePlan(alike, replace(plan, model=None, front=None)))  # which hold the model
         except (ConfigError, PlanError) as error:
             ruled_out.append(SkippedLayout(layout, first_line(error) if isinstance(error, PlanError) else str(error)))
@@ -187,8 +192,25 @@ def compare_layouts(
     )
 
 
-def _run_reports(report: Callable[[str], None], where: str) -> Callable[[int, int], None]:
-    return lambda done, total: report(f"{where}: simulated run {done} of {total}")
+def _plan(steps: FakeConfigSteps, budget: Budget, progress: Callable[[int, int], None]) -> Plan:
+    """Returns the plan of a stage. Where everything fits, nothing is faster, and no other policy is measured."""
+    options = steps.options
+    if not options.head:
+        steps.options = replace(options, candidates=())
+        try:
+            plan = steps.plan(budget, progress)
+        except PlanError:
+            pass
+        else:
+            if plan.predicted_nvidia_smi_bytes <= steps.machine.memory_bytes:
+                return plan
+        finally:
+            steps.options = options
+    return steps.plan(budget, progress)
+
+
+def _report_run(report: Callable[[str], None], where: str, done: int, total: int) -> None:
+    report(f"{where}: simulated run {done} of {total}")
 
 
 def _left_out(seconds: float, layout: Layout) -> SkippedLayout:

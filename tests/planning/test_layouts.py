@@ -234,6 +234,21 @@ def test_what_does_not_fit_is_ruled_out_by_its_plan() -> None:
     assert "dp=4: " in str(error.value)
 
 
+def test_policies_are_measured_where_not_everything_fits() -> None:
+    lines: list[str] = []
+    options = {"progress": lines.append, "options": {"candidates": ["full"]}}
+    (row,) = compared(2, "dp=2", **options).rows
+    num_runs = sum("simulated run" in line for line in lines)
+    lines.clear()
+    budget = row.peak_bytes - 1
+    (tight,) = compared(2, "dp=2", memory_budget=budget, **options).rows
+    assert row.policies == "4 keep"
+    assert "full" in tight.policies
+    assert tight.peak_bytes <= budget
+    assert tight.seconds > row.seconds
+    assert sum("simulated run" in line for line in lines) > num_runs > 0
+
+
 @pytest.mark.parametrize("world_size", [1, 0, True, 2.0])
 def test_a_world_size_that_is_not_one(world_size: Any) -> None:
     with pytest.raises(ConfigError, match="world_size: expected an int of 2 or more, got"):
