@@ -28,7 +28,7 @@ Plans = list[tuple[Mapping[str, Any], int]]
 def measure(rank: int, folder: str, make: Callable[[], Any], plans: list[Plans]) -> None:
     """Writes the peaks of all ranks under each plan; ``plans`` has one list for all ranks, or one for each."""
     case = make()
-    rows = [peaks(case, policies, ATTEMPTS) for policies, _ in plans[rank % len(plans)]]
+    rows = [peaks(case, policies, predicted, ATTEMPTS) for policies, predicted in plans[rank % len(plans)]]
     if rank == 0:
         Path(folder, "peaks").write_text(json.dumps(rows))
 

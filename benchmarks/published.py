@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from transformers import Adafactor, BertConfig, BertForSequenceClassification
 
 import graphckpt
 from graphckpt.planning.allocations import AllocationTrace
+from graphckpt.planning.cluster_profile import load_cluster
 from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.profile import DeviceProfile, load_profile
@@ -350,9 +351,10 @@ def _titan(ranks: int, gib: float, per_second: float) -> Job:
 
     def run(row: Row) -> Row:
         machine = replace(load_profile("h100"), memory_bytes=95 * 2**30, memory_bandwidth=2.4e12)
-        with FakeCluster(ranks) as cluster:
+        nodes = load_cluster("dgx-h100")
+        with FakeCluster(ranks, profile=nodes) as cluster:
             theirs = simulate(lambda: titan("8B", 2, is_checkpointed=True), machine, cluster=cluster)
-        with FakeCluster(ranks) as cluster:
+        with FakeCluster(ranks, profile=nodes) as cluster:
             ours = simulate(lambda: titan("8B", 2), machine, {"layers.*": SELECTIVE}, cluster)
         saved = (theirs.reserved_bytes - ours.reserved_bytes) / 2**30
         note = f"{_OF_RATE}. {_OF_SELECTIVE}: the rule `selective` takes {saved:.2f} GiB less"
@@ -477,6 +479,7 @@ def slowdown(rows: Sequence[Row]) -> tuple[float, float] | None:
 def main(words: Sequence[str] | None = None, folder: Path = RESULTS) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=[""], metavar="WORD", help="only rows with one of these words")
+    parser.add_argument("--add", action="store_true", help="keep the other rows of the results that there are")
     options = parser.parse_args(words)
     head = header(torchtune=_version_of("torchtune"))
     rows: list[Row] = []
@@ -492,6 +495,12 @@ def main(words: Sequence[str] | None = None, folder: Path = RESULTS) -> list[Row
             print(
                 f"{rows[-1].name}: {rows[-1].ratio} in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True
             )
+    if options.add:
+        others = json.loads((folder / "published.json").read_text())["rows"]
+        names = {field.name for field in fields(Row)}
+        older = {row["name"]: Row(**{name: row[name] for name in names}) for row in others}
+        newer = {row.name: row for row in rows}
+        rows = [{**older, **newer}[job.row.name] for job in jobs() if job.row.name in {**older, **newer}]
     values = [{**asdict(row), "ratio": row.ratio, "is_met": row.is_met} for row in rows]
     write("published", head, values, text_of(rows), folder)
     return rows

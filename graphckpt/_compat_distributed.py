@@ -35,15 +35,31 @@ def without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def own_dtensor_caches() -> Iterator[None]:
-    """Empties DTensor's caches at the start and the end.
+    """Empties DTensor's caches at the start and the end, and has it find the shapes of results outside of all modes.
 
-    They are keyed by meshes that compare equal for each rank, but the shapes in them are those of one rank.
+    The caches are keyed by meshes that compare equal for each rank, but the shapes in them are those of one rank. Where
+    tensors are fake, DTensor runs the op on fake tensors of the global sizes in the same mode, and looks up less in its
+    caches: a counter would take these tensors for some of the rank.
     """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - takes a second
+
+    kind: Any = type(DTensor._op_dispatcher.sharding_propagator)
+    find_shapes = kind._propagate_tensor_meta_non_cached
     _clear_dtensor_caches()
+    kind._propagate_tensor_meta_non_cached = without_modes(find_shapes)
     try:
         yield
     finally:
+        kind._propagate_tensor_meta_non_cached = find_shapes
         _clear_dtensor_caches()
+
+
+def reader_of_resharding() -> Callable[..., Any]:
+    """Returns the function of FSDP2 that reads a mesh for ``reshard_after_forward`` with a number of ranks."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_init  # noqa: PLC0415 - takes a second
+
+    reader: Callable[..., Any] = _fsdp_init._get_post_forward_mesh_info
+    return reader
 
 
 def _clear_dtensor_caches() -> None:

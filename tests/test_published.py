@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import made_step
@@ -76,11 +77,34 @@ def test_without_torchtune_its_row_says_so(published: Any, monkeypatch: pytest.M
         raise published.PackageNotFoundError(name)
 
     monkeypatch.setattr(published, "version", missing)
-    (job,) = (job for job in published.jobs() if job.row.name.startswith("Llama"))
+    (job,) = (job for job in published.jobs() if job.row.name.startswith("Llama 3.2"))
     row = job.run(job.row)
     assert (row.predicted_bytes, row.is_met) == (None, False)
     assert row.note == "not run: torchtune 0.4.0 is not installed"
     assert "not run: torchtune 0.4.0 is not installed" in published.text_of([row])
+
+
+def test_selective_checkpointing_of_pytorch_keeps_one_result_more_of_each_layer(
+    published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the last matrix product, which is added to the residual stream and read by no backward."""
+    titan = importlib.import_module("titan")
+    sizes = {"channels": 256, "hidden": 896, "num_layers": 8, "heads": 4, "key_heads": 2}
+    monkeypatch.setitem(titan.SIZES, "tiny", sizes)
+    peaks = []
+    for is_checkpointed in (True, False):
+        with FakeCluster(8) as cluster:
+            found = published.simulate(
+                lambda is_checkpointed=is_checkpointed: titan.titan(
+                    "tiny", 2, length=1024, num_words=8192, is_checkpointed=is_checkpointed
+                ),
+                "h100",
+                None if is_checkpointed else {"layers.*": titan.SELECTIVE},
+                cluster,
+            )
+        peaks.append(found.peak_bytes)
+    result = 2 * 1024 * sizes["channels"] * 2  # bytes in bfloat16
+    assert peaks[0] - peaks[1] == sizes["num_layers"] * result
 
 
 def test_the_page_has_the_rows_of_the_results(published: Any) -> None:

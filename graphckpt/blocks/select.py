@@ -102,8 +102,9 @@ def describe(selector: Any) -> str:
 def layers(model: nn.Module) -> list[str]:
     """Returns the names of the layers of any model: those that Transformers recomputes, or the items of its stacks.
 
-    A stack is a list or sequence of two modules or more, most of which are of one class and have parameters. Of nested
-    stacks the outer one counts if half of its items are of one size, and else the inner ones: it is one of stages.
+    A stack is a list, sequence or ``ModuleDict`` with numbers as keys of two modules or more, most of which are of one
+    class and have parameters. Of nested stacks the outer one counts if half of its items are of one size, and else the
+    inner ones: it is one of stages.
 
     >>> stack = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     >>> layers(nn.Sequential(nn.Linear(2, 2), stack, nn.Linear(2, 2)))
@@ -115,7 +116,7 @@ def layers(model: nn.Module) -> list[str]:
 def _stacked(prefix: str, module: nn.Module) -> list[str]:
     children = [(f"{prefix}.{key}" if prefix else key, child) for key, child in module.named_children()]
     kinds = [type(child) for _, child in children if _size(child)]
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(kinds) > 1
+    is_list = _is_stack(module) and len(kinds) > 1
     if is_list and 2 * kinds.count(max(kinds, key=kinds.count)) > len(kinds):
         inner = [_stacked(name, child) for name, child in children]
         deep = [names for names in inner if names]
@@ -127,6 +128,12 @@ def _stacked(prefix: str, module: nn.Module) -> list[str]:
             return [name for name, child in children if _size(child)]
         return [name for names in inner for name in names]
     return [name for path, child in children for name in _stacked(path, child)]
+
+
+def _is_stack(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleDict):  # as torchtitan has its layers, so that a pipeline stage can lack some
+        return all(key.isdecimal() for key in module)
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def marked_layers(model: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ _OBJECTS = (
     "recv_object_list",
 )  # fmt: skip
 _OBJECTS_FIX = "compute the value on each rank, or plan with real ranks by torchrun"
+_OFFLOAD_FIX = "leave it out, or plan with real ranks by torchrun"
 _FIX = "use FSDP2 (fully_shard), or plan with real ranks by torchrun"
 
 
@@ -54,6 +55,9 @@ class FakeCluster:
     >>> dist.is_initialized()
     False
     """
+
+    is_entered: ClassVar[bool] = False
+    """Whether one of them is entered in this process."""
 
     def __init__(self, world_size: int, rank: int = 0, profile: ClusterProfile | None = None) -> None:
         for name, value, minimum in (("world_size", world_size, 1), ("rank", rank, 0)):
@@ -90,9 +94,11 @@ class FakeCluster:
             stack.enter_context(simulated_ddp())
             stack.enter_context(simulated_stages(self._see_schedule))
             self._stack = stack.pop_all()
+        FakeCluster.is_entered = True
         return self
 
     def __exit__(self, *exc: object) -> None:
+        FakeCluster.is_entered = False
         self._stack.__exit__(*exc)  # type: ignore[arg-type]
 
     def _see_schedule(self, num_stages: int, num_micro_batches: int) -> None:
@@ -128,6 +134,9 @@ def simulated_rank(
         if cluster is not None:
             what = f"expected world_size with it, got {cluster!r} alone"
             raise ConfigError(f"cluster: {what} · fix: world_size=64, cluster='dgx-h200'")
+        if FakeCluster.is_entered and device is not None:
+            what = "expected no simulated rank around a plan, got one"
+            raise ConfigError(f"world_size: {what} · fix: plan after the plan of the rank, not within its step")
         return nullcontext()
     if device is None:
         what = f"expected device with it, got world_size={world_size!r} alone"
@@ -188,7 +197,7 @@ def _meshes_with_values() -> Iterator[None]:
     """Lets meshes read their numbers of ranks, which have no values where tensors are fake."""
     from torch.distributed import device_mesh  # noqa: PLC0415
 
-    from graphckpt._compat_distributed import MESH_READERS, without_modes  # noqa: PLC0415
+    from graphckpt._compat_distributed import MESH_READERS, reader_of_resharding, without_modes  # noqa: PLC0415
 
     mesh_class = device_mesh.DeviceMesh
     originals = {name: getattr(mesh_class, name) for name in MESH_READERS if hasattr(mesh_class, name)}
@@ -208,6 +217,8 @@ def _meshes_with_values() -> Iterator[None]:
             setattr(mesh_class, name, method)
             stack.callback(setattr, mesh_class, name, originals[name])
         stack.enter_context(replaced(device_mesh.init_device_mesh, init_here))
+        reader = reader_of_resharding()
+        stack.enter_context(replaced(reader, without_modes(reader)))
         yield
 
 
@@ -227,10 +238,21 @@ def _cuda_of(local_rank: int) -> Iterator[None]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - takes a second
+    from torch.distributed.fsdp import (  # noqa: PLC0415 - takes a second
+        CPUOffloadPolicy,
+        FullyShardedDataParallel,
+        fully_shard,
+    )
     from torch.distributed.tensor.experimental import context_parallel  # noqa: PLC0415
 
+    def shard(*args: Any, **kwargs: Any) -> Any:
+        # shards on the host and on the device would both be fake tensors of the CPU, and count as the device's
+        if isinstance(kwargs.get("offload_policy"), CPUOffloadPolicy):
+            refusal("fully_shard(offload_policy=CPUOffloadPolicy(...))", _OFFLOAD_FIX)()
+        return fully_shard(*args, **kwargs)
+
     with ExitStack() as stack:
+        stack.enter_context(replaced(fully_shard, shard))
         for name in _OBJECTS:
             stack.enter_context(replaced(getattr(dist, name), refusal(f"torch.distributed.{name}", _OBJECTS_FIX)))
         stack.enter_context(replaced(context_parallel, refusal("context_parallel", _FIX)))

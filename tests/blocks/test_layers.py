@@ -28,12 +28,17 @@ class Block(nn.Module):
         (nn.Sequential(nn.Linear(2, 8), nn.Sequential(Block(), Block()), nn.Linear(8, 2)), ["1.0", "1.1"]),
         (nn.Sequential(*lines(8, 8, 8, 8), nn.ReLU()), ["0", "1", "2"]),
         (nn.Linear(2, 2), []),
+        (nn.ModuleDict({"layers": nn.ModuleDict({"2": Block(), "5": Block()})}), ["layers.2", "layers.5"]),
+        (nn.ModuleDict({"left": nn.Linear(2, 2), "right": nn.Linear(2, 2)}), []),
         (
             nn.ModuleList(nn.Sequential(*(Block(w) for _ in range(n))) for w, n in ((4, 2), (8, 3), (16, 2))),
             ["0.0", "0.1", "1.0", "1.1", "1.2", "2.0", "2.1"],
         ),
     ],
-    ids=["blocks with stacks in them", "between a first and a last", "plain", "none", "stages"],
+    ids=[
+        "blocks with stacks in them", "between a first and a last", "plain", "none", "numbers as keys", "names as keys",
+        "stages",
+    ],
 )  # fmt: skip
 def test_layers_are_found(model, expected):
     assert layers(model) == expected

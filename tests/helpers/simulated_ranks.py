@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,6 +40,13 @@ def tensor_parallel(model: Any, mesh: DeviceMesh | None = None) -> None:
     plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
     for layer in model.model.layers:
         parallelize_module(layer, mesh or init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+def with_sharded_logits(model: Any) -> None:
+    """Has the logits sharded by token, for a loss within ``loss_parallel()``."""
+    tensor_parallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model.lm_head, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
 
 
 def on_two_dimensions(model: Any) -> None:
@@ -88,6 +98,8 @@ class Way(NamedTuple):
     spread: Callable[[Any], nn.Module | None]
     """Spreads a model; returns the module to call, or ``None`` if that is the model."""
     num_micro_batches: int = 1
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What forward and backward run in."""
 
 
 WAYS: dict[str, Way] = {
@@ -95,6 +107,7 @@ WAYS: dict[str, Way] = {
     "fsdp2, uneven": Way(3, sharded),
     "fsdp2 on 4": Way(4, sharded),
     "fsdp2, not resharded": Way(2, lambda model: sharded(model, reshard_after_forward=False)),
+    "fsdp2, resharded to 2": Way(4, lambda model: sharded(model, reshard_after_forward=2)),
     "fsdp2, bfloat16": Way(
         2, lambda model: sharded(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32))
     ),
@@ -102,6 +115,7 @@ WAYS: dict[str, Way] = {
     "hsdp": Way(4, hybrid),
     "tp": Way(2, tensor_parallel),
     "tp on 4": Way(4, tensor_parallel),
+    "tp, loss parallel": Way(2, with_sharded_logits, within=loss_parallel),
     "fsdp2 x tp": Way(4, on_two_dimensions),
     "ddp": Way(2, ddp),
     "ddp, views": Way(2, lambda model: ddp(model, gradient_as_bucket_view=True)),
@@ -123,6 +137,7 @@ class Case:
         config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False)
         self.model: Any = LlamaForCausalLM(config)
         self.num_micro_batches = WAYS[way].num_micro_batches
+        self.within = WAYS[way].within
         self.wrapper: Any = WAYS[way].spread(self.model) or self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.tokens_BT = torch.zeros(2, 128, dtype=torch.long)
@@ -136,15 +151,15 @@ class Case:
         self.optimizer.zero_grad()
 
     def _micro_batch(self) -> None:
-        self.wrapper(self.tokens_BT, labels=self.tokens_BT).loss.backward()
+        with self.within():
+            self.wrapper(self.tokens_BT, labels=self.tokens_BT).loss.backward()
 
 
-def lowest_peak(case: Any, attempts: int) -> int:
-    """Returns that of some steps: what outlives a step, such as DDP's buckets, counts from the start of the next."""
+def step_peaks(case: Any) -> Iterator[int]:
+    """Yields the peaks of steps: what outlives a step, such as DDP's buckets, counts from the start of the next."""
     with Meter([*case.model.parameters(), *case.model.buffers()]) as first:
         case.step()
-    peaks = []
-    for _ in range(attempts):
+    while True:
         meter = Meter(())
         for reference in first.ends:
             if (storage := reference()) is not None:
@@ -152,8 +167,7 @@ def lowest_peak(case: Any, attempts: int) -> int:
         storage = None
         with meter:
             case.step()
-        peaks.append(meter.peak)
-    return min(peaks)
+        yield meter.peak
 
 
 def planned(way: str, budget: Any) -> graphckpt.Plan:
@@ -180,15 +194,22 @@ def planned_evenly(plan: Callable[[Any], graphckpt.Plan], num_plans: int) -> lis
     return [({}, lowest.plain_peak_bytes), *((each.policies, each.predicted_peak_bytes) for each in plans)]
 
 
-def peaks(case: Any, policies: Mapping[str, Any], attempts: int = ATTEMPTS) -> list[int]:
-    """Returns the lowest peak of some steps under ``policies`` on each rank."""
+def peaks(case: Any, policies: Mapping[str, Any], predicted: int, attempts: int = ATTEMPTS) -> list[int]:
+    """Returns the lowest peak under ``policies`` on each rank, over steps until it is at most ``predicted``.
+
+    ``attempts`` is the most; ``predicted`` may differ between ranks.
+    """
+    lowest = sys.maxsize
+    everywhere: list[Any] = [None] * dist.get_world_size()
     with graphckpt.apply(case.model, policies):
         for _ in range(2):
             case.step()
-        peak = lowest_peak(case, attempts)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, peak)
-    return everywhere
+        for _, peak in zip(range(attempts), step_peaks(case), strict=False):
+            lowest = min(lowest, peak)
+            dist.all_gather_object(everywhere, (lowest, lowest <= predicted))
+            if all(is_reached for _, is_reached in everywhere):
+                break
+    return [peak for peak, _ in everywhere]
 
 
 # ---- pipelines

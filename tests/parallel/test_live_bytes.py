@@ -56,8 +56,8 @@ class Meter(TorchDispatchMode):
     def see(self, tensor: Tensor) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
-            if hasattr(tensor, "elem"):  # the result of a collective that has not been waited for
-                tensor = tensor.elem
+        if hasattr(tensor, "elem"):  # the result of a collective that has not been waited for; it has no memory itself
+            tensor = tensor.elem
         self.count(tensor.untyped_storage())
 
     def count(self, storage: torch.UntypedStorage) -> None:

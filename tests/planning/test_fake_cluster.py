@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import init_process_group, new_group
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -457,6 +457,10 @@ def read_a_count() -> Any:
             "DistributedDataParallel with sparse gradients",
         ),
         (wrapped_by(FullyShardedDataParallel), "FullyShardedDataParallel"),
+        (
+            wrapped_by(lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))),
+            "CPUOffloadPolicy",
+        ),
         (wrapped_by(lambda model: PipelineStage(model, 0, 2, torch.device("cpu"))), "input_args and output_args"),
         (
             wrapped_by(lambda model: ScheduleInterleaved1F1B([stage_of(model), stage_of(model)], 4)),
@@ -533,6 +537,18 @@ def test_an_error_of_the_step_leaves_nothing() -> None:
     with pytest.raises(ZeroDivisionError):
         planned(make, 4)
     assert planned(sharded, 2).world_size == 2
+
+
+def test_a_plan_of_one_process_within_a_simulated_rank_is_refused() -> None:
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        def step() -> None:
+            graphckpt.plan(lambda: (nn.Sequential(nn.Linear(2, 2)), int), device="h100", memory_budget="max")
+
+        return sharded()[0], step
+
+    with pytest.raises(ConfigError, match=r"world_size: expected no simulated rank around a plan, got one"):
+        planned(make, 2)
+    graphckpt.plan(sharded, device="h200", world_size=2, memory_budget="1GiB")
 
 
 def test_waiting_for_a_collective_allocates_nothing() -> None:
