@@ -226,6 +226,8 @@ class LayoutChecks:
         compute = 6 * num_weights * self.global_batch * self._num_tokens / (rate * layout.num_ranks)
 
         states = self._states_of_rank(layout)
+        if pp > 1:  # all stages wait for the largest one, which the head makes slow
+            compute *= pp * states.weights / sum(each.weights for each in self._states.values())
         channels = micro * self._num_tokens * self._width
         bandwidth = self._machine.memory_bandwidth * self._machine.efficiency.get("bandwidth", 1.0)
         # Tensor parallelism shards neither residuals nor norms.

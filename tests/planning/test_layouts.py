@@ -134,6 +134,13 @@ def test_states_by_the_stage_of_zero() -> None:
     assert several == [320, 190, 120, 40]
 
 
+def test_a_pipeline_is_estimated_by_its_largest_stage() -> None:
+    """Its last stage has the head, beside which a layer is small: 8 stages of one layer wait for it."""
+    checks = checks_of(LLAMA, ["model.config.hidden_size=1024", "data.seq_length=1024"])
+    plain, long = (checks.estimated_seconds(layout) for layout in (Layout(8), Layout(1, 1, 8)))
+    assert long > 2.4 * plain  # 2.0 if all stages had equal weights
+
+
 def test_equal_stages_are_simulated_once(llama: LayoutChecks) -> None:
     assert llama.equal_stages(Layout(1, 1, 4)) == [(0, 1, 2), (3,)]
     assert llama.equal_stages(Layout(4, 2)) == [(0,)]
