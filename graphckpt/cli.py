@@ -7,22 +7,20 @@ import ast
 import json
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, redirect_stdout
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, final
 
 from rich.console import Console
 
 from graphckpt import __version__
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, did_you_mean
 from graphckpt.extras import LazyPackage, require
-from graphckpt.progress import Progress
+from graphckpt.progress import CommandProgress
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -102,10 +100,14 @@ examples:
   graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 --batch-sizes 1:64 --json
   graphckpt fit --config-file configs/llama_pretrain.py --device h100 --sequence-lengths 1024,2048,4096
   graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 task.loss_head=True --head loss_head=tiles:8:sum
+  graphckpt fit --config-file configs/llama_pretrain.py --device h200 --world-size 64 train.global_batch_size=256
+  graphckpt fit --config-file configs/llama_pretrain.py --device h200 --world-size 16 train.global_batch_size=64 \\
+      --layout "dp=16 zero=3" --layout "dp=4 tp=4 zero=2"
 
 The device may be absent, and no tensor allocates memory. With train.dist and train.zero_optimization the step and its
-batch sizes are those of one rank. The step is simulated at each batch size of the table,
-under all policies and then under its plan. The largest batch is exact: with one sample more, no plan fits.
+batch sizes are those of one rank. The step is simulated at each batch size of the table, under all policies and then
+under its plan. The largest batch is exact: with one sample more, no plan fits. With --world-size layouts are compared
+instead, of which at most 12 are simulated.
 
 exit codes: 0 done, 2 invalid input, such as a budget that no batch fits, 130 stopped by Ctrl-C
 """
@@ -278,6 +280,19 @@ def add_fit(commands: _Commands) -> None:
         "--sequence-lengths",
         metavar="LENGTHS",
         help="fit for each of these lengths, such as 512,1024, in place of data.seq_length",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="compare layouts of N ranks: data, tensor and pipeline parallelism, and the stages of ZeRO, with the "
+        "micro-batch and the samples of an update that the config has",
+    )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        metavar="SIZES",
+        help="with --world-size, a layout to compare: 'dp=8 tp=8 zero=3'; several may be given",
     )
     _add_json(parser)
     parser.add_argument(
@@ -526,6 +541,10 @@ def _fit(parsed: argparse.Namespace) -> int:
 
     machine = _machine(parsed)
     budget = check_budget(parsed.memory_budget, for_fit=True)
+    if parsed.world_size is not None:
+        return _compare_layouts(parsed, machine, budget)
+    if parsed.layout is not None:
+        raise ConfigError("--layout: expected --world-size with it, got none · fix: --world-size 64")
     sizes = None if parsed.batch_sizes is None else batch_sizes_of(parsed.batch_sizes)
     lengths = [None] if parsed.sequence_lengths is None else _numbers(parsed.sequence_lengths, "--sequence-lengths")
     if parsed.plot is not None:
@@ -551,6 +570,37 @@ def _fit(parsed: argparse.Namespace) -> int:
             path = Path(parsed.plot)
             path = fit.plot(path if length is None else path.with_name(f"{path.stem}_{length}{path.suffix}"))
             print(f"drawn: {path}")
+    return 0
+
+
+def _compare_layouts(parsed: argparse.Namespace, machine: DeviceProfile, budget: Budget) -> int:
+    from graphckpt.config.layouts import compare_layouts  # noqa: PLC0415 - as above
+
+    fixes = {
+        "batch_sizes": "leave it out; the micro-batch is the config's",
+        "global_batch_size": f"train.global_batch_size={parsed.global_batch_size}, the samples of all ranks",
+        "sequence_lengths": f"data.seq_length={parsed.sequence_lengths}",
+        "plot": "leave it out; --json has all numbers",
+    }
+    for name, fix in fixes.items():
+        if getattr(parsed, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: not supported with --world-size · fix: {fix}")
+    with CommandProgress() as progress:
+        comparison = compare_layouts(
+            parsed.config_file,
+            parsed.overrides,
+            device=machine,
+            world_size=parsed.world_size,
+            layouts=parsed.layout,
+            memory_budget=budget,
+            progress=progress.begin,
+            **_options(parsed),
+        )
+    if parsed.json:
+        print(json.dumps(comparison.to_dict(), indent=1), file=parsed.stdout)
+    else:
+        comparison.explain()
     return 0
 
 
@@ -624,43 +674,3 @@ def _heads(rules: Iterable[str]) -> dict[str, list[str]]:
             raise ConfigError(f"--head {text!r}: {error}") from None
         heads.setdefault(name, []).append(rule)
     return heads
-
-
-@final
-class CommandProgress(Progress):
-    """Ends a command on Ctrl-C as well.
-
-    Python swallows a ``KeyboardInterrupt`` that is raised within a destructor: it is then raised where the next thing
-    begins.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_interrupted = False
-        self._handles_interrupts = False
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # others cannot set a handler
-            self._handles_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._handles_interrupts:
-            signal.signal(signal.SIGINT, self._interrupt)
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if self._handles_interrupts:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if error[:1] == (None,):
-            self._check_interrupts()
-
-    def begin(self, text: str) -> None:
-        self._check_interrupts()
-        super().begin(text)
-
-    def _interrupt(self, *_: object) -> None:
-        self._is_interrupted = True
-        raise KeyboardInterrupt
-
-    def _check_interrupts(self) -> None:
-        if self._is_interrupted:
-            raise KeyboardInterrupt

@@ -1,11 +1,12 @@
-"""Prints progress lines of operations that take longer than two seconds. No torch."""
+"""Prints progress lines of operations that take longer than two seconds, and ends a command on Ctrl-C. No torch."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
-from typing import Self
+from typing import Self, final
 
 SHOW_AFTER = 2.0  # seconds
 
@@ -44,6 +45,46 @@ class Progress:
     def _show(self) -> None:
         file = sys.stdout if self._in_notebook else sys.stderr  # a notebook shows stderr as an error
         print(f"planning, {time.monotonic() - self._began:.0f} s: {self._text}", file=file, flush=True)
+
+
+@final
+class CommandProgress(Progress):
+    """Ends a command on Ctrl-C as well.
+
+    Python swallows a ``KeyboardInterrupt`` that is raised within a destructor: it is then raised where the next thing
+    begins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_interrupted = False
+        self._handles_interrupts = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # others cannot set a handler
+            self._handles_interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._handles_interrupts:
+            signal.signal(signal.SIGINT, self._interrupt)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._handles_interrupts:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if error[:1] == (None,):
+            self._check_interrupts()
+
+    def begin(self, text: str) -> None:
+        self._check_interrupts()
+        super().begin(text)
+
+    def _interrupt(self, *_: object) -> None:
+        self._is_interrupted = True
+        raise KeyboardInterrupt
+
+    def _check_interrupts(self) -> None:
+        if self._is_interrupted:
+            raise KeyboardInterrupt
 
 
 def _in_notebook() -> bool:

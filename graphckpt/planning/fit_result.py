@@ -344,7 +344,7 @@ def _cells(row: BatchFit, fit: Fit, *, has_reserved: bool) -> list[str]:
     if row.plan is None:
         reserved = ["-"] * has_reserved
         return [size, f">{format_bytes(row.floor_bytes)}", *reserved, plain, "-", "-", "does not fit", source]
-    policies = ", ".join(f"{count} {name}" for name, count in _policies_of(row.plan).items())
+    policies = ", ".join(f"{count} {name}" for name, count in policy_counts(row.plan).items())
     reserved = [bytes_or_dash(row.plan.predicted_reserved_bytes)] * has_reserved
     took = [format_seconds(row.seconds), _rate(row)]
     return [size, format_bytes(row.peak_bytes), *reserved, plain, *took, policies, source]
@@ -392,7 +392,7 @@ def _draw(fit: Fit, rows: Sequence[BatchFit], target: Path) -> Path:
         frame(memory, f"peak memory ({unit})")
         legend(memory, {"peak": lines})
 
-        counts = [_policies_of(row.plan) for row in rows if row.plan is not None]
+        counts = [policy_counts(row.plan) for row in rows if row.plan is not None]
         colour_of = {name: rule_colour(name) for name in sorted_rules(name for count in counts for name in count)}
         shares = [[count.get(name, 0) / sum(count.values()) for count in counts] for name in colour_of]
         policies.stackplot(sizes, shares, colors=list(colour_of.values()), linewidth=0, antialiased=False)
@@ -423,6 +423,6 @@ def _labels(sizes: Sequence[int], *first: int) -> list[str]:
     return [str(size) if size in labelled else "" for size in sizes]
 
 
-def _policies_of(plan: Plan) -> dict[str, int]:
+def policy_counts(plan: Plan) -> dict[str, int]:
     """Returns the number of blocks of each policy, in the order of the blocks; levels of ``selective`` count as one."""
     return Counter(_OP_LEVEL.sub("", row.option) for row in plan.rows)

@@ -26,7 +26,7 @@ from graphckpt.train.tasks.causal_lm import LOSS_HEAD, CausalLM
 
 if TYPE_CHECKING:
     from graphckpt.train.parallel.data_parallel import GradSync
-    from graphckpt.train.parallel.pipeline import Pipeline
+    from graphckpt.train.parallel.pipeline import Pipeline, Stages
 
 
 class BuiltModel(NamedTuple):
@@ -86,17 +86,25 @@ def build_model(
 def _pipeline(model: nn.Module, task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device) -> Pipeline:
     from graphckpt.train.parallel import pipeline  # noqa: PLC0415 - loads what one process does not need
 
-    if not isinstance(task, CausalLM):
-        what = f"train.dist.pipeline_parallel_size: {type(task).__name__} is not supported with a pipeline"
-        raise ConfigError(f"{what} · fix: task=CausalLM, or train.dist.pipeline_parallel_size=1")
-    fields, dist = block_policies(model, settings.activation_checkpoint), settings.dist
-    layer_stages = dist.custom_pipeline_stage_id
-    stages = pipeline.split_layers(model, fields, num_stages=dist.pipeline_parallel_size, layer_stages=layer_stages)
+    stages = stages_of(model, task, settings)
+    assert isinstance(task, CausalLM)
     if not ranks.is_simulated:  # it compares values, which fake tensors lack
         pipeline.check_split(model, stages, task.losses)
     pipeline.keep_stage(model, stages, ranks.stage, device)
     dtype = getattr(torch, settings.amp.dtype) if settings.amp.enabled else None
     return pipeline.Pipeline(model, stages, task, ranks, num_micro_batches=settings.sizes.accumulation, dtype=dtype)
+
+
+def stages_of(model: nn.Module, task: Task, settings: TrainConfig) -> Stages:
+    """Returns the names of the modules of each pipeline stage."""
+    from graphckpt.train.parallel.pipeline import split_layers  # noqa: PLC0415 - as above
+
+    if not isinstance(task, CausalLM):
+        what = f"train.dist.pipeline_parallel_size: {type(task).__name__} is not supported with a pipeline"
+        raise ConfigError(f"{what} · fix: task=CausalLM, or train.dist.pipeline_parallel_size=1")
+    fields, dist = block_policies(model, settings.activation_checkpoint), settings.dist
+    layer_stages = dist.custom_pipeline_stage_id
+    return split_layers(model, fields, num_stages=dist.pipeline_parallel_size, layer_stages=layer_stages)
 
 
 def check_task(task: Task, model: nn.Module, opened: Opened, *, runs: bool = True) -> None:

@@ -182,11 +182,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     The weights of sharded layers become DTensors, all others stay plain. Call it before the optimizer is created. The
     plan is Transformers' own ``tp_plan``, or an attribute of this name on any module; GPT-2's is built in.
     """
-    plan = tensor_parallel_plan(model)
-    faults = list(_indivisible(model, plan, mesh.size()))
-    if faults:
-        head = f"model: {type(model).__name__} cannot be sharded over {mesh.size()} processes"
-        raise ConfigError(bullets(head, faults) if len(faults) > 1 else f"{head}: {faults[0]}")
+    plan = divisible_plan(model, mesh.size())
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, group_src=0, group=mesh.get_group())
     ties = _ties(model)
@@ -203,6 +199,25 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         model.get_submodule(colwise).register_forward_hook(stream.begin)
         model.get_submodule(rowwise).register_forward_pre_hook(stream.end)
     return model
+
+
+def divisible_plan(model: nn.Module, size: int) -> dict[str, ParallelStyle]:
+    """Returns the plan of a model for so many processes, by which its heads, channels and vocabulary are divisible."""
+    plan = tensor_parallel_plan(model)
+    faults = list(_indivisible(model, plan, size))
+    if faults:
+        head = f"model: {type(model).__name__} cannot be sharded over {size} processes"
+        raise ConfigError(bullets(head, faults) if len(faults) > 1 else f"{head}: {faults[0]}")
+    return plan
+
+
+def sharded_weights(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[nn.Parameter]:
+    """Yields the parameters of a model that :func:`shard_model` divides among the processes."""
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        if not isinstance(style, ReplicatedWithGradAllReduce):
+            has_bias = isinstance(style, ColwiseParallel)
+            yield from (w for key, w in module.named_parameters(recurse=False) if key == "weight" or has_bias)
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:

@@ -1,0 +1,224 @@
+"""Compares layouts of a run over the ranks of a cluster: sizes of data, tensor and pipeline parallelism, and ZeRO.
+
+Arithmetic rules most of them out, and the most promising of the others are simulated: ``graphckpt fit --world-size``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from graphckpt.config.layout_checks import LayoutChecks
+from graphckpt.config.layout_result import (
+    Layout,
+    LayoutComparison,
+    LayoutRow,
+    SkippedLayout,
+    StagePlan,
+    ZeroStage,
+    option_overrides,
+    size_overrides,
+)
+from graphckpt.config.source import ConfigSource
+from graphckpt.errors import ConfigError, PlanError, bullets, did_you_mean, first_line
+from graphckpt.planning.cluster_profile import Cluster
+from graphckpt.planning.fake_cluster import cluster_of
+from graphckpt.planning.options import Budget, absent_memory, budget_bytes, check_budget
+from graphckpt.planning.profile import DeviceProfile, load_profile
+from graphckpt.train.settings import ActivationCheckpointConfig
+from graphckpt.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from graphckpt.config.run import FakeConfigSteps
+    from graphckpt.planning.plan import Plan
+
+MOST_SIMULATED = 12
+"""How many layouts are simulated; one of billions of parameters takes about a minute."""
+
+_NAMES = {
+    "dp": "data_parallel_size",
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "zero": "zero_stage",
+}
+_FIX = 'fix: "dp=8 tp=8 zero=3"'
+
+
+def layouts_of(world_size: int) -> list[Layout]:
+    """Returns all layouts of so many ranks, each with every stage of ZeRO.
+
+    >>> [str(layout) for layout in layouts_of(2)[::4]], len(layouts_of(64))
+    (['pp=2', 'tp=2', 'dp=2'], 112)
+    """
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    pairs = [(dp, tp) for dp, tp in product(divisors, divisors) if world_size % (dp * tp) == 0]
+    return [Layout(dp, tp, world_size // (dp * tp), stage) for dp, tp in pairs for stage in get_args(ZeroStage)]
+
+
+def parse_layout(text: str, world_size: int) -> Layout:
+    """Reads a layout such as ``"dp=8 tp=8 zero=3"``. A size that is missing is 1, and the stage of ZeRO 0.
+
+    Raises:
+        ConfigError: a name or a number cannot be used, or the product of the sizes is not ``world_size``.
+
+    >>> parse_layout("tp=8 dp=8 zero=3", 64) == Layout(8, 8, zero_stage=3)
+    True
+    """
+    where = f"layout {text!r}"
+    values: dict[str, Any] = {}
+    for word in re.split(r"[\s,]+", text.strip()):
+        name, _, number = word.partition("=")
+        if name not in _NAMES:
+            hint = did_you_mean(name, list(_NAMES))
+            raise ConfigError(f"{where}: expected sizes of dp, tp, pp and zero, got {word!r}{hint} · {_FIX}")
+        low, high = (0, 3) if name == "zero" else (1, world_size)
+        if not re.fullmatch(r"\d{1,9}", number) or not low <= int(number) <= high:
+            raise ConfigError(f"{where}: {name}: expected an int from {low} to {high}, got {number!r} · {_FIX}")
+        if _NAMES[name] in values:
+            raise ConfigError(f"{where}: expected {name} once, got it twice · {_FIX}")
+        values[_NAMES[name]] = int(number)
+    layout = Layout(**values)
+    if layout.num_ranks != world_size:
+        what = f"expected sizes whose product is the world size {world_size}, got {layout.num_ranks}"
+        raise ConfigError(f"{where}: {what} · fix: change dp, tp or pp, or the world size")
+    return layout
+
+
+def compare_layouts(
+    config_file: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    device: str | Path | DeviceProfile,
+    world_size: int,
+    layouts: Iterable[str] | None = None,
+    cluster: Cluster = None,
+    memory_budget: Budget = "max",
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> LayoutComparison:
+    """Compares layouts of the run that a config describes, of which at most :data:`MOST_SIMULATED` are simulated.
+
+    All have the same samples of an update, and each has the best policies for the memory of a rank. The micro-batch is
+    the config's, or the next smaller one that divides the samples of a rank.
+
+    Args:
+        config_file: a path, or the name of a packaged config.
+        overrides: words such as ``"train.global_batch_size=256"``. A layout replaces the sizes in ``train.dist`` and
+            the stage in ``train.zero_optimization``.
+        device: the profile of the device.
+        world_size: the number of ranks, 2 or more.
+        layouts: those to compare, such as ``["dp=8 tp=8 zero=3", "dp=64 zero=3"]``; ``None`` is all, without tensor
+            parallelism across nodes.
+        cluster: the nodes and the links between them; ``None`` is the profile of the device.
+        memory_budget: bytes of each rank, ``"50%"`` of the device's memory, or ``"max"``.
+        options: fields of :class:`~graphckpt.planning.PlanOptions` that replace those of the config.
+        progress: called with a line about what begins.
+
+    Raises:
+        ConfigError: the config or an argument cannot be used.
+        PlanError: no layout fits; the message has the reasons.
+    """
+    from graphckpt.config.run import fake_stages_from  # noqa: PLC0415 - loads the planner
+
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
+        raise ConfigError(f"world_size: expected an int of 2 or more, got {world_size!r} · fix: world_size=64")
+    wanted = layouts_of(world_size) if layouts is None else [parse_layout(text, world_size) for text in layouts]
+    budget = check_budget(memory_budget, for_fit=True)
+    machine = load_profile(device)
+    network = cluster_of(cluster, machine)
+    limit = budget_bytes(budget, absent_memory(machine.kind, machine.memory_bytes, machine.context_bytes))
+    changes, own_options, report = list(overrides), dict(options or {}), progress or (lambda _: None)
+    report("loading the config and its model")
+    with ConfigSource(config_file, changes).checked() as run:
+        checks = LayoutChecks(run, machine, network, limit, stays_in_node=layouts is None)
+        section = run.train.activation_checkpoint
+    ruled_out: list[SkippedLayout] = []
+    possible: list[tuple[float, Layout]] = []
+    for layout in dict.fromkeys(wanted):
+        if (reason := checks.reason_against(layout)) is not None:
+            ruled_out.append(SkippedLayout(layout, reason))
+        else:
+            possible.append((checks.estimated_seconds(layout), layout))
+    possible.sort(key=lambda pair: pair[0])
+    promising = [layout for _, layout in possible[:MOST_SIMULATED]]
+    rows: list[LayoutRow] = []
+    for number, layout in enumerate(promising, 1):
+        train = checks.train_of(layout)
+        sizes = train.sizes
+        own_changes = [
+            *changes,
+            *layout.overrides(),
+            *size_overrides(sizes.micro_batch, sizes.accumulation, checks.global_batch),
+        ]
+        name = f"layout {number} of {len(promising)}, {layout}"
+        plans: list[StagePlan] = []
+        try:
+            with fake_stages_from(
+                config_file, own_changes, device=machine, cluster=network, options=own_options
+            ) as stages:
+                for alike in checks.equal_stages(layout):
+                    where = f"{name}, stage {alike[0]}" if len(stages) > 1 else name
+                    report(f"{where}: loading the config and its model")
+                    with stages[alike[0]] as steps:
+                        plan = _plan(steps, budget, partial(_report_run, report, where))
+                    plans.append(StagePlan(alike, replace(plan, model=None, front=None)))  # which hold the model
+        except (ConfigError, PlanError) as error:
+            ruled_out.append(SkippedLayout(layout, first_line(error) if isinstance(error, PlanError) else str(error)))
+        else:
+            row = LayoutRow(
+                layout=layout, micro_batch=sizes.micro_batch, accumulation=sizes.accumulation, stages=tuple(plans)
+            )
+            rows.append(row)
+            report(f"{name}: {format_seconds(row.seconds)} within {format_bytes(row.peak_bytes)}")
+    if not rows:
+        head = f"world_size {world_size}: no layout fits into {format_bytes(limit)} on {machine.name}"
+        raise PlanError(bullets(head, SkippedLayout.grouped(ruled_out)))
+    return LayoutComparison(
+        device=machine.name,
+        cluster=network,
+        world_size=world_size,
+        memory_budget=budget,
+        limit_bytes=limit,
+        global_batch=checks.global_batch,
+        rows=tuple(sorted(rows, key=lambda row: row.seconds)),
+        ruled_out=tuple(ruled_out),
+        left_out=tuple(_left_out(*pair) for pair in possible[MOST_SIMULATED:]),
+        train_arguments=("--config-file", str(config_file), *changes, *_unset(section), *option_overrides(own_options)),
+    )
+
+
+def _plan(steps: FakeConfigSteps, budget: Budget, progress: Callable[[int, int], None]) -> Plan:
+    """Returns the plan of a stage. Where everything fits, nothing is faster, and no other policy is measured."""
+    options = steps.options
+    if not options.head:
+        steps.options = replace(options, candidates=())
+        try:
+            plan = steps.plan(budget, progress)
+        except PlanError:
+            pass
+        else:
+            if plan.predicted_nvidia_smi_bytes <= steps.machine.memory_bytes:
+                return plan
+        finally:
+            steps.options = options
+    return steps.plan(budget, progress)
+
+
+def _report_run(report: Callable[[str], None], where: str, done: int, total: int) -> None:
+    report(f"{where}: simulated run {done} of {total}")
+
+
+def _left_out(seconds: float, layout: Layout) -> SkippedLayout:
+    about = format_seconds(seconds)
+    return SkippedLayout(layout, f"about {about} by arithmetic, slower than the {MOST_SIMULATED} that were simulated")
+
+
+def _unset(section: ActivationCheckpointConfig) -> list[str]:
+    """Returns the overrides that remove policies of the config, which a memory budget replaces."""
+    names = [name for name in ("plan", "policies") if getattr(section, name) is not None]
+    return [f"train.activation_checkpoint.{name}=null" for name in names]
