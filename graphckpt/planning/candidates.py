@@ -159,8 +159,17 @@ def parse_partition_request(partition: Any, num_planning: int) -> tuple[Any, lis
 
 
 def can_join(blocks: Iterable[nn.Module], only: Iterable[Any] | None = None) -> bool:
-    is_asked = only is None or any(isinstance(_rule(value), Joined) for value in only)
-    return is_asked and all(Joined().check(block) is None for block in blocks)
+    """Whether runs of the blocks may be joined: if ``only`` is not given, or has the rule.
+
+    Raises:
+        ConfigError: ``only`` has it, and a block cannot be joined.
+    """
+    if only is not None and not any(isinstance(_rule(value), Joined) for value in only):
+        return False
+    fault = next(filter(None, map(Joined().check, blocks)), None)
+    if fault is not None and only is not None:
+        raise ConfigError(f"candidates: {fault}, or leave 'joined' out of candidates")
+    return fault is None
 
 
 def _rule(value: Any) -> Rule:

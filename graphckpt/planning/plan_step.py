@@ -319,6 +319,7 @@ def measure_all(
     notes = [*notes, *partition_notes]
     code = parse_compile(options.compile, options.candidates)
     candidates = candidates_of(options.offload, options.candidates, code=code, partition=ranks)
+    is_joinable = can_join(modules, options.candidates)
     heads = head_rows(model, options.head, blocks)
     group.check_equal(
         compile=repr(options.compile),
@@ -351,7 +352,7 @@ def measure_all(
             if isinstance(step, FakeStep):
                 measured = step.of_all_micro_batches(measured)
         # Without the first layer of a run, the others join the run before it, and exceed the peak.
-        joins = can_join(modules, options.candidates) and _ALL_BLOCKS not in notes
+        joins = is_joinable and _ALL_BLOCKS not in notes
         planners.append(
             Planner(
                 PolicySearch(measured, rates, options.host_bytes, joins=joins),

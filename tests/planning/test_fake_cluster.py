@@ -539,6 +539,13 @@ def test_an_error_of_the_step_leaves_nothing() -> None:
     assert planned(sharded, 2).world_size == 2
 
 
+def test_units_of_fsdp_are_not_joined() -> None:
+    plan = planned(sharded, 2)
+    assert "joined" not in {row.option for row in plan.rows}
+    with pytest.raises(ConfigError, match=r"candidates: joined recomputes several blocks .* leave 'joined' out of"):
+        graphckpt.plan(sharded, device="h200", world_size=2, memory_budget="min", candidates=["full", "joined"])
+
+
 def test_a_plan_of_one_process_within_a_simulated_rank_is_refused() -> None:
     def make() -> tuple[nn.Module, Callable[[], None]]:
         def step() -> None:
