@@ -126,6 +126,20 @@ current_accelerator = torch._C._accelerator_getAccelerator
 """``torch.accelerator.current_accelerator()`` without its Python, and without a copy of its result."""
 
 
+@contextmanager
+def own_device_modules() -> Iterator[None]:
+    """Empties the cache of ``torch.get_device_module`` at the start and the end.
+
+    Where devices are simulated, ``"cuda"`` is the CPU, and PyTorch would take it for that from then on.
+    """
+    clear: Callable[[], None] = getattr(torch.get_device_module, "cache_clear", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
 attention_kernels_enabled = (
     torch._C._get_math_sdp_enabled,
     torch._C._get_flash_sdp_enabled,

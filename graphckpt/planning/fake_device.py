@@ -29,6 +29,7 @@ from graphckpt._compat import (
     backward_within,
     forget_fake,
     is_fake,
+    own_device_modules,
     unseen_by_modes,
 )
 from graphckpt.errors import ConfigError
@@ -75,6 +76,7 @@ class FakeDevice:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            stack.enter_context(own_device_modules())
             stack.enter_context(_transformers_as_eager(is_padded=self._is_padded))
             if self.machine.kind == "cuda":
                 stack.enter_context(_autocast_here())

@@ -427,6 +427,14 @@ def test_a_capturable_optimizer_is_planned_and_stays_as_it_was(kind):
     assert optimizers[-1].param_groups[0].get("capturable", False) is bool(options)
 
 
+def test_pytorch_does_not_remember_where_simulated_devices_are() -> None:
+    """``torch.random.fork_rng`` would read the random state of CUDA devices from the CPU's module afterwards."""
+    for _ in range(2):
+        with FakeDevice(load_profile("h100")):
+            torch.get_device_module("cuda")
+        assert torch.get_device_module("cuda") is torch.cuda
+
+
 def test_a_device_with_an_index_of_its_own_is_where_fake_tensors_are() -> None:
     with FakeDevice(load_profile("h200")):
         for device in (torch.device("cuda", 3), torch.device(type="cuda", index=3), torch.device("cuda:3")):
