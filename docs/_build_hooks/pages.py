@@ -96,10 +96,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Leads links to tests to their text, and lets the search prefer the pages that describe names."""
+    """Leads links to tests to their text, and lets the search prefer the pages that describe names.
+
+    Decision records are for developers: the search leaves them out.
+    """
     del kwargs
     if page.file.src_uri in FIRST:
         page.meta["search"] = {"boost": 2}
+    elif page.file.src_uri.startswith("decisions/"):
+        page.meta["search"] = {"exclude": True}
     return TESTS.sub(r"](\1.txt)", markdown)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -54,3 +55,8 @@ def test_the_site_has_no_faults(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
     assert CHECK.check(tmp_path) == []
+    places = [
+        entry["location"] for entry in json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    ]
+    assert any(place.startswith("howto/cluster") for place in places)
+    assert not any(place.startswith("decisions/") for place in places)
