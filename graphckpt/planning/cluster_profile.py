@@ -7,19 +7,14 @@ efficiency; a measured rate has efficiency 1.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 from graphckpt.errors import ConfigError, bullets, did_you_mean
-from graphckpt.extras import LazyPackage
+from graphckpt.planning.profile import field_faults, is_number, read_fields
 from graphckpt.units import format_bytes
-
-if TYPE_CHECKING:
-    import yaml
-else:
-    yaml = LazyPackage("yaml", "plan")
 
 CollectiveKind: TypeAlias = Literal["gather", "scatter", "all_reduce", "all_to_all", "broadcast", "send", "barrier"]
 """``"gather"`` is an all-gather, ``"scatter"`` a reduce-scatter; ``"broadcast"`` is also a reduction to one rank."""
@@ -141,13 +136,7 @@ def load_cluster(name_or_path: str | Path | ClusterProfile) -> ClusterProfile:
         if name not in names:
             raise ConfigError(f"cluster: unknown profile {name!r}{did_you_mean(name, names)} · fix: {fix}")
         path = _CLUSTERS / f"{name}.yaml"
-    if not path.is_file():
-        raise ConfigError(f"cluster: the file {path} does not exist · fix: {fix}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"cluster profile {path}: expected YAML · fix: see {_GUIDE}\n{error}") from error
-    return _parsed(values, path)
+    return _parsed(read_fields(path, "cluster", if_missing=fix, if_not_yaml=f"see {_GUIDE}"), path)
 
 
 def cluster_names() -> list[str]:
@@ -171,26 +160,17 @@ def cluster_note(profile: ClusterProfile) -> str:
     return f"communication as on {profile.describe()}; {buffers}"
 
 
-def _parsed(values: Any, path: Path) -> ClusterProfile:
-    if not isinstance(values, dict):
-        what = "expected fields, one per line"
-        raise ConfigError(f"cluster profile {path}: {what} · fix: write 'name: ...' and the rest")
-    faults = _field_faults(values, ClusterProfile, "", ("name", "ranks_per_node", *_LINKS))
+def _parsed(values: dict[Any, Any], path: Path) -> ClusterProfile:
+    faults = field_faults(values, ClusterProfile, ("name", "ranks_per_node", *_LINKS))
     for name in _LINKS:
         link = values.get(name, {})
         if not isinstance(link, dict):
             faults.append(f"{name}: expected bandwidth, latency and efficiency, got {link!r}")
         elif name in values:
-            faults += _field_faults(link, Link, f"{name}.", ("bandwidth", "latency"))
+            faults += field_faults(link, Link, ("bandwidth", "latency"), f"{name}.")
     if faults:
         raise ConfigError(bullets(f"cluster profile {path}", faults))
     return ClusterProfile(**{**values, **{name: Link(**values[name]) for name in _LINKS}})
-
-
-def _field_faults(values: Mapping[str, Any], kind: type, where: str, needed: Sequence[str]) -> list[str]:
-    names = [each.name for each in fields(kind)]
-    faults = [f"{where}{key}: unknown field{did_you_mean(str(key), names)}" for key in values if key not in names]
-    return faults + [f"{where}{key}: is missing" for key in needed if key not in values]
 
 
 def _faults(cluster: ClusterProfile) -> list[str]:
@@ -201,21 +181,17 @@ def _faults(cluster: ClusterProfile) -> list[str]:
     size, num_bytes = untyped["ranks_per_node"], untyped["comm_bytes"]
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         faults.append(f"ranks_per_node: expected an int of 1 or more, got {size!r}")
-    if not _is_number(num_bytes) or num_bytes < 0:
+    if not is_number(num_bytes) or num_bytes < 0:
         faults.append(f"comm_bytes: expected a number from 0 on, got {num_bytes!r}")
     for name in _LINKS:
         if not isinstance(untyped[name], Link):
             faults.append(f"{name}: expected a Link, got {untyped[name]!r}")
             continue
         bandwidth, latency, efficiency = (vars(untyped[name])[key] for key in ("bandwidth", "latency", "efficiency"))
-        if not _is_number(bandwidth) or bandwidth < _LEAST_BANDWIDTH:
+        if not is_number(bandwidth) or bandwidth < _LEAST_BANDWIDTH:
             faults.append(f"{name}.bandwidth: expected bytes per second, such as 50.0e+9, got {bandwidth!r}")
-        if not _is_number(latency) or not 0 <= latency < _MOST_LATENCY:
+        if not is_number(latency) or not 0 <= latency < _MOST_LATENCY:
             faults.append(f"{name}.latency: expected seconds below {_MOST_LATENCY}, such as 4.0e-6, got {latency!r}")
-        if not _is_number(efficiency) or not 0 < efficiency <= 1:
+        if not is_number(efficiency) or not 0 < efficiency <= 1:
             faults.append(f"{name}.efficiency: expected a number above 0, at most 1, got {efficiency!r}")
     return faults
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -21,7 +21,7 @@ from graphckpt.extras import LazyPackage
 from graphckpt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import yaml
 else:
@@ -299,14 +299,33 @@ def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
                 raise ConfigError(f"device: expected one of {listed}, got {name!r} · fix: use {variants[0]!r}")
             raise ConfigError(f"device: unknown profile {name!r}{did_you_mean(name, names)} · fix: {fix}")
         path = _PROFILES / f"{name_or_path}.yaml"
+    tool = "with `graphckpt profile-device`"
+    return _parsed(read_fields(path, "device", if_missing=f"write one {tool}", if_not_yaml=f"write it {tool}"), path)
+
+
+def read_fields(path: Path, kind: str, *, if_missing: str, if_not_yaml: str) -> dict[Any, Any]:
+    """Returns the fields in a profile file of some ``kind``, such as ``"device"``.
+
+    Raises:
+        ConfigError: There are none, with the fix for a file that is missing, or that is not YAML.
+    """
     if not path.is_file():
-        raise ConfigError(f"device: the file {path} does not exist · fix: write one with `graphckpt profile-device`")
+        raise ConfigError(f"{kind}: the file {path} does not exist · fix: {if_missing}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        fix = "write it with `graphckpt profile-device`"
-        raise ConfigError(f"device profile {path}: expected YAML · fix: {fix}\n{error}") from error
-    return _parsed(values, path)
+        raise ConfigError(f"{kind} profile {path}: expected YAML · fix: {if_not_yaml}\n{error}") from error
+    if not isinstance(values, dict):
+        what = "expected fields, one per line"
+        raise ConfigError(f"{kind} profile {path}: {what} · fix: write 'name: ...' and the rest")
+    return values
+
+
+def field_faults(values: Mapping[Any, Any], kind: type, needed: Iterable[str], where: str = "") -> list[str]:
+    """Returns what is wrong with the names of the fields of a dataclass, each after ``where``."""
+    names = [each.name for each in fields(kind)]
+    faults = [f"{where}{key}: unknown field{did_you_mean(str(key), names)}" for key in values if key not in names]
+    return faults + [f"{where}{key}: is missing" for key in needed if key not in values]
 
 
 def profile_names() -> list[str]:
@@ -314,14 +333,9 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in _PROFILES.glob("*.yaml"))
 
 
-def _parsed(values: Any, path: Path) -> DeviceProfile:
-    if not isinstance(values, dict):
-        raise ConfigError(f"device profile {path}: expected fields, one per line · fix: write 'name: ...' and the rest")
-    names = [f.name for f in fields(DeviceProfile)]
-    faults = [f"{key}: unknown field{did_you_mean(str(key), names)}" for key in values if key not in names]
+def _parsed(values: dict[Any, Any], path: Path) -> DeviceProfile:
     needed = ("name", "kind", "memory_bytes", "flops", "memory_bandwidth")
-    faults += [f"{key}: is missing" for key in needed if key not in values]
-    if faults:
+    if faults := field_faults(values, DeviceProfile, needed):
         raise ConfigError(bullets(f"device profile {path}", faults))
     if isinstance(values.get("attention"), str):
         values["attention"] = [values["attention"]]
@@ -337,11 +351,11 @@ def _faults(device: DeviceProfile) -> list[str]:
         faults.append(f"kind: expected one of {', '.join(_KINDS)}, got {device.kind!r}")
     for name in _ABOVE_ZERO + _FROM_ZERO_ON:
         value = getattr(device, name)
-        if not _is_number(value) or value < 0 or (value == 0 and name in _ABOVE_ZERO):
+        if not is_number(value) or value < 0 or (value == 0 and name in _ABOVE_ZERO):
             bound = "above 0" if name in _ABOVE_ZERO else "from 0 on"
             faults.append(f"{name}: expected a number {bound}, got {value!r}")
     for name, values in (("flops", device.flops), ("efficiency", device.efficiency)):
-        if not isinstance(values, dict) or not all(_is_number(value) and value > 0 for value in values.values()):
+        if not isinstance(values, dict) or not all(is_number(value) and value > 0 for value in values.values()):
             faults.append(f"{name}: expected numbers above 0 by name, got {values!r}")
         elif name == "flops" and "float32" not in values:
             faults.append("flops: float32 is missing")
@@ -359,5 +373,6 @@ def _faults(device: DeviceProfile) -> list[str]:
     return faults
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a file is a number, and no ``True`` or ``False``."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
