@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from graphckpt.train.settings import ActivationCheckpointConfig
 from graphckpt.train.snapshot.saved_run import PLAN, SavedRun
 
 if TYPE_CHECKING:
-    from graphckpt.train.parallel.pipeline import Pipeline
     from graphckpt.train.parallel.ranks import TrainRanks
 
 _WHERE = "train.activation_checkpoint"
@@ -110,7 +109,7 @@ def plan_on_batch(
     graph: Graph,
     config: ActivationCheckpointConfig,
     ranks: TrainRanks,
-    pipeline: Pipeline | None,
+    runs: Callable[[str], bool],
     report: Report,
     saved: SavedRun,
     batch: Mapping[str, Tensor],
@@ -118,19 +117,21 @@ def plan_on_batch(
     """Plans the graph for a batch and applies the plan. All ranks plan together; rank 0 writes the plan.
 
     Each stage of a pipeline has a plan of its own, for the same budget; the file has the policies of all of them.
+    ``runs`` returns whether this process runs the module of a name.
     """
     from graphckpt.planning.rows import summary_lines  # noqa: PLC0415 - loads the planner
 
-    options = _options(graph, config, pipeline)
+    options = _options(graph, config, runs)
+    is_staged = ranks.stage_mesh is not None
     assert config.memory_budget is not None
     inputs: dict[str, Any] = dict(batch)
     wanted = {name: getattr(options, name) for name in options.names()}
-    if pipeline is not None:
+    if is_staged:
         wanted |= {"group": ranks.stage_group, "step_group": ranks.everyone}
     plan = graph.plan(**inputs, memory_budget=config.memory_budget, **wanted)
     plan.apply()
     plans = [plan.relative_to("model")]
-    if pipeline is not None:
+    if is_staged:
         plans = ranks.all_gather(plans[0])[:: ranks.config.data_parallel_size]
     for stage, each in enumerate(plans):
         where = f"stage {stage}: " if len(plans) > 1 else ""
@@ -154,14 +155,12 @@ def replan_on_out_of_memory(graph: Graph, config: ActivationCheckpointConfig) ->
     graph.config.on_out_of_memory = "replan"
 
 
-def _options(graph: Graph, config: ActivationCheckpointConfig, pipeline: Pipeline | None = None) -> PlanOptions:
+def _options(
+    graph: Graph, config: ActivationCheckpointConfig, runs: Callable[[str], bool] = lambda _: True
+) -> PlanOptions:
     model = graph.model.origin
     assert isinstance(model, nn.Module)
     head = head_policies(model, config.head)
-
-    def runs(name: str) -> bool:
-        return pipeline is None or pipeline.runs(name)
-
     return config.plan_options(
         select=[f"model.{name}" for name in selected_names(model, config) if runs(name)],
         head={f"model.{name}": rules for name, rules in head.items() if runs(name)},

@@ -169,7 +169,7 @@ class Trainer:
             if section.memory_budget is not None and loop.done < train_iter:
                 with attribute_errors(_KEYS, "planning"):
                     batch = step.batches.get(loop.done)
-                    plan_on_batch(graph, section, self.ranks, built.pipeline, self.report, self.saved, batch)
+                    plan_on_batch(graph, section, self.ranks, built.runs, self.report, self.saved, batch)
             loop.run()
             report_differences()
         files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
