@@ -98,7 +98,7 @@ class TrainRanks:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether this is one rank of an absent cluster: its tensors have no values, and nobody answers."""
+        """Whether this is a simulated rank of an absent cluster, whose tensors have no values."""
         return self.size > 1 and dist.get_backend() == "fake"
 
     @property
