@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -17,6 +20,11 @@ from graphckpt.tree import tensors_in
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step, StepCall
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 _LINES_OF_TRACEBACK = 10
 _PHRASES = (
@@ -35,6 +43,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
     )
+
+
+def raises_out_of_memory() -> bool:
+    """Returns whether an allocation fails with an error when memory is used up.
+
+    It does on an accelerator, and on a host where the process has a limit (``ulimit -v``) or the system grants no more
+    than it has. Otherwise Linux and macOS grant any amount, and end the process once too much of it is used: there is
+    no step to repeat then.
+    """
+    if torch.accelerator.current_accelerator() is not None or sys.platform not in ("linux", "darwin"):
+        return True
+    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits) or _grants_no_more()
+
+
+@cache
+def _grants_no_more() -> bool:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() == "2"
+    except OSError:
+        return False
 
 
 @final
@@ -79,7 +108,8 @@ class StepBackup:
 def call_or_replan(step: Step, replan: Callable[..., str], call: StepCall) -> Any:
     """Runs the step; if memory runs out, restores the state, plans for what is free, and repeats the step.
 
-    If that is not enough, the plan with the lowest peak is tried before it gives up.
+    If that is not enough, the plan with the lowest peak is tried before it gives up. Where no allocation fails, see
+    :func:`raises_out_of_memory`, there is nothing to repeat, and the step costs nothing more.
 
     Args:
         step: The step of a Graph.
@@ -95,13 +125,17 @@ def call_or_replan(step: Step, replan: Callable[..., str], call: StepCall) -> An
         if num_ranks > 1:
             what = f"expected one process, got a process group of {num_ranks} ranks"
             raise ConfigError(f"{step.name}.config.on_out_of_memory: {what} · fix: on_out_of_memory = 'raise'")
-    backup = StepBackup(step, call)
+    backup = StepBackup(step, call) if raises_out_of_memory() else None
     try:
         return step.call_with_setup(call)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         failure = error
+    if backup is None:
+        what = "this process has no memory limit, so that a step is not backed up before it runs"
+        failure.add_note(f"{step.name}: not replanned: {what} · fix: a smaller batch, or a limit (ulimit -v)")
+        raise failure
     if (change := backup.lasting_change()) is not None:
         failure.add_note(f"{step.name}: not replanned, since {change} · fix: a smaller batch")
         raise failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import re
+import resource
 import subprocess
 import sys
 import warnings
@@ -12,15 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.memory_limit import MemoryLimit
+from helpers.memory_limit import MemoryLimit, limited_address_space
 from torch import nn
 
 from graphckpt import ConfigError, Graph
+from graphckpt.graph import out_of_memory
 from graphckpt.graph.out_of_memory import StepBackup, is_out_of_memory
 from graphckpt.graph.step import StepCall
 from graphckpt.planning import options
 
 pytestmark = pytest.mark.filterwarnings("default:.*memory ran out; the step is repeated")
+
+
+@pytest.fixture(autouse=True)
+def _limited():
+    with limited_address_space():
+        yield
+
+
 FAILED = 2  # the step that runs out of memory, of STEPS
 STEPS = 4
 
@@ -326,6 +336,32 @@ def test_several_processes_cannot_replan(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(ConfigError, match=r"on_out_of_memory: expected one process, got a process group of 2 ranks"):
         step(X)
+
+
+def test_without_a_limit_no_step_is_backed_up(monkeypatch):
+    monkeypatch.setattr(out_of_memory, "StepBackup", None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **how: None)
+    monkeypatch.setattr(out_of_memory, "_grants_no_more", lambda: False)
+    step = made()
+    step(X)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        run(step, 200_000)
+    (note,) = error.value.__notes__
+    assert note.startswith(f"{step.name}: not replanned: this process has no memory limit")
+    assert note.endswith("fix: a smaller batch, or a limit (ulimit -v)")
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_each_limit_of_a_process_makes_allocations_fail(monkeypatch, limit):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **how: None)
+    monkeypatch.setattr(out_of_memory, "_grants_no_more", lambda: False)
+    limits = {getattr(resource, limit): (2**46, resource.RLIM_INFINITY)}
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits.get(which, unlimited))
+    assert out_of_memory.raises_out_of_memory()
+    limits.clear()
+    assert not out_of_memory.raises_out_of_memory()
 
 
 def test_settings_are_checked():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import traceback
+from contextlib import contextmanager
 
 import torch
 
@@ -30,3 +32,14 @@ class MemoryLimit(LiveBytes):
             self.functions = {frame.name for frame in traceback.extract_stack()}
             raise torch.OutOfMemoryError(f"tried to allocate more than {self.limit} bytes")
         return result
+
+
+@contextmanager
+def limited_address_space(num_bytes: int = 2**46):
+    """Limits the address space, by default to more than any test uses: allocations then fail with an error."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
