@@ -299,7 +299,7 @@ def clip_grad_norm(
     """
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if total_norm is None and not any(_is_cut(grad) for grad in grads):
+    if total_norm is None and not any(map(_is_cut, set(map(type, grads)))):
         clip_grad_norm_(parameters, max_norm, norm_type)
         return
     total = _norm(grads, norm_type) if total_norm is None else total_norm(parameters, norm_type)
@@ -325,5 +325,5 @@ def _norm(grads: list[Any], norm_type: float) -> torch.Tensor:
     return total
 
 
-def _is_cut(tensor: torch.Tensor) -> bool:
+def _is_cut(tensor: torch.Tensor | type[torch.Tensor]) -> bool:
     return hasattr(tensor, "device_mesh")

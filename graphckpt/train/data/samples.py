@@ -123,11 +123,12 @@ class ShuffledOrder:
 
     def take(self, *, start: int, count: int) -> NDArray[np.int64]:
         """Returns the indices of ``count`` sequences, after the first ``start`` of the run."""
-        epochs, offsets = np.divmod(np.arange(start, start + count), self.num_sequences)
-        parts = [
-            _permutation(self.num_sequences, self.seed, int(epoch))[offsets[epochs == epoch]]
-            for epoch in np.unique(epochs)
-        ]
+        parts = []
+        while count > 0:
+            epoch, offset = divmod(start, self.num_sequences)
+            parts.append(_permutation(self.num_sequences, self.seed, epoch)[offset : offset + count])
+            start += len(parts[-1])
+            count -= len(parts[-1])
         return np.concatenate(parts)
 
 
