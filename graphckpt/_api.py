@@ -4,6 +4,8 @@ from graphckpt.blocks import BlockConfig, GraphModule, Handle, apply, remove
 from graphckpt.blocks.functional import checkpoint, checkpoint_sequential, checkpoint_wrapper
 from graphckpt.errors import ConfigError, GraphckptError, GraphError, RecomputeError, StoreError
 from graphckpt.graph import Graph
+from graphckpt.graph.verify import Verification
+from graphckpt.graph.verify_loop import verify
 from graphckpt.planning import Plan, PlanError
 from graphckpt.planning.estimate import estimate
 from graphckpt.planning.estimate_result import Estimate
@@ -35,6 +37,7 @@ __all__ = [
     "Selective",
     "StoreError",
     "Tiles",
+    "Verification",
     "apply",
     "checkpoint",
     "checkpoint_sequential",
@@ -43,4 +46,5 @@ __all__ = [
     "fit",
     "plan",
     "remove",
+    "verify",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.engine.objects import ABSENT, CONTAINERS, Objects, differs, fill
 from graphckpt.thread_state import get_rng_state, rng_devices, set_rng_state
@@ -158,6 +160,16 @@ def _restored(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, _Tensor):
             value.original.detach().copy_(value.copied)
     return {key: value.original if isinstance(value, _Tensor) else value for key, value in values.items()}
+
+
+@contextmanager
+def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Calls ``see`` with each optimizer before it steps."""
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:

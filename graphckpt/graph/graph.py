@@ -21,7 +21,7 @@ from graphckpt.graph.out_of_memory import call_or_replan
 from graphckpt.graph.step import Setup, Step, StepCall, running_graph
 from graphckpt.graph.text import DebugLog, graph_text
 from graphckpt.graph.update import Update
-from graphckpt.graph.verify import Verification, verify
+from graphckpt.graph.verify import Verification, verify_graph
 from graphckpt.planning.options import OLD_NAMES, PlanOptions, PlanOptionsDict, lists_options
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class Graph:
         Raises:
             GraphError: Something differs; the message names the step, the block and the tensor.
         """
-        return verify(self._step, lambda: self._step.call(self.__dict__, self.build, args, kwargs), steps)
+        return verify_graph(self._step, lambda: self._step.call(self.__dict__, self.build, args, kwargs), steps)
 
     @overload  # of two: an editor completes the options, which inputs by keyword would hide
     def plan(

@@ -1,45 +1,55 @@
-"""Compares a Graph's step with the plain one, from the same state, in every bit; and puts the state back."""
+"""Compares a training step with the plain one, from the same state, in every bit; and puts the state back."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import GraphError
 from graphckpt.graph.capture import modules_of
 from graphckpt.training_state import ModuleTree, TrainingState
-from graphckpt.tree import flatten_value
+from graphckpt.tree import flatten_value, inner_tensors
 from graphckpt.units import format_bytes
 
 if TYPE_CHECKING:
     from graphckpt.graph.step import Step
 
+Values: TypeAlias = dict[str, dict[str, Any]]
+"""What a step leaves behind: by kind, and by the name in messages."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What :meth:`graphckpt.Graph.verify` has compared, and found equal in every bit."""
+    """What :func:`graphckpt.verify` or :meth:`graphckpt.Graph.verify` has compared, and found equal in every bit."""
 
     num_steps: int
     num_tensors: int
+    """Of all steps."""
     num_bytes: int
+    """Of all steps."""
     is_captured: bool
     """Whether the steps were replays of a capture."""
+    contents: str = ""
+    """What was compared after each step, such as ``"loss, 148 gradients, 2 buffers, RNG"``."""
 
     def __str__(self) -> str:
-        steps = f"{self.num_steps} {'replays' if self.is_captured else 'steps'}"
-        return f"bitwise equal to the plain step: {steps}, {self.num_tensors} tensors, {format_bytes(self.num_bytes)}"
+        steps = f"{self.num_steps} {'replay' if self.is_captured else 'step'}{'s' * (self.num_steps != 1)}"
+        size = f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}"
+        return f"bitwise equal to the plain step: {self.contents} ({steps}, {size})"
 
 
 @without_value_checks()
-def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verification:
+def verify_graph(graph_step: Step, call: Callable[[], Any], steps: int) -> Verification:
     """Runs each step twice from one state, as the Graph does it and plainly, and compares outputs and state.
 
     With captures, the Graph runs until one is replayed before anything is compared.
@@ -51,98 +61,97 @@ def verify(graph_step: Step, call: Callable[[], Any], steps: int) -> Verificatio
     graph_step.prepare()
     captures = graph_step.captured
 
-    def run() -> dict[str, Any]:
-        copies = {
-            f"output {number}": leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-            for number, leaf in enumerate(flatten_value(call())[0])
-        }  # the outputs themselves are freed before the state is copied
-        return {**copies, **_State(graph_step).values()}
+    def run() -> Values:
+        outputs = outputs_of(call())  # the outputs themselves are freed before the state is copied
+        return {**outputs, **_GraphState(graph_step).values()}
 
-    start = _State(graph_step)
+    start = _GraphState(graph_step)
     try:
-        num_tensors = num_bytes = num_replays = 0
+        num_replays = 0
         if captures is not None:
             captures.until_replayed(call)
             num_replays = -captures.num_replays
-        for number in range(1, steps + 1):
-            before = _State(graph_step)
-            ours = run()
-            before.put_back()
-            with graph_step.without_policies():
-                plain = run()
-            difference = _difference(ours, plain)
-            if difference is not None:
-                before.put_back()
-                with graph_step.without_policies():
-                    repeated = run()
-                what = f"{difference} · {_FIX}"
-                if (among_plain := _difference(repeated, plain)) is not None:
-                    what = f"two plain steps differ already: {among_plain} · {_FIX_OF_PLAIN}"
-                raise GraphError(f"{graph_step.name}.verify: step {number}: {what}")
-            tensors = [value for value in plain.values() if isinstance(value, torch.Tensor)]
-            num_tensors += len(tensors)
-            num_bytes += sum(tensor.nbytes for tensor in tensors)
-        num_replays += captures.num_replays if captures is not None else 0
-        return Verification(steps, num_tensors, num_bytes, is_captured=num_replays == steps)
+        result = compare(
+            f"{graph_step.name}.verify",
+            run,
+            graph_step.without_policies,
+            lambda: _GraphState(graph_step),
+            steps,
+            UNSTABLE_FIX,
+            is_captured=lambda: captures is not None and num_replays + captures.num_replays == steps,
+        )
     finally:
         if start.put_back() and captures is not None:
             captures.release()  # they go on with optimizer states that are there no more
+    return result
 
 
 @contextmanager
 def unchanged(graph_step: Step) -> Iterator[None]:
     """Puts back, in the end, all that steps in the ``with`` block have changed."""
-    start = _State(graph_step)
+    start = _GraphState(graph_step)
     try:
         yield
     finally:
         start.put_back()
 
 
+class _Snapshot(Protocol):
+    def put_back(self) -> object: ...
+
+
+def compare(
+    name: str,
+    run: Callable[[], Values],
+    plain: Callable[[], AbstractContextManager[None]],
+    snapshot: Callable[[], _Snapshot],
+    steps: int,
+    fix_of_plain: str,
+    is_captured: Callable[[], bool] = bool,
+) -> Verification:
+    """Compares what ``run`` returns with what it returns in ``plain``, from the same state, step by step."""
+    num_tensors = num_bytes = 0
+    contents = ""
+    for number in range(1, steps + 1):
+        before = snapshot()
+        ours = run()
+        before.put_back()
+        with plain():
+            expected = run()
+        if (difference := _difference(ours, expected)) is not None:
+            before.put_back()
+            with plain():
+                repeated = run()
+            what = f"{difference} · {_FIX}"
+            if (among_plain := _difference(repeated, expected)) is not None:
+                what = f"two plain steps differ already: {among_plain} · {fix_of_plain}"
+            raise GraphError(f"{name}: step {number}: {what}")
+        tensors = [v for values in expected.values() for v in values.values() if isinstance(v, torch.Tensor)]
+        num_tensors += len(tensors)
+        num_bytes += sum(tensor.nbytes for tensor in tensors)
+        contents = _contents(expected)
+    return Verification(steps, num_tensors, num_bytes, is_captured=is_captured(), contents=contents)
+
+
 @final
-class _State:
-    """Copies of all that a step changes. They are put back in place: a capture holds the addresses."""
+class _GraphState:
+    """Copies of all that a step of a Graph changes. They are put back in place: a capture holds the addresses."""
 
     def __init__(self, graph_step: Step) -> None:
         graph_step.count_steps()
-        roots, update = graph_step.roots, graph_step.update
         self._step = graph_step
-        self._update = update
+        self._update = update = graph_step.update
         self._num_steps = update.num_steps
-        named = {
-            f"{path}.{key}": tensor
-            for path, module in modules_of(roots.items())
-            for key, tensor in {**module._parameters, **module._buffers}.items()
-            if tensor is not None
-        }
-        tree = ModuleTree(roots.values())
-        attributes = [value for value in tree.attributes() if isinstance(value, torch.Tensor)]
-        self._state = TrainingState([*named.values(), *attributes], update.optimizers, tree=tree)
-        self._tensors = {name: copied for name, (_, copied) in zip(named, self._state.tensors, strict=False)}
-        owners: dict[torch.Tensor, str] = {}
-        for name, tensor in named.items():
-            owners.setdefault(tensor, name)
-        for parameter, key, copied in self._state.optimizer_copies():
-            self._tensors[f"{owners.get(parameter, 'a parameter')}, optimizer's {key}"] = copied
-        self._plain = {
-            f"{name}.{key}": value
-            for name, module in modules_of(roots.items())
-            for key, value in module.__dict__.items()
-            if key not in _OF_TORCH and isinstance(value, (int, float, str, NoneType))
-        }
+        self._state = ModelState(graph_step.roots, update.optimizers)
         self._schedules = [copy.deepcopy(s.state_dict()) if s is not None else None for s in update.schedulers]
         self._scaler = copy.deepcopy(update.scaler.state_dict()) if update.scaler is not None else None
 
-    def values(self) -> dict[str, Any]:
-        assert self._state.random is not None
-        cpu, devices, host = self._state.random
-        random = {f"RNG state {number}": t for number, t in enumerate([cpu, *(t for _, t in devices)])}
-        on_host = {f"RNG state of {library}": number for library, number in host.fingerprints().items()} if host else {}
-        return {**self._tensors, **self._plain, **random, **on_host}
+    def values(self) -> Values:
+        return self._state.values()
 
     def put_back(self) -> bool:
         self._step.count_steps()
-        has_removed = self._state.restore()
+        has_removed = self._state.state.restore()
         for scheduler, schedule in zip(self._update.schedulers, self._schedules, strict=True):
             if scheduler is not None and schedule is not None:
                 scheduler.load_state_dict(schedule)  # what it cannot copy, such as a function, it leaves as it is
@@ -152,33 +161,111 @@ class _State:
         return has_removed
 
 
-_OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"} | {"forward"}
+@final
+class ModelState:
+    """Copies of modules, of the states of optimizers, and of RNG states, with their names in messages."""
+
+    def __init__(self, roots: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        modules = [(path.removeprefix("."), module) for path, module in modules_of(roots.items())]
+        parameters = _tensors_of(modules, "_parameters")
+        buffers = _tensors_of(modules, "_buffers")
+        tree = ModuleTree(roots.values())
+        attributes = [value for value in tree.attributes() if isinstance(value, torch.Tensor)]
+        self.state = TrainingState([*parameters.values(), *buffers.values(), *attributes], optimizers, tree=tree)
+        copies = [copied for _, copied in self.state.tensors]
+        self._parameters = dict(zip(parameters, copies, strict=False))
+        self._buffers = dict(zip(buffers, copies[len(parameters) :], strict=False))
+        self._names = {tensor: name for name, tensor in parameters.items()}
+        self._attributes = {
+            f"{name}.{key}".removeprefix("."): value
+            for name, module in modules
+            for key, value in module.__dict__.items()
+            if key not in _OF_TORCH and isinstance(value, (int, float, str, NoneType))
+        }
+
+    def values(self) -> Values:
+        assert self.state.random is not None
+        cpu, devices, host = self.state.random
+        random = {f"RNG state {number}": t for number, t in enumerate([cpu, *(t for _, t in devices)])}
+        on_host = {f"RNG state of {library}": number for library, number in host.fingerprints().items()} if host else {}
+        states = {
+            f"{self._names.get(parameter, 'a parameter')}, optimizer's {key}": copied
+            for parameter, key, copied in self.state.optimizer_copies()
+        }
+        return {
+            "parameter": self._parameters,
+            "buffer": self._buffers,
+            "optimizer state": states,
+            "attribute": self._attributes,
+            "RNG": {**random, **on_host},
+        }
+
+
+def _tensors_of(modules: Iterable[tuple[str, nn.Module]], kind: str) -> dict[str, torch.Tensor]:
+    """Returns each tensor under its first name: tied weights have several."""
+    names: dict[torch.Tensor, str] = {}
+    for name, module in modules:
+        for key, tensor in getattr(module, kind).items():
+            if tensor is not None:
+                names.setdefault(tensor, f"{name}.{key}".removeprefix("."))
+    return {name: tensor for tensor, name in names.items()}
+
+
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
 
 
 _FIX = "fix: look at the policies on this block, or for an op in it whose result varies from run to run"
-_FIX_OF_PLAIN = (
+UNSTABLE_FIX = (
     "fix: torch.use_deterministic_algorithms(True), since the result of a kernel varies from run to run, as that of "
     "cuDNN's attention may"
 )
 
 
-def _difference(ours: Mapping[str, Any], plain: Mapping[str, Any]) -> str | None:
-    for what in dict.fromkeys([*plain, *ours]):
-        if what not in ours or what not in plain:
-            return f"`{what}` is only in the {'plain' if what in plain else 'own'} step"
-        a, b = ours[what], plain[what]
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            if a.shape != b.shape or a.dtype != b.dtype:
-                return f"`{what}` is {_dtype_and_shape(a)} and in the plain step {_dtype_and_shape(b)}"
-            if not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()):
-                gap = (a.double() - b.double()).abs()
-                return (
-                    f"`{what}` differs from the plain step's in {int((a != b).sum())} of {a.numel()} elements, by up "
-                    f"to {float(gap.max()):.3g}"
-                )
-        elif a != b:
-            return f"`{what}` is {a!r} and in the plain step {b!r}"
+def outputs_of(value: Any) -> Values:
+    leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten_value(value)[0]]
+    if len(leaves) == 1 and isinstance(leaves[0], torch.Tensor) and leaves[0].numel() == 1:
+        return {"loss": {"loss": leaves[0]}}
+    return {"output": {f"output {number}": leaf for number, leaf in enumerate(leaves) if leaf is not None}}
+
+
+def _contents(values: Values) -> str:
+    """Returns what was compared, such as ``"loss, 148 gradients, RNG"``."""
+    texts = []
+    for kind, members in values.items():
+        if kind in ("loss", "RNG"):
+            texts.append(kind)
+        elif members and kind != "attribute":
+            texts.append(f"{len(members)} {kind}{'s' * (len(members) != 1)}")
+    return ", ".join(texts)
+
+
+def _difference(ours: Values, plain: Values) -> str | None:
+    for kind in dict.fromkeys([*plain, *ours]):
+        own, expected = ours.get(kind, {}), plain.get(kind, {})
+        for what in dict.fromkeys([*expected, *own]):
+            if what not in own or what not in expected:
+                return f"`{what}` is only in the {'plain' if what in expected else 'own'} step"
+            if (text := _difference_of(own[what], expected[what])) is not None:
+                return f"`{what}` {text}"
     return None
+
+
+def _difference_of(own: Any, plain: Any) -> str | None:
+    if not isinstance(own, torch.Tensor) or not isinstance(plain, torch.Tensor):
+        is_equal = own == plain or (own != own and plain != plain)  # noqa: PLR0124  # NaN
+        return None if is_equal else f"is {own!r} and in the plain step {plain!r}"
+    if own.shape != plain.shape or own.dtype != plain.dtype:
+        return f"is {_dtype_and_shape(own)} and in the plain step {_dtype_and_shape(plain)}"
+    inner = list(zip(inner_tensors(own), inner_tensors(plain), strict=False))
+    if inner:  # a DTensor's shard, or the indices and the values of a sparse tensor
+        return next((text for pair in inner if (text := _difference_of(*pair)) is not None), None)
+    if torch.equal(own.nan_to_num(), plain.nan_to_num()) and torch.equal(own.isnan(), plain.isnan()):
+        return None
+    gap = (own.double() - plain.double()).abs()
+    num_different = int((own != plain).sum())
+    return (
+        f"differs from the plain step's in {num_different} of {own.numel()} elements, by up to {float(gap.max()):.3g}"
+    )
 
 
 def _dtype_and_shape(tensor: torch.Tensor) -> str:

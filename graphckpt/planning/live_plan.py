@@ -36,9 +36,9 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import planning_group
 from graphckpt.planning.plan_step import find_blocks, plan_recorded
 from graphckpt.planning.recorded_step import FULL, RecordedStep, refuse_sharded
-from graphckpt.planning.steps import on_optimizer_step
 from graphckpt.planning.trace import Blocks
 from graphckpt.planning.traced_stores import TracedStore
+from graphckpt.training_state import on_optimizer_step
 from graphckpt.tree import tensors_in
 from graphckpt.units import format_sizes
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt._compat_memory import gradient_buckets
 from graphckpt.errors import ConfigError
@@ -35,7 +34,7 @@ from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle
 from graphckpt.planning.write_profile import copy_rates
 from graphckpt.stores.base import Offload
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
-from graphckpt.training_state import TrainingState
+from graphckpt.training_state import TrainingState, on_optimizer_step
 
 _CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
@@ -300,15 +299,6 @@ def _far_blocks(blocks: Blocks, options: Sequence[Option]) -> list[str]:
 
 def _fastest(clocks: Sequence[StepClock]) -> dict[Interval, float]:
     return {i: min(clock.seconds.get(i, 0.0) for clock in clocks) for i in clocks[0].seconds}
-
-
-@contextmanager
-def on_optimizer_step(see: Callable[[Optimizer], None]) -> Iterator[None]:
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: see(optimizer))
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Callable[[], object]]]

@@ -54,9 +54,9 @@ class Varies(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Flips, r"`output 0` differs .* in 1 of 1 elements, by up to"),
+        (Flips, r"`loss` differs .* in 1 of 1 elements, by up to"),
         (Spoils, r"`model.1.last` differs .* in 3 of 3 elements"),
-        (Varies, r"two plain steps differ already: `output 0` differs .* fix: torch.use_deterministic"),
+        (Varies, r"two plain steps differ already: `loss` differs .* fix: torch.use_deterministic"),
     ],
 )
 def test_verify_names_what_differs(kind: type[nn.Module], message: str, device: str) -> None:

@@ -1,0 +1,187 @@
+"""Compares the steps of a user's loop under policies with plain ones, in every bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphckpt.blocks.apply import Policies, apply
+from graphckpt.blocks.forward import disable_checkpointing, policy_of
+from graphckpt.blocks.proxy import unwrap
+from graphckpt.engine.sampling import without_value_checks
+from graphckpt.errors import ConfigError, shown
+from graphckpt.graph.verify import UNSTABLE_FIX, ModelState, Values, Verification, compare, outputs_of
+from graphckpt.training_state import on_optimizer_step
+
+_SAME_BATCH = "let step_fn compute on the same batch in every call, and pass in `stateful` what else it changes"
+_FIX_OF_LOOP = f"{UNSTABLE_FIX}; or {_SAME_BATCH}"
+
+
+class Stateful(Protocol):
+    """What :func:`verify` copies and restores by its state."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@without_value_checks()
+def verify(
+    model: nn.Module,
+    step_fn: Callable[[], Any],
+    policies: Policies | None = None,
+    *,
+    steps: int = 3,
+    stateful: Iterable[Stateful] = (),
+    show: bool = True,
+) -> Verification:
+    """Compares training steps under policies with plain ones, in every bit.
+
+    Each step runs twice from one state, with policies and without: what ``step_fn`` returns, gradients, parameters,
+    buffers, numbers among the attributes of modules, optimizer states and RNG states must then be equal. At the end the
+    model, its gradients, the optimizers that have stepped, and the RNG states are put back to what they were.
+
+    Copies of them take memory: about three times the bytes of parameters, gradients and optimizer states. A small batch
+    shows the same as a large one.
+
+    Args:
+        model: The model that ``step_fn`` trains.
+        step_fn: Runs a forward and a backward on one and the same batch, and may step optimizers. What it returns is
+            compared too: a loss, or any nested structure of tensors and numbers.
+        policies: As :func:`graphckpt.apply` takes them, and only for these steps; ``None`` are those that the model
+            has.
+        steps: The number of steps, each from where the last one ended. The first one differs from the others: it
+            creates optimizer states, and blocks learn in it what moves.
+        stateful: What else ``step_fn`` changes, with ``state_dict`` and ``load_state_dict``: schedulers, a gradient
+            scaler.
+        show: Whether to print the result.
+
+    Raises:
+        ConfigError: The model has no policies, or an argument cannot be used.
+        GraphError: Something differs. The message names the step and the tensor that differs first and by how much, or
+            says that two plain steps differ as well.
+
+    >>> import graphckpt
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    >>> x = torch.ones(2, 4)
+    >>> def step():
+    ...     loss = model(x).sum()
+    ...     loss.backward()
+    ...     return loss
+    >>> result = graphckpt.verify(model, step, {"*": True}, steps=2)
+    bitwise equal to the plain step: loss, 4 gradients, 4 parameters, RNG (2 steps, 20 tensors, 10.3 KiB)
+    """
+    model = unwrap(model)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"verify: expected an nn.Module, got {shown(model)} · fix: verify(model, step_fn, policies)")
+    if not callable(step_fn):
+        what = f"expected a function that runs a training step, got {shown(step_fn)}"  # type: ignore[unreachable]
+        raise ConfigError(f"verify: {what} · fix: verify(model, step_fn, policies)")
+    if type(steps) is not int or steps < 1:
+        raise ConfigError(f"verify.steps: expected an integer of at least 1, got {shown(steps)} · fix: steps=3")
+    with ExitStack() as stack:
+        if policies is not None:
+            stack.enter_context(apply(model, policies))
+        wrappers = [wrapper for module in model.modules() if (wrapper := policy_of(module)) is not None]
+        if not wrappers:
+            what = "expected a model with policies, got one without"
+            raise ConfigError(f"verify: {what} · fix: verify(model, step_fn, True), or apply() policies first")
+
+        @contextmanager
+        def plain() -> Iterator[None]:
+            for wrapper in wrappers:
+                wrapper.uninstall()
+            try:
+                with disable_checkpointing():  # also of what checkpoint() wraps
+                    yield
+            finally:
+                for wrapper in wrappers:
+                    wrapper.install()
+
+        loop = _Loop(model, step_fn, stateful)
+        start = loop.snapshot()
+        try:
+            with loop.watching():
+                result = compare("verify", loop.run, plain, loop.snapshot, steps, _FIX_OF_LOOP)
+        finally:
+            start.put_back()
+    if show:
+        print(result)
+    return result
+
+
+@final
+class _Loop:
+    """A step of a user's loop: what it leaves behind, and copies of its state."""
+
+    def __init__(self, model: nn.Module, step_fn: Callable[[], Any], stateful: Iterable[Stateful]) -> None:
+        self._model = model
+        self._step_fn = step_fn
+        self._stateful = list(stateful)
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._optimizers: list[Optimizer] = []
+        self._snapshots: list[_LoopState] = []
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Sees each optimizer before its update: its state is to be copied, and its gradients may be freed after it."""
+        with on_optimizer_step(self._before_update):
+            yield
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        for snapshot in self._snapshots:
+            snapshot.add(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._gradients |= self._gradients_of(parameters)
+
+    def _gradients_of(self, parameters: Iterable[nn.Parameter]) -> dict[str, torch.Tensor]:
+        return {
+            f"gradient of {self._names[parameter]}": parameter.grad.detach().clone()
+            for parameter in parameters
+            if parameter.grad is not None and parameter in self._names
+        }
+
+    def run(self) -> Values:
+        self._gradients = {}
+        outputs = outputs_of(self._step_fn())
+        gradients = {**self._gradients_of(self._names), **self._gradients}
+        state = _LoopState(self._model, self._optimizers, self._stateful)
+        return {**outputs, "gradient": gradients, **state.values()}
+
+    def snapshot(self) -> _LoopState:
+        state = _LoopState(self._model, self._optimizers, self._stateful)
+        self._snapshots = [*self._snapshots[:1], state]  # of the start, and of the present step
+        return state
+
+
+@final
+class _LoopState:
+    """Copies of what a step of a user's loop changes."""
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], stateful: Iterable[Stateful]) -> None:
+        self._state = ModelState({"": model}, optimizers)
+        self._gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
+        self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
+
+    def add(self, optimizer: Optimizer) -> None:
+        self._state.state.add(optimizer)
+
+    def values(self) -> Values:
+        return self._state.values()
+
+    def put_back(self) -> None:
+        for parameter, grad, copied in self._gradients:
+            parameter.grad = grad
+            if grad is not None and copied is not None:
+                grad.detach().copy_(copied)
+        self._state.state.restore()
+        for each, state in self._stateful:
+            each.load_state_dict(copy.deepcopy(state))

@@ -1,0 +1,229 @@
+"""`graphckpt.verify`: a loop's step under policies against the plain one; faults in each part of it are named."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import graphckpt
+from graphckpt import ConfigError, GraphError
+from graphckpt.blocks.forward import policy_of
+
+FORWARDS = []
+
+
+class Layer(nn.Module):
+    """A layer with dropout and statistics. ``fault`` acts on it in a forward under a policy."""
+
+    fault = None
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+        self.num_forwards = 0
+
+    def forward(self, x):
+        self.num_forwards += 1
+        FORWARDS.append(self)
+        y = x + self.drop(self.norm(self.linear(x)).relu())
+        if self.fault is not None and policy_of(self) is not None and torch.is_grad_enabled():
+            return self.fault(y)
+        return y
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(*(Layer() for _ in range(3)))
+
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+
+def step_of(model, optimizer=None, *, zeroes=True):
+    def step():
+        loss = model(X).square().mean()
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            if zeroes:
+                optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def state_of(model, optimizer):
+    gradients = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict(), gradients, torch.get_rng_state()])
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_says_what_is_equal_and_restores_everything(capsys):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = step_of(model, optimizer, zeroes=False)
+    step()
+    before, num_forwards = state_of(model, optimizer), model[0].num_forwards
+    result = graphckpt.verify(model, step, True)
+    assert capsys.readouterr().out == f"{result}\n"
+    contents = "loss, 12 gradients, 12 parameters, 9 buffers, 36 optimizer states, RNG"
+    assert str(result).startswith(f"bitwise equal to the plain step: {contents} (3 steps, ")
+    assert result.num_steps == 3
+    assert_same(state_of(model, optimizer), before)
+    assert model[0].num_forwards == num_forwards
+    assert policy_of(model[0]) is None
+
+
+def test_optimizer_states_of_the_first_step_are_removed():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphckpt.verify(model, step_of(model, optimizer), True, show=False)
+    assert not optimizer.state
+
+
+def test_policies_of_the_model_are_verified_and_stay():
+    model = Net()
+    with graphckpt.apply(model, {"0": True, "1": "selective"}):
+        assert (
+            graphckpt.verify(model, step_of(model), show=False).contents
+            == "loss, 12 gradients, 12 parameters, 9 buffers, RNG"
+        )
+        assert policy_of(model[0]) is not None
+        assert policy_of(model[2]) is None
+
+
+def test_plain_step_runs_without_recomputation():
+    model, num_forwards = Net(), []
+    step = step_of(model)
+
+    def counted():
+        del FORWARDS[:]
+        loss = step()
+        num_forwards.append(len(FORWARDS))
+        return loss
+
+    graphckpt.verify(model, counted, True, steps=1, show=False)
+    assert num_forwards == [6, 3]
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.25
+
+
+def edit_buffer(layer):
+    def fault(y):
+        layer.norm.num_batches_tracked.add_(1)
+        return y
+
+    return fault
+
+
+def draw(y):
+    torch.rand(1)
+    return y
+
+
+def count(layer):
+    def fault(y):
+        layer.num_forwards += 1
+        return y
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda _: lambda y: y + 1e-3, r"step 1: `loss` differs from the plain step's in 1 of 1 elements, by up to \d"),
+        (lambda _: _Scaled.apply, r"step 1: `gradient of 0.linear.weight` differs .* in \d+ of 64 elements, by up to "),
+        (edit_buffer, r"step 1: `1.norm.num_batches_tracked` differs .* in 1 of 1 elements, by up to 1 "),
+        (lambda _: draw, r"step 1: `RNG state 0` differs|step 1: `loss` differs"),
+        (count, r"step 1: `1.num_forwards` is 2 and in the plain step 1 "),
+    ],
+    ids=["loss", "gradient", "buffer", "RNG", "attribute"],
+)
+def test_each_fault_is_named_and_the_state_restored(fault, message):
+    model = Net()
+    model[1].fault = fault(model[1])
+    model[2].drop.p = 0.0  # so that a draw in the block before it shows in the RNG state alone
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = state_of(model, optimizer)
+    with pytest.raises(GraphError, match="verify: " + message):
+        graphckpt.verify(model, step_of(model, optimizer), {"1": "keep", "0": True} | {"1": True})
+    assert_same(state_of(model, optimizer), before)
+
+
+def test_a_draw_in_the_last_block_shows_in_the_random_state():
+    model = Net()
+    model[2].fault = draw
+    with pytest.raises(GraphError, match="verify: step 1: `RNG state 0` differs from the plain step's in"):
+        graphckpt.verify(model, step_of(model), {"2": True})
+
+
+def test_step_that_differs_from_itself_is_told_apart():
+    model, batches = Net(), iter(torch.randn(20, 16, 8))
+
+    def step():
+        loss = model(next(batches)).mean()
+        loss.backward()
+        return loss
+
+    message = "two plain steps differ already: `loss` differs .* let step_fn compute on the same batch in every call"
+    with pytest.raises(GraphError, match=message):
+        graphckpt.verify(model, step, True)
+
+
+def test_schedulers_are_restored():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    plain = step_of(model, optimizer)
+
+    def step():
+        loss = plain()
+        scheduler.step()
+        return loss
+
+    graphckpt.verify(model, step, True, stateful=[scheduler], show=False)
+    assert scheduler.last_epoch == 0
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_error_of_the_step_leaves_nothing_behind():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, plain = state_of(model, optimizer), step_of(model, optimizer)
+
+    def step():
+        plain()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        graphckpt.verify(model, step, True)
+    assert_same(state_of(model, optimizer), before)
+    assert policy_of(model[0]) is None
+
+
+def test_arguments_are_checked():
+    model = Net()
+    with pytest.raises(ConfigError, match=r"verify: expected a model with policies, got one without · fix: verify\("):
+        graphckpt.verify(model, step_of(model))
+    with pytest.raises(ConfigError, match=r"verify: expected an nn.Module, got 3"):
+        graphckpt.verify(3, step_of(model), True)
+    with pytest.raises(ConfigError, match="verify: expected a function that runs a training step, got 3"):
+        graphckpt.verify(model, 3, True)
+    with pytest.raises(ConfigError, match=r"verify.steps: expected an integer of at least 1, got 0"):
+        graphckpt.verify(model, step_of(model), True, steps=0)
