@@ -30,6 +30,9 @@ WORDS = {
     "offload": "reference/policies.html",
     "memory_budget": "reference/config.html",
     "--resume": "reference/cli.html",
+    "OOM": "howto/cuda_out_of_memory.html",
+    "CUDA out of memory": "howto/cuda_out_of_memory.html",
+    "OutOfMemoryError": "howto/cuda_out_of_memory.html",
 }
 """Words that readers search for, and a page that has to be among what is found."""
 _FREE = 10  # so that neither end of a pipe is 3 or 4, which the browser reads and writes

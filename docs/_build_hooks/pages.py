@@ -35,7 +35,14 @@ GROUPS = {
 }
 TESTS = re.compile(r"\]\(\.\./(tests/[\w/]+\.py)\)")
 """A link to a test. The site has its source as text, since it is not known where the repository can be read."""
-FIRST = ("tutorial.md", "graph.md", "reference/policies.md", "reference/cli.md", "reference/config.md")
+FIRST = (
+    "tutorial.md",
+    "howto/cuda_out_of_memory.md",
+    "graph.md",
+    "reference/policies.md",
+    "reference/cli.md",
+    "reference/config.md",
+)
 """Pages that come first in the results of a search."""
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
