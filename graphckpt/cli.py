@@ -1,4 +1,4 @@
-"""The command line: ``graphckpt train``, ``plan``, ``fit``, ``estimate`` and ``profile-device``."""
+"""The command line: ``graphckpt train``, ``plan``, ``fit``, ``estimate``, ``selftest`` and ``profile-device``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, redirect_stdout
 from functools import partial
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 from rich.console import Console
 
 from graphckpt import __version__
+from graphckpt import cli_examples as examples
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, did_you_mean
 from graphckpt.extras import LazyPackage, require
 from graphckpt.progress import CommandProgress
@@ -37,102 +39,8 @@ else:
     yaml = LazyPackage("yaml", "plan")
 
 _FAULT = 2  # exit code for user errors, as in argparse
+_DIFFERS = 1  # exit code of a selftest in which a check failed
 _INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT, as in shells
-
-_TRAIN_EXAMPLES = """\
-examples:
-  graphckpt train --config-file configs/quickstart.py
-  graphckpt train --config-file configs/quickstart.py --fast-dev-run
-  graphckpt train --config-file configs/quickstart.py --resume
-  graphckpt train --config-file configs/quickstart.py --eval-only
-  graphckpt train --config-file configs/quickstart.py train.train_iter=1000 optim.lr=3e-4
-  graphckpt train --config-file configs/quickstart.py 'data.paths=[~/texts, notes.txt]'
-  graphckpt train --config-file configs/quickstart.py train.activation_checkpoint.enabled=False
-  torchrun --nproc-per-node 2 -m graphckpt train --config-file configs/quickstart.py train.dist.tensor_parallel_size=2
-  graphckpt train --config-file configs/quickstart.py \\
-      'train.activation_checkpoint.policies={"transformer.h.*": {"activation_checkpointing": "selective"}}'
-
-sections of a config:
-  data    texts or a data set, tokenizer, sequence length
-  model   the model and its arguments
-  optim   the optimizer and its arguments, weight decay, gradient clipping
-  train   iterations, batch sizes, evaluation, snapshots, parallelism, train.activation_checkpoint
-  task    how the loss is computed
-  hooks   more hooks of the training loop
-
---print-config lists every key with its value. docs/reference/config.md describes them. The packaged configs
-(quickstart, bert_large_pretrain, gpt2_pretrain, llama_pretrain, text_classification) are found by name from any folder:
---config-file quickstart.py. Unknown keys and values of the wrong type are reported before anything runs.
-
-exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C after a snapshot
-"""
-
-_PLAN_EXAMPLES = """\
-examples:
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 24GiB
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget 48GiB \\
-      train.train_micro_batch_size=64
-  graphckpt plan --config-file configs/llama_pretrain.py --device rtx4090 --memory-budget max --offload cpu
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 0.6 --save plan.yaml
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device h100 --memory 24GiB
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --json > plan.json
-  graphckpt plan --config-file configs/llama_pretrain.py --device h100 --cluster dgx-h100 \\
-      train.dist.data_parallel_size=8 train.dist.tensor_parallel_size=8
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --sweep front.png
-  graphckpt plan --config-file configs/gpt2_pretrain.py --device h200 --memory-budget min \\
-      --head loss_head=tiles:8:sum task.loss_head=True
-
-  graphckpt plan --config-file configs/llama_pretrain.py --device h200 --memory-budget 24GiB \\
-      train.dist.data_parallel_size=8 train.zero_optimization.enabled=True train.zero_optimization.stage=3
-
-The device may be absent, and no tensor allocates memory. With train.dist and train.zero_optimization one rank is
-planned, and of a pipeline one rank of each stage. The file of --save has a section `policies` for
-train.activation_checkpoint.
-
-exit codes: 0 done, 2 invalid input, such as a budget that no plan fits, 130 stopped by Ctrl-C
-"""
-
-_FIT_EXAMPLES = """\
-examples:
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device h200
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device rtx4090 --global-batch-size 512 --plot fit.png
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device a100-80g --memory-budget 40GiB --batch-sizes 8,16,32
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 --batch-sizes 1:64 --json
-  graphckpt fit --config-file configs/llama_pretrain.py --device h100 --sequence-lengths 1024,2048,4096
-  graphckpt fit --config-file configs/gpt2_pretrain.py --device h200 task.loss_head=True --head loss_head=tiles:8:sum
-  graphckpt fit --config-file configs/llama_pretrain.py --device h200 --world-size 64 train.global_batch_size=256
-  graphckpt fit --config-file configs/llama_pretrain.py --device h200 --world-size 16 train.global_batch_size=64 \\
-      --layout "dp=16 zero=3" --layout "dp=4 tp=4 zero=2"
-
-The device may be absent, and no tensor allocates memory. With train.dist and train.zero_optimization the step and its
-batch sizes are those of one rank. The step is simulated at each batch size of the table, under all policies and then
-under its plan. The largest batch is exact: with one sample more, no plan fits. With --world-size layouts are compared
-instead, of which at most 12 are simulated.
-
-exit codes: 0 done, 2 invalid input, such as a budget that no batch fits, 130 stopped by Ctrl-C
-"""
-
-_ESTIMATE_EXAMPLES = """\
-examples:
-  graphckpt estimate meta-llama/Llama-3.1-8B --device h100 --batch 4 --seq 4096
-  graphckpt estimate ./my_model --device rtx4090 --batch 1 --seq 2048 --lora 16
-  graphckpt estimate config.json --device h100 --memory 40GiB --optimizer adamw-fused --autocast bfloat16
-  graphckpt estimate google-bert/bert-large-uncased --device a100-80g --batch 64 --policy full --json
-
-MODEL is a folder with a config.json, that file, or the name of a Transformers model in its cache or on the hub. Weights
-are not loaded, the code of a model is not run, and no tensor allocates memory. The device may be absent.
-
-exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
-"""
-
-_PROFILE_EXAMPLES = """\
-examples:
-  graphckpt profile-device my_gpu.yaml
-  graphckpt profile-device my_cpu.yaml --device cpu --seconds 0.1
-  graphckpt plan --config-file quickstart.py --device my_gpu.yaml
-
-exit codes: 0 done, 2 invalid input, 130 stopped by Ctrl-C
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"graphckpt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=_CommandParser)
-    for add in (add_train, add_plan, add_fit, add_estimate, add_profile_device):
+    for add in (add_train, add_plan, add_fit, add_estimate, add_selftest, add_profile_device):
         add(commands)
     return parser
 
@@ -205,7 +113,7 @@ def add_train(commands: _Commands) -> None:
         _train,
         help="train the model of a config file",
         description="Trains the model of a config file, and shows what checkpointing saved.",
-        epilog=_TRAIN_EXAMPLES,
+        epilog=examples.TRAIN,
     )
     parser.add_argument(
         "--config-file",
@@ -245,7 +153,7 @@ def add_plan(commands: _Commands) -> None:
         "peak, max (the device's memory less a headroom, the default), or min",
         help="choose the policy of each block for a memory budget",
         description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
-        epilog=_PLAN_EXAMPLES,
+        epilog=examples.PLAN,
     )
     _add_json(parser)
     parser.add_argument("--save", metavar="FILE", help="write the plan as YAML")
@@ -262,7 +170,7 @@ def add_fit(commands: _Commands) -> None:
         "headroom, the default)",
         help="find the largest and the fastest batch size for a memory budget",
         description="Finds the largest batch for a memory budget, the fastest one, and the policies of each size.",
-        epilog=_FIT_EXAMPLES,
+        epilog=examples.FIT,
     )
     parser.add_argument(
         "--batch-sizes",
@@ -374,7 +282,7 @@ def add_estimate(commands: _Commands) -> None:
         help="estimate the memory and the time of training a Transformers model, from its config alone",
         description="Estimates the memory and the time of a training step of a Transformers model, from its config "
         "alone: with everything kept, with every layer recomputed, and under the best plan for the device.",
-        epilog=_ESTIMATE_EXAMPLES,
+        epilog=examples.ESTIMATE,
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a name")
     parser.add_argument(
@@ -397,13 +305,29 @@ def add_profile_device(commands: _Commands) -> None:
         _profile,
         help="measure the device of this machine for the planner",
         description="Measures the rates and the allocator of a device, and writes a profile for 'graphckpt plan'.",
-        epilog=_PROFILE_EXAMPLES,
+        epilog=examples.PROFILE,
     )
     parser.add_argument("file", metavar="FILE", help="where to write the profile: a .yaml")
     parser.add_argument("--device", metavar="NAME", help="such as cuda:0; the accelerator by default")
     parser.add_argument("--name", help="the name of the profile")
     parser.add_argument("--seconds", type=float, default=0.5, help="the least time for which each rate is measured")
     parser.add_argument("--folder", help="a folder on the disk to measure")
+
+
+def add_selftest(commands: _Commands) -> None:
+    parser = _add_command(
+        commands,
+        "selftest",
+        _selftest,
+        help="check on this machine's GPU or CPU that steps under policies equal plain ones",
+        description="Checks on a device of this machine that training steps under policies are bitwise equal to plain "
+        "ones, and that memory is as predicted.",
+        epilog=examples.SELFTEST,
+    )
+    parser.add_argument("--device", metavar="NAME", help="such as cuda:0 or cpu; the accelerator by default")
+    parser.add_argument(
+        "--json", action="store_true", help="print all results as JSON to stdout, and nothing else there"
+    )
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -617,6 +541,22 @@ def _estimate(parsed: argparse.Namespace) -> int:
     else:
         estimate.explain()
     return 0
+
+
+def _selftest(parsed: argparse.Namespace) -> int:
+    from graphckpt import selftest  # noqa: PLC0415 - loads torch
+
+    began = time.monotonic()
+    device = selftest.device_of(parsed.device)
+    with CommandProgress("selftest") as progress:
+        rows = list(selftest.run(device, progress.begin))
+    seconds, machine = time.monotonic() - began, selftest.machine(device)
+    if parsed.json:
+        results = {"machine": machine, "seconds": round(seconds, 1), "checks": [row.as_dict() for row in rows]}
+        print(json.dumps(results, indent=2), file=parsed.stdout)
+    else:
+        print(selftest.report(machine, rows, seconds))
+    return _DIFFERS if any(row.is_fault for row in rows) else 0
 
 
 def _profile(parsed: argparse.Namespace) -> int:

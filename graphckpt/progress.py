@@ -15,10 +15,12 @@ class Progress:
     """Prints one line for each stage, from two seconds on.
 
     Args:
+        task: What each line begins with.
         is_shown: Whether to print at all; ``None``: in a terminal and in a notebook.
     """
 
-    def __init__(self, *, is_shown: bool | None = True) -> None:
+    def __init__(self, task: str = "planning", *, is_shown: bool | None = True) -> None:
+        self._task = task
         self._in_notebook = _in_notebook()
         if is_shown is None:
             is_shown = self._in_notebook or (sys.stderr is not None and sys.stderr.isatty())
@@ -44,7 +46,7 @@ class Progress:
 
     def _show(self) -> None:
         file = sys.stdout if self._in_notebook else sys.stderr  # a notebook shows stderr as an error
-        print(f"planning, {time.monotonic() - self._began:.0f} s: {self._text}", file=file, flush=True)
+        print(f"{self._task}, {time.monotonic() - self._began:.0f} s: {self._text}", file=file, flush=True)
 
 
 @final
@@ -55,8 +57,8 @@ class CommandProgress(Progress):
     begins.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, task: str = "planning") -> None:
+        super().__init__(task)
         self._is_interrupted = False
         self._handles_interrupts = False
 

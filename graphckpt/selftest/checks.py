@@ -1,0 +1,273 @@
+"""The checks of ``graphckpt selftest``, each of which yields rows as it goes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+import graphckpt
+from graphckpt.blocks.apply import apply
+from graphckpt.blocks.config import fields_of
+from graphckpt.errors import ConfigError, GraphError, first_line
+from graphckpt.graph.graph import Graph
+from graphckpt.graph.verify_loop import verify
+from graphckpt.planning.plan_step import plan
+from graphckpt.planning.write_profile import copy_rates
+from graphckpt.rules import Tiles
+from graphckpt.selftest.subjects import RULES, STORES, SUBJECTS, Subject, Training
+from graphckpt.units import format_bytes, format_sizes
+
+EQUAL, CLOSE, MEASURED, SKIPPED = "equal", "close", "measured", "skipped"
+DIFFERS, ERROR = "differs", "error"
+_STEPS = 2  # the first creates optimizer states, and blocks learn in it what moves
+_NOISE = 8  # times the difference between two plain steps is as much as a step under policies may differ
+_ROUNDING = 1e-4  # of the largest value: where sums are in another order
+_OFF_BY = {"allocated": 0.01, "reserved": 0.05}  # of the measured bytes
+_TRANSFORMER = SUBJECTS[1]
+_LOAD = 16 * 2**20  # bytes of a copy beside the step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One result."""
+
+    check: str
+    subject: str
+    store: str
+    outcome: str
+    """``"equal"`` in every bit, ``"close"`` up to rounding, ``measured``, ``skipped``, ``differs`` or ``error``."""
+    detail: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.outcome in (DIFFERS, ERROR)
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def device_of(name: str | None) -> torch.device:
+    """Returns the device to check: the accelerator by default, or else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    try:
+        device = accelerator if name is None else torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(
+            f"--device: expected cuda, cuda:1, ... where there is one, or cpu, got {name} · fix: leave it out"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def machine(device: torch.device) -> str:
+    """Returns what an issue has to say of the machine."""
+    cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    host = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    return f"graphckpt {graphckpt.__version__}, torch {torch.__version__}{cuda}, {host}; {device}: {name}"
+
+
+def run(device: torch.device, begin: Callable[[str], object] = str) -> Iterator[Row]:
+    """Runs all checks; ``begin`` is told what begins."""
+    noise: dict[str, float] = {}
+    for subject in SUBJECTS:
+        begin(subject.name)
+        row = _guarded(partial(_plain_twice, subject, device, noise), "plain step, twice", subject.name, "device")
+        yield row
+        if row.outcome == ERROR:
+            continue
+        for rule, policies in RULES.items():
+            for store, fields in STORES.items():
+                if rule == "keep" and not fields:
+                    continue  # the plain step
+                check = partial(_policies, subject, device, policies, fields, noise)
+                yield _guarded(check, rule, subject.name, store)
+        if subject.tiles:
+            yield _guarded(partial(_tiles, subject, device), "tiles(4)", subject.name, "device")
+    checks: tuple[tuple[str, Callable[[torch.device], tuple[str, str]]], ...] = (
+        ("captured step", _captured),
+        ("offload under load", _under_load),
+        ("allocated bytes", partial(_predicted, kind="allocated")),
+        ("reserved bytes", partial(_predicted, kind="reserved")),
+        ("copies to host", partial(_rates, tier="host")),
+        ("copies to disk", partial(_rates, tier="disk")),
+    )
+    for name, check_on in checks:
+        begin(name)
+        yield _guarded(partial(check_on, device), name, "transformer", "device")
+
+
+def _guarded(check: Callable[[], tuple[str, str]], name: str, subject: str, store: str) -> Row:
+    """Runs one check: an error is its result, and the next one runs."""
+    try:
+        outcome, detail = check()
+    except Exception as error:  # a device may raise anything
+        outcome, detail = ERROR, f"{type(error).__name__}: {first_line(error)}"
+    return Row(name, subject, store, outcome, detail)
+
+
+def _plain_twice(subject: Subject, device: torch.device, noise: dict[str, float]) -> tuple[str, str]:
+    one, other = (_traced(subject.train(device)) for _ in range(2))
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    noise[subject.name] = max(_distances(one, other).values())
+    if not different:
+        return EQUAL, ""
+    return CLOSE, f"the plain step differs from itself: {', '.join(different[:3])}; it is compared by tolerance"
+
+
+def _traced(training: Training) -> dict[str, Tensor]:
+    """Runs a step; returns the outputs of its modules, in the order of their calls, and its results."""
+    outputs: dict[str, Tensor] = {}
+
+    def see(name: str, module: nn.Module, _: Any, output: Tensor) -> None:
+        outputs[f"forward of {name} ({type(module).__name__})"] = output.detach().clone()
+
+    for name, module in training.model.named_modules():
+        if not any(module.children()):
+            module.register_forward_hook(partial(see, name))
+    results = _results(training)
+    return {**outputs, **results}
+
+
+def _results(training: Training) -> dict[str, Tensor]:
+    """Runs a forward and a backward; returns the loss and all gradients."""
+    results = {"loss": training.forward_backward().detach()}
+    for name, parameter in training.model.named_parameters():
+        if parameter.grad is not None:
+            results[f"gradient of {name}"] = parameter.grad
+    return results
+
+
+def _distances(results: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Returns the largest difference of each tensor, relative to the largest value of all."""
+    scale = max(float(value.double().abs().max()) for value in expected.values())
+    return {
+        name: float((results[name].double() - value.double()).abs().max()) / scale
+        for name, value in expected.items()
+        if name in results
+    }
+
+
+def _policies(
+    subject: Subject,
+    device: torch.device,
+    policies: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    noise: dict[str, float],
+) -> tuple[str, str]:
+    if "offload" in fields and fields["offload"] is True and device.type == "cpu":
+        return SKIPPED, "the tensors are in host memory already"
+    policies = {selector: {**fields_of(policy), **fields} for selector, policy in policies.items()}
+    if noise[subject.name]:
+        return _compared(subject, device, policies, _NOISE * noise[subject.name])
+    training = subject.train(device)
+    try:
+        verify(training.model, training.step, policies, steps=_STEPS, show=False)
+    except GraphError as error:
+        return DIFFERS, str(error).removeprefix("verify: ")
+    return EQUAL, ""
+
+
+def _tiles(subject: Subject, device: torch.device) -> tuple[str, str]:
+    return _compared(subject, device, {subject.tiles: Tiles(4)}, _ROUNDING)
+
+
+def _compared(subject: Subject, device: torch.device, policies: Mapping[str, Any], tolerance: float) -> tuple[str, str]:
+    """Compares a step with the plain one by tolerance."""
+    expected, training = _results(subject.train(device)), subject.train(device)
+    with apply(training.model, policies):
+        distances = _distances(_results(training), expected)
+    for name in expected:
+        if not (distance := distances.get(name, inf)) <= tolerance:
+            return DIFFERS, f"`{name}` differs by {distance:.2g} of the largest value, expected at most {tolerance:.2g}"
+    return CLOSE, ""
+
+
+@final
+class _CapturedStep(Graph):
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.model = training.model
+        layers: Any = self.model.layers  # blocks
+        for layer in layers:
+            layer.config.update({"activation_checkpointing": True, "offload": True, "min_elements": 1})
+        self.add_optimizer(training.optimizer)
+        self.config.capture = "cuda_graph"
+
+    def build(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.model(batch).square().mean()
+        loss.backward()
+        return loss
+
+
+def _captured(device: torch.device) -> tuple[str, str]:
+    if device.type != "cuda":
+        return SKIPPED, "steps are captured on CUDA alone"
+    training = _TRANSFORMER.train(device, fused=True, capturable=True)
+    try:
+        result = _CapturedStep(training).verify(training.batch)
+    except GraphError as error:
+        return DIFFERS, str(error)
+    return (EQUAL if result.is_captured else DIFFERS), str(result)
+
+
+def _under_load(device: torch.device) -> tuple[str, str]:
+    """Offloads while other streams copy to and from pinned memory, and multiply."""
+    if device.type != "cuda":
+        return SKIPPED, "there are no streams on a CPU"
+    training, side = _TRANSFORMER.train(device), torch.cuda.Stream(device)
+    pinned = torch.empty(_LOAD, dtype=torch.uint8, pin_memory=True)
+    there, factor = torch.empty(_LOAD, dtype=torch.uint8, device=device), torch.ones(512, 512, device=device)
+
+    def step() -> Tensor:
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                there.copy_(pinned, non_blocking=True)
+                factor @ factor
+                pinned.copy_(there, non_blocking=True)
+        return training.step()
+
+    fields = {"activation_checkpointing": True, "offload": True, "min_elements": 1}
+    try:
+        verify(training.model, step, {"layers.*": fields}, show=False)
+    except GraphError as error:
+        return DIFFERS, str(error)
+    finally:
+        side.synchronize()  # its memory is freed with this frame
+    return EQUAL, ""
+
+
+def _predicted(device: torch.device, kind: str) -> tuple[str, str]:
+    """Compares the predicted peak of a planned step with the measured one."""
+    if kind == "reserved" and device.type != "cuda":
+        return SKIPPED, "a CPU has no caching allocator"
+    training = _TRANSFORMER.train(device)
+    training.step()  # creates optimizer states
+    planned = plan(training.model, training.step, memory_budget=0.7, progress=False, group=False)
+    predicted, measured = planned.predicted_peak_bytes, planned.measured_peak_bytes
+    if kind == "reserved":
+        predicted, measured = planned.predicted_reserved_bytes, planned.measured_reserved_bytes
+    elif device.type == "cpu":
+        with planned.apply() as handle:
+            with handle.measure():
+                training.step()
+            measured = handle.explain(show=False).peak_bytes
+    is_near = abs(predicted - measured) <= _OFF_BY[kind] * measured
+    sizes = "predicted {}, measured {}".format(*format_sizes(predicted, measured))
+    return (DIFFERS if not is_near else EQUAL if predicted == measured else CLOSE), sizes
+
+
+def _rates(device: torch.device, tier: str) -> tuple[str, str]:
+    if tier == "host" and device.type == "cpu":
+        return SKIPPED, "the tensors are in host memory already"
+    there, back = copy_rates(device, tier)
+    return MEASURED, f"{format_bytes(int(there))}/s there, {format_bytes(int(back))}/s back"
