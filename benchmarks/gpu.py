@@ -81,6 +81,7 @@ OFFLOADED = ("full, offload", "offload all")
 # Weights are about the seconds that a step takes on an H200, so that one that hangs does not take the others' time.
 STEPS = [
     Step("probe", 1, 50, bench("gpu_probe.py")),
+    Step("selftest", 1, 60, ("-m", "graphckpt", "selftest")),
     Step("capture", 1, 80, bench("capture_gpu.py", "--batches 8 --policies none full")),
     Step("plan", 1, 140, bench("planner_gpu.py", "--pareto bert-large --shares 0.5 --models")),
     Step("stores", 1, 100, bench("stores_gpu.py", "--models gpt2 --tokens 1024 --variants plain full") + OFFLOADED),
@@ -105,6 +106,8 @@ def words_of(step: Step, options: argparse.Namespace, seconds: float, device: Cu
     if step.name == "profile":
         words = [*step.words, str(options.out / "device.yaml"), "--folder", str(options.out)]
         return [*words, "--seconds", "0.01" if options.dry_run else "0.5"]
+    if step.name == "selftest":
+        return [*step.words]
     script = Path(step.words[0])
     words = [str(HERE / script), *step.words[1:], "--out", str(options.out), "--name", f"{script.stem}_{step.name}"]
     return [*words, "--minutes", f"{seconds / 60 * 0.95:.2f}", *["--dry-run"] * options.dry_run]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -90,9 +91,9 @@ class _Residual(nn.Sequential):
 
 
 class _Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(_D, 3 * _D), nn.Linear(_D, _D)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
@@ -109,15 +110,21 @@ def _mlp() -> nn.Module:
     return _with_layers(nn.Linear(16, _D), layers, nn.Linear(_D, 8))
 
 
-def _transformer() -> nn.Module:
+def _transformer(width: int = _D) -> nn.Module:
     layers = [
         nn.Sequential(
-            _Residual(nn.LayerNorm(_D), _Attention()),
-            _Residual(nn.LayerNorm(_D), nn.Linear(_D, 4 * _D), nn.GELU(), nn.Linear(4 * _D, _D), nn.Dropout(0.1)),
+            _Residual(nn.LayerNorm(width), _Attention(width)),
+            _Residual(
+                nn.LayerNorm(width),
+                nn.Linear(width, 4 * width),
+                nn.GELU(),
+                nn.Linear(4 * width, width),
+                nn.Dropout(0.1),
+            ),
         )
         for _ in range(NUM_LAYERS)
     ]
-    return _with_layers(nn.Embedding(_VOCABULARY, _D), layers, nn.Linear(_D, _VOCABULARY))
+    return _with_layers(nn.Embedding(_VOCABULARY, width), layers, nn.Linear(width, _VOCABULARY))
 
 
 def _convolutional() -> nn.Module:
@@ -140,8 +147,8 @@ def _with_layers(stem: nn.Module, layers: list[Any], head: nn.Module) -> nn.Modu
     return model
 
 
-def _tokens() -> Tensor:
-    return torch.randint(_VOCABULARY, (_B, _T))
+def _tokens(batch: int = _B, length: int = _T) -> Tensor:
+    return torch.randint(_VOCABULARY, (batch, length))
 
 
 SUBJECTS = (
@@ -150,3 +157,5 @@ SUBJECTS = (
     Subject("transformer, bf16 autocast", _transformer, _tokens, autocasts=True),
     Subject("conv", _convolutional, lambda: torch.randn(8, 3, 16, 16)),
 )
+LARGER = Subject("larger transformer", partial(_transformer, 256), partial(_tokens, 8, 128))
+"""Takes so many bytes that a segment of the allocator is a small part of them."""

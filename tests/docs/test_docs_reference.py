@@ -63,7 +63,7 @@ def test_every_key_of_the_packaged_configs_is_on_the_page(name: str) -> None:
     assert [key for key in missing if not key.startswith(("model", "optim.eps"))] == []
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "fit", "estimate", "profile-device"])
+@pytest.mark.parametrize("command", ["train", "plan", "fit", "estimate", "selftest", "profile-device"])
 def test_the_page_of_the_command_line_shows_the_help(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
