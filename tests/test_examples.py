@@ -12,6 +12,7 @@ from helpers.subprocess_runner import run_script
 from graphckpt.units import parse_bytes
 
 OVER_RANKS = {"05_tensor_parallel.py"}  # run by tests/parallel
+WITH_TORCHTITAN = {"09_torchtitan.py"}
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ARGUMENTS = {
     "01_blocks.py": ["--steps", "60"],
@@ -30,7 +31,17 @@ def run(folder: Path, name: str, *more: str) -> str:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS) | OVER_RANKS
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(ARGUMENTS) | OVER_RANKS | WITH_TORCHTITAN
+
+
+def test_torchtitan_takes_policies_in_the_place_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan", reason="it asks for releases of other packages: an environment of its own")
+    done = run_script(EXAMPLES / "09_torchtitan.py", folder=tmp_path)
+    assert done.code == 0, done.stderr
+    rows = re.findall(r"^(\S.*\S) +([\d.]+) MiB for backward, gradients bitwise equal: True$", done.stdout, re.M)
+    num_bytes = {name: float(size) for name, size in rows}
+    assert len(num_bytes) == 7
+    assert num_bytes["graphckpt, full"] <= num_bytes["torchtitan, FullAC"] < num_bytes["no checkpointing"]
 
 
 def test_blocks_learns_and_shows_the_recomputed_block(tmp_path: Path) -> None:
