@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -112,6 +112,7 @@ def compiled(model: nn.Module, *, backend: str = "aot_eager", **options: Any) ->
     return torch.compile(model, backend=counter, **options), counter
 
 
+@cache
 def plain(layer: Callable[[], nn.Module] = Layer, backend: str = "aot_eager") -> tuple[dict[str, Any], int]:
     model = Model(layer)
     return steps(model, compiled(model, backend=backend)[0])
