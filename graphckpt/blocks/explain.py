@@ -498,8 +498,8 @@ def _unpredictable(wrappers: Sequence[BlockForward], recorder: Recorder) -> str:
     """Says why the log of storages does not tell what the step would keep under other policies; empty if it does."""
     if recorder.own_checkpointing:
         return "the model's own gradient checkpointing recomputes layers"
-    if any(w.placement is not None and not w.placement.is_plain for w in wrappers):
-        return "stores move saved tensors"
+    if any(traffic.has_moved for traffic in recorder.traffic.values()):
+        return "stores move saved tensors; to compare, measure a step under apply(model, False)"
     if any(w.compile_options is not None for w in wrappers):
         return "compiled blocks hide what they allocate"
     return "tiles run a block in slices" if any(isinstance(w.rule, Tiles) for w in wrappers) else ""

@@ -644,4 +644,4 @@ def test_a_field_without_effect_is_logged_once(fields, text, caplog, monkeypatch
         model = build()
         with graphckpt.apply(model, {"encoder.*": {"activation_checkpointing": True, "min_elements": 1, **fields}}):
             run(model)
-    assert [record.message for record in caplog.records] == [f"encoder.0: {text}"]
+    assert [record.message for record in caplog.records] == [f"graphckpt: encoder.0: {text}"]
