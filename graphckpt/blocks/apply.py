@@ -78,6 +78,7 @@ class Handle:
         """Removes the policies and restores the model. A second call does nothing."""
         report_differences()
         self._watcher.close()
+        self._watcher.is_removed = True
         for wrapper in self._wrappers:
             wrapper.uninstall()
             if wrapper.placement is not None:

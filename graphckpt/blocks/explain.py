@@ -61,6 +61,7 @@ class StepRecorder:
         self._is_waiting = False  # for the forward to record
         self._recorded: list[BlockForward] = []  # the wrappers whose modules were in the model then
         self._is_measuring = False
+        self.is_removed = False  # whether the policies are
         self._has_transforms = False  # whether a call within a transform was left out
         self.advice: Callable[[Sequence[str]], str] = _advice
         """Says how to make blocks of these names keep everything, in the words in which policies were set."""
@@ -218,6 +219,12 @@ class StepRecorder:
                 raise GraphError(f"{self.title}: the measurement has not ended · fix: call explain() after the `with`")
             if self._has_transforms:
                 raise GraphError(f"{self.title}: {_IN_TRANSFORM} · fix: run one step without it")
+            if self.is_removed:
+                fix = "set policies again, and run one step before remove()"
+                raise GraphError(f"{self.title}: no step has run under the policies, which were removed · fix: {fix}")
+            if recorder is not None:
+                what = "the measured step has called no block of the model"
+                raise GraphError(f"{self.title}: {what} · fix: run one step inside of `with ....measure():`")
             raise GraphError(f"{self.title}: no step has been measured yet · fix: run one step")
         elsewhere = {w.name for w in self._recorded if w.module is not None and self._is_elsewhere(w.module)}
         wrappers = [w for w in self._recorded if w.name not in elsewhere]

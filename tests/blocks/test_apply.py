@@ -560,6 +560,22 @@ def test_disable_checkpointing_is_for_one_with_block() -> None:
         assert recomputed(model) == ENCODER
 
 
+def test_a_record_without_a_step_says_what_is_missing() -> None:
+    model = build()
+    handle = graphckpt.apply(model, {"encoder.*": True})
+    with handle.measure():
+        pass
+    with pytest.raises(graphckpt.GraphError, match=r"has called no block of the model · fix: run one step inside of"):
+        handle.explain()
+    handle.remove()
+    with pytest.raises(graphckpt.GraphError, match=r"no step has run under the policies, which were removed · fix: "):
+        handle.explain()
+    handle = graphckpt.apply(model, {"encoder.*": True})
+    run(model)
+    handle.remove()
+    assert handle.explain(show=False).rows, "the record outlives the policies"
+
+
 def test_a_thousand_layers() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
     with graphckpt.apply(model, {nn.Linear: True}) as handle:
