@@ -46,6 +46,10 @@ _INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT, as in shells
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, 2 for a user error, or 130 after Ctrl-C."""
     parser = _parser()
+    names: tuple[str, ...] = parser.get_default("names")
+    word = next(iter(sys.argv[1:] if arguments is None else arguments), "-")
+    if not word.startswith("-") and word not in names:
+        parser.error(f"unknown command {word!r}{did_you_mean(word, names)} · fix: use one of {', '.join(names)}")
     parsed, rest = parser.parse_known_args(arguments)
     if not hasattr(parsed, "overrides") and rest:
         parser.error(f"unexpected argument {rest[0]!r} · see 'graphckpt {parsed.command} --help'")
@@ -79,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=_CommandParser)
     for add in (add_train, add_plan, add_fit, add_estimate, add_selftest, add_profile_device):
         add(commands)
+    parser.set_defaults(names=tuple(commands.choices))
     return parser
 
 
@@ -460,11 +465,12 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _fit(parsed: argparse.Namespace) -> int:
-    from graphckpt.config.run import fake_steps_from  # noqa: PLC0415 - as above
-    from graphckpt.planning.options import check_budget  # noqa: PLC0415
+    from graphckpt.planning.options import check_budget  # noqa: PLC0415 - as above
 
-    machine = _machine(parsed)
+    machine = _machine(parsed)  # it and the budget are checked before the config is imported
     budget = check_budget(parsed.memory_budget, for_fit=True)
+    from graphckpt.config.run import fake_steps_from  # noqa: PLC0415
+
     if parsed.world_size is not None:
         return _compare_layouts(parsed, machine, budget)
     if parsed.layout is not None:

@@ -76,15 +76,15 @@ def without_repeats(faults: Iterable[str]) -> list[str]:
 
 
 def warn(text: str) -> None:
-    """Logs a warning."""
-    _log.warning("%s", text)
+    """Logs a warning, which begins with this library's name: without a formatter a log shows the text alone."""
+    _log.warning("graphckpt: %s", text)
 
 
 def warn_once(block: str, text: str) -> None:
     """Logs a warning about a block, unless another block has caused the same one in this process."""
     if text not in _WARNED:
         _WARNED.add(text)
-        _log.warning("%s: %s", block, text)
+        warn(f"{block}: {text}")
 
 
 def first_line(error: BaseException) -> str:

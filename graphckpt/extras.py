@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from graphckpt.errors import ConfigError, GraphckptError
 
 T = TypeVar("T")
+_PROJECTS = {"yaml": "pyyaml"}  # by the package that they install, where it has another name
 
 
 @final
@@ -18,7 +19,9 @@ class MissingPackageError(GraphckptError, ModuleNotFoundError):
     """A package is not installed that an extra of graphckpt installs."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed · fix: pip install 'graphckpt[{extra}]'", name=package)
+        project = _PROJECTS.get(package, package)
+        fix = f"pip install {project}, or, in a checkout of graphckpt, pip install '.[{extra}]'"
+        super().__init__(f"{package} is not installed · fix: {fix}", name=package)
 
 
 def require(extra: str, *packages: str) -> None:
@@ -30,7 +33,8 @@ def require(extra: str, *packages: str) -> None:
     >>> require("train", "torch", "a_package_of_nobody")
     Traceback (most recent call last):
       ...
-    graphckpt.extras.MissingPackageError: a_package_of_nobody is not installed · fix: pip install 'graphckpt[train]'
+    graphckpt.extras.MissingPackageError: a_package_of_nobody is not installed · fix: pip install a_package_of_nobody, \
+or, in a checkout of graphckpt, pip install '.[train]'
     """
     for package in packages:
         try:

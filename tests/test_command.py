@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from graphckpt.cli import CommandProgress
+import graphckpt
+from graphckpt.cli import CommandProgress, main
 
 COMMAND = [sys.executable, "-m", "graphckpt", "--help"]
 
@@ -84,3 +86,14 @@ def test_stderr_has_progress_and_errors_alone(name: str, tmp_path: Path) -> None
         assert re.fullmatch(r"error: memory_budget 1.00 KiB: no plan fits .*\n", rest)
     else:
         assert (ran.returncode, rest) == (0, "")
+
+
+def test_an_unknown_command_is_named_with_the_nearest_one(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["trian", "--config-file", "quickstart.py"])
+    assert "unknown command 'trian' · did you mean 'train'? · fix: use one of train, plan, " in capsys.readouterr().err
+
+
+def test_dir_lists_public_names_alone() -> None:
+    names = {name for name in dir(graphckpt) if not name.startswith("__")}
+    assert names == set(graphckpt.__all__)

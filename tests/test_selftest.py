@@ -23,11 +23,11 @@ from graphckpt.stores.slab import SlabStore
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def rows_of(device: str) -> list[selftest.Row]:
+def rows_of(device: str) -> list[selftest.CheckResult]:
     return list(selftest.run(selftest.device_of(device)))
 
 
-def faults_of(rows: list[selftest.Row]) -> list[tuple[str, str, str]]:
+def faults_of(rows: list[selftest.CheckResult]) -> list[tuple[str, str, str]]:
     return [(row.check, row.subject, row.store) for row in rows if row.is_fault]
 
 

@@ -4,6 +4,7 @@
 ``<!-- arguments: module.function as optim.params -->`` becomes a table of the keyword arguments of a function or class;
 an argument after ``without`` is left out.
 ``<!-- help: train -->`` becomes the output of ``graphckpt train --help``.
+``<!-- names -->`` becomes a table of one line for each object that the page describes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from unittest import mock
 from graphckpt.cli import _parser
 
 _MARKER = re.compile(r"^<!-- (keys|arguments|help): (\S+)(?: as (\S+))?(?: without (\S+))? -->$", re.MULTILINE)
+_OBJECT = re.compile(r"^::: ([\w.]+)$((?:\n +.*)*)", re.MULTILINE)
 _HEAD = "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
 _COLUMNS = "100"
 
@@ -35,7 +38,31 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
 
 def fill_in(markdown: str) -> str:
     """Returns a page with its markers replaced."""
-    return _MARKER.sub(_generated, markdown)
+    return _MARKER.sub(_generated, markdown.replace("<!-- names -->", _names(markdown)))
+
+
+def _names(markdown: str) -> str:
+    """Returns a table of the objects that a page describes, each with the first sentence of its docstring."""
+    rows = ["| name | |", "| --- | --- |"]
+    for path, target, options in _objects(markdown):
+        name = path.rpartition(".")[2]
+        summary = _as_markdown(inspect.cleandoc(target.__doc__ or "").partition("\n\n")[0])
+        heading = re.search(r"^      heading: (\S+)$", options, re.MULTILINE)
+        shown = heading[1] if heading else name if "show_root_full_path: false" in options else path
+        rows.append(f"| [`{shown}`](#{path}) | {summary} |")
+    return "\n".join(rows)
+
+
+def _objects(markdown: str) -> Iterator[tuple[str, Any, str]]:
+    """Yields path, object and options of each name that a page describes; of a module its public functions."""
+    for path, options in _OBJECT.findall(markdown):
+        target = pkgutil.resolve_name(path)
+        if inspect.ismodule(target):
+            functions = inspect.getmembers(target, inspect.isfunction)
+            own = [one for name, one in functions if one.__module__ == path and not name.startswith("_")]
+            yield from ((f"{path}.{one.__name__}", one, options) for one in own)
+        else:
+            yield path, target, options
 
 
 def _generated(found: re.Match[str]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
@@ -37,6 +38,8 @@ Policies: TypeAlias = Mapping[Selector, Any] | Iterable[Selector] | Selector | R
 """What :func:`apply` accepts."""
 
 _FILES = (".yaml", ".yml", ".json")
+_KEEP_ALL = {"activation_checkpointing": False, "offload": False, "partition": False, "contiguous": False}
+_SHOWN = 40  # characters of policies in advice: with the call around them they take a line
 
 
 @final
@@ -75,6 +78,7 @@ class Handle:
         """Removes the policies and restores the model. A second call does nothing."""
         report_differences()
         self._watcher.close()
+        self._watcher.is_removed = True
         for wrapper in self._wrappers:
             wrapper.uninstall()
             if wrapper.placement is not None:
@@ -100,7 +104,14 @@ class Handle:
         self.remove()
 
 
-def apply(model: nn.Module, policies: Policies, *, determinism_check: str = "default", replace: bool = False) -> Handle:
+def apply(
+    model: nn.Module,
+    policies: Policies,
+    *,
+    exclude: Iterable[Selector] | Selector = (),
+    determinism_check: str = "default",
+    replace: bool = False,
+) -> Handle:
     """Sets policies on blocks of ``model``.
 
     Args:
@@ -111,6 +122,9 @@ def apply(model: nn.Module, policies: Policies, *, determinism_check: str = "def
             ``True``, is set on the model's layers, which ``repr()`` of the handle lists. A list of selectors, a class
             or a module is ``True`` for each of them. A path that ends in ``.yaml``, ``.yml`` or ``.json`` names a
             file that contains a mapping, or a plan that :meth:`Plan.save` has written.
+        exclude: Selectors of blocks that keep everything on their device, whatever ``policies`` say about them and
+            about blocks inside of them: ``apply(model, True, exclude=["layers.7"])`` recomputes all layers but that
+            one. A module inside of a recomputed block is an excluded child.
         determinism_check: What is compared in the recomputation of blocks that do not say so themselves. ``"none"``:
             nothing. ``"default"``: shapes and dtypes of all saved tensors, and the values of some calls: the first
             three, and one in 64. ``"values"``: the values of every call.
@@ -118,8 +132,9 @@ def apply(model: nn.Module, policies: Policies, *, determinism_check: str = "def
 
     Raises:
         ConfigError: A selector matches nothing, or has no effect (on containers without a forward, or since later ones
-            replace it on every block); a field or value is wrong, a block has a policy already, or no layers were
-            found. All faults are reported at once, and nothing is set.
+            replace it on every block); one of ``exclude`` matches only modules without a policy; a field or value is
+            wrong, a block has a policy already, or no layers were found. All faults are reported at once, and nothing
+            is set.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -127,6 +142,8 @@ def apply(model: nn.Module, policies: Policies, *, determinism_check: str = "def
     ...     model(torch.ones(1, 4)).sum().backward()
     >>> apply(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))), True)
     Handle(Sequential; full: 1.0-3 (4x))
+    >>> apply(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), True, exclude=["2", "3"])
+    Handle(Sequential; full: 0-1 (2x))
     """
     model = unwrap(model)
     if not isinstance(model, nn.Module):
@@ -135,6 +152,7 @@ def apply(model: nn.Module, policies: Policies, *, determinism_check: str = "def
         parse_determinism_check(determinism_check)
     except ConfigError as error:
         raise ConfigError(f"apply.{error}") from None
+    excluded = _as_selectors(exclude)
     configs: dict[nn.Module, BlockConfig] = {}
     faults: list[str] = []
     matches: dict[Selector, tuple[list[nn.Module], set[str]]] = {}
@@ -156,6 +174,7 @@ def apply(model: nn.Module, policies: Policies, *, determinism_check: str = "def
             faults.append(f"{describe(selector)!r}: {what} · fix: use {f'{name}.*'.removeprefix('.')!r}")
         matches[selector] = [module for _, module in blocks], set(fields)
     faults += _replaced_policies(matches)
+    faults += [] if faults else _exclude(model, excluded, configs)
     plan = None
     if not faults:
         try:
@@ -171,7 +190,61 @@ def apply(model: nn.Module, policies: Policies, *, determinism_check: str = "def
         raise ConfigError("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])
     if replace:
         remove(model)
-    return Handle(model, plan)
+    handle = Handle(model, plan)
+    handle._watcher.advice = partial(_advice, _shown_policies(policies), tuple(map(_shown_selector, excluded)))
+    return handle
+
+
+def _as_selectors(exclude: Any) -> list[Selector]:
+    if isinstance(exclude, (str, type, re.Pattern, nn.Module)) and not isinstance(exclude, nn.ModuleList):
+        return [exclude]
+    if not isinstance(exclude, Iterable) or isinstance(exclude, Mapping):
+        what = f"expected selectors of blocks, got {shown(exclude)}"
+        raise ConfigError(f"apply.exclude: {what} · fix: exclude=['layers.0']")
+    return list(exclude)
+
+
+def _exclude(model: nn.Module, selectors: Iterable[Selector], configs: dict[nn.Module, BlockConfig]) -> Iterator[str]:
+    """Makes the selected modules keep everything, with the blocks inside of them; yields the faults."""
+    had_policy = {module for module, config in configs.items() if config.fields()}
+    within_policy = {inner for module in had_policy for inner in module.modules()}
+    for selector in selectors:
+        try:
+            blocks = select(model, selector)
+        except ConfigError as error:
+            yield f"exclude: {error}"
+            continue
+        has_effect = False
+        for name, module in blocks:
+            inside = [inner for inner in module.modules() if inner in had_policy]
+            if not inside and module not in within_policy:
+                continue  # of a class, another module may have one
+            has_effect = True
+            for inner in dict.fromkeys([module, *inside]):
+                configs[inner] = BlockConfig(configs[inner].block if inner in configs else name or "model")
+                configs[inner].update(_KEEP_ALL)
+        if not has_effect:
+            what = "no policy acts on what it selects, so it has no effect"
+            yield f"exclude: {describe(selector)!r}: {what} · fix: leave it out"
+
+
+def _shown_selector(selector: Selector) -> str:
+    """Returns a selector as it stands in a program, as far as a name says it."""
+    is_text = isinstance(selector, str)
+    return f'"{selector}"' if is_text else describe(selector)
+
+
+def _shown_policies(policies: Any) -> str:
+    """Returns policies as an argument of a call: as they are if they are short, else ``policies``."""
+    text = repr(policies)
+    is_plain = isinstance(policies, (bool, str, Mapping, list, tuple)) and "<" not in text
+    return text if is_plain and len(text) <= _SHOWN else "policies"
+
+
+def _advice(policies: str, excluded: Sequence[str], names: Sequence[str]) -> str:
+    """Says how to keep the blocks ``names``, in the words of the call of :func:`apply`."""
+    listed = ", ".join([*excluded, *(f'"{name}"' for name in names)])
+    return f"graphckpt.apply(model, {policies}, exclude=[{listed}])"
 
 
 def _replaced_policies(matches: Mapping[Selector, tuple[list[nn.Module], set[str]]]) -> Iterator[str]:

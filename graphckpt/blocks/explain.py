@@ -61,7 +61,10 @@ class StepRecorder:
         self._is_waiting = False  # for the forward to record
         self._recorded: list[BlockForward] = []  # the wrappers whose modules were in the model then
         self._is_measuring = False
+        self.is_removed = False  # whether the policies are
         self._has_transforms = False  # whether a call within a transform was left out
+        self.advice: Callable[[Sequence[str]], str] = _advice
+        """Says how to make blocks of these names keep everything, in the words in which policies were set."""
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -216,6 +219,12 @@ class StepRecorder:
                 raise GraphError(f"{self.title}: the measurement has not ended · fix: call explain() after the `with`")
             if self._has_transforms:
                 raise GraphError(f"{self.title}: {_IN_TRANSFORM} · fix: run one step without it")
+            if self.is_removed:
+                fix = "set policies again, and run one step before remove()"
+                raise GraphError(f"{self.title}: no step has run under the policies, which were removed · fix: {fix}")
+            if recorder is not None:
+                what = "the measured step has called no block of the model"
+                raise GraphError(f"{self.title}: {what} · fix: run one step inside of `with ....measure():`")
             raise GraphError(f"{self.title}: no step has been measured yet · fix: run one step")
         elsewhere = {w.name for w in self._recorded if w.module is not None and self._is_elsewhere(w.module)}
         wrappers = [w for w in self._recorded if w.name not in elsewhere]
@@ -269,8 +278,12 @@ class StepRecorder:
             if name in recorder.own_checkpointing:
                 notes.append("the model's own gradient checkpointing recomputes it")
             notes = [note for note in (idle.get(name), replaced.get(name)) if note] + notes
-            if wrapper is None and recorder.bytes_after(name) > recorder.bytes_before(name):
-                notes.append("it keeps tensors that a recomputed block keeps without policies")
+            more_bytes = recorder.bytes_after(name) - recorder.bytes_before(name)
+            if wrapper is None and more_bytes > 0:
+                notes.append(
+                    f"it keeps {format_bytes(more_bytes)} more than before, such as its input: without policies they "
+                    "are in the row of a block that is now recomputed"
+                )
             stored = (recorder.traffic.get(name) or Traffic()).bytes_at
             timed = (times or recorder).traffic.get(name) or Traffic()
             yield Row(
@@ -318,7 +331,8 @@ class StepRecorder:
                     "is recomputed, and the peak hardly falls · fix: set the policy on its layers"
                 )
         if not any(isinstance(w.rule, Joined) for w in wrappers) and tops.isdisjoint(id(w.module) for w in ran):
-            yield from _last_blocks(wrappers, recorder, ran)
+            yield from _last_blocks(wrappers, recorder, ran, self.advice)
+        yield from _large_blocks(ran, recorder)
 
     def _state(self) -> list[torch.Tensor]:
         return [t for _, root in self._roots for t in (*root.parameters(), *root.buffers()) if not is_lazy(t)]
@@ -409,7 +423,16 @@ def _rule(wrapper: BlockForward | None) -> str:
     return f"{rule}{share_of(wrapper.compile_options)}, compiled"
 
 
-def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequence[BlockForward]) -> Iterator[str]:
+def _advice(names: Sequence[str]) -> str:
+    return f"set activation_checkpointing = False on {', '.join(names)}"
+
+
+def _last_blocks(
+    wrappers: Sequence[BlockForward],
+    recorder: Recorder,
+    ran: Sequence[BlockForward],
+    advice: Callable[[Sequence[str]], str],
+) -> Iterator[str]:
     """Advises not to recompute the last blocks if the peak would not rise; only a prediction can tell.
 
     While the logits and the loss are alive, so is what the last block keeps. Recomputing it moves these bytes behind
@@ -439,16 +462,51 @@ def _last_blocks(wrappers: Sequence[BlockForward], recorder: Recorder, ran: Sequ
         yield (
             f"{which}: recomputing {'it' if len(names) == 1 else 'them'} does not lower the peak "
             f"({format_bytes(least_bytes)} predicted if kept) · "
-            f"fix: set activation_checkpointing = False on {which}"
+            f"fix: {advice(names)}"
         )
+
+
+def _large_blocks(ran: Sequence[BlockForward], recorder: Recorder) -> Iterator[str]:
+    """Advises smaller blocks if the peak is reached in the backward of one that is a container of layers."""
+    live = recorder.live
+    if live is None or not live.timeline:
+        return
+    peak = max(live.timeline, key=lambda event: event.live_bytes)
+    if peak.phase not in ("recompute", "backward"):
+        return
+    patterns: list[str] = []
+    for wrapper in ran:
+        if wrapper.module is not None and wrapper.name and isinstance(wrapper.rule, Full):
+            inner = _inner_layers(wrapper.name, wrapper.module)
+            if inner:
+                patterns += inner
+            elif wrapper.name == peak.block:
+                return
+    at_peak = [pattern for pattern in patterns if pattern.startswith(f"{peak.block}.")]
+    if at_peak:
+        yield (
+            f"{peak.block}: all of its layers are recomputed at once, and the peak is reached there · fix: select the "
+            f"layers as blocks: {', '.join(map(repr, patterns))}"
+        )
+
+
+def _inner_layers(name: str, module: nn.Module) -> list[str]:
+    """Returns patterns for the layers that make up most of a module; none if it is a layer itself."""
+    inner = layers(module)
+    parts = [module.get_submodule(layer) for layer in inner]
+    num_weights = sum(weight.numel() for part in parts for weight in part.parameters())
+    is_most = 2 * num_weights > sum(weight.numel() for weight in module.parameters())
+    if len(inner) < 2 or not is_most or any(next(part.children(), None) is None for part in parts):
+        return []  # of linear layers, which recomputed one by one keep as much
+    return list(dict.fromkeys(f"{name}.{layer.rpartition('.')[0]}".rstrip(".") + ".*" for layer in inner))
 
 
 def _unpredictable(wrappers: Sequence[BlockForward], recorder: Recorder) -> str:
     """Says why the log of storages does not tell what the step would keep under other policies; empty if it does."""
     if recorder.own_checkpointing:
         return "the model's own gradient checkpointing recomputes layers"
-    if any(w.placement is not None and not w.placement.is_plain for w in wrappers):
-        return "stores move saved tensors"
+    if any(traffic.has_moved for traffic in recorder.traffic.values()):
+        return "stores move saved tensors; to compare, measure a step under apply(model, False)"
     if any(w.compile_options is not None for w in wrappers):
         return "compiled blocks hide what they allocate"
     return "tiles run a block in slices" if any(isinstance(w.rule, Tiles) for w in wrappers) else ""

@@ -137,6 +137,10 @@ class Origins:
         """Returns where a value is set; ``None`` if it is not."""
         return self._entries.get(key, ("", None))[1]
 
+    def all_of(self, key: str) -> set[str]:
+        """Returns where the values at ``key`` and below it are set."""
+        return {origin for name, (_, origin) in self._entries.items() if f"{name}.".startswith(f"{key}.")}
+
     def rename(self, old: str, new: str) -> None:
         """Says of the keys under ``new`` where those under ``old`` are set."""
         for key in [key for key in self._entries if f"{key}.".startswith(f"{old}.")]:

@@ -186,7 +186,9 @@ def _has_call(value: Any) -> bool:
 
 def _unknown(where: str, key: str, names: list[str], of: str = "") -> str:
     some = f" · fix: use one of {', '.join(names)}" if 0 < len(names) <= _FEW else ""
-    return f"{where}: no such key{of}{did_you_mean(key, names) or some}"
+    initials = "".join(part[:1] for part in key.split("_"))  # of learning_rate: lr
+    hint = did_you_mean(key, names) or (did_you_mean(initials, [initials]) if initials in names else "")
+    return f"{where}: no such key{of}{hint or some}"
 
 
 def _validator(hint: Any) -> SchemaValidator | None:
@@ -257,7 +259,7 @@ class _Rejection(NamedTuple):
         if name is None:
             return [_unknown(full, str(key), [one.name for one in fields(self.owner)])]
         if section.get(name) is None:
-            _log.warning("%s: read as %s, which is its name here", full, name)
+            _log.warning("graphckpt: %s: read as %s, which is its name here", full, name)
             section[name] = value
         elif section[name] != value:
             return [f"{full}: {value!r}, and {name} is {section[name]!r} · fix: leave {key} out"]

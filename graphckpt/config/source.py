@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from graphckpt.errors import ConfigError, bullets
 from graphckpt.train.settings import OLD_KEYS, TrainConfig
 
 _IMPORT_FROM = "import_from"
+_OVERRIDES = "command line"
 _COLUMN = 48  # where comments begin
 _MISSING = object()
 
@@ -58,7 +60,7 @@ class ConfigSource:
         self.overrides = list(overrides)
         self.config, self.origins = load_with_origins(self.path)
         self._faults = override(self.config, self.overrides)
-        self.origins.note(self.config, "command line")
+        self.origins.note(self.config, _OVERRIDES)
         self._faults += rename_old_keys(self.config, self.origins)
         self.trial_lines: list[str] = []
         """What ``fast_dev_run`` has changed, for the log."""
@@ -75,8 +77,17 @@ class ConfigSource:
             run, more = check(self.config)
             faults = list(dict.fromkeys([*self._faults, *faults, *more]))
             if faults or run is None:
-                raise ConfigError(bullets(f"{self.path}: {len(faults)} error{'s' if len(faults) > 1 else ''}", faults))
+                count = f"{len(faults)} error{'s' if len(faults) > 1 else ''}"
+                raise ConfigError(bullets(f"{self._where(faults)}: {count}", faults))
             yield run
+
+    def _where(self, faults: Iterable[str]) -> str:
+        """Returns where the values that have faults are set: the config file, the command line, or both."""
+        keys = [re.split(r": |\[", fault)[0] for fault in faults]
+        of_overrides = [key.startswith("override ") or self.origins.all_of(key) == {_OVERRIDES} for key in keys]
+        if all(of_overrides):
+            return _OVERRIDES
+        return f"{self.path} and {_OVERRIDES}" if any(of_overrides) else str(self.path)
 
     def set_import_from(self) -> None:
         """Sets ``import_from``, for a copy of the config in another folder, if it names user modules."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -61,6 +62,16 @@ class StepCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def _advice(names: Sequence[str]) -> str:
+    """Says how to make blocks keep everything.
+
+    >>> _advice(["model.layers.3"])
+    'self.model.layers[3].config.activation_checkpointing = False'
+    """
+    paths = (re.sub(r"[.]([0-9]+)", r"[\1]", name) for name in names)
+    return " and ".join(f"self.{path}.config.activation_checkpointing = False" for path in paths)
+
+
 @final
 class Step:
     def __init__(
@@ -77,6 +88,8 @@ class Step:
         self.is_running = False
         self.num_calls = 0
         self.watcher: StepRecorder | None = None
+        self.advice: Callable[[Sequence[str]], str] = _advice
+        """As :attr:`StepRecorder.advice`."""
         self.name = name
         self.roots = roots
         self._tree = tree
@@ -244,6 +257,7 @@ class Step:
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.watcher is None:
             self.watcher = StepRecorder(self.name, self._prepared[-1], self._policies)
+            self.watcher.advice = self.advice
         if self._num_watched >= _WATCHED_OPS and not self._is_measured:
             # A step that will be captured has no other warm-up step to be checked in.
             return self.watcher.time(checks_values=self.captured is not None)

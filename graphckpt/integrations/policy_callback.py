@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 from weakref import WeakMethod
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from graphckpt.blocks.apply import Handle, apply, close_plans
 from graphckpt.blocks.config import FIELDS, OTHER_NAMES, BlockConfig, fields_of
-from graphckpt.blocks.select import Selector, layers, select
+from graphckpt.blocks.select import Selector, describe, layers, select
 from graphckpt.deprecation import rename
 from graphckpt.engine.objects import replaced
 from graphckpt.errors import ConfigError, GraphError, did_you_mean, shown
@@ -169,6 +170,7 @@ class PolicyCallback:
                     for name, _ in select(model, selector):
                         selected.pop(name, None)  # apply() refuses policies that later ones replace in full
         self.handle = apply(model, {**selected, **rules})
+        self.handle._watcher.advice = partial(_advice, self._owner, tuple(self._policies.items()))
         # Transformers 5.17 checkpoints in `__call__`, around the forward that a policy replaces, without effect then:
         # off, until the policies are removed.
         for wrapper in self.handle._wrappers:
@@ -258,8 +260,7 @@ class PolicyCallback:
             if self._is_first and not is_last:
                 return None
             assert self.explanation is not None
-            if self._plot is not None:
-                self.explanation.plot(self._plot)
+            drawing = None if self._plot is None else self.explanation.plot(self._plot)
             self._is_reported = True
             if self._report:
                 explanation = self.explanation
@@ -272,6 +273,8 @@ class PolicyCallback:
                 }
                 log({f"graphckpt/{name}": float(value) for name, value in numbers.items() if value is not None})
                 self._write(str(self.explanation) if self._report == "table" else saved_line(self.explanation))
+            if drawing is not None:
+                self._write(f"graphckpt: drawn: {drawing}")
             return self.explanation
         return None
 
@@ -288,6 +291,13 @@ class PolicyCallback:
         self._disabled.close()
         if self.handle is not None:
             self.handle.remove()
+
+
+def _advice(owner: str, policies: Sequence[tuple[Selector, Value]], names: Sequence[str]) -> str:
+    """Says how to make blocks keep everything, as an argument of the callback."""
+    before = [f"{describe(selector)!r}: {shown(value)}" for selector, value in policies]
+    listed = ", ".join([*before, *(f"{name!r}: False" for name in names)])
+    return f"{owner}(..., policies={{{listed}}})"
 
 
 def _argument_of(value: Any) -> str | None:

@@ -80,12 +80,13 @@ which means the same
         **kwargs: Any,
     ) -> None:
         """Applies the policies; with a memory budget, those that take least until two steps were measured."""
-        del args, control, kwargs
+        del control, kwargs
         assert model is not None
         self._begin(model, tqdm.write, is_writer=state is None or state.is_local_process_zero)
         if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):  # a plan has disabled it
             text = "graphckpt acts on the blocks that have a policy, Transformers on the others"
-            fix = "leave activation_checkpointing out of TrainingArguments"
+            name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+            fix = f"set {name}=False in the trainer's arguments (TRL's default is True)"
             what = f"{self._owner}: the model's own checkpointing is on as well"
             warnings.warn(f"{what}: {text} · fix: {fix}", stacklevel=2)
         if (trainer := _calling_trainer()) is not None:

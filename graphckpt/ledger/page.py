@@ -65,6 +65,7 @@ function theme() {
       change[axis + ".gridcolor"] = line;
       change[axis + ".linecolor"] = line;
     }
+    (plot.layout.annotations || []).forEach((_, at) => { change[`annotations[${at}].bgcolor`] = paper; });
     (plot.layout.sliders || []).forEach((_, at) => { change[`sliders[${at}].bordercolor`] = line; });
     Plotly.relayout(plot, change);
     const inked = plot.data.map((trace, at) => trace.meta === "ink" ? at : -1).filter(at => at >= 0);
@@ -192,6 +193,15 @@ def line(xs: Sequence[float], ys: Sequence[float], **settings: Any) -> dict[str,
     }
 
 
+def peak_label(x: float, end: float, y: float, num_bytes: int, where: str) -> dict[str, Any]:
+    """Returns the label of a peak at ``(x, y)``, on an axis that ends at ``end``; the theme gives it a background."""
+    return {
+        "x": x, "y": y, "ay": -28, "ax": 0, "arrowhead": 0, "arrowwidth": 1, "borderpad": 2,
+        "text": f"<b>peak {format_bytes(num_bytes)}</b><br>{escape(shorten(where, 56))}",
+        "xanchor": "left" if x < 0.3 * end else "right" if x > 0.7 * end else "center",
+    }  # fmt: skip
+
+
 def strip(parts: Iterable[Span], axis: str) -> dict[str, Any]:
     """Returns the trace of a row of coloured parts, with their labels where they fit."""
     listed = list(parts)
@@ -266,12 +276,7 @@ def _levels(step: StepLevels) -> dict[str, Any]:
     data += legend_entries(_BYTES, {f"{kind}: {step.at_peak[kind]}": KINDS[kind] for kind in step.bands})
     data += legend_entries("phase", {part.label: part.colour for part in step.phases()})
     data += legend_entries("policy of the block", step.policies())
-    at = step.peak_x
-    mark = {
-        "x": at, "y": step.peak_bytes / step.scale, "ay": -28, "ax": 0, "arrowhead": 0, "arrowwidth": 1,
-        "text": f"<b>peak {format_bytes(step.peak_bytes)}</b><br>{escape(shorten(record.peak_at, 56))}",
-        "xanchor": "left" if at < 0.3 * end else "right" if at > 0.7 * end else "center",
-    }  # fmt: skip
+    mark = peak_label(step.peak_x, end, step.peak_bytes / step.scale, step.peak_bytes, record.peak_at)
     hidden = {"range": [0, 1], "visible": False, "fixedrange": True}
     layout = {
         "xaxis": {

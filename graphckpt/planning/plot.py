@@ -24,7 +24,7 @@ from graphckpt.ledger.groups import (
     sorted_rules,
     spans,
 )
-from graphckpt.ledger.page import area, legend_entries, line, plot, section, table, write_page
+from graphckpt.ledger.page import area, legend_entries, line, peak_label, plot, section, table, write_page
 from graphckpt.ledger.plot import (
     ACCENT,
     DASHES,
@@ -168,6 +168,7 @@ _MAX_BYTES = 600_000  # of all positions of the slider, so that the page stays b
 _BYTES_OF_BAR = 2
 _BYTES_OF_LEVEL = 9
 _MAX_NAME = 48
+_MAX_TICK = 24
 _LEFT, _RIGHT = [0, 0.4], [0.48, 1]
 _TOP, _BOTTOM = [0.44, 1], [0, 0.16]
 _AT_ONCE = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
@@ -215,6 +216,8 @@ def _figure(plans: Sequence[PlanData], start: int, prefix: str) -> dict[str, Any
     second, second_name = second_of(max(plan.predicted_step_seconds for plan in plans))
     colour_of = {option: rule_colour(option) for option in sorted_rules(r.option for p in plans for r in p.rows)}
     blocks = [row.block for row in plans[start].rows]
+    parents = {block.rpartition(".")[0] for block in blocks}
+    inside = parents.pop() if len(parents) == 1 else ""
     xs = [plan.predicted_peak_bytes / scale for plan in plans]
     ys = [plan.predicted_step_seconds * second for plan in plans]
     titles = [_title(plan) for plan in plans]
@@ -238,13 +241,17 @@ def _figure(plans: Sequence[PlanData], start: int, prefix: str) -> dict[str, Any
             "title": {"text": "the step, block by block: forward, then backward", "standoff": 8},
         },
         "yaxis2": {
-            "domain": _TOP, "anchor": "x2", "title": {"text": f"live bytes ({unit})"}, "range": [0, 1.08 * top],
+            "domain": _TOP, "anchor": "x2", "title": {"text": f"live bytes ({unit})"}, "range": [0, 1.25 * top],
             "zeroline": False,
         },
         "xaxis3": {
             "domain": [0, 1], "anchor": "y3", "type": "category", "showticklabels": len(blocks) <= 32,
-            "title": {"text": "policy of each block", "standoff": 8},
+            "title": {"text": f"policy of each block{f' of {escape(inside)}' if inside else ''}", "standoff": 8},
+            "tickvals": [escape(block.removeprefix(prefix)) for block in blocks],
+            "ticktext": [escape(shorten(block.removeprefix(f"{inside}."), _MAX_TICK)) for block in blocks],
+            "automargin": True,
         },
+        "annotations": [_peak_label(plans[start], scale)],
         "yaxis3": {"domain": _BOTTOM, "anchor": "x3", "visible": False, "range": [0, 1], "fixedrange": True},
         "barmode": "stack",
         "bargap": 0.08 if len(blocks) <= 100 else 0,
@@ -270,11 +277,18 @@ def _figure(plans: Sequence[PlanData], start: int, prefix: str) -> dict[str, Any
                 for trace in traces
             ],
             "traces": list(range(1, 1 + len(moving))),
-            "layout": {"title": {"text": titles[at]}},
+            "layout": {"title": {"text": titles[at]}, "annotations": [_peak_label(plans[at], scale)]},
         }
         for at, traces in enumerate(frames)
     ]
     return {"data": [front, *moving, *legend_entries("", colour_of)], "layout": layout, "frames": changes}
+
+
+def _peak_label(plan: PlanData, scale: int) -> dict[str, Any]:
+    peaks = [stage.peak_bytes for stage in plan.stages]
+    at = peaks.index(max(peaks))
+    label = peak_label(at, len(peaks) - 1, peaks[at] / scale, plan.predicted_peak_bytes, plan.binding)
+    return {**label, "xref": "x2", "yref": "y2"}
 
 
 def _traces(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import graphckpt
 from graphckpt.blocks.apply import apply
 from graphckpt.blocks.config import fields_of
+from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import ConfigError, GraphError, first_line
 from graphckpt.graph.graph import Graph
 from graphckpt.graph.verify_loop import verify
@@ -38,7 +39,7 @@ _LOAD = 16 * 2**20  # bytes of a copy beside the step
 
 @final
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckResult:
     """One result."""
 
     check: str
@@ -78,7 +79,7 @@ def machine(device: torch.device) -> str:
     return f"graphckpt {graphckpt.__version__}, torch {torch.__version__}{cuda}, {host}; {device}: {name}"
 
 
-def run(device: torch.device, begin: Callable[[str], object] = str) -> Iterator[Row]:
+def run(device: torch.device, begin: Callable[[str], object] = str) -> Iterator[CheckResult]:
     """Runs all checks; ``begin`` is told what begins."""
     noise: dict[str, float] = {}
     for subject in SUBJECTS:
@@ -108,13 +109,13 @@ def run(device: torch.device, begin: Callable[[str], object] = str) -> Iterator[
         yield _guarded(partial(check_on, device), name, "transformer", "device")
 
 
-def _guarded(check: Callable[[], tuple[str, str]], name: str, subject: str, store: str) -> Row:
+def _guarded(check: Callable[[], tuple[str, str]], name: str, subject: str, store: str) -> CheckResult:
     """Runs one check: an error is its result, and the next one runs."""
     try:
         outcome, detail = check()
     except Exception as error:  # a device may raise anything
         outcome, detail = ERROR, f"{type(error).__name__}: {first_line(error)}"
-    return Row(name, subject, store, outcome, detail)
+    return CheckResult(name, subject, store, outcome, detail)
 
 
 def _plain_twice(subject: Subject, device: torch.device, noise: dict[str, float]) -> tuple[str, str]:
@@ -137,7 +138,7 @@ def _traced(training: Training) -> dict[str, Tensor]:
 
     for name, module in training.model.named_modules():
         if not any(module.children()):
-            module.register_forward_hook(partial(see, name))
+            module.register_forward_hook(ModuleHook(partial(see, name)))
     results = _results(training)
     return {**outputs, **results}
 

@@ -49,6 +49,8 @@ class TensorGroup:
     """Backward has requested one of its tensors."""
     is_closed: bool = False
     """The call is over: no more tensors join."""
+    has_small: bool = False
+    """Whether a tensor stays on its device since it has fewer than ``min_elements`` elements."""
 
 
 class Store(ABC):
@@ -242,11 +244,13 @@ class Total:
 class Traffic:
     """What one block stores during a recorded step, as shares of ``totals`` by tier. Bytes are those of this rank."""
 
-    __slots__ = ("_key", "_totals", "copy_seconds", "wait_seconds")
+    __slots__ = ("_key", "_totals", "copy_seconds", "has_moved", "wait_seconds")
 
     def __init__(self, totals: Mapping[str, Total] | None = None) -> None:
         self._key = object()
         self._totals = {tier: Total() for tier in TIERS} if totals is None else totals
+        self.has_moved = False
+        """Whether the block has stored anything."""
         self.copy_seconds = 0.0
         """Time of the copies in both directions, whether or not they overlapped with computation."""
         self.wait_seconds = 0.0
@@ -266,6 +270,7 @@ class Traffic:
 
     def count(self, tier: str, num_bytes: int, owner: object) -> None:
         """Counts bytes that are stored at ``tier`` while ``owner`` is alive."""
+        self.has_moved = True
         self._totals[tier].add(self._key, num_bytes)
         weakref.finalize(owner, self._totals[tier].drop, self._key, num_bytes).atexit = False
 

@@ -109,7 +109,7 @@ class Disk(Offload):
             saves = "saves no memory" if device.type == "cpu" else "saves device memory only"
             text = f"offload to 'disk' {saves}: {folder} is on {in_memory}, which is host memory"
             note(text)
-            warnings.warn(f'{text} · fix: set offload to "disk:/folder/on/a/disk"', stacklevel=2)
+            warnings.warn(f'graphckpt: {text} · fix: set offload to "disk:/folder/on/a/disk"', stacklevel=2)
         return DiskStore(device, folder, int(self.in_flight_bytes))
 
 

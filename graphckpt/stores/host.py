@@ -355,7 +355,9 @@ class PinnedPool:
             self._slab = self._engine.buffer(wanted)
         except (MemoryError, RuntimeError) as error:
             self._refused = wanted  # single buffers may still fit; if not, `put` names the block
-            _log.warning("offload: cannot allocate a slab of %s of host memory: %s", format_bytes(wanted), error)
+            _log.warning(
+                "graphckpt: offload: cannot allocate a slab of %s of host memory: %s", format_bytes(wanted), error
+            )
             return
         if old_bytes:
             old, new = format_bytes(old_bytes), format_bytes(wanted)

@@ -462,7 +462,7 @@ class ShardedStore(ByteStore):
             group.note(text)
             if group.block not in self._warned:
                 self._warned.add(group.block)
-                warnings.warn(f"{group.block}: {text}", stacklevel=2)
+                warnings.warn(f"graphckpt: {group.block}: {text}", stacklevel=2)
         return equal
 
     def _slice_bytes(self, num_bytes: int) -> int:

@@ -176,6 +176,9 @@ class TensorStore(Store):
     def close_group(self, group: TensorGroup | None) -> None:
         assert group is not None
         group.is_closed = True
+        if group.has_small and not group.pieces:
+            what = f"no tensor is moved, as all have fewer elements than min_elements, {self._min_elements}"
+            group.note(f"{self.label}: {what}")
         with self._lock:
             self._free_dropped()
             for store in {piece.store: None for piece in pieces_of(group)}:
@@ -191,7 +194,10 @@ class TensorStore(Store):
 
     def _stays(self, tensor: torch.Tensor, group: TensorGroup) -> bool:
         is_movable = type(tensor) is torch.Tensor or is_of_absent_device(tensor)
-        if tensor.numel() < self._min_elements or not is_movable or tensor.is_meta:
+        if tensor.numel() < self._min_elements:
+            group.has_small |= is_movable
+            return True
+        if not is_movable or tensor.is_meta:
             return True
         unmoved = group.unmoved
         if unmoved is None:  # in each call: under FSDP a module has other parameters in every forward

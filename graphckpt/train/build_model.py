@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
@@ -164,6 +164,16 @@ class _TaskGraph(Graph):
             self.config.enable_amp(True, dtype=getattr(torch, amp.dtype))
 
 
+def _advice(names: Sequence[str]) -> str:
+    """Says how to make blocks keep everything, as an override of the config.
+
+    >>> _advice(["model.layers.2", "model.layers.3"])
+    'train.activation_checkpoint.policies={"layers.2": False, "layers.3": False}'
+    """
+    policies = ", ".join(f'"{name.removeprefix("model.")}": False' for name in names)
+    return f"train.activation_checkpoint.policies={{{policies}}}"
+
+
 @final
 class TrainGraph(_TaskGraph):
     def __init__(
@@ -178,6 +188,8 @@ class TrainGraph(_TaskGraph):
             module = built.model.get_submodule(name)
             block: Any = next(block for block in self.model.modules() if block.origin is module)
             block.config.update(fields)
+        if blocks:  # else there is a plan, or no policy
+            self._step.advice = _advice
         self.add_optimizer(optimizer, lr_sch=scheduler)
         if self.pipeline is not None:  # which splits a batch itself
             self._update.total_norm = self.pipeline.total_norm

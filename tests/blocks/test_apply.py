@@ -560,6 +560,22 @@ def test_disable_checkpointing_is_for_one_with_block() -> None:
         assert recomputed(model) == ENCODER
 
 
+def test_a_record_without_a_step_says_what_is_missing() -> None:
+    model = build()
+    handle = graphckpt.apply(model, {"encoder.*": True})
+    with handle.measure():
+        pass
+    with pytest.raises(graphckpt.GraphError, match=r"has called no block of the model · fix: run one step inside of"):
+        handle.explain()
+    handle.remove()
+    with pytest.raises(graphckpt.GraphError, match=r"no step has run under the policies, which were removed · fix: "):
+        handle.explain()
+    handle = graphckpt.apply(model, {"encoder.*": True})
+    run(model)
+    handle.remove()
+    assert handle.explain(show=False).rows, "the record outlives the policies"
+
+
 def test_a_thousand_layers() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
     with graphckpt.apply(model, {nn.Linear: True}) as handle:
@@ -580,7 +596,8 @@ def test_a_kept_block_that_keeps_more_than_before_is_explained() -> None:
         model(torch.ones(2, 4)).sum().backward()
     rows = {row.block: row for row in handle.explain(show=False).rows}
     assert rows["1"].bytes_after > rows["1"].bytes_before
-    assert rows["1"].note == "it keeps tensors that a recomputed block keeps without policies"
+    more_bytes = rows["1"].bytes_after - rows["1"].bytes_before
+    assert rows["1"].note.startswith(f"it keeps {more_bytes} B more than before, such as its input: ")
     assert [rows[name].note for name in "02"] == ["", ""]
 
 
@@ -588,8 +605,8 @@ def test_the_advice_names_all_last_blocks_whose_recomputation_does_not_pay() -> 
     widths = [64, 64, 64, 16, 8, 4]
     model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh(), nn.Tanh()) for pair in pairwise(widths)))
 
-    def measured(policies: dict[str, bool]) -> Any:
-        with graphckpt.apply(model, policies) as handle, handle.measure():
+    def measured(policies: dict[str, bool], exclude: list[str] | tuple[()] = ()) -> Any:
+        with graphckpt.apply(model, policies, exclude=exclude) as handle, handle.measure():
             model(torch.ones(1024, 64)).sum().backward()
             model.zero_grad()
         return handle.explain(show=False)
@@ -597,9 +614,10 @@ def test_the_advice_names_all_last_blocks_whose_recomputation_does_not_pay() -> 
     first = measured({"*": True})
     (advice,) = first.warnings
     names = advice.partition(":")[0].split(", ")
-    assert advice.endswith(f"fix: set activation_checkpointing = False on {', '.join(names)}")
+    listed = ", ".join(f'"{name}"' for name in names)
+    assert advice.endswith(f" · fix: graphckpt.apply(model, {{'*': True}}, exclude=[{listed}])")
     assert names == [str(number) for number in range(5 - len(names), 5)] != ["4"]
-    second = measured({"*": True, **dict.fromkeys(names, False)})
+    second = measured({"*": True}, names)
     assert second.peak_bytes <= first.peak_bytes
     assert second.warnings == ()
     fewer = {str(number): True for number in range(4 - len(names))}
@@ -642,4 +660,4 @@ def test_a_field_without_effect_is_logged_once(fields, text, caplog, monkeypatch
         model = build()
         with graphckpt.apply(model, {"encoder.*": {"activation_checkpointing": True, "min_elements": 1, **fields}}):
             run(model)
-    assert [record.message for record in caplog.records] == [f"encoder.0: {text}"]
+    assert [record.message for record in caplog.records] == [f"graphckpt: encoder.0: {text}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,18 @@ def test_the_page_of_the_command_line_shows_the_help(
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert f"```text\n{capsys.readouterr().out}```" in page("cli.md")
+
+
+def test_the_page_of_the_api_begins_with_a_line_for_each_name() -> None:
+    text = page("api.md")
+    table = text[: text.index("::: ")]
+    rows = dict(re.findall(r"^\| \[`([\w.]+)`\]\(#[\w.]+\) \| (.+) \|$", table, re.MULTILINE))
+    assert {f"graphckpt.{name}" for name in graphckpt.__all__} - rows.keys() == set()
+    assert "graphckpt.blocks.presets.every_k" in rows
+    for name in rows:
+        module, _, attribute = name.rpartition(".")
+        assert not module or hasattr(importlib.import_module(module), attribute), name
+    assert [name for name, summary in rows.items() if len(summary) > 140] == []
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -133,8 +133,13 @@ def followed(warning: str, case: Case) -> dict[str, Any]:
     """Returns the policies that a warning advises."""
     if "set the policy on its layers" in warning:
         return {"": None, **{name: True for name, _ in case.build().named_children()}}
-    (field, value, names) = re.fullmatch(r".* · fix: set (\w+) = (\w+) on (.*)", warning).groups()
-    return {name: {field: {"False": False}[value]} for name in names.split(", ")}
+    if "select the layers as blocks" in warning:
+        (stages,) = re.findall(r" as blocks: (.*)", warning)
+        return {pattern[1:-3]: None for pattern in stages.split(", ")} | {
+            pattern[1:-1]: True for pattern in stages.split(", ")
+        }
+    (names,) = re.findall(r" · fix: graphckpt.apply\(model, .*, exclude=\[(.*)\]\)", warning)
+    return {name.strip('"'): False for name in names.split(", ")}
 
 
 def check(case: Case) -> list[str]:

@@ -168,6 +168,7 @@ def test_pointing_shows_the_tensor_without_a_network(tmp_path: Path):
         page.set_dark()
         assert page.evaluate("getComputedStyle(document.body).color") == "rgb(227, 230, 234)"
         assert page.evaluate("document.querySelector('#levels').layout.font.color") == "#e3e6ea"
+        assert page.evaluate("document.querySelector('#levels').layout.annotations[0].bgcolor") == "#1b1e24"
         assert page.faults == []
         assert page.requests == []
 

@@ -103,13 +103,38 @@ def test_a_block_that_the_model_itself_recomputes_says_so(policy: Any) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "why"),
-    [({"offload": "disk"}, "stores move saved tensors"), (Tiles(2), "tiles run a block in slices"), (True, None)],
+    [
+        ({"offload": "disk", "min_elements": 1}, "stores move saved tensors"),
+        (Tiles(2), "tiles run a block in slices"),
+        (True, None),
+    ],
 )
 def test_a_missing_prediction_of_the_plain_peak_has_a_reason(policy: Any, why: str | None) -> None:
     seen = explain(chain("mlp"), {"[12]": policy})
     assert (seen.plain_peak_bytes is None) is (why is not None)
     line = f"no peak is predicted for the step without policies: {why}"
     assert (line in " ".join(str(seen).split())) is (why is not None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        (
+            {"offload": "cpu", "min_elements": 1},
+            "offload to 'cpu' has no effect: the tensors are in host memory already",
+        ),
+        ({"offload": "disk", "min_elements": 10**6}, "disk: no tensor is moved, as all have fewer elements than"),
+    ],
+)
+@pytest.mark.parametrize("rule", [False, True])
+def test_a_store_that_moves_nothing_says_so_and_the_plain_peak_is_predicted(
+    rule: bool, fields: dict[str, Any], note: str
+) -> None:
+    plain = explain(chain("mlp"), {"[12]": False})
+    seen = explain(chain("mlp"), {"[12]": {"activation_checkpointing": rule, **fields}})
+    assert seen.plain_peak_bytes == plain.peak_bytes
+    assert note in " ".join(str(seen).split())
+    assert "no peak is predicted" not in str(seen)
 
 
 @pytest.mark.parametrize("is_measured", [True, False])

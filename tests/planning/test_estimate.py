@@ -402,7 +402,7 @@ class TestErrors:
         assert "PEFT has no default layers for 'resnet'" in fault_of(config, lora=4)
         monkeypatch.setitem(sys.modules, "peft", None)
         with pytest.raises(
-            MissingPackageError, match=r"peft is not installed · fix: pip install 'graphckpt\[estimate\]'"
+            MissingPackageError, match=r"peft is not installed · fix: pip install peft, or, .*'\.\[estimate\]'"
         ):
             graphckpt.estimate(llama(), device="h100", lora=4)
 

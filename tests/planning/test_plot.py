@@ -13,6 +13,7 @@ from helpers.layer_stacks import mlp_step
 import graphckpt
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.rows import PlanRow, Stage
+from graphckpt.units import format_bytes
 
 MOST_BYTES = 6_000_000
 
@@ -72,6 +73,8 @@ STATE = """(() => {
     title: document.querySelector("#plans .gtitle").textContent,
     policies: bars[0].x.map((_, at) => bars.find(trace => trace.y[at] === 1).name),
     peak: plot.data[1].x[0],
+    label: plot.layout.annotations[0].text,
+    ticks: plot.layout.xaxis3.ticktext,
   };
 })()"""
 
@@ -85,11 +88,14 @@ def test_the_slider_changes_the_plan_without_a_network(plan: Plan, tmp_path: Pat
     with opened(tmp_path / "plan.html") as page:
         before = page.evaluate(STATE)
         assert before["policies"] == [row.option for row in plan.rows]
+        assert plan.binding in before["label"], "the chart names the interval of the peak"
+        assert before["ticks"] == [row.block.rpartition(".")[2] for row in plan.rows]
         x, y, width, height = page.evaluate(SLIDER)
         page.click(x + width - 10, y + height / 2)
         after = page.evaluate(STATE)
         assert after["policies"] == [row.option for row in highest.rows] != before["policies"]
         assert after["title"] != before["title"]
+        assert format_bytes(highest.predicted_peak_bytes) in after["label"] != before["label"]
         assert after["peak"] > before["peak"]
         assert page.faults == []
         assert page.requests == []

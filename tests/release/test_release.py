@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
 
 import graphckpt
 
@@ -35,3 +42,24 @@ def test_ci_installs_pinned_releases_of_all_that_is_tested() -> None:
 def test_the_package_is_typed_and_carries_its_configs() -> None:
     assert (ROOT / "graphckpt" / "py.typed").exists()
     assert (ROOT / "configs" / "common" / "train.py").exists()
+
+
+def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    digests = []
+    for number in range(2):
+        folder, copy = tmp_path / f"built{number}", tmp_path / f"source{number}"
+        folder.mkdir()
+        copy.mkdir()
+        for name in ("graphckpt", "configs"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+            shutil.copy(ROOT / name, copy / name)
+        for path in copy.rglob("*"):
+            os.utime(path, (number * 10**6 + 10**9, number * 10**6 + 10**9))
+        code = f"from hatchling import build; build.build_sdist({str(folder)!r}); build.build_wheel({str(folder)!r})"
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+        subprocess.run([sys.executable, "-c", code], cwd=copy, env=environment, check=True, capture_output=True)
+        digests.append({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()})
+    assert len(digests[0]) == 2
+    assert digests[0] == digests[1]

@@ -136,7 +136,11 @@ def test_the_key_is_named(capsys, monkeypatch, word, fault):
     [
         (
             ["trian.seed=1", "train.seed=x"],
-            [": 2 errors", "• trian: no such key · did you", "• train.seed: expected int"],
+            ["error: command line: 2 errors", "• trian: no such key · did you", "• train.seed: expected int"],
+        ),
+        (
+            ["optim.learning_rate=1"],
+            ["command line: 1 error", "optim.learning_rate: no such key of AdamW · did you mean 'lr'?"],
         ),
         (["train.seed.x=1"], ["train.seed: expected int, got {'x': 1} (dict)"]),
         (["model.config.n_layer.x=1"], ["model.config.n_layer: expected int, got {'x': 1} (dict)"]),

@@ -112,12 +112,12 @@ class WandbHook(_RowsHook):
             self._run.log(finite, step=self._step)
 
 
-def _optional(module: str, extra: str, where: str, switch: str = "") -> Any:
+def _optional(module: str, package: str, where: str, switch: str = "") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        fix = f"pip install 'graphckpt[{extra}]', or {switch or where}=False"
-        raise ConfigError(f"{where}: the package {extra} is not installed · fix: {fix}") from error
+        fix = f"pip install {package}, or {switch or where}=False"
+        raise ConfigError(f"{where}: the package {package} is not installed · fix: {fix}") from error
 
 
 def _finite_by_tag(metrics: dict[str, float]) -> dict[str, float]:
