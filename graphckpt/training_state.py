@@ -24,6 +24,24 @@ class _Tensor(NamedTuple):
     copied: torch.Tensor
 
 
+class _List(NamedTuple):
+    """A list in an optimizer's state, such as LBFGS's of earlier directions, with copies of its items."""
+
+    original: list[Any]
+    copied: list[Any]
+
+
+class _Dict(NamedTuple):
+    original: dict[Any, Any]
+    copied: dict[Any, Any]
+
+
+class _Optimizer(NamedTuple):
+    states: dict[Any, dict[str, Any]]
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Each group with copies of its settings."""
+
+
 @final
 class TrainingState:
     """Copies of what a step may change: tensors, attributes of modules, optimizers, RNG states of host and devices.
@@ -49,7 +67,7 @@ class TrainingState:
     ) -> None:
         self.tensors = [_Tensor(tensor, tensor.detach().clone()) for tensor in tensors]
         """Each tensor with its copy."""
-        self._optimizers: dict[Optimizer, tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]] = {}
+        self._optimizers: dict[Optimizer, _Optimizer] = {}
         for optimizer in optimizers:
             self.add(optimizer)
         self._tree = tree or ModuleTree(())
@@ -62,18 +80,23 @@ class TrainingState:
         drawing = [*self._tree.parameters(), *(tensor for tensor, _ in self.tensors)] if on_devices else []
         self.random = get_rng_state(rng_devices(drawing), host=True) if has_random else None
 
+    def add_parameters(self, optimizer: Optimizer) -> None:
+        """Copies those of the optimizer's parameters that are not among the tensors yet."""
+        present = {id(tensor) for tensor, _ in self.tensors}
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in present]
+        self.tensors += [_Tensor(parameter, parameter.detach().clone()) for parameter in parameters]
+
     def add(self, optimizer: Optimizer) -> None:
         if optimizer not in self._optimizers:
             states = {parameter: _copy(state) for parameter, state in optimizer.state.items()}
-            groups = [_copy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
-            self._optimizers[optimizer] = states, groups
+            groups = [(g, _copy({k: v for k, v in g.items() if k != "params"})) for g in optimizer.param_groups]
+            self._optimizers[optimizer] = _Optimizer(states, groups)
 
     def optimizer_copies(self) -> Iterable[tuple[torch.Tensor, str, torch.Tensor]]:
         for states, _ in self._optimizers.values():
             for parameter, state in states.items():
-                for key, value in state.items():
-                    if isinstance(value, _Tensor):
-                        yield parameter, key, value.copied
+                for key, value in _tensors_in(state):
+                    yield parameter, key, value.copied
 
     def restore(self) -> bool:
         has_removed = False
@@ -89,7 +112,9 @@ class TrainingState:
             for parameter, state in states.items():
                 optimizer.state[parameter].clear()
                 optimizer.state[parameter].update(_restored(state))
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            if len(optimizer.param_groups) != len(groups):
+                optimizer.param_groups[:] = [group for group, _ in groups]
+            for group, (_, settings) in zip(optimizer.param_groups, groups, strict=True):
                 group.update(_restored(settings))
         if self.random is not None:
             set_rng_state(self.random)
@@ -151,15 +176,45 @@ def _own_keys(fields: dict[str, Any]) -> tuple[int, list[str]]:
     return len(fields), [key for key in fields if key not in _OF_TORCH]
 
 
-def _copy(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: _Tensor(v, v.detach().clone()) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+def _copy(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: _copy_of(value) for key, value in values.items()}
 
 
-def _restored(values: dict[str, Any]) -> dict[str, Any]:
-    for value in values.values():
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value, value.detach().clone())
+    if type(value) is list:
+        return _List(value, [_copy_of(item) for item in value])
+    return _Dict(value, _copy(value)) if type(value) is dict else value
+
+
+def _tensors_in(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, _Tensor]]:
+    for key, value in values.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, _Tensor):
-            value.original.detach().copy_(value.copied)
-    return {key: value.original if isinstance(value, _Tensor) else value for key, value in values.items()}
+            yield name, value
+        elif isinstance(value, (_List, _Dict)):
+            inner = value.copied if isinstance(value, _Dict) else dict(enumerate(value.copied))
+            yield from _tensors_in(inner, name)
+
+
+def _restored(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: _restored_of(value) for key, value in values.items()}
+
+
+def _restored_of(value: Any) -> Any:
+    if isinstance(value, _Tensor):
+        overwrite(value.original, value.copied)
+        return value.original
+    if isinstance(value, _List):
+        value.original[:] = [_restored_of(item) for item in value.copied]
+        return value.original
+    if isinstance(value, _Dict):
+        restored = _restored(value.copied)
+        value.original.clear()
+        value.original.update(restored)
+        return value.original
+    return value
 
 
 @contextmanager
@@ -180,8 +235,12 @@ def overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
     >>> tensor
     tensor([1., 1., 1.])
     """
+    if tensor.layout is not torch.strided:  # copy_ gives it new indices, which a tensor that detach() returns keeps
+        with torch.no_grad():
+            tensor.copy_(value)
+        return
     target, source = tensor.detach(), value
-    if target.layout is torch.strided and 0 in target.stride():
+    if 0 in target.stride():
         once = tuple(slice(1) if step == 0 else slice(None) for step in target.stride())
         target, source = target[once], source[once]
     with torch.no_grad():

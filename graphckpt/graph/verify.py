@@ -128,7 +128,7 @@ def compare(
             raise GraphError(f"{name}: step {number}: {what}")
         tensors = [v for values in expected.values() for v in values.values() if isinstance(v, torch.Tensor)]
         num_tensors += len(tensors)
-        num_bytes += sum(tensor.nbytes for tensor in tensors)
+        num_bytes += sum(map(_num_bytes, tensors))
         contents = _contents(expected)
     return Verification(steps, num_tensors, num_bytes, is_captured=is_captured(), contents=contents)
 
@@ -254,19 +254,40 @@ def _difference_of(own: Any, plain: Any) -> str | None:
     if not isinstance(own, torch.Tensor) or not isinstance(plain, torch.Tensor):
         is_equal = own == plain or (own != own and plain != plain)  # noqa: PLR0124  # NaN
         return None if is_equal else f"is {own!r} and in the plain step {plain!r}"
-    if own.shape != plain.shape or own.dtype != plain.dtype:
+    if own.shape != plain.shape or own.dtype != plain.dtype or own.device != plain.device:
         return f"is {_dtype_and_shape(own)} and in the plain step {_dtype_and_shape(plain)}"
     inner = list(zip(inner_tensors(own), inner_tensors(plain), strict=False))
     if inner:  # a DTensor's shard, or the indices and the values of a sparse tensor
         return next((text for pair in inner if (text := _difference_of(*pair)) is not None), None)
-    if torch.equal(own.nan_to_num(), plain.nan_to_num()) and torch.equal(own.isnan(), plain.isnan()):
+    if own.is_quantized:
+        return None if torch.equal(own, plain) else "differs from the plain step's"
+    num_elements = own.numel()
+    own, plain = _of_real_numbers(own), _of_real_numbers(plain)
+    different = own.view(_INTEGERS[own.itemsize]) != plain.view(_INTEGERS[own.itemsize])
+    if own.is_floating_point() and different.any():
+        # NaNs are equal, whichever bits of theirs an op has left; zeros of different sign are not.
+        different &= ~(own.double().isnan() & plain.double().isnan())  # few ops support the types of eight bits
+    if not different.any():
         return None
-    gap = (own.double() - plain.double()).abs()
-    num_different = int((own != plain).sum())
-    return (
-        f"differs from the plain step's in {num_different} of {own.numel()} elements, by up to {float(gap.max()):.3g}"
-    )
+    gap = float((own.double()[different] - plain.double()[different]).abs().max())
+    by = "by the sign of zero" if gap == 0 and own.is_floating_point() else f"by up to {gap:.3g}"
+    num_different = int(different.view(num_elements, -1).any(dim=1).sum())
+    return f"differs from the plain step's in {num_different} of {num_elements} elements, {by}"
+
+
+def _of_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns complex numbers as pairs, and any tensor with its elements as they are in memory, one after another."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _dtype_and_shape(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{where}"
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.layout is torch.strided else sum(map(_num_bytes, inner_tensors(tensor)))

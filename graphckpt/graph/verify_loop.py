@@ -17,7 +17,7 @@ from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, shown
 from graphckpt.graph.verify import UNSTABLE_FIX, ModelState, Values, Verification, compare, outputs_of
-from graphckpt.training_state import on_optimizer_step
+from graphckpt.training_state import on_optimizer_step, overwrite
 
 _SAME_BATCH = "let step_fn compute on the same batch in every call, and pass in `stateful` what else it changes"
 _FIX_OF_LOOP = f"{UNSTABLE_FIX}; or {_SAME_BATCH}"
@@ -167,21 +167,28 @@ class _LoopState:
     """Copies of what a step of a user's loop changes."""
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], stateful: Iterable[Stateful]) -> None:
-        self._state = ModelState({"": model}, optimizers)
-        self._gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
+        self._state = ModelState({"": model}, ())
+        for optimizer in optimizers:
+            self.add(optimizer)
+        self._parameters = [
+            (p, p.requires_grad, p.grad, None if p.grad is None else p.grad.detach().clone())
+            for p in model.parameters()
+        ]
         self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
 
     def add(self, optimizer: Optimizer) -> None:
+        self._state.state.add_parameters(optimizer)  # of modules outside of the model, such as a head
         self._state.state.add(optimizer)
 
     def values(self) -> Values:
         return self._state.values()
 
     def put_back(self) -> None:
-        for parameter, grad, copied in self._gradients:
+        for parameter, requires_grad, grad, copied in self._parameters:
+            parameter.requires_grad_(requires_grad)
             parameter.grad = grad
             if grad is not None and copied is not None:
-                grad.detach().copy_(copied)
+                overwrite(grad, copied)
         self._state.state.restore()
         for each, state in self._stateful:
             each.load_state_dict(copy.deepcopy(state))

@@ -1,0 +1,143 @@
+"""`graphckpt.verify` with unusual loops: types of tensors, optimizers and modules that it must compare and restore."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import graphckpt
+from graphckpt.graph.verify import _difference_of
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def net(*first):
+    torch.manual_seed(0)
+    return nn.Sequential(*first, *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3)))
+
+
+def step_of(model, *optimizers, x=X):
+    def step():
+        loss = model(x).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def verify(model, step, policies=True):
+    return graphckpt.verify(model, step, policies, show=False)
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("own", "plain", "text"),
+    [
+        ([0.0, 1.0], [-0.0, 1.0], "differs from the plain step's in 1 of 2 elements, by the sign of zero"),
+        ([float("inf")], [torch.finfo().max], "differs from the plain step's in 1 of 1 elements, by up to inf"),
+        ([1 + 1j, 2], [1 + 3j, 2], "differs from the plain step's in 1 of 2 elements, by up to 2"),
+        ([complex(1, float("nan"))], [complex(2, float("nan"))], "differs from .* in 1 of 1 elements, by up to 1"),
+        ([2**53], [2**53 + 1], "differs from the plain step's in 1 of 1 elements, by up to 0"),
+    ],
+)
+def test_each_bit_counts(own, plain, text):
+    assert _difference_of(torch.tensor(own), torch.tensor(own)) is None
+    assert re.fullmatch(text, _difference_of(torch.tensor(own), torch.tensor(plain)))
+
+
+def test_all_nans_are_equal():
+    other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert _difference_of(other, torch.tensor([float("nan")])) is None
+    assert _difference_of(other, torch.tensor([1.0])) is not None
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.bool, torch.complex128]
+)
+def test_buffers_of_any_type(dtype):
+    model = net()
+    model[0].register_buffer("odd", torch.ones(3).to(dtype))
+    assert "1 buffer" in verify(model, step_of(model)).contents
+    assert _difference_of(torch.ones(3).to(dtype), torch.zeros(3).to(dtype)) is not None
+
+
+def test_sparse_gradients_are_compared_and_restored():
+    model = net(nn.Embedding(10, 8, sparse=True))
+    step = step_of(model, x=torch.tensor([1, 1, 2]))
+    step()
+    before = model[0].weight.grad
+    content = before.to_dense().clone()
+    assert "7 gradients" in verify(model, step, {"*": True}).contents
+    assert model[0].weight.grad is before
+    assert_same(before.to_dense(), content)
+
+
+def test_lists_in_optimizer_states_are_restored():
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def step():
+        def closure():
+            optimizer.zero_grad()
+            torch.manual_seed(0)
+            loss = model(X).square().sum()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    for _ in range(2):
+        step()
+    before = copy.deepcopy(optimizer.state_dict())
+    (state,) = optimizer.state.values()
+    directions = state["old_dirs"]
+    verify(model, step)
+    (state,) = optimizer.state.values()
+    assert state["old_dirs"] is directions
+    assert_same(optimizer.state_dict()["state"][0], before["state"][0])
+
+
+def test_groups_that_the_step_adds_are_removed():
+    model = net()
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    plain = step_of(model, optimizer)
+
+    def step():
+        loss = plain()
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        return loss
+
+    verify(model, step)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_layers_that_the_step_freezes_are_trainable_again():
+    model = net()
+    plain = step_of(model)
+
+    def step():
+        loss = plain()
+        model[0].requires_grad_(requires_grad=False)
+        return loss
+
+    verify(model, step)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_parameters_outside_of_the_model_are_restored():
+    model, head = net(), nn.Linear(8, 2)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+    before = copy.deepcopy(head.state_dict())
+    verify(model, step_of(nn.Sequential(model, head), optimizer))
+    assert_same(head.state_dict(), before)
