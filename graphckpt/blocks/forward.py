@@ -164,6 +164,8 @@ class BlockForward(ForwardWrapper):
         """Whether it is a child of a recomputed block that is not recomputed with it."""
         self.is_in_graph = False
         """Whether ``torch.compile`` has made it a part of the graph of a larger module, with its policy."""
+        self.num_calls = 0
+        """Calls with gradients on in which its policy acted; those in a graph of ``torch.compile`` do not count."""
         self.is_copied = True
         """Whether copies of the module have the policy too."""
         self._compiled: Callable[..., Any] | None = None
@@ -203,6 +205,7 @@ class BlockForward(ForwardWrapper):
             return self.rule.run_without_gradients(self._context or self.context, function, args, kwargs)
         context = self._context or self.context
         under_rule = self._under_rule(context, function)
+        self.num_calls += under_rule is not None
         return function(*args, **kwargs) if under_rule is None else self.rule.run(context, under_rule, args, kwargs)
 
     @never_compiled

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from graphckpt.engine.sampling import without_value_checks
-from graphckpt.errors import GraphError
+from graphckpt.errors import ConfigError, GraphError, shown
 from graphckpt.graph.capture import modules_of
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import flatten_value, inner_tensors
@@ -179,6 +180,7 @@ class ModelState:
         self._attributes = {
             f"{name}.{key}".removeprefix("."): value
             for name, module in modules
+            if not isinstance(module, DistributedDataParallel)  # it notes in the second step what it has learned
             for key, value in module.__dict__.items()
             if key not in _OF_TORCH and isinstance(value, (int, float, str, NoneType))
         }
@@ -252,8 +254,7 @@ def _difference(ours: Values, plain: Values) -> str | None:
 
 def _difference_of(own: Any, plain: Any) -> str | None:
     if not isinstance(own, torch.Tensor) or not isinstance(plain, torch.Tensor):
-        is_equal = own == plain or (own != own and plain != plain)  # noqa: PLR0124  # NaN
-        return None if is_equal else f"is {own!r} and in the plain step {plain!r}"
+        return _difference_of_values(own, plain)
     if own.shape != plain.shape or own.dtype != plain.dtype or own.device != plain.device:
         return f"is {_dtype_and_shape(own)} and in the plain step {_dtype_and_shape(plain)}"
     inner = list(zip(inner_tensors(own), inner_tensors(plain), strict=False))
@@ -273,6 +274,17 @@ def _difference_of(own: Any, plain: Any) -> str | None:
     by = "by the sign of zero" if gap == 0 and own.is_floating_point() else f"by up to {gap:.3g}"
     num_different = int(different.view(num_elements, -1).any(dim=1).sum())
     return f"differs from the plain step's in {num_different} of {num_elements} elements, {by}"
+
+
+def _difference_of_values(own: Any, plain: Any) -> str | None:
+    if own is plain:
+        return None
+    equal: Any = type(plain).__eq__
+    if equal is object.__eq__ or getattr(plain, "shape", None):  # it compares identities, or returns an array
+        what = f"expected tensors and numbers as outputs of the step, got {shown(plain)}"
+        raise ConfigError(f"verify: {what} · fix: return the loss, or nothing")
+    is_equal = own == plain or (own != own and plain != plain)  # noqa: PLR0124  # NaN
+    return None if is_equal else f"is {own!r} and in the plain step {plain!r}"
 
 
 def _of_real_numbers(tensor: torch.Tensor) -> torch.Tensor:

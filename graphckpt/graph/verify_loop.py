@@ -9,10 +9,11 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from graphckpt.blocks.apply import Policies, apply
-from graphckpt.blocks.forward import disable_checkpointing, policy_of
+from graphckpt.blocks.forward import BlockForward, disable_checkpointing, policy_of
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, shown
@@ -62,7 +63,8 @@ def verify(
         show: Whether to print the result.
 
     Raises:
-        ConfigError: The model has no policies, or an argument cannot be used.
+        ConfigError: The model has no policies, an argument cannot be used, or ``step_fn`` runs no backward of a block
+            with a policy, so that the comparison would show nothing.
         GraphError: Something differs. The message names the step and the tensor that differs first and by how much, or
             says that two plain steps differ as well.
 
@@ -84,6 +86,11 @@ def verify(
         raise ConfigError(f"verify: {what} · fix: verify(model, step_fn, policies)")
     if type(steps) is not int or steps < 1:
         raise ConfigError(f"verify.steps: expected an integer of at least 1, got {shown(steps)} · fix: steps=3")
+    parts = _parts(stateful)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor) or tensor.is_meta:
+            fix = "run one forward before" if is_lazy(tensor) else "model.to_empty(device=...), and set the weights"
+            raise ConfigError(f"verify: expected values in all parameters and buffers, `{name}` has none · fix: {fix}")
     with ExitStack() as stack:
         if policies is not None:
             stack.enter_context(apply(model, policies))
@@ -103,16 +110,37 @@ def verify(
                 for wrapper in wrappers:
                     wrapper.install()
 
-        loop = _Loop(model, step_fn, stateful)
+        loop = _Loop(model, step_fn, parts)
+        num_calls = _num_calls(wrappers)
         start = loop.snapshot()
         try:
             with loop.watching():
                 result = compare("verify", loop.run, plain, loop.snapshot, steps, _FIX_OF_LOOP)
         finally:
             start.put_back()
+        if _num_calls(wrappers) == num_calls and not any(wrapper.is_in_graph for wrapper in wrappers):
+            what = "expected a step_fn that calls blocks with a policy, with gradients on; it called none"
+            raise ConfigError(f"verify: {what} · fix: call this model in step_fn, without torch.no_grad()")
+        if not loop.has_backward:
+            what = "expected a step_fn that runs a backward, but no gradient of a parameter was computed"
+            raise ConfigError(f"verify: {what} · fix: loss.backward() in step_fn")
     if show:
         print(result)
     return result
+
+
+def _num_calls(wrappers: Iterable[BlockForward]) -> int:
+    return sum(wrapper.num_calls for wrapper in wrappers)
+
+
+def _parts(stateful: Any) -> list[Stateful]:
+    is_one = hasattr(stateful, "state_dict")
+    parts = [stateful] if is_one or not isinstance(stateful, Iterable) else list(stateful)
+    for part in parts:
+        if is_one or not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            what = f"expected a list of objects with state_dict() and load_state_dict(), got {shown(stateful)}"
+            raise ConfigError(f"verify.stateful: {what} · fix: stateful=[scheduler, scaler]")
+    return parts
 
 
 @final
@@ -127,12 +155,23 @@ class _Loop:
         self._optimizers: list[Optimizer] = []
         self._snapshots: list[_LoopState] = []
         self._gradients: dict[str, torch.Tensor] = {}
+        self._trained = [parameter for parameter in self._names if parameter.requires_grad]
+        self.has_backward = not self._trained
+        """Whether a backward has reached a parameter, if any is trained."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Sees each optimizer before its update: its state is to be copied, and its gradients may be freed after it."""
-        with on_optimizer_step(self._before_update):
-            yield
+        hooks = [parameter.register_hook(self._see_gradient) for parameter in self._trained]
+        try:
+            with on_optimizer_step(self._before_update):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _see_gradient(self, _: torch.Tensor) -> None:
+        self.has_backward = True
 
     def _before_update(self, optimizer: Optimizer) -> None:
         for snapshot in self._snapshots:

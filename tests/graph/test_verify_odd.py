@@ -7,9 +7,11 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import graphckpt
+from graphckpt import ConfigError
 from graphckpt.graph.verify import _difference_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -141,3 +143,114 @@ def test_parameters_outside_of_the_model_are_restored():
     before = copy.deepcopy(head.state_dict())
     verify(model, step_of(nn.Sequential(model, head), optimizer))
     assert_same(head.state_dict(), before)
+
+
+def without_gradients(model):
+    with torch.no_grad():
+        return model(X).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (
+            lambda _: None,
+            "verify: expected a step_fn that calls blocks with a policy, .* · fix: call this",
+        ),
+        (without_gradients, "verify: expected a step_fn that calls blocks with a policy, with gradients on; it called"),
+        (lambda _: net()(X).sum().backward(), "verify: expected a step_fn that calls blocks with a policy, "),
+        (lambda model: model[3](X).sum().backward(), "verify: expected a step_fn that calls blocks with a policy, "),
+        (lambda model: model(X).sum(), r"verify: expected a step_fn that runs a backward, .* · fix: loss.backward\(\)"),
+    ],
+    ids=["nothing", "no_grad", "another model", "other blocks", "no backward"],
+)
+def test_step_that_shows_nothing_is_refused(step, message):
+    model = net(nn.Identity())
+    with pytest.raises(ConfigError, match=message):
+        verify(model, lambda: step(model), ["1", "2"])
+
+
+def test_gradients_of_a_functional_step_count_as_a_backward():
+    model = net()
+
+    def step():
+        return torch.autograd.grad(model(X).sum(), list(model.parameters()))
+
+    assert verify(model, step).contents == "6 outputs, 6 parameters, RNG"
+
+
+def test_model_whose_inputs_alone_are_trained():
+    model, x = net().requires_grad_(requires_grad=False), X.clone().requires_grad_()
+
+    def step():
+        return torch.autograd.grad(model(x).sum(), x)[0]
+
+    assert verify(model, step).contents == "1 output, 6 parameters, RNG"
+
+
+def test_compiled_model():
+    torch.compiler.reset()
+    model = net()
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    contents = "loss, 6 gradients, 6 parameters, 18 optimizer states, RNG"
+    assert verify(compiled, step_of(compiled, optimizer)).contents == contents
+
+
+@pytest.mark.parametrize("wrap", [lambda y: y.detach().numpy(), lambda _: object(), lambda y: (each for each in y)])
+def test_outputs_that_cannot_be_compared_are_refused(wrap):
+    model = net()
+
+    def step():
+        y = model(X)
+        y.sum().backward()
+        return wrap(y)
+
+    with pytest.raises(
+        ConfigError, match=r"verify: expected tensors and numbers as outputs of the step, got .* · fix: "
+    ):
+        verify(model, step)
+
+
+def test_other_outputs_are_compared():
+    model = net()
+
+    def step():
+        y = model(X)
+        y.sum().backward()
+        return {"argmax": y.argmax(-1), "seen": {1, 2}, "model": model, "mean": y.detach().numpy().mean(), "none": None}
+
+    assert "4 outputs" in verify(model, step).contents
+
+
+@pytest.mark.parametrize(
+    ("build", "fix"),
+    [(lambda: nn.LazyLinear(8), "run one forward before"), (lambda: nn.Linear(8, 8, device="meta"), "model.to_empty")],
+)
+def test_model_without_values_is_refused(build, fix):
+    model = nn.Sequential(build())
+    with pytest.raises(ConfigError, match=f"verify: expected values in all .*, `0.weight` has none · fix: {fix}"):
+        verify(model, step_of(model), {"0": True})
+
+
+@pytest.mark.parametrize("stateful", [3, [3], torch.optim.SGD(net().parameters()), net()])
+def test_stateful_is_checked(stateful):
+    model = net()
+    with pytest.raises(ConfigError, match=r"verify\.stateful: expected a list of objects with state_dict"):
+        graphckpt.verify(model, step_of(model), True, stateful=stateful)
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_model_in_ddp_that_has_not_run_yet():
+    model = net()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    verify(ddp, step_of(ddp, optimizer), {"module.*": True})
+    verify(ddp, step_of(ddp, optimizer), {"module.*": True})
