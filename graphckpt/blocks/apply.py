@@ -217,21 +217,25 @@ def _exclude(model: nn.Module, selectors: Iterable[Selector], configs: dict[nn.M
         has_effect = False
         for name, module in blocks:
             inside = [inner for inner in module.modules() if inner in had_policy]
-            if not inside and module not in within_policy:
+            if not inside and (module not in within_policy or isinstance(module, UNCALLED)):
                 continue  # of a class, another module may have one
             has_effect = True
             for inner in dict.fromkeys([module, *inside]):
                 configs[inner] = BlockConfig(configs[inner].block if inner in configs else name or "model")
                 configs[inner].update(_KEEP_ALL)
         if not has_effect:
-            what = "no policy acts on what it selects, so it has no effect"
-            yield f"exclude: {describe(selector)!r}: {what} · fix: leave it out"
+            name, module = blocks[0]
+            what, fix = "no policy acts on what it selects, so it has no effect", "leave it out"
+            if module in within_policy:
+                what, fix = f"{type(module).__name__} has no forward, so it has no effect", f"use {f'{name}.*'!r}"
+            yield f"exclude: {describe(selector)!r}: {what} · fix: {fix}"
 
 
 def _shown_selector(selector: Selector) -> str:
     """Returns a selector as it stands in a program, as far as a name says it."""
-    is_text = isinstance(selector, str)
-    return f'"{selector}"' if is_text else describe(selector)
+    if isinstance(selector, re.Pattern):
+        return repr(selector)
+    return f'"{selector}"' if isinstance(selector, str) else describe(selector)
 
 
 def _shown_policies(policies: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -117,6 +118,13 @@ def test_an_exclude_without_effect_is_an_error_and_nothing_is_set(exclude: Any, 
     assert "forward" not in model.layers[0].__dict__
 
 
+def test_a_container_without_a_forward_cannot_be_an_excluded_child() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match=r"exclude: 'layers': ModuleList has no forward, .* · fix: use 'layers\.\*'"):
+        graphckpt.apply(model, {"": True}, exclude="layers")
+    assert recomputed(model, ["layers.*", "head"], exclude="layers") == ["head"]
+
+
 def advice_of(model: nn.Module, policies: Any, **options: Any) -> str:
     with graphckpt.apply(model, policies, **options) as handle, handle.measure():
         model(torch.ones(64, 8)).sum().backward()
@@ -131,6 +139,8 @@ def test_the_advice_is_in_the_words_of_the_call() -> None:
     assert advice_of(model, True) == 'graphckpt.apply(model, True, exclude=["3"])'
     assert advice_of(model, {"*": True}) == "graphckpt.apply(model, {'*': True}, exclude=[\"3\"])"
     assert advice_of(model, "full", exclude=["2"]) == 'graphckpt.apply(model, \'full\', exclude=["2", "3"])'
+    text = advice_of(model, True, exclude=re.compile("[12]"))
+    assert text == "graphckpt.apply(model, True, exclude=[re.compile('[12]'), \"3\"])"
     long = {f"{number}": {"activation_checkpointing": "full"} for number in range(4)}
     assert advice_of(model, long) == 'graphckpt.apply(model, policies, exclude=["3"])'
 
