@@ -328,7 +328,8 @@ class _Estimation:
 
     def _all_notes(self, last: PolicyEstimate) -> Iterator[str]:
         if self._fault:
-            yield f"{self._fault} · fix: a smaller batch or seq, lora, or a device with more memory"
+            lora = "" if self._source.options.lora is not None else ", lora"
+            yield f"{self._fault} · fix: a smaller batch or seq{lora}, or a device with more memory"
         yield from self._cluster_notes
         if last.fits:
             yield from self._notes

@@ -159,6 +159,12 @@ class TestFigures:
         assert estimate.policies["plan"].allocated_bytes <= estimate.policies["full"].allocated_bytes
         assert "no plan fits" in str(estimate)
         assert "600 MiB" in str(estimate)
+        assert "fix: a smaller batch or seq, lora, or a device" in " ".join(str(estimate).split())
+
+    def test_lora_is_advised_only_where_it_is_off(self) -> None:
+        pytest.importorskip("peft")
+        estimate = estimated(memory="100MiB", lora=2)
+        assert "fix: a smaller batch or seq, or a device with more memory" in " ".join(str(estimate).split())
 
     def test_a_budget_below_the_weights_gets_the_lowest_peak(self) -> None:
         estimate = estimated(memory_budget="10KiB", optimizer="sgd")
