@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, final
 
@@ -45,9 +45,10 @@ def verify(
 
     Each step runs twice from one state, with policies and without: what ``step_fn`` returns, gradients, parameters,
     buffers, numbers among the attributes of modules, optimizer states and RNG states must then be equal. At the end the
-    model, its gradients, the optimizers that have stepped, and the RNG states are put back to what they were.
+    model, its gradients, the optimizers that have stepped with their parameters, and the RNG states are put back to
+    what they were. Of attributes of modules, lists and dictionaries are put back, but not what is in their items.
 
-    Copies of them take memory: about three times the bytes of parameters, gradients and optimizer states. A small batch
+    Copies of them take memory: about four times the bytes of parameters, gradients and optimizer states. A small batch
     shows the same as a large one.
 
     Args:
@@ -151,11 +152,10 @@ class _Loop:
         self._model = model
         self._step_fn = step_fn
         self._stateful = list(stateful)
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._optimizers: list[Optimizer] = []
         self._snapshots: list[_LoopState] = []
         self._gradients: dict[str, torch.Tensor] = {}
-        self._trained = [parameter for parameter in self._names if parameter.requires_grad]
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.has_backward = not self._trained
         """Whether a backward has reached a parameter, if any is trained."""
 
@@ -178,20 +178,20 @@ class _Loop:
             snapshot.add(optimizer)
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._gradients |= self._gradients_of(parameters)
+        self._gradients |= self._present_gradients({p for group in optimizer.param_groups for p in group["params"]})
 
-    def _gradients_of(self, parameters: Iterable[nn.Parameter]) -> dict[str, torch.Tensor]:
+    def _present_gradients(self, among: Container[nn.Parameter] | None = None) -> dict[str, torch.Tensor]:
         return {
-            f"gradient of {self._names[parameter]}": parameter.grad.detach().clone()
-            for parameter in parameters
-            if parameter.grad is not None and parameter in self._names
+            f"gradient of {name}": parameter.grad.detach().clone()
+            for name, parameter in self._model.named_parameters()  # of the present: a step may replace them
+            if parameter.grad is not None and (among is None or parameter in among)
         }
 
     def run(self) -> Values:
         self._gradients = {}
         outputs = outputs_of(self._step_fn())
-        gradients = {**self._gradients_of(self._names), **self._gradients}
+        gradients = {**self._present_gradients(), **self._gradients}
+        self.has_backward |= bool(gradients)
         state = _LoopState(self._model, self._optimizers, self._stateful)
         return {**outputs, "gradient": gradients, **state.values()}
 

@@ -254,3 +254,22 @@ def test_model_in_ddp_that_has_not_run_yet():
     optimizer = torch.optim.AdamW(ddp.parameters())
     verify(ddp, step_of(ddp, optimizer), {"module.*": True})
     verify(ddp, step_of(ddp, optimizer), {"module.*": True})
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_gradients_of_parameters_that_the_step_makes_are_compared(replace):
+    model = net()
+    weight = model[0][0].weight
+
+    def step():
+        if replace:
+            model[0][0].weight = nn.Parameter(model[0][0].weight.detach() * 0.9)
+        elif len(model) == 3:
+            model.append(nn.Linear(8, 8))
+        loss = model(X).sum()
+        loss.backward()
+        return loss
+
+    assert verify(model, step).contents.startswith("loss, 6 gradients, 6 " if replace else "loss, 8 gradients, 8 ")
+    assert model[0][0].weight is weight
+    assert len(model) == 3
