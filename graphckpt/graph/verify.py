@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from graphckpt.engine.sampling import without_value_checks
@@ -180,7 +179,6 @@ class ModelState:
         self._attributes = {
             f"{name}.{key}".removeprefix("."): value
             for name, module in modules
-            if not isinstance(module, DistributedDataParallel)  # it notes in the second step what it has learned
             for key, value in module.__dict__.items()
             if key not in _OF_TORCH and isinstance(value, (int, float, str, NoneType))
         }

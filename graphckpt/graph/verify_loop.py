@@ -9,6 +9,7 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -92,6 +93,10 @@ def verify(
         if is_lazy(tensor) or tensor.is_meta:
             fix = "run one forward before" if is_lazy(tensor) else "model.to_empty(device=...), and set the weights"
             raise ConfigError(f"verify: expected values in all parameters and buffers, `{name}` has none · fix: {fix}")
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        what = f"expected modules of Python, whose attributes can be put back, `{scripted[0]}` is a ScriptModule"
+        raise ConfigError(f"verify: {what} · fix: leave torch.jit.script out")
     with ExitStack() as stack:
         if policies is not None:
             stack.enter_context(apply(model, policies))
@@ -206,7 +211,9 @@ class _LoopState:
     """Copies of what a step of a user's loop changes."""
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], stateful: Iterable[Stateful]) -> None:
-        self._state = ModelState({"": model}, ())
+        # What DDP notes about its steps belongs to its reducer, which cannot be put back.
+        inner: nn.Module | None = model.module if isinstance(model, DistributedDataParallel) else None
+        self._state = ModelState({"": model} if inner is None else {"module": inner}, ())
         for optimizer in optimizers:
             self.add(optimizer)
         self._parameters = [

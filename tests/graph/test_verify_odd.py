@@ -248,9 +248,10 @@ def process_group():
 
 
 @pytest.mark.usefixtures("process_group")
-def test_model_in_ddp_that_has_not_run_yet():
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_model_in_ddp_that_has_not_run_yet(static_graph):
     model = net()
-    ddp = nn.parallel.DistributedDataParallel(model)
+    ddp = nn.parallel.DistributedDataParallel(model, static_graph=static_graph)
     optimizer = torch.optim.AdamW(ddp.parameters())
     verify(ddp, step_of(ddp, optimizer), {"module.*": True})
     verify(ddp, step_of(ddp, optimizer), {"module.*": True})
@@ -273,3 +274,17 @@ def test_gradients_of_parameters_that_the_step_makes_are_compared(replace):
     assert verify(model, step).contents.startswith("loss, 6 gradients, 6 " if replace else "loss, 8 gradients, 8 ")
     assert model[0][0].weight is weight
     assert len(model) == 3
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+def test_scripted_modules_are_refused():
+    model = net(torch.jit.script(nn.Linear(8, 8)))
+    with pytest.raises(ConfigError, match=r"verify: expected modules of Python, .* `0` is a ScriptModule · fix: leave"):
+        verify(model, step_of(model), {"1": True})
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_policy_that_only_compiles_is_verified():
+    torch.compiler.reset()
+    model = net()
+    assert "6 gradients" in verify(model, step_of(model), {"*": {"compile": {"backend": "aot_eager"}}}).contents
