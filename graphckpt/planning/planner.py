@@ -41,8 +41,6 @@ class Planner:
     is_simulated: bool = False
     world_size: int = 1
     rank: int = 0
-    in_callback: bool = False
-    """Whether a trainer's callback plans: that takes neither ``head`` nor ``segments``."""
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     head: tuple[PlanRow, ...] = ()
@@ -140,7 +138,7 @@ class Planner:
         """
         where, static = self.measured.interval_name(self.floor.interval), self.measured.model.static_bytes
         fixes = []
-        if where.startswith("the head") and not self.in_callback:
+        if where.startswith("the head"):
             fixes.append("compute the loss in slices (set `head` to its block and `Tiles`)")
         container = self._sequential()
         # What the blocks hold at the lowest peak, segments of segments hold in part.
@@ -148,7 +146,7 @@ class Planner:
         storages = {s for call, block in enumerate(model.block_of_call) for s in model.holds(call, options[block])}
         input_bytes = sum(model.base.sizes.get(storage, 0) for storage in storages)
         without_inputs = max(static, self.floor.peak - input_bytes) + lowest - self.floor.peak
-        if container is not None and without_inputs <= budget and not self.in_callback:
+        if container is not None and without_inputs <= budget:
             fixes.append(f"segments='log' on {container} (less memory, more time)")
         content = f"weights, optimizer state, inputs{', workspaces' if self.is_simulated else ''} and what runs before"
         limit, peak = format_sizes(budget, lowest)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
-from typing import NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 from graphckpt.planning.level_meter import UpdateLevels
 from graphckpt.planning.levels import LevelSpan
@@ -105,6 +105,16 @@ class PlannedUpdate:
     def key(self) -> UpdateKey:
         return self.sizes, tuple(self.levels.block_of_call)
 
+    def to_message(self) -> list[Any]:
+        """Returns plain values, for JSON."""
+        return [self.levels.to_message(), [*self.options], [*self.sizes], self.creates_states]
+
+    @classmethod
+    def from_message(cls, message: Sequence[Any]) -> Self:
+        levels, options, sizes, creates_states = message
+        sizes_by_name = tuple((name, size) for name, size in sizes)
+        return cls(UpdateLevels.from_message(levels), options, sizes_by_name, creates_states)
+
 
 UpdateKey: TypeAlias = "tuple[InputSizes, tuple[int, ...]]"
 """Updates of one key have calls of the same sizes in the same order."""
@@ -153,6 +163,12 @@ class UpdateTable:
     def __contains__(self, key: UpdateKey) -> bool:
         return key in self._updates
 
+    def typical_blocks(self, key: UpdateKey) -> set[int]:
+        """Returns the blocks of which every call has an argument with history."""
+        update = self._updates[key][0]
+        odd = {block for block, kind in zip(key[1], self._kinds(update), strict=True) if not kind.is_typical}
+        return set(key[1]) - odd
+
     def has_read(self, block_class: int, option: int) -> bool:
         """Whether any update has shown what an option does to the calls of a class."""
         return any(
@@ -176,13 +192,11 @@ class UpdateTable:
         for (interval, span), opened in zip(base.items(), _opened_bytes(base, rows, self._dropped(key)), strict=True):
             call = interval.call
             level, rise = self.start_bytes + span.start + opened, span.peak - span.start
-            if interval.is_of_block:
-                own = self._own_rises.get((key, call, plan[key[1][call]]))
-                if interval.phase is Phase.FORWARD:
-                    rise = rows[call].rise_forward if own is None else own[0]
-                else:
-                    level += rows[call].output
-                    rise = rows[call].rise_backward if own is None else own[1]
+            if interval.phase is Phase.FORWARD:
+                rise = rows[call].rise_forward
+            elif interval.phase is Phase.BACKWARD:
+                level += rows[call].output
+                rise = rows[call].rise_backward
             yield IntervalLevel(interval, level, level + rise)
 
     def base(self, key: UpdateKey) -> Mapping[Interval, LevelSpan]:
@@ -196,13 +210,11 @@ class UpdateTable:
             self._bases[key] = spans
         return self._bases[key]
 
-    def row(self, block: int, option: int) -> UpdateRow:
-        """Returns what the first call of a block does under an option in the largest update; all zero if not called."""
-        key = self.largest
-        if block not in key[1]:
-            return _NO_ROW
-        call = key[1].index(block)
-        return self._row(key[0], self._kinds(self._updates[key][0])[call], option)
+    def row(self, key: UpdateKey, call: int, option: int) -> UpdateRow:
+        """Returns what a call does under an option. Its own rises count before those of equal calls."""
+        row = self._row(key[0], self._kinds(self._updates[key][0])[call], option)
+        own = self._own_rises.get((key, call, option))
+        return row if own is None else row._replace(rise_forward=own[0], rise_backward=own[1])
 
     def seconds(self, block: int, option: int) -> float:
         """Returns the seconds of all calls of a block in the largest update. No option is faster than ``keep``."""
@@ -288,8 +300,7 @@ class UpdateTable:
         return self._updates[key][0].levels.dropped
 
     def _rows_of(self, plan: Sequence[int], key: UpdateKey) -> list[UpdateRow]:
-        kinds = self._kinds(self._updates[key][0])
-        return [self._row(key[0], kind, plan[block]) for kind, block in zip(kinds, key[1], strict=True)]
+        return [self.row(key, call, plan[block]) for call, block in enumerate(key[1])]
 
     def _row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow:
         entry = sizes, kind, option
@@ -346,7 +357,7 @@ class UpdateTable:
         bound = full.rise_backward
         keep = self._read_row(sizes, kind, 0)
         retained = bound if keep is None else min(bound, max(keep.retained, keep.retained_later))
-        return UpdateRow(retained, retained, 0, max(bound, full.rise_forward), bound)
+        return UpdateRow(retained, retained, 0, max(bound, full.rise_forward), bound - retained)
 
     def _full_seconds(self, sizes: InputSizes, kind: _Kind) -> float:
         for other_sizes in sorted({each for each, _, _ in self._readings}, key=lambda each: (each != sizes, each)):
