@@ -313,10 +313,9 @@ class LivePlan:
             limit = max(plan.budget_bytes, plan.predicted_peak_bytes)  # the latter if no plan fits
             exceeds = peak > limit and self._budget != "min"
             if not exceeds and abs(off) <= _TOLERANCE * plan.predicted_peak_bytes:
-                self._checks_left = 0
-                self.plan = corrected(
-                    plan, off if self._table.largest in [each.key for each in updates] else max(0, off)
-                )
+                if any(each.key == self._table.largest for each in updates):  # a smaller batch proves less
+                    self.plan = corrected(plan, off)
+                    self._checks_left = 0
                 return False
             if exceeds:
                 excess = "a step took {} under a plan for {}".format(*format_sizes(peak, plan.budget_bytes))
