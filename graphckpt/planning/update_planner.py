@@ -32,6 +32,7 @@ from graphckpt.stores.placement import placement_of
 from graphckpt.units import format_bytes, format_sizes
 
 _ATTEMPTS = 6  # an update whose backward takes another order than its forward needs more than one
+_MARGIN = 0.01  # of the budget, where options were shown by smaller batches only
 _CUTS = 16  # positions at which one option may end and another begin
 
 
@@ -210,6 +211,15 @@ class UpdatePlanner:
         """Whether all blocks may keep everything within ``limit`` bytes, as far as updates have shown."""
         return limit is not None and self.is_plain_known and self.plain_peak <= limit
 
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether all options were shown by updates of the largest size."""
+        return all(
+            self.table.is_exact(self.key, call, option)
+            for call, block in enumerate(self.key[1])
+            for option in self.allowed[block]
+        )
+
     @property
     def is_plain_known(self) -> bool:
         return all(0 in self.allowed[block] for block in self.called)
@@ -234,6 +244,8 @@ class UpdatePlanner:
                 if option == base or self.table.has_read(kind, option):
                     continue
                 for block in free[kind]:
+                    if len(self._alike(kind)) > 1 and self._has_neighbour(turn, block):
+                        continue  # what a block holds for the next one would count as what that one frees
                     trial = [*turn[:block], option, *turn[block + 1 :]]
                     if limit is None or self.table.peak(trial) <= limit:
                         turn = trial
@@ -242,6 +254,12 @@ class UpdatePlanner:
                             free[kind].clear()
                         break
         return None if set(turn) == {base} else turn
+
+    def _has_neighbour(self, turn: Sequence[int], block: int) -> bool:
+        """Whether a block next to this one has another option than ``full``."""
+        place = self.called.index(block)
+        others = self.called[max(0, place - 1) : place] + self.called[place + 1 : place + 2]
+        return any(turn[other] != self.table.base_option for other in others)
 
     def _positions(self, kind: int) -> Iterator[int]:
         """Yields the blocks of a class for other options: first those with neighbours that are compared."""
@@ -305,7 +323,8 @@ class UpdatePlanner:
             PlanError: No plan fits.
         """
         correction = max(0, correction) if budget is None else correction
-        choice = self.lowest if budget is None else self.fastest(budget - correction)
+        margin = 0 if budget is None or self.is_exact else int(_MARGIN * budget)
+        choice = self.lowest if budget is None else self.fastest(budget - correction - margin)
         if choice is None:
             fault = self._infeasible(budget or 0, correction)
             if not or_lowest:

@@ -80,6 +80,14 @@ class _CallReadings:
     forward_seconds: list[float] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
 
+    def scaled(self, factor: float) -> _CallReadings:
+        """Returns the bytes between borders, scaled; rises and seconds are left out."""
+        added, freed, own_freed = (
+            {border: [ceil(factor * value) for value in values] for border, values in read.items()}
+            for read in (self.added, self.freed, self.own_freed)
+        )
+        return _CallReadings(added, freed, own_freed)
+
     @property
     def seconds(self) -> float:
         return sum(median(each) for each in (self.forward_seconds, self.backward_seconds) if each)
@@ -172,9 +180,18 @@ class UpdateTable:
     def has_read(self, block_class: int, option: int) -> bool:
         """Whether any update has shown what an option does to the calls of a class."""
         return any(
-            self._exact_row(sizes, kind, option) is not None
+            self._row_read(sizes, kind, option, self._scaled_full(sizes, kind)) is not None
             for sizes, kind, read in self._readings
             if kind.block_class == block_class and read == option
+        )
+
+    def is_exact(self, key: UpdateKey, call: int, option: int) -> bool:
+        """Whether updates of these sizes have shown what an option does to a call, or to an equal one."""
+        kind = self._kinds(self._updates[key][0])[call]
+        return any(
+            self._exact_row(key[0], other, option) is not None
+            for sizes, other, read in self._readings
+            if sizes == key[0] and read == option and other.block_class == kind.block_class
         )
 
     def peak(self, plan: Sequence[int], key: UpdateKey | None = None) -> int:
@@ -317,11 +334,14 @@ class UpdateTable:
         for other in alike:
             if (row := self._exact_row(sizes, other, option)) is not None:
                 return row
-        others = {other for other, _, read in self._readings if read == option} - {sizes}
-        for other_sizes in sorted(others, key=lambda other: (-_ratio(other, sizes), other)):
-            for other in alike:
-                if (row := self._exact_row(other_sizes, other, option)) is not None:
-                    return row.scaled(self._scale(other_sizes, sizes, other))
+        others = {other for other, _, read in self._readings if read == option}
+        in_order = sorted(others, key=lambda other: (other != sizes, -_ratio(other, sizes), other))
+        for full_readings in (self._full, self._scaled_full):
+            for other_sizes in in_order:
+                for other in alike:
+                    row = self._row_read(other_sizes, other, option, full_readings(other_sizes, other))
+                    if row is not None:
+                        return row.scaled(self._scale(other_sizes, sizes, other))
         return None
 
     def _scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
@@ -332,9 +352,22 @@ class UpdateTable:
         ]
         return rises[1] / rises[0] if len(rises) == 2 and all(rises) else _ratio(sizes, other)
 
+    def _full(self, sizes: InputSizes, kind: _Kind) -> _CallReadings | None:
+        return self._readings.get((sizes, kind, self.base_option))
+
+    def _scaled_full(self, sizes: InputSizes, kind: _Kind) -> _CallReadings | None:
+        """Returns the readings of ``full``, from another batch if it was not read with this one: its bytes scale."""
+        read_with = {other for other, each, read in self._readings if each == kind and read == self.base_option}
+        if not read_with:
+            return None
+        other = min(read_with, key=lambda each: (each != sizes, -_ratio(each, sizes), each))
+        return self._readings[other, kind, self.base_option].scaled(_ratio(sizes, other))
+
     def _exact_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
+        return self._row_read(sizes, kind, option, self._full(sizes, kind))
+
+    def _row_read(self, sizes: InputSizes, kind: _Kind, option: int, full: _CallReadings | None) -> UpdateRow | None:
         readings = self._readings.get((sizes, kind, option))
-        full = self._readings.get((sizes, kind, self.base_option))
         if readings is None or full is None or not readings.rises_forward:
             return None
         rises = max(readings.rises_forward), max(readings.rises_backward, default=0)
