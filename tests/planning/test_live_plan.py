@@ -20,15 +20,16 @@ from graphckpt.planning.options import PlanOptions
 class Loop:
     """A training loop, whose updates are planned for."""
 
-    def __init__(self, budget, candidates=("full",), **more):
-        self.model = nn.Sequential(*(ReLULayer() for _ in range(4)))
+    def __init__(self, budget, candidates=("full",), device="cpu", **more):
+        self.device = device
+        self.model = nn.Sequential(*(ReLULayer() for _ in range(4))).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.lines = []
         options = PlanOptions(candidates=candidates, progress=False, **more)
         self.live = LivePlan(self.model, budget, options, self.lines.append)
 
     def step(self, size):
-        self.model(torch.ones(size, 16)).sum().backward()
+        self.model(torch.ones(size, 16, device=self.device)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -249,4 +250,22 @@ def test_a_layer_that_is_dropped_is_planned_for_no_more():
     del loop.model[2]
     loop.updates(64, 128, 128, 128)
     assert [name for name, layer in loop.model.named_children() if policy_of(layer) is not None] != []
+    loop.live.close()
+
+
+@pytest.mark.gpu
+def test_the_allocator_of_a_device_plans_a_training(device):
+    """Nothing is counted op by op: levels are those of the allocator, which rounds up and has other tensors as well."""
+    other = torch.ones(1000, device=device)
+    loop = Loop(480_000, device=device, determinism_check="none")  # which takes a few KiB from the first check on
+    loop.updates(*[256] * 5)
+    plan = loop.live.plan
+    assert loop.live.is_settled
+    assert 0 < len(plan.policies) < len(loop.model)
+    assert plan.device.startswith(device)
+    torch.cuda.reset_peak_memory_stats()
+    loop.step(256)
+    assert torch.cuda.max_memory_allocated() == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+    assert torch.cuda.max_memory_allocated() <= plan.budget_bytes < plan.plain_peak_bytes
+    del other
     loop.live.close()
