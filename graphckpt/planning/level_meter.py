@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol, Self, final
 from weakref import ref
@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from graphckpt.blocks.forward import policy_of
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.levels import LevelLog, LevelSpan
@@ -44,6 +45,8 @@ class UpdateLevels:
     """The level at the start of the update: weights, optimizer states, and gradients that are not freed."""
     dropped: frozenset[int] = frozenset()
     """The calls whose graph was freed without a backward. An empty interval of their backward says when."""
+    recomputed: Mapping[int, int] = field(default_factory=dict)
+    """By call: what its recomputation has added to the level, which is the most that any policy retains of it."""
     signatures: Sequence[str] = ()
     """By call: the shapes that it was called with."""
     are_typical: Sequence[bool] = ()
@@ -65,19 +68,23 @@ class UpdateLevels:
         """Returns plain values, for JSON."""
         rows = [(i.phase.value, i.call, *span, self.seconds.get(i, 0.0)) for i, span in self.spans.items()]
         calls = [*self.block_of_call], sorted(self.dropped), [*self.signatures], [*self.are_typical]
-        return [rows, self.total_seconds, self.start_bytes, *calls]
+        recomputed = [*self.recomputed.items()]
+        return [rows, self.total_seconds, self.start_bytes, *calls, recomputed]
 
     @classmethod
     def from_message(cls, message: Sequence[Any]) -> Self:
-        rows, total, start, blocks, dropped, signatures, typical = message
+        rows, total, start, blocks, dropped, signatures, typical, recomputed = message
         spans, seconds = {}, {}
         for phase, call, begin, peak, end, spent in rows:
             interval = Interval(Phase(phase), call)
             spans[interval], seconds[interval] = LevelSpan(begin, peak, end), spent
-        return cls(blocks, spans, seconds, total, start, frozenset(dropped), signatures, typical)
+        return cls(blocks, spans, seconds, total, start, frozenset(dropped), dict(recomputed), signatures, typical)
 
 
 class _Gauge(AbstractContextManager[Any], Protocol):
+    def level(self) -> int:
+        """Returns the live bytes."""
+
     def read(self) -> tuple[int, int]:
         """Returns the live bytes, and the most of them since the last reading."""
 
@@ -96,6 +103,9 @@ class _CountedBytes:
     def __exit__(self, *error: object) -> None:
         self._live.__exit__(*error)
 
+    def level(self) -> int:
+        return self._live.live_bytes
+
     def read(self) -> tuple[int, int]:
         level, peak = self._live.live_bytes, self._live.peak_bytes
         self._live.peak_bytes = level
@@ -112,6 +122,9 @@ class _AllocatedBytes:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *error: object) -> None: ...
+
+    def level(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
 
     def read(self) -> tuple[int, int]:
         level, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
@@ -157,6 +170,7 @@ class LevelMeter(StepMarks):
         self._signatures: list[str] = []
         self._are_typical: list[bool] = []
         self._dropped: set[int] = set()
+        self._recomputed: dict[int, int] = {}
         self._is_on = False
 
     @contextmanager
@@ -165,6 +179,9 @@ class LevelMeter(StepMarks):
             stack.enter_context(without_value_checks())
             stack.enter_context(blocks.marked(self))
             stack.enter_context(self._gauge)
+            for context in [wrapper.context for wrapper in map(policy_of, blocks.modules) if wrapper is not None]:
+                context.on_recomputed = self._end_recomputation
+                stack.callback(setattr, context, "on_recomputed", None)
             self._is_on = True
             self._read()
             self._peaks.clear()  # of what was before the update
@@ -197,6 +214,7 @@ class LevelMeter(StepMarks):
             total_seconds=seconds_between(self._times[0], self._times[-1]),
             start_bytes=start,
             dropped=frozenset(self._dropped),
+            recomputed=self._recomputed,
             signatures=self._signatures,
             are_typical=self._are_typical,
         )
@@ -209,6 +227,11 @@ class LevelMeter(StepMarks):
             before = self._interval
             self._mark(Phase.BACKWARD, call)
             self._mark(*(before if before.is_of_block else Interval(Phase.AFTER_BACKWARD, call)))
+
+    def _end_recomputation(self) -> None:
+        phase, call = self._interval
+        if self._is_on and phase is Phase.BACKWARD:
+            self._recomputed[call] = max(self._recomputed.get(call, 0), self._gauge.level() - self._levels[-1])
 
     def _read(self) -> None:
         level, peak = self._gauge.read()

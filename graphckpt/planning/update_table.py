@@ -77,8 +77,17 @@ class _CallReadings:
     """From the start of its own backward to the start of the one after it."""
     rises_forward: list[int] = field(default_factory=list)
     rises_backward: list[int] = field(default_factory=list)
+    recomputed: list[int] = field(default_factory=list)
+    """What a recomputation has added."""
     forward_seconds: list[float] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
+
+    def freed_twice(self) -> Mapping[_Border, list[int]]:
+        """Returns what this call and an equal one before it free, each between blocks under ``full``."""
+        return {
+            ((block_class, -distance), (block_class, distance)): [2 * value for value in values]
+            for ((block_class, distance), *_), values in self.own_freed.items()
+        }
 
     def scaled(self, factor: float) -> _CallReadings:
         """Returns the bytes between borders, scaled; rises and seconds are left out."""
@@ -274,6 +283,8 @@ class UpdateTable:
                 self._own_rises[key, call, option] = max(own[0], rise), own[1]
                 continue
             readings.rises_backward.append(rise)
+            if call in levels.recomputed:
+                readings.recomputed.append(levels.recomputed[call])
             readings.backward_seconds.append(seconds)
             self._own_rises[key, call, option] = own[0], max(own[1], rise)
             if after is None or not end or update.options[levels.block_of_call[after.call]] != self.base_option:
@@ -378,18 +389,22 @@ class UpdateTable:
             return None
         own = _difference(readings.own_freed, full.own_freed, kind.block_class)
         later = _difference(readings.freed, full.freed, kind.block_class)
+        if later is None and (twice := _difference(readings.freed, full.freed_twice(), kind.block_class)) is not None:
+            later = max(retained, twice)  # the gradient of the last block may be a number
         if later is None:
             later = retained if own is None else max(retained, own)
         return UpdateRow(retained, later, max(0, (own or 0) - later), *rises)
 
     def _highest_row(self, sizes: InputSizes, kind: _Kind) -> UpdateRow:
-        """Returns a bound of what an option that was not read takes: under ``full``, backward creates the same."""
+        """Returns a bound of what an option that was not read takes: a recomputation creates all that it can retain."""
         full = self._read_row(sizes, kind, self.base_option)
         if full is None:
             return _NO_ROW
-        bound = full.rise_backward
-        keep = self._read_row(sizes, kind, 0)
-        retained = bound if keep is None else min(bound, max(keep.retained, keep.retained_later))
+        bound = retained = full.rise_backward
+        if (readings := self._full(sizes, kind)) is not None and readings.recomputed:
+            retained = min(bound, max(readings.recomputed))
+        if (keep := self._read_row(sizes, kind, 0)) is not None:
+            retained = min(retained, max(keep.retained, keep.retained_later))
         return UpdateRow(retained, retained, 0, max(bound, full.rise_forward), bound - retained)
 
     def _full_seconds(self, sizes: InputSizes, kind: _Kind) -> float:

@@ -190,7 +190,7 @@ def test_adapters_lengths_and_a_stream(kind: str, tmp_path: Path) -> None:
     for each in (None, callback):
         data = Dataset.from_list(rows(kind, lengths)).to_iterable_dataset()
         lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        runs.append(train(kind, tmp_path, each, data=data, peft_config=lora, max_steps=6, **{OWN: True}))
+        runs.append(train(kind, tmp_path, each, data=data, peft_config=lora, max_steps=10, **{OWN: True}))
     assert_equal(runs[1], runs[0])
     assert callback.plan.policies
     # not the predicted peak: TRL's loss takes 128 KiB for each token that is not padding, of equally many elements

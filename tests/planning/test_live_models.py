@@ -110,7 +110,8 @@ def test_a_training_is_planned_within_eight_updates_and_keeps_its_bits(
     assert plan is not None
     assert planned.live.is_settled
     assert planned.live._num_measured < MOST_UPDATES
-    assert plan.keeps_everything == (share > 1)
+    if name != "stages" or lengths == EQUAL:  # else a layer is compared with itself in a batch of another length
+        assert plan.keeps_everything == (share > 1)
     assert planned.peak(24) <= budget
     assert planned.peak(24) == pytest.approx(plan.predicted_peak_bytes, rel=0.001)
     if name == "stages" and share == 0.7:
