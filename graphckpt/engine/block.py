@@ -15,7 +15,7 @@ from graphckpt.errors import warn_once
 from graphckpt.stores.base import DeviceStore, TensorGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from graphckpt.ledger.recorder import Recorder
     from graphckpt.stores.base import Store
@@ -48,6 +48,7 @@ class BlockContext:
         "name",
         "notes",
         "num_mismatches",
+        "on_recomputed",
         "recorder",
         "sampler",
         "schedules",
@@ -84,6 +85,8 @@ class BlockContext:
         self.num_mismatches = 0
         """Calls that did not follow the schedule of an earlier one."""
         self.recorder: Recorder | None = None
+        self.on_recomputed: Callable[[], object] | None = None
+        """Called at the end of each recomputation, when all that backward needs is there."""
         self.notes: dict[str, None] = {}
         """What ``explain()`` must say about this block, in order, each once."""
         self._parts: dict[object, BlockContext] = {}
@@ -103,7 +106,7 @@ class BlockContext:
                 self.store if self.is_placed else None,
                 sampler=CallSampler(f"{self.name} {len(self._parts)}") if self.learns else self.sampler,
             )
-        part.recorder = self.recorder
+        part.recorder, part.on_recomputed = self.recorder, self.on_recomputed
         part.determinism_check = self.determinism_check
         part.notes = self.notes
         return part

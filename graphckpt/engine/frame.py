@@ -376,6 +376,8 @@ class Frame(Call):
         finally:
             if recorder is not None:
                 recorder.recomputation_ended(self.block.name)
+            if self.block.on_recomputed is not None:
+                self.block.on_recomputed()
 
     def _explain(self, error: Exception) -> None:
         """Adds to an error of the user's own code that backward was recomputing a block, and what may be the cause."""

@@ -41,8 +41,6 @@ class Planner:
     is_simulated: bool = False
     world_size: int = 1
     rank: int = 0
-    in_callback: bool = False
-    """Whether a trainer's callback plans: that takes neither ``head`` nor ``segments``."""
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     head: tuple[PlanRow, ...] = ()
@@ -140,13 +138,13 @@ class Planner:
         """
         where, static = self.measured.interval_name(self.floor.interval), self.measured.model.static_bytes
         fixes = []
-        if where.startswith("the head") and not self.in_callback:
+        if where.startswith("the head"):
             fixes.append("compute the loss in slices (set `head` to its block and `Tiles`)")
         container = self._sequential()
         # What the blocks save at the lowest peak, segments of segments save in part.
         input_bytes = self.measured.model.saved_bytes(self.floor.plan)
         without_inputs = max(static, self.floor.peak - input_bytes) + lowest - self.floor.peak
-        if container is not None and without_inputs <= budget and not self.in_callback:
+        if container is not None and without_inputs <= budget:
             fixes.append(f"segments='log' on {container} (less memory, more time)")
         content = f"weights, optimizer state, inputs{', workspaces' if self.is_simulated else ''} and what runs before"
         limit, peak = format_sizes(budget, lowest)
