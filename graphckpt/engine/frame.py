@@ -161,11 +161,10 @@ class Frame(Call):
         outer = running.get()
         is_nested = outer is not None and outer.is_recomputation
         with modes_paused, block.copy_in_record():
-            modes = state.modes()
-            self._learning = block.learns and not state.has_learnt(modes)
+            call_state = self._call_state = state.take(is_nested=is_nested)
+            self._learning = block.learns and call_state.is_first
             self.values = begin_check(block, self._determinism_check, is_learning=self._learning, is_nested=is_nested)
-            self._call_state = state.take(modes, is_nested=is_nested)
-            may_draw_on_host = self._learning or not block.learns or modes in state.host_rng_modes
+            may_draw_on_host = call_state.is_first or call_state.modes in state.host_rng_modes
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
             self._modes, self._context = foreign_modes(), keep_context()
