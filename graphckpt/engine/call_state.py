@@ -150,6 +150,8 @@ class CallState:
     """The state before a call, of which :meth:`ModuleState.finish` leaves what the recomputation needs."""
 
     # With tuples rather than lists: Python's garbage collector need not visit those that hold numbers only.
+    fields: _Fields
+    """Of the modules; nothing after the call."""
     modes: Modes
     is_first: bool
     """Whether no call in these modes has shown yet what later ones copy, so that this is all."""
@@ -224,11 +226,9 @@ class ModuleState:
         """Whether a submodule was added, removed or replaced since, as adapters do, or a parameter or buffer added."""
         children, ids = self._children
         # A new child may have got the memory, and so the id, of one that is gone.
-        return bool(self._freed) or self._has_other_slots() or _ids_in(children) != ids
-
-    def _has_other_slots(self) -> bool:
         owners, keys = self._owners
-        return any(self._empty) or list(map(list, owners)) != keys
+        is_same = not self._freed and _ids_in(children) == ids and list(map(list, owners)) == keys
+        return not is_same or any(self._empty)
 
     def attribute_ids(self) -> set[int]:
         return set(map(id, self._fields()))
@@ -271,6 +271,7 @@ class ModuleState:
         if scope.open:
             reached += self._objects_with_tensors(scope.open, fields)
         return CallState(
+            fields,
             modes,
             is_first,
             tensors,
@@ -434,7 +435,7 @@ class ModuleState:
 
         What the call has only set up stays set. With ``learning``, ``state`` is all, and shows what later calls copy.
         """
-        fields, layout = self._fields(), state.layout
+        fields, layout, state.fields = state.fields, state.layout, []
         if learning:
             self._narrow(state, fields)
         changed: set[int] = set()
@@ -544,10 +545,11 @@ class ModuleState:
 
     def _put_tensors(self, state: CallState, fields: _Fields, edit: _Edit, restore: ExitStack) -> frozenset[int]:
         slots = self._slots_of(state, fields)
-        if not all(map(is_, starmap(dict.get, slots), state.tensors)):
+        present = [*starmap(dict.get, slots)]
+        if not all(map(is_, present, state.tensors)):
             for (owner, key), tensor in zip(slots, state.tensors, strict=True):
-                present = owner.get(key)
-                if present is not tensor and not _is_sharding(present, tensor):
+                now = owner.get(key)
+                if now is not tensor and not _is_sharding(now, tensor):
                     edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
         borrowed = set()
         copies = state.copies
@@ -565,10 +567,12 @@ class ModuleState:
                 borrowed.add(id(tensor))
             else:
                 edit(owner)[key] = clone
-        if self._has_other_slots():  # buffers that the call, or what followed, has registered
-            keys = {(id(owner), key) for owner, key in self._slots}
-            for owner in (*self._owners[0], *self._empty):
-                for key in [key for key, value in owner.items() if (id(owner), key) not in keys and _is_plain(value)]:
+        owners, keys = self._owners
+        # Buffers that the call, or what followed, has registered; what was removed is there again by now.
+        if any(self._empty) or [*map(len, owners)] != [*map(len, keys)]:
+            own = {(id(owner), key) for owner, key in self._slots}
+            for owner in (*owners, *self._empty):
+                for key in [key for key, value in owner.items() if (id(owner), key) not in own and _is_plain(value)]:
                     del edit(owner)[key]
         return frozenset(borrowed) if borrowed else _NOTHING_BORROWED
 
