@@ -442,7 +442,7 @@ class ModuleState:
         if (
             [*map(len, fields)] != layout.sizes
             or not _are_same(_read(layout.plain, fields), state.plain)
-            or not _are_same(_read(layout.others, fields), state.others)
+            or (layout.others and not _are_same(_read(layout.others, fields), state.others))
         ):
             set_up = set()
             for at, key, old, new in self._changes(state, fields):

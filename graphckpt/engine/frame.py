@@ -271,7 +271,7 @@ class Frame(Call):
             for call in self.excluded:
                 call.after_forward(call_state)
             # Each must find the buffers as the ones before it have left them: if one is repeated, all others are.
-            if any(call.is_repeated and call.buffer_ids() for call in self.excluded):
+            if self.excluded and any(call.is_repeated and call.buffer_ids() for call in self.excluded):
                 for call in self.excluded:
                     if call.buffer_ids():
                         call.repeat()
