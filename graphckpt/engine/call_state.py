@@ -290,11 +290,8 @@ class ModuleState:
 
     def _renew_layout(self, fields: _Fields) -> _AttributeLayout:
         """Notes which attributes are tensors, plain values and objects, once some have come or have another type."""
-        complete = self._users | self._changed
-        names = [
-            _names(owner) if at in complete else _number_names(owner) + ["forward"] * ("forward" in owner)
-            for at, owner in enumerate(fields)
-        ]
+        complete = self._users.union(self._changed, [at for at, owner in enumerate(fields) if "forward" in owner])
+        names = [_names(owner) if at in complete else _number_names(owner) for at, owner in enumerate(fields)]
         self._layout = _AttributeLayout.of(fields, names, complete)
         first = len(self._slots)
         tensors = [(at, key) for at, keys in enumerate(names) for key in keys if _is_plain(fields[at][key])]
@@ -405,8 +402,9 @@ class ModuleState:
         self._changed.update(at for at, *_ in self._changes(state, fields))
         self._changed.update(at for at, _ in state.names)
         layout = self._renew_layout(fields)
-        watched = layout.complete.union(reader.module for reader in layout.plain if "forward" in reader.names)
-        present = [(at, key, value) for at in sorted(watched) for key, value in fields[at].items() if key not in _OWN]
+        present = [
+            (at, key, value) for at in sorted(layout.complete) for key, value in fields[at].items() if key not in _OWN
+        ]
         names = [(at, key) for at, key, value in present if _is_plain(value)]
         mutated = {state.names[index - first] for index in copied if index >= first}
         later = [index for index in copied if index < first]
