@@ -3,9 +3,12 @@
 Before a call, the state of the block's modules is copied; for the recomputation, the copy is put in place; after it,
 what was there is put back. Tensors that can change are cloned, so that the recomputation modifies clones alone.
 
-The first call in each mode copies all and compares afterwards. Later calls copy the dictionaries of the modules'
-attributes and the containers in them, small buffers, the statistics of norms, and what has changed in the first call.
-Modifications of other tensors are seen by their version counters, and refused.
+The first call in each mode copies all and compares afterwards. Later calls read the attributes of the modules, and copy
+the containers in them, small buffers, the statistics of norms, and what has changed in the first call. Modifications of
+other tensors are seen by their version counters, and refused.
+
+A later call touches as little memory as it can, in C: between the kernels of a model, none of it is in a cache, so that
+the same work takes five times as long as in a loop. What has not changed is compared by identity, and not copied.
 
 RNG states, autocast and the other settings of a thread are the subject of :mod:`graphckpt.thread_state`.
 """
