@@ -43,6 +43,7 @@ class BlockContext:
         "ends_with_saved",
         "has_rrelu",
         "is_placed",
+        "keeps_on_device",
         "learns",
         "mutated",
         "name",
@@ -72,6 +73,7 @@ class BlockContext:
         self._roots = [weakref.ref(root) for root in roots]
         self.is_placed = store is not None
         self.store = store or DeviceStore()
+        self.keeps_on_device = isinstance(self.store, DeviceStore)
         self.state = ModuleState(self._modules())
         self.learns = learns
         self.has_rrelu = any(isinstance(module, nn.RReLU) for module in self._modules())
@@ -122,10 +124,6 @@ class BlockContext:
     def run_in_record(self) -> AbstractContextManager[None]:
         """Records a run of the block, whose saved tensors go to the hooks around it."""
         return _NOTHING if self.recorder is None else self.recorder.running(self.name)
-
-    def copy_in_record(self) -> AbstractContextManager[None]:
-        """Records ops as those of the engine, which the plain step does without."""
-        return _NOTHING if self.recorder is None else self.recorder.copying(self.name)
 
     def _modules(self) -> Iterable[nn.Module]:
         modules = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())
