@@ -550,18 +550,19 @@ def _estimate(parsed: argparse.Namespace) -> int:
 
 
 def _selftest(parsed: argparse.Namespace) -> int:
-    from graphckpt import selftest  # noqa: PLC0415 - loads torch
+    from graphckpt.selftest import checks  # noqa: PLC0415 - loads torch
+    from graphckpt.selftest.report import report  # noqa: PLC0415
 
     began = time.monotonic()
-    device = selftest.device_of(parsed.device)
+    device = checks.device_of(parsed.device)
     with CommandProgress("selftest") as progress:
-        rows = list(selftest.run(device, progress.begin))
-    seconds, machine = time.monotonic() - began, selftest.machine(device)
+        rows = list(checks.run(device, progress.begin))
+    seconds, machine = time.monotonic() - began, checks.machine(device)
     if parsed.json:
         results = {"machine": machine, "seconds": round(seconds, 1), "checks": [row.as_dict() for row in rows]}
         print(json.dumps(results, indent=2), file=parsed.stdout)
     else:
-        print(selftest.report(machine, rows, seconds))
+        print(report(machine, rows, seconds))
     return _DIFFERS if any(row.is_fault for row in rows) else 0
 
 

@@ -379,26 +379,30 @@ class Frame(Call):
             except Exception as error:
                 self._explain(error)
                 raise
-            for position, tensor, version in run.versions:
-                if tensor._version != version:
-                    title = self.block.title
-                    raise RecomputeError(
-                        mismatch.modifies_held_tensor(title)
-                        if position is None
-                        else mismatch.mutates_argument(title, self._arguments.name(position))
-                    )
-            fault = run.fault()
-            if fault is not None and (self._determinism_check != "none" or isinstance(fault.first, int)):
-                raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
-            fault = run.comparison.end() if run.comparison is not None else None
-            if fault is not None:
-                fault = fault.located(self._watch_recomputation)
-                raise RecomputeError(mismatch.values_differ(self.block.title, fault))
+            self._check(run)
         finally:
             if recorder is not None:
                 recorder.recomputation_ended(self.block.name)
             if self.block.on_recomputed is not None:
                 self.block.on_recomputed()
+
+    def _check(self, run: Recomputation) -> None:
+        """Refuses a recomputation that did otherwise than the original forward."""
+        for position, tensor, version in run.versions:
+            if tensor._version != version:
+                title = self.block.title
+                raise RecomputeError(
+                    mismatch.modifies_held_tensor(title)
+                    if position is None
+                    else mismatch.mutates_argument(title, self._arguments.name(position))
+                )
+        fault = run.fault()
+        if fault is not None and (self._determinism_check != "none" or isinstance(fault.first, int)):
+            raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
+        fault = run.comparison.end() if run.comparison is not None else None
+        if fault is not None:
+            fault = fault.located(self._watch_recomputation)
+            raise RecomputeError(mismatch.values_differ(self.block.title, fault))
 
     def _explain(self, error: Exception) -> None:
         """Adds to an error of the user's own code that backward was recomputing a block, and what may be the cause."""
