@@ -379,12 +379,12 @@ class LevelTable:
 
     def _excess_after(self, calls: _Calls, options: Sequence[int], opened: Sequence[int]) -> list[int]:
         """Returns the excess if the first n of ``opened`` are open, by n, without their own outputs."""
-        late = shared = inside = most = 0
+        late = shared = inside = largest = 0
         is_held, excess = False, [0]
         for call in opened:
             own = self.shared[call] if calls is self.calls else 0
-            is_held = is_held and own <= most
-            most = max(most, own)
+            is_held = is_held and own <= largest
+            largest = max(largest, own)
             if options[call] == KEEP_NUMBER:
                 late += self.late.get(calls, call, KEEP_NUMBER)
                 inside += self.inside.get(calls, call, KEEP_NUMBER)
