@@ -5,12 +5,16 @@ the machine hits them alike. Each variant has a model of its own, and all are bu
 because the place of a model in memory alone changes its speed by a percent or two. A ratio compares two
 variants of one turn.
 
-    python benchmarks/overhead.py [--builds 6] [--turns 40]
+In every run, recompute is beside the peers and `empty_engine.py`, an engine on saved-tensor hooks that does nothing but
+recompute: what is between that and `torch.utils.checkpoint` is a library's own work.
+
+    python benchmarks/overhead.py [--builds 6] [--turns 40] [--subjects 0,1,2,3]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,6 +24,7 @@ from statistics import median
 from time import process_time
 from typing import Any
 
+import empty_engine
 import torch
 from report import header, spread, table, write
 from torch import nn
@@ -89,14 +94,14 @@ class BlockOf100(nn.Module):
         return self.head(self.blocks[0](x))
 
 
-def small_gpt2() -> nn.Module:
-    """Twelve layers of width 64, without dropout and without a cache."""
+def gpt2(n_layer: int, n_embd: int, n_head: int, n_positions: int) -> nn.Module:
+    """A GPT-2 without dropout and without a cache."""
     config = GPT2Config(
-        n_layer=12,
-        n_embd=64,
-        n_head=4,
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_head=n_head,
         vocab_size=512,
-        n_positions=64,
+        n_positions=n_positions,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -129,12 +134,21 @@ SUBJECTS = (
     ),
     Subject(
         name="GPT-2, 12 layers of width 64, batch 4 x 64",
-        build=small_gpt2,
+        build=partial(gpt2, 12, 64, 4, 64),
         inputs=lambda: (torch.randint(0, 512, (4, 64)),),
         loss=lambda model, ids: model(ids, labels=ids).loss,
         blocks="transformer.h.*",
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
         steps=4,
+    ),
+    Subject(
+        name="GPT-2, 4 layers of width 768, batch 1 x 512",
+        build=partial(gpt2, 4, 768, 12, 512),
+        inputs=lambda: (torch.randint(0, 512, (1, 512)),),
+        loss=lambda model, ids: model(ids, labels=ids).loss,
+        blocks="transformer.h.*",
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+        steps=1,
     ),
 )
 
@@ -200,6 +214,12 @@ def use_torch(subject: Subject, model: nn.Module, **options: Any) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
+def use_empty_engine(subject: Subject, model: nn.Module) -> None:
+    """The empty engine around each block's forward."""
+    for block in blocks_of(subject, model):
+        block.forward = partial(empty_engine.checkpoint, block.forward)
+
+
 def use_fairscale(subject: Subject, model: nn.Module) -> None:
     """FairScale's wrapper around each block."""
     from fairscale.nn import checkpoint_wrapper  # noqa: PLC0415 - only this variant needs it
@@ -214,9 +234,9 @@ def use_transformers(_subject: Subject, model: nn.Module) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
 
 
-def use_graphckpt(subject: Subject, model: nn.Module) -> None:
+def use_graphckpt(subject: Subject, model: nn.Module, **options: Any) -> None:
     """Rule ``full`` on each block."""
-    graphckpt.apply(model, {subject.blocks: {"activation_checkpointing": True}})
+    graphckpt.apply(model, {subject.blocks: {"activation_checkpointing": True}}, **options)
 
 
 def use_torch_selective(subject: Subject, model: nn.Module) -> None:
@@ -267,6 +287,8 @@ WHOLE_STEP = {"plain loop": plain_loop, "Graph, all flags off": graph_off}
 RECOMPUTE = {
     "torch.utils.checkpoint": recompute(use_torch),
     "graphckpt full": recompute(use_graphckpt),
+    "graphckpt full, determinism_check='none'": recompute(partial(use_graphckpt, determinism_check="none")),
+    "empty engine": recompute(use_empty_engine),
     "torch.utils.checkpoint, preserve_rng_state=False": recompute(partial(use_torch, preserve_rng_state=False)),
     "FairScale checkpoint_wrapper": recompute(use_fairscale),
     "Transformers gradient_checkpointing_enable": recompute(use_transformers),
@@ -278,6 +300,10 @@ SELECTIVE = {
     "graphckpt selective(matmul)": recompute(use_graphckpt_selective),
     "graphckpt full": recompute(use_graphckpt),
 }
+
+
+if importlib.util.find_spec("fairscale") is None:
+    del RECOMPUTE["FairScale checkpoint_wrapper"]
 
 
 def build(subject: Subject, variants: dict[str, Callable[..., Step]]) -> dict[str, Step]:
@@ -318,18 +344,29 @@ def measure(subject: Subject, variants: dict[str, Callable[..., Step]], options:
     return {name: seconds[name] for name in variants if name in seconds}
 
 
+def middle(values: list[float]) -> tuple[float, float, float]:
+    """Returns the median and its 95 % interval, from the order of the values alone."""
+    values = sorted(values)
+    half_width = 0.98 * len(values) ** 0.5  # of the binomial distribution of the number of values below the median
+    low, high = int(len(values) / 2 - half_width), int(len(values) / 2 + half_width)
+    return median(values), values[max(low, 0)], values[min(high, len(values) - 1)]
+
+
 def main() -> None:
     """Measures all and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--builds", type=int, default=6, help="how often the models are built anew")
     parser.add_argument("--turns", type=int, default=40, help="turns per build")
+    numbers = ",".join(map(str, range(len(SUBJECTS))))
+    parser.add_argument("--subjects", default=numbers, help="numbers of the models, from 0; default: all")
     options = parser.parse_args()
+    subjects = [SUBJECTS[int(number)] for number in options.subjects.split(",")]
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     head = header(
-        n=f"{options.builds} builds x {options.turns} turns x {', '.join(str(s.steps) for s in SUBJECTS)} steps",
+        n=f"{options.builds} builds x {options.turns} turns x {', '.join(str(s.steps) for s in subjects)} steps",
         time="CPU time of the process, which other processes on the machine lengthen least",
-        ratio="of two variants in the same turn; median (min to max) over all turns",
+        ratio="of two variants in the same turn; median, its 95 % interval, and (min to max) over all turns",
     )
     rows, texts = [], []
     for title, variants in (
@@ -337,17 +374,19 @@ def main() -> None:
         ("Forward and backward, every block recomputed", RECOMPUTE),
         ("Forward and backward, all but matrix products recomputed", SELECTIVE),
     ):
-        for subject in SUBJECTS:
+        for subject in subjects:
             seconds = measure(subject, variants, options)
             base, *_ = seconds
             lines = []
             for name, values in seconds.items():
-                ratios = spread([ours / theirs for ours, theirs in zip(values, seconds[base], strict=True)])
+                paired = [ours / theirs for ours, theirs in zip(values, seconds[base], strict=True)]
+                center, low, high = middle(paired)
+                ratios = spread(paired) | {"low": low, "high": high}
                 rows.append(
                     {"part": title, "subject": subject.name, "variant": name, "against": base}
                     | {"seconds": spread(values), "ratio": ratios, "n": len(values)}
                 )
-                ratio = f"{ratios['median']:.3f} ({ratios['min']:.2f} to {ratios['max']:.2f})"
+                ratio = f"{center:.3f}, {low:.3f} to {high:.3f} ({ratios['min']:.2f} to {ratios['max']:.2f})"
                 least = min(values) / min(seconds[base])
                 lines.append([name, f"{median(values) * 1e6:.0f}", f"{min(values) * 1e6:.0f}", ratio, f"{least:.3f}"])
             columns = ["variant", "median us", "min us", f"ratio to {base}", "ratio of minima"]

@@ -122,6 +122,10 @@ current_backward = torch._C._current_graph_task_id
 """Returns the number of the backward that this thread works for, ``-1`` outside of one."""
 
 
+set_grad_enabled = torch._C._set_grad_enabled
+"""``torch.set_grad_enabled`` as a function, without an object for its ``with``: it takes a third of the time."""
+
+
 current_accelerator = torch._C._accelerator_getAccelerator
 """``torch.accelerator.current_accelerator()`` without its Python, and without a copy of its result."""
 
@@ -407,12 +411,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
-def has_function_modes() -> bool:
-    """Whether any torch function mode is active in this thread, such as that of a default device.
-
-    ``torch.get_default_device()`` walks them in Python, 2 us a call; without any there is nothing to find.
-    """
-    return bool(_len_torch_function_stack() > 0)
+num_function_modes = _len_torch_function_stack
+"""Returns how many torch function modes are active in this thread, such as that of a default device."""
 
 
 def foreign_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -423,7 +423,7 @@ def foreign_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """
     function_modes: tuple[Any, ...] = ()
     dispatch_modes: tuple[Any, ...] = ()
-    if _len_torch_function_stack():
+    if num_function_modes():
         modes = overrides._get_current_function_mode_stack()
         function_modes = tuple(m for m in modes if not isinstance(m, DeviceContext) and not _is_of(m, "graphckpt"))
     if _len_torch_dispatch_stack():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 from rich.console import Console
 
 from graphckpt import __version__
-from graphckpt import cli_examples as examples
+from graphckpt.cli_examples import ESTIMATE, FIT, PLAN, PROFILE, SELFTEST, TRAIN
 from graphckpt.errors import ConfigError, GraphckptError, PlanError, did_you_mean
 from graphckpt.extras import LazyPackage, require
 from graphckpt.progress import CommandProgress
@@ -118,7 +118,7 @@ def add_train(commands: _Commands) -> None:
         _train,
         help="train the model of a config file",
         description="Trains the model of a config file, and shows what checkpointing saved.",
-        epilog=examples.TRAIN,
+        epilog=TRAIN,
     )
     parser.add_argument(
         "--config-file",
@@ -158,7 +158,7 @@ def add_plan(commands: _Commands) -> None:
         "peak, max (the device's memory less a headroom, the default), or min",
         help="choose the policy of each block for a memory budget",
         description="Chooses the policy of each block so that the step is as fast as possible within a memory budget.",
-        epilog=examples.PLAN,
+        epilog=PLAN,
     )
     _add_json(parser)
     parser.add_argument("--save", metavar="FILE", help="write the plan as YAML")
@@ -175,7 +175,7 @@ def add_fit(commands: _Commands) -> None:
         "headroom, the default)",
         help="find the largest and the fastest batch size for a memory budget",
         description="Finds the largest batch for a memory budget, the fastest one, and the policies of each size.",
-        epilog=examples.FIT,
+        epilog=FIT,
     )
     parser.add_argument(
         "--batch-sizes",
@@ -287,7 +287,7 @@ def add_estimate(commands: _Commands) -> None:
         help="estimate the memory and the time of training a Transformers model, from its config alone",
         description="Estimates the memory and the time of a training step of a Transformers model, from its config "
         "alone: with everything kept, with every layer recomputed, and under the best plan for the device.",
-        epilog=examples.ESTIMATE,
+        epilog=ESTIMATE,
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a name")
     parser.add_argument(
@@ -310,7 +310,7 @@ def add_profile_device(commands: _Commands) -> None:
         _profile,
         help="measure the device of this machine for the planner",
         description="Measures the rates and the allocator of a device, and writes a profile for 'graphckpt plan'.",
-        epilog=examples.PROFILE,
+        epilog=PROFILE,
     )
     parser.add_argument("file", metavar="FILE", help="where to write the profile: a .yaml")
     parser.add_argument("--device", metavar="NAME", help="such as cuda:0; the accelerator by default")
@@ -327,7 +327,7 @@ def add_selftest(commands: _Commands) -> None:
         help="check on this machine's GPU or CPU that steps under policies equal plain ones",
         description="Checks on a device of this machine that training steps under policies are bitwise equal to plain "
         "ones, and that memory is as predicted.",
-        epilog=examples.SELFTEST,
+        epilog=SELFTEST,
     )
     parser.add_argument("--device", metavar="NAME", help="such as cuda:0 or cpu; the accelerator by default")
     parser.add_argument(
@@ -550,18 +550,19 @@ def _estimate(parsed: argparse.Namespace) -> int:
 
 
 def _selftest(parsed: argparse.Namespace) -> int:
-    from graphckpt import selftest  # noqa: PLC0415 - loads torch
+    from graphckpt.selftest import checks  # noqa: PLC0415 - loads torch
+    from graphckpt.selftest.report import report  # noqa: PLC0415
 
     began = time.monotonic()
-    device = selftest.device_of(parsed.device)
+    device = checks.device_of(parsed.device)
     with CommandProgress("selftest") as progress:
-        rows = list(selftest.run(device, progress.begin))
-    seconds, machine = time.monotonic() - began, selftest.machine(device)
+        rows = list(checks.run(device, progress.begin))
+    seconds, machine = time.monotonic() - began, checks.machine(device)
     if parsed.json:
         results = {"machine": machine, "seconds": round(seconds, 1), "checks": [row.as_dict() for row in rows]}
         print(json.dumps(results, indent=2), file=parsed.stdout)
     else:
-        print(selftest.report(machine, rows, seconds))
+        print(report(machine, rows, seconds))
     return _DIFFERS if any(row.is_fault for row in rows) else 0
 
 

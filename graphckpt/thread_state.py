@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import sys
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphckpt._compat import attention_kernels_enabled, has_function_modes
+from graphckpt._compat import attention_kernels_enabled, num_function_modes
 from graphckpt.tree import ATOMS
 
 RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
@@ -63,8 +62,11 @@ def rng_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in _STATELESS))
 
 
+_generator = torch.default_generator
+
+
 def get_rng_state(devices: tuple[torch.device, ...], *, host: bool = False) -> RNGState:
-    cpu_state = torch.default_generator.get_state()
+    cpu_state = _generator.get_state()
     host_state = HostRNGState.read() if host else None
     if not devices:
         return cpu_state, (), host_state
@@ -73,7 +75,7 @@ def get_rng_state(devices: tuple[torch.device, ...], *, host: bool = False) -> R
 
 def set_rng_state(state: RNGState) -> None:
     cpu_state, device_states, host_state = state
-    torch.default_generator.set_state(cpu_state)
+    _generator.set_state(cpu_state)
     for device, device_state in device_states:
         torch.get_device_module(device).set_rng_state(device_state, *_index(device))
     if host_state is not None:
@@ -119,29 +121,30 @@ def keep_context() -> KeptContext:
     it would never be freed without a backward. Nor are outputs of other blocks held longer for that. Other objects that
     may come to hold an output are held weakly, as they cannot be copied.
     """
-
-    def reference_to(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            if item.grad_fn is None or item.layout is not torch.strided:
-                return item
-            kind = item.size(), item.stride(), item.storage_offset(), item.dtype, item.device
-            return _Reference(weakref.ref(item), kind)
-        fields = _fields_of(item)
-        if not fields:
-            return item
-        if all(map(_is_settled, fields.values())):
-            return _Reference(lambda: item, fields=fields.copy())
-        return _Reference(weakref.ref(item) if type(item).__weakrefoffset__ else lambda: item)
-
-    def value_of(value: Any, twins: dict[int, Any]) -> Any:
-        # The values of a tensor are enough: its graph would hold the calls before, of which each holds the one before.
-        has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
-        return value.detach().requires_grad_() if has_history else _twin(value, twins, reference_to)
-
     context = copy_context()
     if ATOMS.issuperset(map(type, context.values())):  # nearly always
         return KeptContext(context, False)
-    return KeptContext(*_exchanged(context, value_of))
+    return KeptContext(*_exchanged(context, _value_of))
+
+
+def _value_of(value: Any, twins: dict[int, Any]) -> Any:
+    # The values of a tensor are enough: its graph would hold the calls before, of which each holds the one before.
+    has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    return value.detach().requires_grad_() if has_history else _twin(value, twins, _reference_to)
+
+
+def _reference_to(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        if item.grad_fn is None or item.layout is not torch.strided:
+            return item
+        kind = item.size(), item.stride(), item.storage_offset(), item.dtype, item.device
+        return _Reference(weakref.ref(item), kind)
+    fields = _fields_of(item)
+    if not fields:
+        return item
+    if all(map(_is_settled, fields.values())):
+        return _Reference(lambda: item, fields=fields.copy())
+    return _Reference(weakref.ref(item) if type(item).__weakrefoffset__ else lambda: item)
 
 
 def context_again(
@@ -195,8 +198,10 @@ def _fields_of(value: Any) -> dict[str, Any]:
 def _exchanged(context: Context, function: Callable[[Any, dict[int, Any]], Any]) -> tuple[Context, bool]:
     """Gives the variables of ``context`` the values that ``function`` returns, and says whether some are others."""
     twins: dict[int, Any] = {}
-    values = [(variable, value, function(value, twins)) for variable, value in context.items()]
-    others = [(variable, new) for variable, old, new in values if new is not old]
+    others = []
+    for variable, value in context.items():
+        if type(value) not in ATOMS and (new := function(value, twins)) is not value:
+            others.append((variable, new))
     if others:
         context.run(_set_all, others)
     return context, bool(others)
@@ -223,7 +228,7 @@ def _twin(value: Any, twins: dict[int, Any], function: Callable[[Any], Any]) -> 
     elif id(value) not in twins:
         if len(value) > _MAX_ITEMS:
             return value
-        twin = twins[id(value)] = copy.copy(value)
+        twin = twins[id(value)] = value.copy()
         keys = list(twin) if isinstance(twin, dict) else () if isinstance(twin, set) else range(len(twin))
         for key in keys:
             twin[key] = _twin(twin[key], twins, function)
@@ -235,8 +240,8 @@ Ambient: TypeAlias = tuple[object, ...]
 
 
 def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
-    kernels = tuple([is_enabled() for is_enabled in attention_kernels_enabled])
-    device = torch.get_default_device() if has_function_modes() else _CPU
+    kernels = _math_enabled(), _flash_enabled(), _efficient_enabled(), _cudnn_enabled()
+    device = torch.get_default_device() if num_function_modes() else _CPU  # a mode, which it looks for in Python
     defaults = device, torch.get_default_dtype()
     if not devices:
         return defaults, kernels, _autocast("cpu")
@@ -268,10 +273,11 @@ def enter_ambient(stack: ExitStack, wanted: Ambient, now: Ambient) -> None:
 
 
 def is_autocast(ambient: Ambient) -> bool:
-    return any(autocast[1] for autocast in ambient[2:])  # type: ignore[index]
+    return True in [autocast[1] for autocast in ambient[2:]]  # type: ignore[index]
 
 
 _CPU = torch.device("cpu")
+_math_enabled, _flash_enabled, _efficient_enabled, _cudnn_enabled = attention_kernels_enabled
 _KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _HOW = ("dtype", "cache_enabled")
 
@@ -279,6 +285,6 @@ _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def _autocast(kind: str) -> tuple[object, ...]:
-    if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
+    if not (kind == "cpu" or _has_autocast(kind)) or not torch.is_autocast_enabled(kind):
         return kind, False
     return kind, True, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from graphckpt import cli, selftest
+from graphckpt import cli
 from graphckpt.blocks import is_recomputing
 from graphckpt.graph import capture
 from graphckpt.selftest import checks, subjects
+from graphckpt.selftest.report import report
 from graphckpt.stores.disk import DiskStore
 from graphckpt.stores.host import CopyEngine
 from graphckpt.stores.slab import SlabStore
@@ -23,11 +24,11 @@ from graphckpt.stores.slab import SlabStore
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def rows_of(device: str) -> list[selftest.CheckResult]:
-    return list(selftest.run(selftest.device_of(device)))
+def rows_of(device: str) -> list[checks.CheckResult]:
+    return list(checks.run(checks.device_of(device)))
 
 
-def faults_of(rows: list[selftest.CheckResult]) -> list[tuple[str, str, str]]:
+def faults_of(rows: list[checks.CheckResult]) -> list[tuple[str, str, str]]:
     return [(row.check, row.subject, row.store) for row in rows if row.is_fault]
 
 
@@ -110,7 +111,7 @@ def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, fault: str) -
     assert all(map(concerns, cases))
     details = "\n".join(row.detail for row in rows if row.is_fault)
     assert re.search(message, details)
-    text = selftest.report("a machine", rows, 1.0)
+    text = report("a machine", rows, 1.0)
     assert f"{len(cases)} of " in text
     assert "please open an issue with this text" in text
 

@@ -75,11 +75,9 @@ def contents(module: nn.Module) -> dict[str, Any]:
 
 def call(state: ModuleState, forward: Callable[[], object]) -> CallState:
     """Runs a forward, and returns the state before it."""
-    modes = state.modes()
-    learning = not state.has_learnt(modes)
-    before = state.take(modes)
+    before = state.take()
     forward()
-    state.finish(before, learning=learning)
+    state.finish(before, learning=before.is_first)
     state.remember(before)
     return before
 

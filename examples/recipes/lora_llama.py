@@ -66,8 +66,11 @@ def make_model(args: argparse.Namespace) -> PeftModel:
     return get_peft_model(model, lora)
 
 
+PLANNING = 9  # steps, at most: eight from which a budget is planned for, and one that is reported
+
+
 class StepMeter(TrainerCallback):
-    """Measures the peak of the fourth step, and times those after it: until then the callback measures."""
+    """Measures the peak of the first step that no budget is planned from, and times those after it."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -75,14 +78,14 @@ class StepMeter(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started = seconds()
-        if state.global_step == 3:
+        if state.global_step == PLANNING:
             self.peak = StepPeak(kwargs["model"], kwargs["optimizer"])
             self.peak.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step > 4:
+        if state.global_step > PLANNING + 1:
             self.seconds.append(seconds() - self.started)
-        elif state.global_step == 4:
+        elif state.global_step == PLANNING + 1:
             self.peak.__exit__(None, None, None)
             self.peak_bytes = self.peak.num_bytes
 
@@ -91,7 +94,7 @@ def train(name: str, args: argparse.Namespace, callback: GraphckptCallback | Non
     """Trains with one callback, and returns what it took."""
     model = make_model(args)
     generator = torch.Generator().manual_seed(1)
-    steps = args.steps + 2  # in which a budget is measured and planned for
+    steps = PLANNING - 1 + args.steps
     shape = (steps * args.batch_size, LENGTH[args.size])
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=generator)
     meter = StepMeter()

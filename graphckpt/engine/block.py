@@ -15,7 +15,7 @@ from graphckpt.errors import warn_once
 from graphckpt.stores.base import DeviceStore, TensorGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from graphckpt.ledger.recorder import Recorder
     from graphckpt.stores.base import Store
@@ -43,11 +43,13 @@ class BlockContext:
         "ends_with_saved",
         "has_rrelu",
         "is_placed",
+        "keeps_on_device",
         "learns",
         "mutated",
         "name",
         "notes",
         "num_mismatches",
+        "on_recomputed",
         "recorder",
         "sampler",
         "schedules",
@@ -71,6 +73,7 @@ class BlockContext:
         self._roots = [weakref.ref(root) for root in roots]
         self.is_placed = store is not None
         self.store = store or DeviceStore()
+        self.keeps_on_device = isinstance(self.store, DeviceStore)
         self.state = ModuleState(self._modules())
         self.learns = learns
         self.has_rrelu = any(isinstance(module, nn.RReLU) for module in self._modules())
@@ -84,6 +87,8 @@ class BlockContext:
         self.num_mismatches = 0
         """Calls that did not follow the schedule of an earlier one."""
         self.recorder: Recorder | None = None
+        self.on_recomputed: Callable[[], object] | None = None
+        """Called at the end of each recomputation, when all that backward needs is there."""
         self.notes: dict[str, None] = {}
         """What ``explain()`` must say about this block, in order, each once."""
         self._parts: dict[object, BlockContext] = {}
@@ -103,7 +108,7 @@ class BlockContext:
                 self.store if self.is_placed else None,
                 sampler=CallSampler(f"{self.name} {len(self._parts)}") if self.learns else self.sampler,
             )
-        part.recorder = self.recorder
+        part.recorder, part.on_recomputed = self.recorder, self.on_recomputed
         part.determinism_check = self.determinism_check
         part.notes = self.notes
         return part
@@ -119,10 +124,6 @@ class BlockContext:
     def run_in_record(self) -> AbstractContextManager[None]:
         """Records a run of the block, whose saved tensors go to the hooks around it."""
         return _NOTHING if self.recorder is None else self.recorder.running(self.name)
-
-    def copy_in_record(self) -> AbstractContextManager[None]:
-        """Records ops as those of the engine, which the plain step does without."""
-        return _NOTHING if self.recorder is None else self.recorder.copying(self.name)
 
     def _modules(self) -> Iterable[nn.Module]:
         modules = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())

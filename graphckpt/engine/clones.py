@@ -9,6 +9,8 @@ import torch
 
 from graphckpt._compat import is_fake, storage_of
 
+_SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
+
 
 def clones_of(
     tensors: Mapping[int, Any] | Sequence[Any], indices: Iterable[int], *, shares_memory: bool
@@ -57,6 +59,13 @@ def _clone(tensor: torch.Tensor, memory: Mapping[int, torch.UntypedStorage]) -> 
         return clone
     # A clone of an expanded or a sliced tensor is dense, and a sum of it is rounded in another order.
     return tensor.detach().as_strided((num_spanned(tensor),), (1,)).clone().as_strided(tensor.size(), tensor.stride())
+
+
+def is_small(tensor: torch.Tensor | None) -> bool:
+    if tensor is None or tensor.layout is torch.sparse_coo or not (type(tensor) is torch.Tensor or is_fake(tensor)):
+        return False
+    num_elements = num_spanned(tensor) if is_sparse_in_memory(tensor) else tensor.numel()
+    return num_elements * tensor.element_size() <= _SMALL_BYTES
 
 
 def is_sparse_in_memory(tensor: torch.Tensor) -> bool:

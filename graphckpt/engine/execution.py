@@ -7,10 +7,12 @@ they were made, and ends when the last one that is alive is filled.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeAlias, final
+from math import inf
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
@@ -18,6 +20,7 @@ from graphckpt._compat import (
     WithoutValues,
     autograd_sequence_number,
     current_backward,
+    is_watched,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     shape_of,
@@ -27,8 +30,13 @@ from graphckpt.engine import mismatch
 from graphckpt.engine.values import begin_comparison
 from graphckpt.errors import MutatedError, RecomputeError
 
+if TYPE_CHECKING:
+    from graphckpt.ledger.recorder import Recorder
+
 Frame: TypeAlias = Any
 """The frame of a call: a :class:`graphckpt.engine.frame.Frame`, whose module imports this one."""
+
+_NEAR = 4  # tensors before the last: an op saves no more than these
 
 running: ContextVar[Execution | None] = ContextVar("running", default=None)  # the innermost of this thread
 
@@ -37,16 +45,14 @@ running: ContextVar[Execution | None] = ContextVar("running", default=None)  # t
 class Holder:
     """Placeholder in the autograd graph for a tensor that the recomputation will fill in."""
 
+    # Every saved tensor comes by here, so the attributes are set where it is made: an `__init__` takes 80 ns.
     __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        try:
-            self.shape = tensor.shape
-        except RuntimeError:  # of a nested tensor; asked for afterwards, as every saved tensor comes by here
-            self.shape = shape_of(tensor)
-        self.dtype = tensor.dtype
-        self.value: torch.Tensor | None = None
-        self.version = 0
+    shape: torch.Size
+    dtype: torch.dtype
+    value: torch.Tensor | None
+    version: int
+    """Of ``value``, once that is there."""
 
 
 def may_be_filled_later(tensor: torch.Tensor) -> bool:
@@ -68,10 +74,33 @@ class Execution:
     def __init__(self, frame: Frame, outer: Execution | None, *, is_recomputation: bool) -> None:
         self.frame = frame
         self.outer = outer
-        self.is_recomputation: bool = is_recomputation or (outer is not None and outer.is_recomputation)
+        self.is_recomputation = is_recomputation
+        """Whether it is one, or is a part of one."""
         self.backward = current_backward()
         """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
         self.is_active = False
+
+
+def run_in(
+    run: Execution | None,
+    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a function with ``run`` as the present execution of this thread; autograd saves through two hooks."""
+    outer = running.get()
+    running.set(run)
+    if run is not None:
+        run.is_active = True
+    push_saved_tensor_hooks(*hooks)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        pop_saved_tensor_hooks()
+        if run is not None:
+            run.is_active = False
+        running.set(outer)
 
 
 @final
@@ -79,14 +108,14 @@ class Recomputation(Execution):
     """Fills the holders of a call while its block is recomputed."""
 
     __slots__ = (
-        "_early_stop", "_first_fault", "_holders", "_last", "_on_pack", "_stops", "_unfilled", "borrowed", "comparison",
-        "cursor", "excluded_cursor", "returns_output", "versions",
+        "_early_stop", "_first_fault", "_holders", "_last", "_on_pack", "_stops_from", "_unfilled", "borrowed",
+        "comparison", "cursor", "excluded_cursor", "returns_output", "versions",
     )  # fmt: skip
 
     def __init__(
         self, frame: Frame, on_pack: Callable[[int], None] | None, *, early_stop: bool, returns_output: bool
     ) -> None:
-        super().__init__(frame, running.get(), is_recomputation=True)
+        Execution.__init__(self, frame, running.get(), is_recomputation=True)
         self.returns_output = returns_output
         self.cursor = 0
         self.excluded_cursor = 0
@@ -97,11 +126,13 @@ class Recomputation(Execution):
         self._on_pack = on_pack
         holders = self._holders = frame.holders
         self._early_stop = early_stop
-        self._last = len(holders) - 1  # of the holders that are alive
-        while self._last >= 0 and holders[self._last]() is None:
-            self._last -= 1
+        last = len(holders) - 1
+        while last >= 0 and holders[last]() is None:
+            last -= 1
+        self._last = last  # of the holders that are alive
         # Where nothing is left to skip, an exception, which takes 25 us on its way through PyTorch, is not worth it.
-        self._stops = early_stop and not (frame.block.ends_with_saved and self._last == len(holders) - 1)
+        stops = early_stop and not (frame.block.ends_with_saved and last == len(holders) - 1)
+        self._stops_from: float = last if stops else inf
         # A forward that asks whether it is recomputed may differ on purpose.
         check = None if on_pack is not None or frame.asks_for_recomputation else frame.values
         self.comparison = begin_comparison(check, holders)
@@ -109,7 +140,7 @@ class Recomputation(Execution):
         self._unfilled: tuple[int, torch.Size] | None = None  # sequence number and shape of what is not written
 
     @never_compiled
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> None:
         position = self.cursor
         self.cursor = position + 1
         if self._on_pack is not None:
@@ -122,26 +153,33 @@ class Recomputation(Execution):
             shape = tensor.shape
         except RuntimeError:  # of a nested tensor; asked for afterwards, as every saved tensor comes by here
             shape = shape_of(tensor)
-        fills = False  # `rrelu` saves its noise before writing it, then its input: stop only after that
+        fills = position >= self._stops_from - _NEAR and self._is_filled(tensor, shape)
         if tensor.requires_grad:
-            if self._unfilled is not None:
-                fills = self._unfilled == (autograd_sequence_number(), shape)
             tensor = tensor.detach()
-        elif may_be_filled_later(tensor):
-            self._unfilled = autograd_sequence_number(), shape
         if id(tensor) in self.borrowed:
             tensor = tensor.data  # stays with the copy
         if position < len(self._holders):
             holder = self._holders[position]()
             if holder is not None and holder.value is None:
-                if holder.shape != shape or holder.dtype != tensor.dtype:
-                    kinds = (holder.dtype, holder.shape), (tensor.dtype, shape)
+                dtype = tensor.dtype
+                if holder.shape != shape or holder.dtype is not dtype:
+                    kinds = (holder.dtype, holder.shape), (dtype, shape)
                     self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
                 holder.value = tensor
                 holder.version = tensor._version
-        if position >= self._last and self._stops and not fills:
+        if position >= self._stops_from and not fills:
             raise StopRecomputation(self)
-        return tensor
+
+    def _is_filled(self, tensor: torch.Tensor, shape: torch.Size) -> bool:
+        """Whether the op writes the tensor that it has saved before this one only after that.
+
+        ``rrelu`` saves its noise before writing it, then its input: the recomputation may stop only after that.
+        """
+        if tensor.requires_grad:
+            return self._unfilled is not None and self._unfilled == (autograd_sequence_number(), shape)
+        if may_be_filled_later(tensor):
+            self._unfilled = autograd_sequence_number(), shape
+        return False
 
     def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Returns what autograd calls for each tensor that it saves, and for each that is asked for.
@@ -149,7 +187,9 @@ class Recomputation(Execution):
         The second one does not hold the call: the graph of a recomputation holds it, and may outlive the call where a
         hook of the user's collects outputs.
         """
-        pack = self.pack if self.comparison is None else self.comparison.hook(self.pack)
+        pack: Callable[[torch.Tensor], Any] = self.pack
+        if self.comparison is not None:
+            pack = self.comparison.hook(pack)
         return pack, partial(_refuse_backward, self.frame.block.title)
 
     def fault(self) -> mismatch.Fault | None:
@@ -181,32 +221,6 @@ class CallMismatch(ScheduleMismatch):
     """Ends a recomputation in which a call of an excluded child should have been repeated: the next one does so."""
 
 
-@final
-class ExecutionScope:
-    """Makes ``run`` the present execution of this thread, and passes what autograd saves through two hooks."""
-
-    __slots__ = ("_hooks", "_outer", "_run")
-
-    def __init__(
-        self, run: Execution | None, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-    ) -> None:
-        self._run = run
-        self._hooks = pack, unpack
-
-    def __enter__(self) -> None:
-        self._outer = running.get()
-        running.set(self._run)
-        if self._run is not None:
-            self._run.is_active = True
-        push_saved_tensor_hooks(*self._hooks)
-
-    def __exit__(self, *_: object) -> None:
-        pop_saved_tensor_hooks()
-        if self._run is not None:
-            self._run.is_active = False
-        running.set(self._outer)
-
-
 class _ModesPaused(threading.local):
     """A context in which the dispatch modes of the executions that are going on in this thread ignore ops.
 
@@ -225,3 +239,17 @@ class _ModesPaused(threading.local):
 
 
 modes_paused = _ModesPaused()
+_NOTHING = nullcontext()
+
+
+def engine_ops(recorder: Recorder | None = None, block: str = "") -> AbstractContextManager[Any]:
+    """Returns a context for ops of the engine's own; with a ``recorder``, they count as copies for ``block``."""
+    if recorder is not None:
+        return _paused_and_recorded(recorder, block)
+    return modes_paused if is_watched() else _NOTHING  # without a mode there is none to pause
+
+
+@contextmanager
+def _paused_and_recorded(recorder: Recorder, block: str) -> Iterator[None]:
+    with modes_paused, recorder.copying(block):
+        yield

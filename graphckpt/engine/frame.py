@@ -22,6 +22,8 @@ from graphckpt._compat import (
     current_backward,
     early_stop_active,
     foreign_modes,
+    set_grad_enabled,
+    shape_of,
     within_modes,
 )
 from graphckpt._compat_compiler import never_compiled
@@ -30,12 +32,12 @@ from graphckpt.engine.block import BlockContext
 from graphckpt.engine.execution import (
     CallMismatch,
     Execution,
-    ExecutionScope,
     Holder,
     Recomputation,
     ScheduleMismatch,
     StopRecomputation,
-    modes_paused,
+    engine_ops,
+    run_in,
     running,
 )
 from graphckpt.engine.objects import FreedObject, Objects, copy_objects, differs, put_back, swap
@@ -53,7 +55,7 @@ from graphckpt.engine.saved import (
 )
 from graphckpt.engine.values import ValueCheck, begin_check
 from graphckpt.errors import GraphckptError, MutatedError, RecomputeError
-from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
+from graphckpt.stores.base import KEEP_ON_DEVICE
 from graphckpt.thread_state import (
     RNGState,
     context_again,
@@ -154,18 +156,17 @@ class Frame(Call):
         state = self._state = block.renew_state() if block.state.is_stale() else block.state
         hooks = active_saved_tensor_hooks()
         self.outer_hooks = None if hooks is None else hooks_around(block, hooks)
-        if self.outer_hooks is None and not isinstance(block.store, DeviceStore):
+        if self.outer_hooks is None and not block.keeps_on_device:
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs, self._function)
         self.devices = state.devices(arguments.leaves)  # whose RNG state the call may use, beside that of the CPU
         outer = running.get()
         is_nested = outer is not None and outer.is_recomputation
-        with modes_paused, block.copy_in_record():
-            modes = state.modes()
-            self._learning = block.learns and not state.has_learnt(modes)
+        with engine_ops(block.recorder, block.name):
+            call_state = self._call_state = state.take(is_nested=is_nested)
+            self._learning = block.learns and call_state.is_first
             self.values = begin_check(block, self._determinism_check, is_learning=self._learning, is_nested=is_nested)
-            self._call_state = state.take(modes, is_nested=is_nested)
-            may_draw_on_host = self._learning or not block.learns or modes in state.host_rng_modes
+            may_draw_on_host = call_state.is_first or call_state.modes in state.host_rng_modes
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
             self._modes, self._context = foreign_modes(), keep_context()
@@ -203,10 +204,11 @@ class Frame(Call):
         hooks: tuple[Any, Any] = pack, self.unpack
         if recorder is not None:
             hooks = recorder.original_forward_began(block.name, *hooks)
-        run = self.original = Execution(self, running.get(), is_recomputation=False)
+        outer = running.get()
+        is_recomputation = outer is not None and outer.is_recomputation
+        run = self.original = Execution(self, outer, is_recomputation=is_recomputation)
         try:
-            with ExecutionScope(run, *hooks), self.contexts.original_forward(self) if self.contexts else _NOTHING:
-                return self._function(*args, **kwargs)
+            return run_in(run, hooks, self._function if self.contexts is None else self._run_in_contexts, args, kwargs)
         finally:
             self.original = run.outer
             if self.values is not None:
@@ -214,9 +216,20 @@ class Frame(Call):
             if recorder is not None:
                 recorder.original_forward_ended(block.name, tensors_in((args, kwargs)))
 
+    def _run_in_contexts(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.contexts is not None
+        with self.contexts.original_forward(self):
+            return self._function(*args, **kwargs)
+
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> object:
-        holder = Holder(tensor)
+        holder = Holder()
+        try:
+            holder.shape = tensor.shape
+        except RuntimeError:  # of a nested tensor; asked for afterwards, as every saved tensor comes by here
+            holder.shape = shape_of(tensor)
+        holder.dtype = tensor.dtype
+        holder.value = None
         self.holders.append(weakref.ref(holder))
         if self._learning and has_storage(tensor):
             self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
@@ -233,7 +246,7 @@ class Frame(Call):
 
     def _after_forward(self, previous: BlockOutput | None) -> None:
         block, state, learning = self.block, self._state, self._learning
-        with modes_paused, block.copy_in_record():
+        with engine_ops(block.recorder, block.name):
             call_state = self._call_state
             state.finish(call_state, learning=learning)
             if block.recorder is not None:
@@ -258,7 +271,7 @@ class Frame(Call):
             for call in self.excluded:
                 call.after_forward(call_state)
             # Each must find the buffers as the ones before it have left them: if one is repeated, all others are.
-            if any(call.is_repeated and call.buffer_ids() for call in self.excluded):
+            if self.excluded and any(call.is_repeated and call.buffer_ids() for call in self.excluded):
                 for call in self.excluded:
                     if call.buffer_ids():
                         call.repeat()
@@ -326,6 +339,13 @@ class Frame(Call):
         for frame in reversed(frames):
             frame._recompute(returns_output=True)
 
+    def _take_outputs_before(self) -> Sequence[torch.Tensor]:
+        before = self.before if self._is_joined else None
+        if before is None:
+            return ()
+        outputs, before.outputs = before.outputs, None
+        return outputs or ()
+
     def _recompute(self, *, returns_output: bool = False) -> None:
         try:
             self._recompute_and_check(returns_output=returns_output)
@@ -338,7 +358,8 @@ class Frame(Call):
             raise
 
     def _recompute_and_check(self, *, returns_output: bool) -> None:
-        self._recompute_before()
+        if self._is_joined:
+            self._recompute_before()
         recorder = self.block.recorder
         if recorder is not None:
             recorder.recomputation_began(self.block.name)
@@ -358,24 +379,30 @@ class Frame(Call):
             except Exception as error:
                 self._explain(error)
                 raise
-            for position, tensor, version in run.versions:
-                if tensor._version != version:
-                    title = self.block.title
-                    raise RecomputeError(
-                        mismatch.modifies_held_tensor(title)
-                        if position is None
-                        else mismatch.mutates_argument(title, self._arguments.name(position))
-                    )
-            fault = run.fault()
-            if fault is not None and (self._determinism_check != "none" or isinstance(fault.first, int)):
-                raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
-            fault = run.comparison.end() if run.comparison is not None else None
-            if fault is not None:
-                fault = fault.located(self._watch_recomputation)
-                raise RecomputeError(mismatch.values_differ(self.block.title, fault))
+            self._check(run)
         finally:
             if recorder is not None:
                 recorder.recomputation_ended(self.block.name)
+            if self.block.on_recomputed is not None:
+                self.block.on_recomputed()
+
+    def _check(self, run: Recomputation) -> None:
+        """Refuses a recomputation that did otherwise than the original forward."""
+        for position, tensor, version in run.versions:
+            if tensor._version != version:
+                title = self.block.title
+                raise RecomputeError(
+                    mismatch.modifies_held_tensor(title)
+                    if position is None
+                    else mismatch.mutates_argument(title, self._arguments.name(position))
+                )
+        fault = run.fault()
+        if fault is not None and (self._determinism_check != "none" or isinstance(fault.first, int)):
+            raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
+        fault = run.comparison.end() if run.comparison is not None else None
+        if fault is not None:
+            fault = fault.located(self._watch_recomputation)
+            raise RecomputeError(mismatch.values_differ(self.block.title, fault))
 
     def _explain(self, error: Exception) -> None:
         """Adds to an error of the user's own code that backward was recomputing a block, and what may be the cause."""
@@ -390,25 +417,22 @@ class Frame(Call):
         self, on_pack: Callable[[int], None] | None = None, *, early_stop: bool = False, returns_output: bool = False
     ) -> Recomputation:
         """Runs forward in the state in which it was called, and puts back what is there now."""
-        self._recompute_before()  # in a second try again, as the first has used up their outputs
+        if self._is_joined:
+            self._recompute_before()  # in a second try again, as the first has used up their outputs
         run = Recomputation(self, on_pack, early_stop=early_stop, returns_output=returns_output)
-        state, call_state = self._state, self._call_state
+        state, call_state, arguments = self._state, self._call_state, self._arguments
         undo: Objects = []
-        with modes_paused:
+        with engine_ops():
             unread = self._modified_and_unread()
             random_now, ambient_now = self.rng_state(), take_ambient(self.devices)
             grad_enabled = torch.is_grad_enabled()
-            before = self.before
-            leaves = self._arguments.take(self, () if before is None else before.outputs or ())
-            run.versions = self._arguments.versions(leaves)
-            if before is not None:
-                before.outputs = None
+            leaves, run.versions = arguments.take(self, self._take_outputs_before())
             try:
                 with ExitStack() as stack:
                     run.borrowed = state.put_in_place(call_state, self._stand_in_of_object, undo, stack)
                     if unread:
                         state.hide(call_state, unread, self._stand_in, undo)
-                    args, kwargs = self._arguments.assemble(leaves, self._stand_in_of_object, undo)
+                    args, kwargs = arguments.assemble(leaves, self._stand_in_of_object, undo)
                     set_rng_state(self._random)
                     if ambient_now != self._ambient or is_autocast(ambient_now):
                         enter_ambient(stack, self._ambient, ambient_now)
@@ -417,7 +441,8 @@ class Frame(Call):
                     context, objects, attributes = context_again(self._context, self._stand_in_of_context)
                     if objects or attributes:
                         undo += [*swap(attributes), *copy_objects(objects, limit=_MAX_IN_CONTEXT)]
-                    output = context.run(self._run_again, run, args, kwargs)
+                    function = self._run_again if self.contexts is None else self._run_again_in_contexts
+                    output = context.run(run_in, run, run.hooks(), function, args, kwargs)
                     if returns_output:
                         self.outputs = [tensor.detach() for tensor in tensors_in(output)]
             except StopRecomputation as stop:
@@ -427,20 +452,21 @@ class Frame(Call):
                 if type(error) is not self._failure:  # the caller has caught that of the original forward
                     raise
             finally:
-                put_back(undo)
+                if undo:
+                    put_back(undo)
                 set_rng_state(random_now)
-                torch.set_grad_enabled(grad_enabled)
+                set_grad_enabled(grad_enabled)
         return run
 
-    def _run_again(self, run: Recomputation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs forward, in the context variables of the call."""
-        with ExecutionScope(run, *run.hooks()):
-            if self.contexts is None:
-                torch.set_grad_enabled(True)
-                return self._function(*args, **kwargs)
-            with self.contexts.recomputation(self):
-                torch.set_grad_enabled(True)
-                return self._function(*args, **kwargs)
+    def _run_again(self, *args: Any, **kwargs: Any) -> Any:
+        set_grad_enabled(True)
+        return self._function(*args, **kwargs)
+
+    def _run_again_in_contexts(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.contexts is not None
+        with self.contexts.recomputation(self):
+            set_grad_enabled(True)
+            return self._function(*args, **kwargs)
 
     def _enter_modes(self, stack: ExitStack) -> None:
         """Enters the modes of the call that are not active now. Those that are active now alone stay active."""
@@ -492,7 +518,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
     if not runs:
         return _run_alone(block, function, args, kwargs)
     outermost, originals = runs[-1], [run.frame for run in runs if not isinstance(run, Recomputation)]
-    with modes_paused:  # copies of a store, or of hooks, are no ops of the block
+    with engine_ops():  # copies of a store, or of hooks, are no ops of the block
         is_answered, output = _answer(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
         inputs = [*args, *kwargs.values()] if originals and not is_answered else []
         inputs += flatten_call(args, kwargs)[0] if inputs else []
@@ -504,7 +530,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
             output = _run_kept(hooks, block, function, args, kwargs)
             is_done = True
     finally:
-        with modes_paused:
+        with engine_ops():
             mutated = [tensor for tensor, version in versions if tensor._version != version]
             is_repeated = not is_done or bool(mutated) or any(differs(owner, then) for owner, then in objects)
             for frame in originals:
@@ -582,15 +608,14 @@ def _run_kept(
     hooks: Any, block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Runs a block that belongs to no recomputed block. ``hooks`` get what it saves; with ``None``, its store does."""
-    stored = StoredCall(block) if hooks is None and not isinstance(block.store, DeviceStore) else None
+    stored = StoredCall(block) if hooks is None and not block.keeps_on_device else None
     keep = (stored.pack, stored.unpack) if stored is not None else hooks or KEEP_ON_DEVICE
     recorder = block.recorder
     if recorder is not None:
         keep = recorder.original_forward_began(block.name, *keep, is_kept=True, is_stored=stored is not None)
-    with modes_paused:
+    with engine_ops():
         try:
-            with ExecutionScope(None, *keep):
-                return function(*args, **kwargs)
+            return run_in(None, keep, function, args, kwargs)
         finally:
             if recorder is not None:
                 recorder.original_forward_ended(block.name)

@@ -1,4 +1,4 @@
-"""What containers, objects and generators hold: read before a call, compared after it, put in place again."""
+"""Contents of containers, objects, generators and hooks: read before a call, compared after it, put in place again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from functools import cache, lru_cache, partial
+from itertools import chain
+from numbers import Number
 from operator import is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias, final
@@ -17,7 +20,7 @@ from weakref import ProxyTypes
 import torch
 from torch import nn
 
-from graphckpt._compat import pytree
+from graphckpt._compat import global_forward_hooks, pytree
 from graphckpt.errors import MutatedError
 from graphckpt.tree import ATOMS
 
@@ -32,6 +35,8 @@ _STAND_INS = (*ProxyTypes, MethodType)
 _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
 _MAX_ARRAY_BYTES = 4096
 _MAX_PLAIN_VALUES = 1024  # a container of more than this is data, whose copies cost more than a block that reads it
+
+_CONSTANTS = (Number, str, bytes, Enum, range, type, torch.layout, torch.memory_format)  # NumPy registers its numbers
 
 Objects: TypeAlias = list[tuple[Any, Any]]
 """``(container, dictionary of attributes, slots, generator or array, its contents)``, or ``(tensor, its version)``.
@@ -202,14 +207,12 @@ def differs(now: Any, then: Any) -> bool:
 
     ``then`` is the state of ``now`` if that is a generator or an array.
     """
-    if isinstance(now, (torch.Tensor, torch.Generator)):
-        return version_of(now) != then if isinstance(now, torch.Tensor) else not torch.equal(contents(now), then)
-    if isinstance(now, Slots):
-        now = now.read()
-    elif isinstance(now, CONTAINERS) and type(now) not in _PLAIN:
+    if type(now) not in _PLAIN:
+        if isinstance(now, (torch.Tensor, torch.Generator)):
+            return version_of(now) != then if isinstance(now, torch.Tensor) else not torch.equal(contents(now), then)
+        if not isinstance(now, (Slots, *CONTAINERS)):  # NumPy's generators have arrays in their states
+            return pickle.dumps(contents(now)) != pickle.dumps(then)
         now = contents(now)
-    if not isinstance(now, CONTAINERS):  # NumPy's generators have arrays in their states
-        return pickle.dumps(contents(now)) != pickle.dumps(then)
     if len(now) != len(then):
         return True
     if not isinstance(now, dict):
@@ -224,9 +227,18 @@ def swap(objects: Objects) -> Objects:
 
     Tensors are passed over: their versions can only be compared.
     """
-    objects = [each for each in objects if not isinstance(each[0], torch.Tensor)]
-    present = [(owner, contents(owner)) for owner, _ in objects]
-    put_back(list(reversed(objects)))
+    present: Objects = []
+    changed: Objects = []
+    for owner, then in objects:
+        if isinstance(owner, torch.Tensor):
+            continue
+        if differs(owner, then):
+            present.append((owner, contents(owner)))
+            changed.append((owner, then))
+        else:  # the recomputation may change it yet
+            present.append((owner, then))
+    for owner, then in changed:
+        fill(owner, then)
     return present
 
 
@@ -334,6 +346,21 @@ def is_plain_container(objects: Objects) -> bool:
     return num_values > 0
 
 
+def is_plain_value(value: Any) -> bool:
+    """Whether a value cannot change, and cannot come to hold an output of a block."""
+    if type(value) in ATOMS or isinstance(value, _CONSTANTS):
+        return True
+    if isinstance(value, BuiltinFunctionType):
+        return isinstance(value.__self__, (ModuleType, type))
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None and not value.__dict__
+    if isinstance(value, partial):
+        return is_plain_value((value.func, *value.args, *value.keywords.values()))
+    if isinstance(value, slice):
+        return is_plain_value((value.start, value.stop, value.step))
+    return type(value) in (tuple, frozenset) and all(map(is_plain_value, value))
+
+
 _PLAIN = ATOMS.union(CONTAINERS, (OrderedDict,))
 
 
@@ -427,3 +454,73 @@ def mutated_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.T
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, torch.Tensor):
                 yield tensor
+
+
+# The hooks of modules
+
+
+class HookCopies(NamedTuple):
+    """The forward pre-hooks of a module, or its forward hooks, by their numbers."""
+
+    owners: list[dict[int, Any]]
+    """The hooks, and what torch notes of some of them, such as that they take keywords."""
+    before: list[dict[int, Any]]
+    """What ``owners`` held before the call."""
+    added: frozenset[int] = frozenset()
+    """The hooks that the call has added."""
+
+
+@final
+class ModuleHooks:
+    """Copies the hooks before a call, and has them act in its recomputation."""
+
+    __slots__ = ("_hooks", "_notes")
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        hooks = [*global_forward_hooks(), *chain.from_iterable(map(_hooks_of, modules))]
+        self._hooks: list[dict[int, Any]] = [owner for owner, *_ in hooks]  # apart: most are empty, as `any` sees fast
+        self._notes = [notes for _, *notes in hooks]
+
+    def copies(self) -> list[HookCopies]:
+        """Copies what there is before a call."""
+        copies = []
+        for hooks, notes in zip(self._hooks, self._notes, strict=True) if any(self._hooks) else ():
+            if hooks:
+                copies.append(HookCopies([hooks, *notes], list(map(dict, (hooks, *notes)))))
+        return copies
+
+    def after_call(self, copies: list[HookCopies]) -> list[HookCopies]:
+        """Returns the copies with the hooks that the call has added."""
+        if not copies and not any(self._hooks):
+            return copies
+        before = {id(each.owners[0]): each for each in copies}
+        noted = []
+        for owner, notes in zip(self._hooks, self._notes, strict=True):
+            each = before.get(id(owner))
+            if each is None and owner:
+                each = HookCopies([owner, *notes], [{} for _ in (owner, *notes)])
+            if each is not None:
+                noted.append(each._replace(added=frozenset(owner.keys() - each.before[0].keys())))
+        return noted
+
+    def put_in_place(self, copies: list[HookCopies], undo: Objects) -> None:
+        """Has the hooks act that were there before the call, and those that the call has added and that are there yet.
+
+        Transformers adds hooks in a first call and notes that in a flag: a recomputation must not do it again.
+        """
+        if not copies and not any(self._hooks):
+            return
+        before = {id(each.owners[0]): each for each in copies}
+        for owner, notes in zip(self._hooks, self._notes, strict=True):
+            each = before.get(id(owner)) or HookCopies([owner, *notes], [{} for _ in (owner, *notes)])
+            for present, then in zip(each.owners, each.before, strict=True):
+                wanted = OrderedDict(then) | {number: v for number, v in present.items() if number in each.added}
+                if present.keys() != wanted.keys():
+                    undo.append((present, OrderedDict(present)))
+                    fill(present, wanted)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[list[dict[int, Any]]]:
+    """Yields the forward pre-hooks and the forward hooks, each with what torch notes of some of them."""
+    yield [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
+    yield [module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called]

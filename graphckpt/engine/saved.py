@@ -42,7 +42,7 @@ from graphckpt.engine.objects import (
     without_tensors,
 )
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.stores.base import KEEP_ON_DEVICE, DeviceStore
+from graphckpt.stores.base import KEEP_ON_DEVICE
 from graphckpt.thread_state import RNGState
 from graphckpt.tree import ATOMS, build_value, flatten_call, flatten_value, tensors_in
 
@@ -103,7 +103,7 @@ class SavedTensor:
         recorder = block.recorder
         # A parameter is not moved: its module keeps it alive. Neither are Python attributes.
         if is_argument and (
-            (outer_hooks is None and isinstance(block.store, DeviceStore))
+            (outer_hooks is None and block.keeps_on_device)
             or isinstance(tensor, nn.Parameter)
             or has_attributes(tensor)
         ):
@@ -182,7 +182,8 @@ def take_all(entries: Iterable[Any]) -> list[Any] | None:
 
 def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     """Returns the class of ``tensor`` in a recomputation: an ``AsyncCollectiveTensor`` is plain once waited on."""
-    return torch.Tensor if hasattr(tensor, "trigger_wait") else type(tensor)
+    cls = type(tensor)
+    return torch.Tensor if cls is not torch.Tensor and hasattr(tensor, "trigger_wait") else cls
 
 
 def versions_of(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
@@ -294,9 +295,6 @@ class _OriginalArgument(NamedTuple):
     version: int | None  # inference tensors have none
     copied: torch.Tensor | None
 
-    def is_mutated(self) -> bool:
-        return self.version is not None and self.tensor._version != self.version
-
 
 @final
 class Arguments:
@@ -353,8 +351,9 @@ class Arguments:
             # same tensors in the same order in each call.
             for each in originals:
                 leaves[each.position] = self._keep(call, each, each.copied, previous)
-        for position in self._first_of:
-            leaves[position] = None
+        if self._first_of:
+            for position in self._first_of:
+                leaves[position] = None
 
     def after_forward(
         self,
@@ -381,7 +380,9 @@ class Arguments:
             self._objects = without_tensors(self._objects, changed)
         if self._objects and call.block.recorder is not None:
             self._record_objects(call)
-        mutated = frozenset([each.position for each in originals if each.is_mutated()])
+        mutated = frozenset(
+            [each.position for each in originals if each.version is not None and each.tensor._version != each.version]
+        )
         if learning:
             call.block.mutated = self._mutated = mutated | call.block.mutated
         names = self._shared_memory(state, call_state, originals) if mutated or learning else None
@@ -404,8 +405,8 @@ class Arguments:
                     self.leaves[each.position] = self._keep(call, each, each.copied if is_mutated else None, previous)
                 elif not is_mutated and leaf.stays:
                     leaf.hold(each.tensor, is_itself=True)
-        self._changed = [*changed, *call_state.changed_tensors]
-        if self._changed and not is_guarded:
+        self._changed = changed = [*changed, *call_state.changed_tensors]
+        if changed and not is_guarded:
             own = [t for t in chain(call_state.tensors, (each.tensor for each in originals)) if t is not None]
             own = [tensor for tensor in own if not tensor.is_inference()]
             if not all(any(share_version_counter(tensor, each) for each in own) for tensor in self._changed):
@@ -428,18 +429,20 @@ class Arguments:
         self.leaves, self._originals, self._objects, self._changed = [], (), [], []
         self._error = error
 
-    def take(self, call: Call, outputs_before: Sequence[torch.Tensor]) -> list[Any]:
+    def take(
+        self, call: Call, outputs_before: Sequence[torch.Tensor]
+    ) -> tuple[list[Any], list[tuple[int | None, torch.Tensor, int]]]:
         """Returns the leaves for the recomputation; :meth:`assemble` makes arguments of them.
 
-        ``outputs_before`` is what the recomputation of the block before has returned.
+        Beside them it returns the tensors that the recomputation must not modify: their positions, if they are leaves,
+        and versions. ``outputs_before`` is what the recomputation of the block before has returned.
         """
         if self._error is not None:
             raise RecomputeError(self._error)
         leaves = self.leaves.copy()
+        versions: list[tuple[int | None, torch.Tensor, int]] = []
         for position, entry in enumerate(leaves):
-            if isinstance(entry, _JoinedInput):
-                leaves[position] = entry.of(self.before.block.title if self.before else "", outputs_before)
-            elif isinstance(entry, SavedTensor):
+            if isinstance(entry, SavedTensor):
                 leaf = entry.take()
                 if leaf is None:
                     what = f"its argument `{self.name(position)}`"
@@ -447,16 +450,18 @@ class Arguments:
                 if position in self._mutated:
                     with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
                         leaf = leaf.clone()
-                leaves[position] = leaf
+            elif isinstance(entry, _JoinedInput):
+                leaf = entry.of(self.before.block.title if self.before else "", outputs_before)
+            else:
+                continue
+            leaves[position] = leaf
+            if position not in self._mutated and not leaf.is_inference():
+                versions.append((position, leaf, leaf._version))
         for position, first in self._first_of.items():
             leaves[position] = leaves[first]
-        return leaves
-
-    def versions(self, leaves: list[Any]) -> list[tuple[int | None, torch.Tensor, int]]:
-        """Returns the tensors that the recomputation must not modify, each with its position in ``leaves``, if any."""
-        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        own = [(at, leaf, leaf._version) for at, leaf in tensors if at not in self._mutated and not leaf.is_inference()]
-        return [*own, *((None, tensor, tensor._version) for tensor in self._changed)]
+        if self._changed:
+            versions += [(None, tensor, tensor._version) for tensor in self._changed]
+        return leaves, versions
 
     def assemble(
         self, leaves: list[Any], stand_in: Callable[[torch.Tensor], Any], undo: Objects

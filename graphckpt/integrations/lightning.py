@@ -27,7 +27,7 @@ class GraphckptCallback(PolicyCallback, Callback):
         policies: On top of that, by selector, as :func:`graphckpt.apply` takes them; names are those of the
             ``LightningModule``.
         memory_budget: The peak of a step in bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain
-            step's peak, or ``"max"``: policies are planned for it on the second update, in place of ``rule`` and
+            step's peak, or ``"max"``: policies are planned for it in the first updates, in place of ``rule`` and
             ``policies``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the first batch with optimizer
             states, and that of a plan; ``True`` one line for each, ``False`` nothing, and measures no batch.
@@ -40,7 +40,7 @@ class GraphckptCallback(PolicyCallback, Callback):
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Applies the policies; with a memory budget, those that take least until two updates were measured."""
+        """Applies the policies; with a memory budget, those that take least until some were measured."""
         self._num_updates = 0
         self._begin(pl_module, trainer.print)
 

@@ -94,7 +94,7 @@ class PolicyCallback:
         self._plot = plot
         self._measuring = ExitStack()
         self._disabled = ExitStack()
-        self._is_reported = self._is_first = self._has_planned_step = False
+        self._is_reported = self._is_first = self._has_planned_step = self._is_planned_for = False
         self._live: LivePlan | None = None
         self._write: Callable[[str], None] = print
         self.handle: Handle | None = None
@@ -150,7 +150,7 @@ class PolicyCallback:
         """
         self._remove()  # left by a training that ended in an error
         self.explanation = self.plan = self.handle = None
-        self._is_reported = self._is_first = self._has_planned_step = False
+        self._is_reported = self._is_first = self._has_planned_step = self._is_planned_for = False
         self._write = write if is_writer and self._report else lambda text: None
         if self._budget is None:
             self._apply(model)
@@ -208,14 +208,15 @@ class PolicyCallback:
         return list(names)
 
     def _begin_step(self, num_updates: int, *, measures: bool) -> None:
-        """Begins a step; measures it op by op if ``measures``, or if it is the first one under a plan.
+        """Begins a step; measures it op by op if ``measures``, or if it is the first one under a plan that stays.
 
         After a measured first step another one is measured, under the states that the first update creates.
         """
         if self._live is not None:
             self._has_planned_step |= self.plan is not None
+            self._is_planned_for = self._live.is_settled
             self._live.begin_step()
-            measures = measures or self._live.checks
+            measures = self._is_planned_for and (measures or self._live.checks)
             num_updates += 1  # a plan begins after the first
         self._is_first = measures and num_updates == 0
         if measures and self.handle is not None and not self._is_reported and not (self._is_first and self.explanation):
@@ -228,13 +229,14 @@ class PolicyCallback:
         try:
             if live is not None:
                 is_planned = live.end_step(is_update=is_update)
+                self.plan = live.plan  # whose peak is what the last step says
                 if is_planned or live.handle is not self.handle:
                     self._measuring.close()  # of a step that did not run under one plan
                     self._follow(live, is_planned=is_planned)
                     return
-            explanation = self._explain_once(log)
-            if live is not None and explanation is not None and live.correct(explanation.peak_bytes or 0):
-                self._follow(live, is_planned=True)
+                if not self._is_planned_for:
+                    return
+            self._explain_once(log)
         except BaseException:
             self._remove()  # training ends here, and not every trainer tells its callbacks
             raise
@@ -249,16 +251,16 @@ class PolicyCallback:
         finally:
             self._remove()
 
-    def _explain_once(self, log: Callable[[dict[str, float]], None], *, is_last: bool = False) -> Explanation | None:
-        """Reports once what the measured step saved; returns it then, and ``None`` otherwise."""
+    def _explain_once(self, log: Callable[[dict[str, float]], None], *, is_last: bool = False) -> None:
+        """Reports once what the measured step saved."""
         self._measuring.close()
         if self.handle is None or self._is_reported:
-            return None
+            return
         with suppress(GraphError):
             if not (is_last and self.explanation):
                 self.explanation = self.handle.explain(show=False)
             if self._is_first and not is_last:
-                return None
+                return
             assert self.explanation is not None
             drawing = None if self._plot is None else self.explanation.plot(self._plot)
             self._is_reported = True
@@ -275,8 +277,6 @@ class PolicyCallback:
                 self._write(str(self.explanation) if self._report == "table" else saved_line(self.explanation))
             if drawing is not None:
                 self._write(f"graphckpt: drawn: {drawing}")
-            return self.explanation
-        return None
 
     def _follow(self, live: LivePlan, *, is_planned: bool) -> None:
         self.plan, self.handle = live.plan, live.handle

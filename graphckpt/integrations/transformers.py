@@ -46,7 +46,7 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         select: Class names, name patterns or classes of the blocks; ``None`` is all layers.
         policies: On top of that, by selector, as :func:`graphckpt.apply` takes them.
         memory_budget: The peak of a step in bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain
-            step's peak, or ``"max"``: policies are planned for it on the second update of the training, in place of
+            step's peak, or ``"max"``: policies are planned for it in the first updates of the training, in place of
             ``rule`` and ``policies``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except
             ``head``.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
@@ -79,7 +79,7 @@ which means the same
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Applies the policies; with a memory budget, those that take least until two steps were measured."""
+        """Applies the policies; with a memory budget, those that take least until some updates were measured."""
         del control, kwargs
         assert model is not None
         self._begin(model, tqdm.write, is_writer=state is None or state.is_local_process_zero)
@@ -108,7 +108,7 @@ which means the same
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measures the first two steps, if they are to be shown as a table or a picture, or are planned on."""
+        """Measures the first two steps, if they are to be shown as a table or a picture, or are planned from."""
         del args, control, kwargs
         self._begin_step(state.global_step, measures=self._report == "table" or self._plot is not None)
 

@@ -8,34 +8,57 @@ relative to the *base*, the step in which every block is recomputed, and its *ri
 
 Levels are all that is read: no storages, and no holders. So they may come from a counter or from an allocator. That
 every block of the base is recomputed matters: each then holds its arguments, as it does under every rule but ``keep``.
-What else the levels depend on shows after the head, the code between the forwards and the backwards of a batch: see
-Note [After the head]. Joined runs need one more number, the bytes of the tensor that a block passes on.
-:class:`~graphckpt.planning.memory_model.MemoryModel` predicts the same from the lifetimes of storages.
+What else the levels depend on is in Note [Neighbouring blocks] and Note [After the head]. Joined runs need one more
+number, the bytes of the tensor that a block passes on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, final
 
-from graphckpt.planning.memory_model import IntervalLevel, Runs
 from graphckpt.planning.program import EventKind, Interval, Phase, StepLog
 
 _Value = TypeVar("_Value")
-_KEEP = 0  # the first option of a measured step
+KEEP_NUMBER = 0
+"""The number of the option that keeps everything."""
+
+Runs: TypeAlias = "tuple[tuple[int, int], ...]"
+"""The first block of each joined run, and the one after its last."""
+
+# Note [Neighbouring blocks]
+# What a call retains is read at the start of the next block. Two terms depend on the blocks beside it. A run in which
+# kept and recomputed blocks alternate shows both, and the run with all blocks kept shows their sum.
+#
+# later    The code between blocks frees something of a recomputed block while the *next* block runs, which a kept one
+#          holds: a loop variable with the attention weights of the last block.
+# pair     A kept block that does not save its argument, such as one that begins with a ReLU, frees it. It does not if
+#          the block before saves the same tensor as its output. Nor does a block that offloads its argument.
 
 # Note [After the head]
-# Three things change the level without a block that runs. All show as *excess* at the start of a backward: live bytes
-# beyond the base and what the open calls retain.
+# Four things change the level without a block that runs: the head, the code between the forwards and the backwards of
+# a batch, frees what only the base holds. All show as *excess* at the start of a backward: live bytes beyond the base
+# and what the open calls retain.
 #
 # output   A block that saves its own output, such as a ReLU, holds what the next block holds as its argument. The next
-#          one releases it first, so it is an excess in the own backward alone.
-# late     The head frees what a kept block still holds, such as autocast's copies of weights. Each kept call adds its
-#          own, so the excess grows from call to call, and that is how `late` and `output` are told apart.
+#          one releases it first, so it is an excess in the own backward alone. That of the last block of a batch is
+#          negative if it does not save its argument.
+# late     A kept block holds what the head frees, such as autocast's copies of weights: it adds to the excess of all
+#          later calls, of recomputed ones too.
 # shared   A recomputed block holds its arguments: a mask, or a cache and what it reaches. In the base they live until
 #          the backward of the first call that has them. If all later calls are kept, the head frees them.
+# inside   A kept block holds a part of what is shared, such as keys in a cache. It counts once the rest is freed.
+
+
+class IntervalLevel(NamedTuple):
+    """Live bytes in one interval of the step under a plan."""
+
+    interval: Interval
+    start: int
+    peak: int
 
 
 class LevelSpan(NamedTuple):
@@ -61,37 +84,35 @@ def level_log(log: StepLog) -> LevelLog:
     return spans
 
 
-class LevelRow(NamedTuple):
-    """What a call does to the level under an option, in bytes."""
+class Rise(NamedTuple):
+    """The highest level during a call, above the level at its start, in bytes."""
 
-    retained: int
-    """From its forward to its backward, relative to the base; it may be negative."""
-    rise_forward: int
-    rise_backward: int
+    forward: int
+    backward: int
+
+
+class Before(NamedTuple):
+    """What matters of the call before another one."""
+
+    is_kept: bool = False
+    holds_output: bool = False
 
 
 @final
-class _Readings(Generic[_Value]):
-    """Values by call and option. A call without its own reading has that of an equal call."""
+@dataclass(frozen=True, slots=True)
+class SampledRuns:
+    """Traces of a step, or of one with a part of its blocks, and the option of each of these blocks."""
 
-    def __init__(self, kinds: Sequence[tuple[int, int]]) -> None:
-        self._kinds = kinds
-        self._of_call: dict[tuple[int, int], _Value] = {}
-        self._of_kind: dict[tuple[tuple[int, int], int], tuple[bool, _Value]] = {}
-
-    def add(self, call: int, option: int, value: _Value, *, is_typical: bool = True) -> None:
-        """Adds a reading. One that is not typical stands for equal calls only until there is a typical one."""
-        self._of_call.setdefault((call, option), value)
-        key = self._kinds[call], option
-        if key not in self._of_kind or (is_typical and not self._of_kind[key][0]):
-            self._of_kind[key] = is_typical, value
-
-    def get(self, call: int, option: int) -> _Value | None:
-        own = self._of_call.get((call, option))
-        return self._of_kind.get((self._kinds[call], option), (False, None))[1] if own is None else own
+    base: StepLog
+    """With every block recomputed."""
+    runs: Sequence[tuple[StepLog, Sequence[int]]] = ()
+    numbers: Sequence[int] | None = None
+    """The numbers of the blocks in the step; ``None`` for all."""
+    is_isolated: bool = False
+    """Whether each call is followed by its own backward."""
 
 
-class _Batch(NamedTuple):
+class Batch(NamedTuple):
     """Calls whose backwards follow on one head."""
 
     head: Interval
@@ -101,8 +122,8 @@ class _Batch(NamedTuple):
     """For each of ``calls``, those whose forward is over and whose backward is not, at the start of its backward."""
 
 
-def _batches(spans: LevelLog, dropped: Collection[int]) -> list[_Batch]:
-    batches: list[_Batch] = []
+def _batches(spans: LevelLog, dropped: Collection[int]) -> list[Batch]:
+    batches: list[Batch] = []
     opened: dict[int, None] = {}
     is_forward, before = False, Interval(Phase.BEFORE)
     for interval in spans:
@@ -112,7 +133,7 @@ def _batches(spans: LevelLog, dropped: Collection[int]) -> list[_Batch]:
         elif interval.phase is Phase.BACKWARD:
             if interval.call not in dropped:
                 if is_forward:
-                    batches.append(_Batch(before, [], []))
+                    batches.append(Batch(before, [], []))
                     is_forward = False
                 batches[-1].calls.append(interval.call)
                 batches[-1].opened.append(tuple(opened))
@@ -122,207 +143,393 @@ def _batches(spans: LevelLog, dropped: Collection[int]) -> list[_Batch]:
 
 
 @final
+class _Calls:
+    """The calls of a base, in the order of their forwards."""
+
+    def __init__(self, base: StepLog, numbers: Sequence[int], classes: Sequence[int]) -> None:
+        self.base = level_log(base)
+        self.dropped = base.dropped
+        self.batches = _batches(self.base, base.dropped)
+        self.block_of_call = [call.block for call in base.calls]
+        places: Counter[int] = Counter()
+        self.kinds: list[tuple[int, int]] = []
+        """By call: the class of its block, and how many calls of the block came before."""
+        for block in self.block_of_call:
+            self.kinds.append((classes[numbers[block]], places[block]))
+            places[block] += 1
+        of_blocks = [interval for interval in self.base if interval.is_of_block]
+        self.before = {
+            later.call: earlier.call
+            for earlier, later in pairwise(of_blocks)
+            if earlier.phase is later.phase is Phase.FORWARD
+        }
+        """By call: the one whose forward came before, if no backward lies between."""
+        self.followed = frozenset(self.before.values())
+        self.base_added = self.added(self.base)
+
+    def added(self, spans: LevelLog) -> dict[int, int]:
+        """Returns, by call, how much the level rises from its forward to that of the next block.
+
+        That of the last one of a batch ends before the head.
+        """
+        after = {call: Interval(Phase.FORWARD, later) for later, call in self.before.items()}
+        own = {call: spans[Interval(Phase.FORWARD, call)] for call in range(len(self.kinds))}
+        return {
+            call: (spans[after[call]].start if call in after else span.end) - span.start for call, span in own.items()
+        }
+
+
+@final
+class _Readings(Generic[_Value]):
+    """Values by call and option. A call without its own reading has that of an equal call."""
+
+    def __init__(self, default: _Value) -> None:
+        self._default = default
+        self._of_call: dict[tuple[_Calls, int, int], _Value] = {}
+        self._of_kind: dict[tuple[tuple[int, int], int], tuple[bool, _Value]] = {}
+
+    def add(self, calls: _Calls, call: int, option: int, value: _Value, *, is_typical: bool = True) -> None:
+        """Adds a reading, unless there is one. One that is not typical is replaced for equal calls by one that is."""
+        self._of_call.setdefault((calls, call, option), value)
+        key = calls.kinds[call], option
+        if key not in self._of_kind or (is_typical and not self._of_kind[key][0]):
+            self._of_kind[key] = is_typical, value
+
+    def has(self, calls: _Calls, call: int, option: int) -> bool:
+        return (calls.kinds[call], option) in self._of_kind
+
+    def get(self, calls: _Calls, call: int, option: int) -> _Value:
+        own = self._of_call.get((calls, call, option))
+        return self._of_kind.get((calls.kinds[call], option), (False, self._default))[1] if own is None else own
+
+
+@final
 class LevelTable:
     """The levels of a step under any plan.
 
     Args:
-        base: the trace of the step with every block recomputed.
-        base_option: the number of the option that each block has in it.
+        sampled: the step with every block recomputed; with all blocks kept (option 0), if it is there; in runs in which
+            kept and recomputed blocks alternate, if :attr:`needs_alternation`; and with any other options.
+        base_option: the number of the option that each block has in the base.
         classes: the class of each block; blocks of one class are equal.
-        runs: traces of the step, each with the option of each block: one with all blocks kept (option 0), and each
-            option of each class in one of them.
+        part: runs of a part of the blocks. Each option of each class is in one of all these runs.
     """
 
     def __init__(
-        self, base: StepLog, base_option: int, classes: Sequence[int], runs: Sequence[tuple[StepLog, Sequence[int]]]
+        self, sampled: SampledRuns, base_option: int, classes: Sequence[int], part: SampledRuns | None = None
     ) -> None:
-        self._base = level_log(base)
-        self._block_of_call = [call.block for call in base.calls]
-        self._base_added = {call: num_bytes for call, (num_bytes, _) in _added(self._base).items()}
-        self._passed_on = [
-            sum(base.sizes.get(storage, 0) for storage in set(call.returned_before)) for call in base.calls
+        self.base = sampled.base
+        self.base_option = base_option
+        self.block_of_call = [call.block for call in sampled.base.calls]
+        self.intervals = sampled.base.intervals
+        self.calls = _Calls(sampled.base, range(len(classes)), classes)
+        self.passed_on = [
+            sum(self.base.sizes.get(storage, 0) for storage in set(call.returned_before)) for call in self.base.calls
         ]
         """By call: the bytes of its arguments that the call before has returned, which hooks see."""
-        self._dropped = base.dropped
-        self._batches = _batches(self._base, base.dropped)
-        places: Counter[int] = Counter()
-        kinds = []
-        for block in self._block_of_call:
-            kinds.append((classes[block], places[block]))
-            places[block] += 1
-        self._rows = _Readings[LevelRow](kinds)
-        self._output, self._late = _Readings[int](kinds), _Readings[int](kinds)
-        self._shared: Counter[int] = Counter()
+        self.rises = _Readings(Rise(0, 0))
+        self.first, self.later, self.pair = _Readings(0), _Readings(0), _Readings(0)
+        self.output, self.late, self.inside = _Readings(0), _Readings(0), _Readings(0)
+        self.shared: Counter[int] = Counter()
         """By the first call that holds them: what recomputed calls hold of their arguments."""
-        self._head_rise: dict[Interval, int] = {}
-        """By head: its peak with all blocks kept, beyond that of the base and what the calls retain."""
-        self._late_in_shared: set[int] = set()
-        """The calls whose ``late`` is a part of ``shared``: they hold some of it themselves."""
-
-        logs = [(self._base, [base_option] * len(classes)), *((level_log(log), plan) for log, plan in runs)]
-        for spans, plan in logs:
-            self._read_rows(spans, plan)
-        for spans, plan in logs:
-            for batch in self._batches:
-                if any(plan):
-                    self._read_output(spans, plan, batch)
-                else:
-                    self._read_kept(spans, plan, batch)
+        self.head_shares: dict[Interval, float] = {}
+        """By head: the share of the excess after it that is there at its peak; by default all."""
+        self._read(sampled, self.calls)
+        if part is not None:
+            assert part.numbers is not None
+            self._read(part, _Calls(part.base, part.numbers, classes))
 
     def peak(self, plan: Sequence[int], runs: Runs = ()) -> int:
         """Returns the most live bytes, for the number of the option of each block; see :meth:`levels`."""
-        return max(level.peak for level in self.levels(plan, runs))
+        return self.highest(plan, runs).peak
+
+    def highest(self, plan: Sequence[int], runs: Runs = ()) -> IntervalLevel:
+        return max(self.levels(plan, runs), key=lambda level: level.peak)
+
+    @property
+    def static_bytes(self) -> int:
+        """Live bytes when the first block begins: weights, optimizer state, inputs, gradients of earlier steps."""
+        return next(span.start for interval, span in self.calls.base.items() if interval.is_of_block)
+
+    def saved_bytes(self, plan: Sequence[int]) -> int:
+        """Returns what the blocks save, and what they return to one another, over all calls."""
+        options = self._options(plan)
+        added = self.calls.base_added
+        return sum(
+            max(0, added[call] + self.first.get(self.calls, call, option)) for call, option in enumerate(options)
+        )
 
     def levels(self, plan: Sequence[int], runs: Runs = ()) -> Iterator[IntervalLevel]:
         """Yields the levels of a step, interval by interval.
 
         The blocks of ``runs`` are recomputed as one; each has the option of the base in ``plan``.
         """
-        run_of = {call: calls for calls in self._joined_calls(runs) for call in calls}
+        calls, options = self.calls, self._options(plan)
+        run_of = {call: run for run in self._joined_calls(runs) for call in run}
+        heads = {batch.head: batch for batch in calls.batches}
         retained: dict[int, int] = {}
         after_head: list[int] = []
         """The open calls whose head is over."""
-        heads = {batch.head: batch for batch in self._batches}
-        for interval, base in self._base.items():
-            call = interval.call
-            rise = base.peak - base.start
-            level = base.start + sum(retained.values()) + self._beyond(after_head, plan)
+        total, excess = 0, [0]
+        for interval, base in calls.base.items():
+            call, rise = interval.call, base.peak - base.start
+            if interval.phase is Phase.AFTER_FORWARD and (before := calls.before.get(call)) in retained:
+                later = self.later.get(calls, before, options[before])
+                retained[before] += later
+                total += later
+            level = base.start + total + excess[len(after_head)]
             if interval in heads and not interval.is_of_block:
-                rise += self._rise_of_head(interval, retained, plan)
+                rise += self._rise_of_head(calls, options, heads[interval])
             if interval.phase is Phase.FORWARD:
-                row = self._row(call, plan)
-                rise, retained[call] = row.rise_forward, row.retained
+                rise = self.rises.get(calls, call, options[call]).forward
+                retained[call] = self._retained(calls, options, call)
                 if call in run_of and call > run_of[call][0]:  # it frees its argument
-                    retained[call] -= self._passed_on[call]
+                    retained[call] -= self.passed_on[call]
+                total += retained[call]
             elif interval.phase is Phase.BACKWARD:
-                option = self._option(call, plan)
-                rise = self._row(call, plan).rise_backward
-                if call in run_of and call not in self._dropped:
+                option = options[call]
+                rise = self.rises.get(calls, call, option).backward
+                if call in run_of and call not in calls.dropped:
                     if call == run_of[call][-1]:
-                        rise = self._recompute(run_of[call], retained, rise)
+                        rise = self.recompute(run_of[call], retained, rise)
+                        total = sum(retained.values())
                     else:
-                        option, rise = _KEEP, self._kept_row(call).rise_backward
-                if call in after_head:
-                    level += self._output.get(call, option) or 0
+                        option, rise = KEEP_NUMBER, self.rises.get(calls, call, KEEP_NUMBER).backward
+                if call in after_head[-1:]:
+                    level += self.output.get(calls, call, option)
+                    after_head.pop()
+                elif call in after_head:
+                    level += self.output.get(calls, call, option)
                     after_head.remove(call)
-                retained.pop(call, None)
+                    excess = self._excess_after(calls, options, after_head)
+                total -= retained.pop(call, 0)
             yield IntervalLevel(interval, level, level + rise)
             if interval in heads:
                 after_head = list(retained)
+                excess = self._excess_after(calls, options, after_head)
 
-    def _joined_calls(self, runs: Runs) -> Iterator[range]:
-        for first, end in runs:
-            for call, block in enumerate(self._block_of_call):
-                if block == first:
-                    yield range(call, call + end - first)
-
-    def _recompute(self, calls: range, retained: dict[int, int], rise: int) -> int:
-        """Recomputes all calls of a run but the last: they then retain what kept ones do, and their arguments.
+    def recompute(self, run: range, retained: dict[int, int], rise: int) -> int:
+        """Recomputes all calls of a joined run but the last: they then retain what kept ones do, and their arguments.
 
         Returns the rise in the backward of the last one, which is recomputed as alone.
         """
         level = peak = 0
-        for call in calls[:-1]:
-            row = self._kept_row(call)
-            peak = max(peak, level + row.rise_forward)
-            retained[call] = row.retained + (self._late.get(call, _KEEP) or 0)
-            level += retained[call] + self._passed_on[call + 1]
+        terms = self.first, self.later, self.pair, self.late, self.inside
+        for call in run[:-1]:
+            peak = max(peak, level + self.rises.get(self.calls, call, KEEP_NUMBER).forward)
+            retained[call] = sum(term.get(self.calls, call, KEEP_NUMBER) for term in terms)
+            level += retained[call] + self.passed_on[call + 1]
         return max(peak, level + rise)
 
-    def _kept_row(self, call: int) -> LevelRow:
-        row = self._rows.get(call, _KEEP)
-        assert row is not None
-        return row
+    def pair_bytes(self, call: int, option: int, before: Before, calls: _Calls | None = None) -> int:
+        """Returns what a call retains more because of the one before it; see Note [Neighbouring blocks]."""
+        if not (before.holds_output or (before.is_kept and option == KEEP_NUMBER)):
+            return 0
+        calls = calls or self.calls
+        if option == KEEP_NUMBER:
+            return self.pair.get(calls, call, option)
+        return max(0, -self.first.get(calls, call, option))  # it holds less than its argument, as if it offloads
 
-    def _option(self, call: int, plan: Sequence[int]) -> int:
-        return plan[self._block_of_call[call]]
+    def before(self, call: int, option: int, calls: _Calls | None = None) -> Before:
+        return Before(option == KEEP_NUMBER, self.output.get(calls or self.calls, call, option) > 0)
 
-    def _row(self, call: int, plan: Sequence[int]) -> LevelRow:
-        row = self._rows.get(call, self._option(call, plan))
-        assert row is not None, "an option that was in no run"
-        return row
+    def rise_of_head(self, head: Interval, excess: int) -> int:
+        """Returns what the peak of a head is beyond that of the base, of the excess at the start of its backward."""
+        return round(self.head_shares.get(head, 1.0) * excess)
 
-    def _beyond(self, opened: Sequence[int], plan: Sequence[int]) -> int:
-        """Returns what the level after a head is beyond the base and what the calls retain; ``opened`` are in order."""
-        last_recomputed = max((call for call in opened if self._option(call, plan) != _KEEP), default=-1)
-        beyond = -sum(self._shared[call] for call in opened if call > last_recomputed)
-        holder = max(opened, key=self._shared.__getitem__, default=-1)
+    def _rise_of_head(self, calls: _Calls, options: Sequence[int], batch: Batch) -> int:
+        last = batch.calls[0]
+        excess = self._excess_after(calls, options, batch.opened[0])[-1] + self.output.get(calls, last, options[last])
+        return self.rise_of_head(batch.head, excess)
+
+    @property
+    def needs_alternation(self) -> bool:
+        """Whether the run with all blocks kept shows more than a sum of what each call retains."""
+        calls, first = self.calls, {batch.calls[-1] for batch in self.calls.batches}
+        terms = self.pair, self.output, self.inside
+        return any(
+            (call not in first and self.shared[call]) or any(term.get(calls, call, KEEP_NUMBER) for term in terms)
+            for call in range(len(calls.kinds))
+        )
+
+    def _options(self, plan: Sequence[int]) -> list[int]:
+        return [plan[block] for block in self.block_of_call]
+
+    def _joined_calls(self, runs: Runs) -> Iterator[range]:
+        for first, end in runs:
+            for call, block in enumerate(self.block_of_call):
+                if block == first:
+                    yield range(call, call + end - first)
+
+    def _retained(self, calls: _Calls, options: Sequence[int], call: int) -> int:
+        """Returns what a call retains from its forward on, without what is `later`."""
+        before = calls.before.get(call)
+        retained = self.first.get(calls, call, options[call])
+        if before is not None:
+            retained += self.pair_bytes(call, options[call], self.before(before, options[before], calls), calls)
+        return retained
+
+    def _all_retained(self, calls: _Calls, options: Sequence[int]) -> list[int]:
+        """Returns what each call retains at the start of its backward."""
+        return [
+            self._retained(calls, options, call)
+            + (self.later.get(calls, call, option) if call in calls.followed else 0)
+            for call, option in enumerate(options)
+        ]
+
+    def _excess_after(self, calls: _Calls, options: Sequence[int], opened: Sequence[int]) -> list[int]:
+        """Returns the excess if the first n of ``opened`` are open, by n, without their own outputs."""
+        late = shared = inside = largest = 0
+        is_held, excess = False, [0]
         for call in opened:
-            if self._option(call, plan) == _KEEP and (call not in self._late_in_shared or last_recomputed < holder):
-                beyond += self._late.get(call, _KEEP) or 0
-        return beyond
+            own = self.shared[call] if calls is self.calls else 0
+            is_held = is_held and own <= largest
+            largest = max(largest, own)
+            if options[call] == KEEP_NUMBER:
+                late += self.late.get(calls, call, KEEP_NUMBER)
+                inside += self.inside.get(calls, call, KEEP_NUMBER)
+                shared += own
+            else:
+                shared, is_held = 0, True
+            excess.append(late - shared + (0 if is_held else inside))
+        return excess
 
-    def _rise_of_head(self, head: Interval, opened: Collection[int], plan: Sequence[int]) -> int:
-        """Returns what the peak of a head is beyond that of the base and what the calls retain.
+    def _read(self, sampled: SampledRuns, calls: _Calls) -> None:
+        base_options = [self.base_option] * len(calls.kinds)
+        logs = [(calls.base, base_options)]
+        logs += [(level_log(log), [plan[block] for block in calls.block_of_call]) for log, plan in sampled.runs]
+        for spans, options in logs:
+            self._read_rises(spans, options, calls)
+        if sampled.is_isolated:
+            for spans, options in logs:
+                self._read_isolated(spans, options, calls)
+            return
+        for spans, options in logs:
+            self._read_alone(spans, options, calls)
+        for spans, options in logs:
+            self._read_pairs(spans, options, calls)
+        alternating = [(spans, options) for spans, options in logs if KEEP_NUMBER in options and any(options)]
+        keeping = [(spans, options) for spans, options in logs if not any(options)]
+        for batch in calls.batches:
+            for spans, options in alternating:
+                self._read_late(spans, options, calls, batch)
+            for spans, options in alternating:
+                self._read_output(spans, options, calls, batch)
+            for spans, options in keeping:
+                if calls is self.calls:
+                    self._read_kept(spans, options, batch)
+            for spans, options in logs:
+                self._read_output(spans, options, calls, batch)
+            for spans, options in keeping:
+                self._read_head(spans, options, calls, batch)
 
-        The run with all blocks kept shows it. In others a recomputed block holds what is shared.
-        """
-        num_kept = sum(self._option(call, plan) == _KEEP for call in opened)
-        rise = self._head_rise.get(head, 0)
-        return rise if num_kept == len(opened) else max(0, rise) * num_kept // len(opened)
-
-    def _read_rows(self, spans: LevelLog, plan: Sequence[int]) -> None:
-        added = _added(spans)
-        for call in range(len(self._block_of_call)):
+    def _read_rises(self, spans: LevelLog, options: Sequence[int], calls: _Calls) -> None:
+        for call, option in enumerate(options):
             forward, backward = spans[Interval(Phase.FORWARD, call)], spans.get(Interval(Phase.BACKWARD, call))
-            num_bytes, is_last = added[call]
-            row = LevelRow(
-                num_bytes - self._base_added[call],
-                forward.peak - forward.start,
-                0 if backward is None else backward.peak - backward.start,
-            )
-            self._rows.add(call, self._option(call, plan), row, is_typical=not is_last)
+            rise = Rise(forward.peak - forward.start, 0 if backward is None else backward.peak - backward.start)
+            self.rises.add(calls, call, option, rise, is_typical=call in calls.followed)
 
-    def _excess(self, spans: LevelLog, plan: Sequence[int], batch: _Batch) -> dict[int, int]:
+    def _read_isolated(self, spans: LevelLog, options: Sequence[int], calls: _Calls) -> None:
+        """Reads calls that are each followed by their backward. What they hold of shared arguments, they do not show.
+
+        What is freed before backward is `late`, since other code frees it after the forwards of all calls.
+        """
+        for call, option in enumerate(options):
+            first = calls.added(spans)[call] - calls.base_added[call]
+            own = Interval(Phase.BACKWARD, call)
+            late = spans[own].start - calls.base[own].start - first if own in spans and own in calls.base else 0
+            self.first.add(calls, call, option, first + (0 if option == KEEP_NUMBER else max(0, late)))
+            if option == KEEP_NUMBER:
+                self.late.add(calls, call, option, max(0, late))
+
+    def _read_alone(self, spans: LevelLog, options: Sequence[int], calls: _Calls) -> None:
+        """Reads calls beside recomputed ones."""
+        added = calls.added(spans)
+        for call, option in enumerate(options):
+            before = calls.before.get(call)
+            num_bytes = added[call] - calls.base_added[call]
+            if before is None or options[before] == self.base_option:
+                self.first.add(calls, call, option, num_bytes, is_typical=call in calls.followed)
+            elif option == self.base_option and call in calls.followed:
+                self.later.add(calls, before, options[before], num_bytes)
+
+    def _read_pairs(self, spans: LevelLog, options: Sequence[int], calls: _Calls) -> None:
+        """Reads calls beside others that are not recomputed. See Note [Neighbouring blocks]."""
+        added = calls.added(spans)
+        for call, option in enumerate(options):
+            before = calls.before.get(call)
+            if before is None or self.base_option in (option, options[before]):
+                continue
+            is_followed = call in calls.followed
+            num_bytes = added[call] - calls.base_added[call]
+            num_bytes -= self.later.get(calls, before, options[before]) if is_followed else 0
+            if not self.first.has(calls, call, option):
+                self.first.add(calls, call, option, num_bytes, is_typical=False)
+            elif option == options[before] == KEEP_NUMBER:
+                rest = num_bytes - self.first.get(calls, call, option)
+                self.pair.add(calls, call, option, rest, is_typical=is_followed)
+
+    def _excess(self, spans: LevelLog, options: Sequence[int], calls: _Calls, batch: Batch) -> dict[int, int]:
         """Returns the excess of each call of a batch, from the first forward on."""
-        excess = {}
+        excess, retained = {}, self._all_retained(calls, options)
         for call, opened in zip(reversed(batch.calls), reversed(batch.opened), strict=True):
             interval = Interval(Phase.BACKWARD, call)
             if interval in spans:
-                retained = sum(self._row(each, plan).retained for each in opened)
-                excess[call] = spans[interval].start - self._base[interval].start - retained
+                level = spans[interval].start - calls.base[interval].start
+                excess[call] = level - sum([retained[each] for each in opened])
         return excess
 
-    def _read_output(self, spans: LevelLog, plan: Sequence[int], batch: _Batch) -> None:
-        for call, num_bytes in self._excess(spans, plan, batch).items():
-            if self._option(call, plan) != _KEEP:
-                self._output.add(call, self._option(call, plan), max(0, num_bytes))
+    def _read_late(self, spans: LevelLog, options: Sequence[int], calls: _Calls, batch: Batch) -> None:
+        """Reads what a kept call between recomputed ones adds to the excess of the later one."""
+        excess = self._excess(spans, options, calls, batch)
+        order = list(excess)
+        for place, call in enumerate(order[:-1]):
+            neighbours = [*order[:place][-1:], order[place + 1]]
+            if options[call] == KEEP_NUMBER and all(options[other] == self.base_option for other in neighbours):
+                before = excess[order[place - 1]] if place else 0
+                self.late.add(calls, call, KEEP_NUMBER, excess[order[place + 1]] - before)
 
-    def _read_kept(self, spans: LevelLog, plan: Sequence[int], batch: _Batch) -> None:
-        """Reads what is shared, and `late` or `output` of kept blocks: see Note [After the head]."""
-        excess = self._excess(spans, plan, batch)
-        if not excess or batch.head not in spans:
+    def _read_kept(self, spans: LevelLog, options: Sequence[int], batch: Batch) -> None:
+        """Reads what is shared, and what is inside of it, from the run with all blocks kept."""
+        calls, total = self.calls, 0
+        rest: dict[int, int] = {}
+        for call, num_bytes in self._excess(spans, options, calls, batch).items():
+            total += self.late.get(calls, call, KEEP_NUMBER)
+            rest[call] = num_bytes - total - self.output.get(calls, call, KEEP_NUMBER)
+        first = next(iter(rest), -1)
+        if first < 0:
             return
-        first, *later = excess
-        retained = sum(self._row(each, plan).retained for each in batch.opened[0])
-        self._head_rise[batch.head] = spans[batch.head].peak - self._base[batch.head].peak - retained
-        grows_by = {call: after - before for (_, before), (call, after) in pairwise(excess.items())}
-        if later and min(grows_by.values()) > 0:
-            for call in later:
-                self._late.add(call, _KEEP, grows_by[call])
-            self._late.add(first, _KEEP, self._late.get(first, _KEEP) or max(0, excess[first]), is_typical=False)
-            self._shared[first] = max(0, (self._late.get(first, _KEEP) or 0) - excess[first])
-            if len(excess) * min(grows_by.values()) <= self._shared[first]:
-                self._late_in_shared.update(excess)
+        if rest[first] > 0:
+            self.output.add(calls, first, KEEP_NUMBER, rest[first], is_typical=False)
+            rest[first] = 0
+        for (_, earlier), (call, later) in pairwise(rest.items()):
+            if later > earlier:
+                self.inside.add(calls, call, KEEP_NUMBER, later - earlier)
+            self.shared[call] = max(0, earlier - later)
+        inside = self.inside.get(calls, first, KEEP_NUMBER)
+        self.inside.add(calls, first, KEEP_NUMBER, inside, is_typical=False)
+        self.shared[first] = max(0, inside - rest[first])
+
+    def _read_output(self, spans: LevelLog, options: Sequence[int], calls: _Calls, batch: Batch) -> None:
+        opened = dict(zip(batch.calls, batch.opened, strict=True))
+        after = self._excess_after(calls, options, batch.opened[0])
+        for call, num_bytes in self._excess(spans, options, calls, batch).items():
+            option, before = options[call], calls.before.get(call)
+            is_beside_kept = before is None or options[before] == KEEP_NUMBER
+            if option == self.base_option or (option == KEEP_NUMBER and is_beside_kept and any(options)):
+                continue  # the run with all blocks kept shows it
+            count = len(opened[call])
+            is_first = opened[call] == batch.opened[0][:count]
+            others = after[count] if is_first else self._excess_after(calls, options, opened[call])[-1]
+            rest = num_bytes - others
+            is_last = call == batch.calls[0]
+            self.output.add(calls, call, option, rest if is_last else max(0, rest), is_typical=not is_last)
+
+    def _read_head(self, spans: LevelLog, options: Sequence[int], calls: _Calls, batch: Batch) -> None:
+        if batch.head not in spans or batch.head.is_of_block or calls is not self.calls:
             return
-        for call, num_bytes in excess.items():
-            released = sum(self._shared[each] for each in excess)
-            self._shared[call] = max(0, -num_bytes - released)
-            self._output.add(call, _KEEP, max(0, num_bytes + released))
-
-
-def _added(spans: LevelLog) -> dict[int, tuple[int, bool]]:
-    """Returns, by call, what the level rises by from its forward to that of the next block, and whether it is the last.
-
-    That of the last one ends before the head.
-    """
-    added: dict[int, tuple[int, bool]] = {}
-    for interval, following in pairwise(interval for interval in spans if interval.is_of_block):
-        if interval.phase is Phase.FORWARD:
-            is_last = following.phase is Phase.BACKWARD
-            end = spans[interval].end if is_last else spans[following].start
-            added[interval.call] = end - spans[interval].start, is_last
-    last = next(reversed([interval for interval in spans if interval.is_of_block]))
-    if last.phase is Phase.FORWARD:
-        added[last.call] = spans[last].end - spans[last].start, True
-    return added
+        rise = spans[batch.head].peak - calls.base[batch.head].peak
+        retained = self._all_retained(calls, options)
+        rise -= sum(retained[call] for call in batch.opened[0])
+        if excess := self._rise_of_head(calls, options, batch):
+            self.head_shares[batch.head] = min(1.0, max(0.0, rise / excess))

@@ -1,26 +1,28 @@
-"""Plans policies in a training loop, on the loop's own steps: nothing of the loop runs twice.
+"""Plans policies in a training loop, from the loop's own updates: nothing runs twice, is recorded or is faked.
 
 ::
 
-    update      policies                       what it is for
-    1           every block is recomputed      warm-up; creates the states of optimizers
-    2           every block is recomputed      is recorded; at its end the planner measures the blocks and plans
-    3, ...      those of the plan
-    a larger    every block is recomputed      is noticed before its first block runs, and recorded; the plan made
-    batch                                      after 4, 8, 16, ... updates counts it in
+    update      policies                             what it is for
+    1           every block is recomputed            warm-up; creates the states of optimizers
+    2, ...      most blocks are recomputed, some     shows what the other options take: equal blocks of one update
+                have other options                   are compared with each other
+    then        those of the plan                    is measured, and the plan corrected if it is not as predicted
+    a larger    every block is recomputed            is noticed before its first block runs, and measured; the plan made
+    batch                                            after 4, 8, 16, ... updates counts it in
 
-Recomputing every block takes little memory, so that a step fits before there is a plan for it. A step without a
-backward, such as one that the loop skips, cannot be planned: the next one is recorded in its place.
+Recomputing every block takes little memory, so that a step fits before there is a plan for it. Other options are tried
+on as many blocks as surely fit. A step without a backward, such as one that the loop skips, shows nothing: the next one
+takes its place.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from time import perf_counter
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -30,19 +32,39 @@ from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.forward import policy_of
 from graphckpt.blocks.hooks import ModuleHook
 from graphckpt.errors import ConfigError
+from graphckpt.extras import require
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
-from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.level_meter import LevelMeter, block_classes
+from graphckpt.planning.options import (
+    Budget,
+    PlanOptions,
+    budget_bytes,
+    check_budget,
+    device_memory,
+    memory_id,
+)
 from graphckpt.planning.plan import Plan
-from graphckpt.planning.plan_group import planning_group
-from graphckpt.planning.plan_step import find_blocks, plan_recorded
-from graphckpt.planning.recorded_step import FULL, RecordedStep, refuse_sharded
+from graphckpt.planning.plan_group import PlanGroup, planning_group
+from graphckpt.planning.plan_step import check_parameters, find_blocks
+from graphckpt.planning.planner import corrected
+from graphckpt.planning.steps import state_tensors
 from graphckpt.planning.trace import Blocks
-from graphckpt.planning.traced_stores import TracedStore
+from graphckpt.planning.update_planner import UpdatePlanner, candidates_for_updates
+from graphckpt.planning.update_table import PlannedUpdate, UpdateTable
+from graphckpt.progress import Progress
 from graphckpt.training_state import on_optimizer_step
 from graphckpt.tree import tensors_in
 from graphckpt.units import format_sizes
 
-_MOST_RECORDED = 16  # updates, until one calls all blocks: of 12 that are dropped one time in ten, one in four does
+MOST_UPDATES = 8  # until there is a plan that was checked
+_CHECKS = 2  # another plan may run other ops at its peak
+_TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
+
+
+class _Limit(NamedTuple):
+    num_bytes: int | None
+    """``None`` is the lowest possible peak, or not known yet."""
+    headroom: int
 
 
 @final
@@ -57,54 +79,83 @@ class LivePlan:
 
     Raises:
         ConfigError: An option cannot be used, or no layers were found in the model.
+        PlanError: The parameters alone exceed the budget.
     """
 
     def __init__(
         self, model: nn.Module, memory_budget: Budget, options: PlanOptions, report: Callable[[str], None]
     ) -> None:
-        if options.step_group is not None:
-            what = "expected None in a training loop, whose steps all processes run anyway"
-            raise ConfigError(f"step_group: {what} · fix: group=, with the processes that plan the same blocks")
+        _check_options(options)
         self._model = model
-        self._budget = memory_budget
+        self._budget = check_budget(memory_budget)
         self._options = options
         self._report = report
         self._blocks = find_blocks(model, options.select)
         self._code = parse_compile(options.compile, options.candidates)
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._optimizers: dict[int, Optimizer] = {}
         self._hooks = ExitStack()
         self._policies = ExitStack()
-        """Those of the plan if there is a ``handle``, or else those that recompute every block."""
-        self._recording = ExitStack()
-        self._store = TracedStore()
-        self._num_updates = self._num_recorded = 0
-        self._begin = self._seconds = 0.0
+        """Those of the plan, while there is a ``handle``."""
+        self._installed: dict[int, tuple[nn.Module, int, ExitStack]] = {}
+        """The module, the option and the policy of each block while there is no ``handle``."""
+        self._metering = ExitStack()
+        self._meter: LevelMeter | None = None
+        self._num_states = 0
+        self._num_updates = 0
+        self._num_measured = 0
+        """Updates that were measured for the first plan."""
         self._input_sizes: dict[str, int] | None = None
         """The largest input of the modules around the blocks in this update, by name; ``None`` between updates."""
-        self._current: RecordedStep | None = None
-        """The step that is being recorded."""
-        self._recorded: RecordedStep | None = None
-        """The last one that was recorded and can be planned."""
-        self._planned: RecordedStep | None = None
-        """The recorded step that the plan is for."""
+        self._safe_sizes: dict[str, int] | None = None
+        """The largest inputs that the present policies were chosen for; ``None`` if every block is recomputed."""
+        self._table: UpdateTable | None = None
+        self._is_warm_up = True
+        """Whether the table has nothing but an update that has created states of optimizers."""
+        self._larger: PlannedUpdate | None = None
+        """The largest update since the plan was made, if it was larger than planned for."""
+        self._checks_left = 0
         self.plan: Plan | None = None
         self.handle: Handle | None = None
-        refuse_sharded(self._blocks)
+        check_parameters(model, self._budget)
+        with planning_group(options.group) as group:
+            self._candidates = candidates_for_updates(self._blocks, options, self._device, group)
+            self._base_option = self._candidates.base
+            self._num_sharing = group.num_sharing(memory_id(self._device))
+            is_shown = False if callable(options.progress) or group.rank else options.progress
+        self._progress = Progress(is_shown=is_shown)
+        self._most_updates = min(MOST_UPDATES, len(self._candidates.options) + 1 + _CHECKS)
+        self._turn = [self._base_option] * len(self._blocks)
+        """The options of blocks in the next update, until there is a plan."""
+        self._turn_sizes: dict[str, int] = {}
+        """The largest inputs that they are safe for."""
+        self._chosen: Sequence[int] = self._turn
+        """Those of the plan."""
+        self._watch()
+        self._install(self._turn)
+        report(f"plans from at most {self._most_updates} updates")
+
+    def _watch(self) -> None:
+        """Registers the hooks that see the optimizers and the inputs of the loop."""
         self._hooks.enter_context(
             on_optimizer_step(lambda optimizer: self._optimizers.update({id(optimizer): optimizer}))
         )
         parts = self._blocks[0][0].split(".")
         for name in (".".join(parts[:number]) for number in range(len(parts))):
-            module = model.get_submodule(name)
+            module = self._model.get_submodule(name)
             if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 watch = ModuleHook(partial(self._before_call, name))
                 self._hooks.callback(module.register_forward_pre_hook(watch, with_kwargs=True, prepend=True).remove)
-        self._recompute_all()
 
     @property
     def checks(self) -> bool:
-        """Whether a step under the plan is to be measured, for :meth:`correct`."""
-        return self.plan is not None and self._options.check
+        """Whether the first step under a plan that stays is of interest."""
+        return self._options.check
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is a plan, and no further step under it is to be measured."""
+        return self.plan is not None and not self._checks_left
 
     def begin_step(self) -> None:
         """Begins a step, which is an update or, with accumulated gradients, a part of one."""
@@ -112,111 +163,166 @@ class LivePlan:
             return
         self._input_sizes = {}
         self._renew_blocks()
-        self._begin = perf_counter()
-        if self.plan is None and self._num_updates:
-            self._record()
+        if not self.is_settled:
+            self._measure()
 
     def end_step(self, *, is_update: bool = True) -> bool:
         """Ends a step; returns whether there is a new plan."""
         if self._input_sizes is None or not is_update:
             return False
+        update = self._measured_update(self._input_sizes)
         self._input_sizes = None
-        self._recording.close()
-        step, self._current = self._current, None
-        is_recorded = step is not None and step.has_backward  # otherwise it cannot be planned
-        if is_recorded:
-            self._recorded = step
         self._num_updates += 1
-        if self._num_updates == 1:
-            self._seconds = perf_counter() - self._begin
-        is_planned = self._plan_first(is_recorded=is_recorded) if self.plan is None else self._plan_anew()
+        if self.plan is None:
+            is_planned = self._plan_first(update)
+        else:
+            if update is not None and list(update.options) != list(self._chosen):
+                self._add_larger(update)
+            is_planned = bool(self._checks_left) and self._check(update)
+            is_planned = self._plan_anew() or is_planned
         if self.plan is not None and self.handle is None:
             self._apply()
         return is_planned
 
-    def correct(self, peak: int) -> bool:
-        """Plans anew if a step under the plan took ``peak`` bytes, which exceed the budget; returns whether it did."""
-        plan = self.plan
-        if plan is None or self._recorded is None or self._budget == "min":
-            return False
-        if peak <= max(plan.budget_bytes, plan.predicted_peak_bytes):  # the latter if no plan fits
-            return False
-        excess = "a step took {} under a plan for {}".format(*format_sizes(peak, plan.budget_bytes))
-        if planning_group(self._options.group).size > 1:  # only some may have seen it
-            warnings.warn(f"graphckpt: {excess} · fix: a lower memory_budget, or a smaller batch", stacklevel=3)
-            return False
-        warnings.warn(f"graphckpt: {excess}; planning again with a correction", stacklevel=3)
-        self._plan(plan.correction_bytes + peak - plan.predicted_peak_bytes, or_lowest=True)
-        self._apply()
-        return True
-
     def close(self) -> None:
         """Removes all policies and hooks."""
-        self._recording.close()
-        self._policies.close()
+        self._metering.close()
+        self._remove_policies()
         self._hooks.close()
         self._input_sizes = None
 
     def _before_call(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Notices a batch that is larger than the one planned for, before any block runs."""
+        """Notices a batch that is larger than the present policies are for, before any block runs."""
         sizes = self._input_sizes
         if sizes is None or not (torch.is_grad_enabled() and module.training):
             return
         size = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
         sizes[name] = max(size, sizes.get(name, 0))
-        if self.handle is None or self._planned is None or size <= self._planned.input_sizes.get(name, size):
-            return
-        assert self._recorded is not None
-        is_largest = size > self._recorded.input_sizes.get(name, 0)
-        self._recompute_all()
-        if is_largest:
-            self._record()
+        if self._safe_sizes is not None and size > self._safe_sizes.get(name, size):
+            self._install([self._base_option] * len(self._blocks))
+            self._measure()  # anew, if it had begun
 
     def _renew_blocks(self) -> None:
         """Sets the policies anew if the program has replaced modules, as a teacher that is copied from a student."""
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        blocks = [(name, modules[name]) for name, _ in self._blocks if name in modules]
-        if blocks == self._blocks:
-            return
+        blocks = [(name, modules.get(name, module)) for name, module in self._blocks]
+        is_changed = blocks != self._blocks
         self._blocks = blocks
-        if self.handle is None:
-            self._recompute_all()
-        else:
+        if self.plan is None:
+            self._install(self._turn)
+        elif is_changed:
             self._apply()
 
     def _remove_policies(self) -> None:
         self._policies.close()
         self.handle = None
+        for _, _, stack in self._installed.values():
+            stack.close()
+        self._installed.clear()
         for _, module in self._blocks:
             if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
                 wrapper.uninstall()
 
-    def _recompute_all(self) -> None:
-        self._remove_policies()
-        modules = [module for _, module in self._blocks]
-        self._policies.enter_context(compiled_forwards(modules, self._code.options))
-        num_blocks = len(self._blocks)
-        self._policies.enter_context(Blocks(self._blocks).under([FULL] * num_blocks, [self._store] * num_blocks))
+    def _install(self, turn: Sequence[int]) -> None:
+        """Sets the options of all blocks. Blocks whose option stays keep what their first call has taught."""
+        if self.handle is not None:
+            self._remove_policies()
+        for number, (name, module) in enumerate(self._blocks):
+            before = self._installed.get(number)
+            if before is not None and before[:2] == (module, turn[number]):
+                continue
+            if before is not None:
+                before[2].close()
+            if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
+                wrapper.uninstall()
+            option, store = self._candidates.options[turn[number]], self._candidates.stores[turn[number]]
+            stack = ExitStack()
+            stack.enter_context(compiled_forwards([module], self._code.options))
+            stack.enter_context(Blocks([(name, module)]).under([option], [store]))
+            self._installed[number] = module, turn[number], stack
+        self._safe_sizes = None if set(turn) == {self._base_option} else self._turn_sizes
 
-    def _record(self) -> None:
-        assert self._input_sizes is not None
-        self._current = RecordedStep(self._model, Blocks(self._blocks), self._optimizers.values(), self._seconds)
-        self._current.input_sizes = self._input_sizes
-        self._recording.enter_context(self._current.recording(self._store))
+    def _measure(self) -> None:
+        """Measures the update from here on."""
+        self._metering.close()
+        self._num_states = self._count_states()
+        self._meter = LevelMeter(self._device, state_tensors(self._model, self._optimizers.values()))
+        self._metering.enter_context(self._meter.metering(Blocks(self._blocks)))
 
-    def _plan_first(self, *, is_recorded: bool) -> bool:
-        if self._num_updates == 1:
-            return False
-        step = self._recorded
+    def _measured_update(self, sizes: dict[str, int]) -> PlannedUpdate | None:
+        self._metering.close()
+        meter, self._meter = self._meter, None
+        levels = None if meter is None else meter.update()
+        if levels is None or not levels.has_backward:
+            return None
+        options = list(self._chosen)
+        if self.handle is None:
+            options = [self._installed[number][1] for number in range(len(self._blocks))]
+        creates_states = self._count_states() != self._num_states
+        return PlannedUpdate(levels, options, tuple(sorted(sizes.items())), creates_states=creates_states)
+
+    def _count_states(self) -> int:
+        return sum(len(state) for optimizer in self._optimizers.values() for state in optimizer.state.values())
+
+    def _plan_first(self, update: PlannedUpdate | None) -> bool:
+        """Adds an update to the table; returns whether it was the last one before the plan."""
         with planning_group(self._options.group) as group:
-            if group.max(not is_recorded):
+            updates = _exchanged(group, update)
+            if not updates:
                 return False
-            assert step is not None
-            self._num_recorded += 1
-            misses = step.has_new_states or step.num_blocks < len(self._blocks)
-            if group.max(misses) and self._num_recorded < _MOST_RECORDED:
+            self._num_measured += 1
+            self._say_progress()
+            if self._table is None or self._is_warm_up:
+                classes = block_classes(Blocks(self._blocks), updates[0].levels)
+                self._table = UpdateTable(classes, self._base_option)
+            self._table.add(updates)
+            is_last = self._num_measured >= self._most_updates - _CHECKS
+            creates_states = any(each.creates_states for each in updates)
+            self._is_warm_up = not is_last and (self._num_measured == 1 or creates_states)
+            planner = self._planner(group)
+            limit = self._limit(planner, group)
+            turn = None
+            if not (is_last or planner.fits_plain(limit.num_bytes)):
+                turn = planner.next_turn(limit.num_bytes, is_first=self._is_warm_up, only_keep=self._budget == "min")
+            if not is_last and (turn is not None or self._is_warm_up or planner.num_missing):
+                self._turn = turn or [self._base_option] * len(self._blocks)
+                room = planner.room(self._turn, limit.num_bytes)
+                self._turn_sizes = {name: int(room * size) for name, size in planner.key[0]}
                 return False
-        self._plan()
+            self._choose(planner, limit)
+        self._checks_left = self._most_updates - self._num_measured if self._options.check else 0
+        self._checks_left = min(_CHECKS, self._checks_left)
+        return True
+
+    def _check(self, update: PlannedUpdate | None) -> bool:
+        """Compares an update under the plan with the prediction; returns whether there is another plan."""
+        plan = self.plan
+        assert plan is not None
+        assert self._table is not None
+        with planning_group(self._options.group) as group:
+            updates = [each for each in _exchanged(group, update) if list(each.options) == list(self._chosen)]
+            if not updates:
+                return False
+            self._checks_left -= 1
+            peak = max(each.levels.peak_bytes for each in updates)
+            differences = [
+                each.levels.peak_bytes - self._table.peak(self._chosen, each.key) - plan.correction_bytes
+                for each in updates
+                if each.key in self._table
+            ]
+            off = max(differences, key=abs, default=max(0, peak - plan.predicted_peak_bytes))
+            limit = max(plan.budget_bytes, plan.predicted_peak_bytes)  # the latter if no plan fits
+            exceeds = peak > limit and self._budget != "min"
+            if not exceeds and abs(off) <= _TOLERANCE * plan.predicted_peak_bytes:
+                if any(each.key == self._table.largest for each in updates):  # a smaller batch proves less
+                    self.plan = corrected(plan, off)
+                    self._checks_left = 0
+                return False
+            if exceeds:
+                excess = "a step took {} under a plan for {}".format(*format_sizes(peak, plan.budget_bytes))
+                warnings.warn(f"graphckpt: {excess}; planning again with a correction", stacklevel=5)
+            planner = self._planner(group)
+            self._choose(planner, self._limit(planner, group), plan.correction_bytes + off, or_lowest=True)
         return True
 
     def _plan_anew(self) -> bool:
@@ -224,32 +330,50 @@ class LivePlan:
         if self._num_updates & (self._num_updates - 1):
             return False
         with planning_group(self._options.group) as group:
-            if not group.max(self._recorded is not self._planned):
+            updates = _exchanged(group, self._larger)
+            if not updates:
                 return False
-        self._plan(or_lowest=True)
+            assert self._table is not None
+            self._table.add(updates)
+            planner = self._planner(group)
+            self._choose(planner, self._limit(planner, group), or_lowest=True)
+        self._checks_left = int(self._options.check)
         self._report("planned again, for the largest batch so far")
         return True
 
-    def _plan(self, extra_bytes: int = 0, *, or_lowest: bool = False) -> None:
-        assert self._recorded is not None
+    def _add_larger(self, update: PlannedUpdate) -> None:
+        if self._larger is None or update.levels.peak_bytes > self._larger.levels.peak_bytes:
+            self._larger = update
+
+    def _planner(self, group: PlanGroup) -> UpdatePlanner:
+        assert self._table is not None
+        names = {name for name, _ in self._model.named_modules(remove_duplicate=False)}
+        return UpdatePlanner(
+            table=self._table,
+            removed=[number for number, (name, _) in enumerate(self._blocks) if name not in names],
+            names=[name for name, _ in self._blocks],
+            candidates=self._candidates,
+            options=self._options,
+            model=self._model,
+            device=str(self._device),
+            notes=(*self._candidates.notes, *group.notes),
+        )
+
+    def _limit(self, planner: UpdatePlanner, group: PlanGroup) -> _Limit:
+        """Returns the bytes that an update of any process may take, and the headroom."""
+        budget = self._budget
+        if budget == "min" or (isinstance(budget, float) and not planner.is_plain_known):
+            return _Limit(None, 0)
+        memory = device_memory(self._device, planner.table.start_bytes, self._num_sharing)
+        headroom = memory.headroom if budget == "max" else 0
+        limits = group.all_gather([budget_bytes(budget, memory, planner.plain_peak), headroom])
+        return _Limit(*map(int, min(limits)))
+
+    def _choose(self, planner: UpdatePlanner, limit: _Limit, correction: int = 0, *, or_lowest: bool = False) -> None:
+        plan, self._chosen = planner.plan(limit.num_bytes, correction, or_lowest=or_lowest)
+        self.plan = replace(plan, memory_budget=self._budget, headroom_bytes=limit.headroom)
+        self._larger = None
         self._remove_policies()
-        step, options = self._recorded, self._options
-        num_missing = len(self._blocks) - step.num_blocks
-        what = f"the step that was measured did not call {num_missing} of the blocks; one that does takes more memory"
-        notes = [what] * (num_missing > 0)
-        with planning_group(options.group) as group:
-            self.plan = plan_recorded(
-                step,
-                self._model,
-                step.named_blocks,
-                self._budget,
-                options,
-                group,
-                extra_bytes=extra_bytes,
-                or_lowest=or_lowest,
-                notes=notes,
-            )
-        self._planned = step
 
     def _apply(self) -> None:
         assert self.plan is not None
@@ -259,3 +383,23 @@ class LivePlan:
             self._model, {block: fields for block, fields in self.plan.policies.items() if block in names}
         )
         self._policies.callback(self.handle.remove)
+        assert self._table is not None
+        self._safe_sizes = dict(self._table.largest[0])
+
+    def _say_progress(self) -> None:
+        if callable(self._options.progress):
+            self._options.progress(self._num_measured, self._most_updates)
+        self._progress.begin(f"update {self._num_measured} of at most {self._most_updates} is measured")
+
+
+def _check_options(options: PlanOptions) -> None:
+    require("plan", "numpy")
+    if options.step_group is not None:
+        what = "expected None in a training loop, whose steps all processes run anyway"
+        raise ConfigError(f"step_group: {what} · fix: group=, with the processes that plan the same blocks")
+
+
+def _exchanged(group: PlanGroup, update: PlannedUpdate | None) -> list[PlannedUpdate]:
+    """Returns the updates of all processes that have one."""
+    messages = group.all_gather(None if update is None else update.to_message())
+    return [PlannedUpdate.from_message(message) for message in messages if message is not None]

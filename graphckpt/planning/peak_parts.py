@@ -1,7 +1,7 @@
 """Divides the peak of a step under a plan into weights, gradients, optimizer states, layers and the rest.
 
 What exists beside the layers at the start of an interval, such as the loss, is the same under each plan: it is read
-from the trace of the step with everything kept. The rest of the level is what layers keep.
+from the trace of the step with every block recomputed. The rest of the level is what layers keep.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PeakParts:
 
 
 def _outside_of_layers(measured: MeasuredStep) -> dict[Interval, int]:
-    """Returns the bytes that no layer's forward allocates, at the start of each interval, with everything kept."""
+    """Returns the bytes that no layer's forward allocates, at the start of each interval."""
     base = measured.model.base
     level, levels = 0, {}
     sizes: dict[int, int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -29,7 +28,6 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
 from graphckpt.planning.planner import Planner, Planners, lowest_and_check, plan_in_limit
 from graphckpt.planning.profile import Device, load_profile
-from graphckpt.planning.recorded_step import RecordedStep
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.search import CopyRates, PolicySearch
 from graphckpt.planning.steps import FakeStep, MakeModel, RealStep, made_step
@@ -152,7 +150,7 @@ def plan_step(
     budget = budgets.check_budget(memory_budget)
     num_sharing = 1 if isinstance(step, FakeStep) else group.num_sharing(budgets.memory_id(step.device))
     group.check_equal(memory_budget=budgets.budget_kind(budget), check=options.check)
-    _check_parameters(model, budget)
+    check_parameters(model, budget)
     if isinstance(step, FakeStep) and (options.compile or options.partition):
         name = "compile" if options.compile else "partition"
         raise ConfigError(
@@ -170,8 +168,7 @@ def plan_step(
         step.before_step = group.begin_step
     with without_value_checks(), _progress_of(options, group) as progress:
         progress.begin("running the step to measure it")
-        with step.standing_alone() if isinstance(step, RecordedStep) else nullcontext():
-            planners = measure_all(step, model, blocks, options, group, notes, progress)
+        planners = measure_all(step, model, blocks, options, group, notes, progress)
         on_measured(planners)
         progress.begin(f"choosing the policies of {len(blocks)} blocks")
         limit, headroom = _limit_of(budget, planners.plain, step, group, num_sharing)
@@ -182,55 +179,7 @@ def plan_step(
     return replace(plan, memory_budget=budget, headroom_bytes=headroom)
 
 
-def plan_recorded(
-    step: RecordedStep,
-    model: nn.Module,
-    blocks: Sequence[tuple[str, nn.Module]],
-    memory_budget: Budget,
-    options: PlanOptions,
-    group: PlanGroup,
-    *,
-    extra_bytes: int = 0,
-    or_lowest: bool = False,
-    notes: Sequence[str] = (),
-) -> Plan:
-    """Plans a step that the training loop has run, on all processes of ``group``; the step does not run again.
-
-    Where everything fits, other policies than keeping and recomputing are not measured. ``extra_bytes`` is what an
-    earlier plan took beyond its prediction. If no plan fits, ``or_lowest`` returns the plan with the lowest peak, with
-    a warning.
-    """
-
-    def correction_of(planner: Planner) -> int:
-        option = step.option_of(planner.measured.options)
-        predicted = planner.search.evaluate([option] * len(blocks)).peak if option >= 0 else step.peak_bytes
-        return int(group.max(max(0, step.peak_bytes - predicted))) + extra_bytes
-
-    def choose(planner: Planner, limit: int | None) -> Plan:
-        correction = correction_of(planner)
-        bound = planner.floor.peak + correction if limit is None else limit
-        try:
-            return planner.plan(bound, correction)
-        except PlanError as error:
-            if not or_lowest:
-                raise
-            text = f"graphckpt: {error} · using the plan with the lowest peak"
-            warnings.warn(text, stacklevel=2)
-            return planner.lowest(bound, correction)
-
-    def fastest(planner: Planner, limit: int | None) -> Plan:
-        bound = planner.floor.peak if limit is None else limit
-        return planner.closest(bound, correction_of(planner))
-
-    if budgets.may_hold_everything(budgets.check_budget(memory_budget)):
-        two = replace(options, candidates=("full",), offload=False, partition=None, head=None)
-        plan = plan_step(step, model, blocks, memory_budget, two, group, notes=notes, choose=fastest)
-        if plan.keeps_everything and plan.predicted_peak_bytes <= plan.budget_bytes:
-            return plan
-    return plan_step(step, model, blocks, memory_budget, options, group, notes=notes, choose=choose)
-
-
-def _check_parameters(model: nn.Module, budget: Budget) -> None:
+def check_parameters(model: nn.Module, budget: Budget) -> None:
     """Refuses a size that no plan can meet, before minutes of measuring."""
     size = budgets.size_of(budget)
     shards = (local_shard(parameter.data) for parameter in model.parameters())
@@ -342,7 +291,7 @@ def measure_all(
             try:
                 measured = measure(step, Blocks(blocks), candidates, on_run, group)
             except PathError as error:
-                if group.size > 1 or isinstance(step, (FakeStep, RecordedStep)):  # both repeat one path
+                if group.size > 1 or isinstance(step, FakeStep):  # it repeats one path
                     raise
                 if not step.repeat_longest(Blocks(blocks), error.orders):
                     raise
@@ -362,7 +311,6 @@ def measure_all(
                 is_simulated=step.is_simulated,
                 world_size=step.world_size,
                 rank=step.rank,
-                in_callback=isinstance(step, RecordedStep),
                 notes=(*notes, *group.notes),
                 assumptions=step.assumptions,
                 head=rows,

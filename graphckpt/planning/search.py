@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,9 +12,10 @@ from typing import NamedTuple, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
-from graphckpt.planning.memory_model import IntervalLevel, JoinedRuns, MeasuredStep, Runs, with_gathers
-from graphckpt.planning.program import Interval
-from graphckpt.planning.step_chain import StepChain, last_pass
+from graphckpt.planning.levels import IntervalLevel, Runs
+from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.step_chain import JoinedRuns, StepChain, last_pass
 
 
 @final
@@ -268,7 +269,7 @@ class PolicySearch:
     ) -> None:
         self.measured = measured
         self.joined_runs = JoinedRuns(measured) if joins else None
-        """The events of joined blocks."""
+        """Which blocks can be joined; ``None`` if none should be."""
         self.rates = rates
         self._host_budget = host_budget
         offloading = [number for number, option in enumerate(measured.options) if option.is_far]
@@ -347,14 +348,37 @@ class PolicySearch:
         return extra
 
     def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[IntervalLevel]:
-        joined = {} if self.joined_runs is None else self.joined_runs.events_of(runs)
-        return self.measured.model.levels(plan, with_gathers(self.measured, plan, joined))
+        gathered = self._gathered_bytes(plan)
+        for level in self.measured.model.levels(plan, runs):
+            num_bytes = gathered.get(level.interval, 0)
+            yield level._replace(start=level.start + num_bytes, peak=level.peak + num_bytes)
+
+    def _gathered_bytes(self, plan: Sequence[int]) -> Mapping[Interval, int]:
+        """Returns the bytes of the all-gathers that begin one block ahead of their use, by interval.
+
+        A step under a plan prefetches the parts of the next block while a block's backward runs::
+
+            backward of   3         2         1      of these 3 and 1 keep parts
+            gathered      [ 1's ------------- ]
+        """
+        model, ahead = self.measured.model, self.measured.ahead_bytes
+        gathered: dict[Interval, int] = {}
+        waiting: list[Interval] = []
+        """Those since the backward of the last block that keeps parts."""
+        for interval in model.intervals if ahead else ():
+            is_backward = interval.phase is Phase.BACKWARD and interval.call not in model.base.dropped
+            if is_backward and (num_bytes := ahead.get((interval.call, plan[model.block_of_call[interval.call]]))):
+                gathered.update(dict.fromkeys(waiting, num_bytes))
+                waiting = [interval]
+            elif waiting:
+                waiting.append(interval)
+        return gathered
 
     def _evaluate(self, chain: StepChain, choices: Sequence[int]) -> PolicyChoice:
         return self.evaluate(chain.plan(choices), chain.runs(choices))
 
     def _fitting(self, chain: StepChain, front: Frontier, budget: int) -> PolicyChoice | None:
-        """The chain assumes that backward visits the blocks in reverse order; the memory model has the real one."""
+        """The chain assumes that backward visits the blocks in reverse order; the table has the real one."""
         limit = budget
         for _ in range(_ATTEMPTS):
             plan = front.fastest(limit)

@@ -1,49 +1,95 @@
-"""A measured step as a chain of blocks, in which each option depends on what earlier blocks hold."""
+"""A measured step as a chain of blocks, in which the effect of each option on the level depends on earlier blocks."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
+from bisect import bisect_right
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from math import fsum
-from typing import final
+from typing import NamedTuple, final
 
 from graphckpt.planning.frontier import COVERED, Move
-from graphckpt.planning.memory_model import LENGTHS, Change, EventSeq, JoinedRuns, LiveState, MeasuredStep, Runs
-from graphckpt.planning.program import EventKind, Interval, Phase, PrivateRun
+from graphckpt.planning.levels import KEEP_NUMBER, Before, Runs
+from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.program import Interval, Phase
+from graphckpt.rules.basic import Full
 
-Held = frozenset[int]
+LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""Possible lengths of runs. For n blocks, runs of about sqrt(n) take the least memory: these suffice for 250."""
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Span:
-    steps: Sequence[Sequence[EventSeq]]
-    """By interval, with the events before the next interval of a block."""
-    holds: Held
-    inputs: Held
-    """What the blocks of a run pass to one another."""
-    storages: Held
-    """All shared storages of the events."""
-    after: Interval
-    """Begins when its forward has ended."""
+class JoinedRuns:
+    """Which blocks can be joined, and the seconds that it takes.
+
+    Only the first block of a run saves its input; each later one frees its input, which is the result of the one
+    before::
+
+        backward of a run of 0, 1, 2     of 2:  recompute 0, recompute 1, then 2 as under `full`
+                                         of 1:  as under `keep`, with the results that were recomputed
+                                         of 0:  as under `keep`, with the results that were recomputed
+    """
+
+    def __init__(self, measured: MeasuredStep) -> None:
+        rules = [option.rule for option in measured.options]
+        self.full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
+        """The option that each block of a run has in a plan: ``full`` without offload. 0 if there is none: no runs."""
+        calls_of: dict[int, list[int]] = {}
+        for call, block in enumerate(measured.model.block_of_call):
+            calls_of.setdefault(block, []).append(call)
+        self._can_follow = [
+            bool(self.full and block in calls_of) and measured.joinable.issuperset(calls_of[block])
+            for block in range(len(measured.names))
+        ]
+        seconds = zip(measured.forward_seconds, measured.backward_seconds, strict=True)
+        self.extra_seconds = [max(0.0, fwd[KEEP_NUMBER] + bwd[KEEP_NUMBER] - bwd[self.full]) for fwd, bwd in seconds]
+        """By block: the extra seconds if others are joined to it, since all of it is recomputed then; the
+        recomputation of ``full`` stops at the last tensor that backward needs."""
+
+    def seconds(self, runs: Runs) -> float:
+        return fsum(self.extra_seconds[block] for first, end in runs for block in range(first, end - 1))
+
+    def lengths(self, block: int) -> Sequence[int]:
+        followers = takewhile(bool, self._can_follow[block + 1 : block + LENGTHS[-1]])
+        return LENGTHS[: bisect_right(LENGTHS, 1 + sum(followers))]
+
+
+class ChainState(NamedTuple):
+    """What earlier blocks decide; terms of :class:`~graphckpt.planning.levels.LevelTable` in bytes.
+
+    It is what matters to later blocks alone, so that it has few values.
+    """
+
+    late: int = 0
+    shared: int = 0
+    """Of the calls after the last one that is recomputed."""
+    inside: int = 0
+    is_held: bool = False
+    """Whether a recomputed call holds what is shared, of which ``inside`` is a part."""
+    later: int = 0
+    """What the last call retains from the end of the next one on."""
+    before: Before = Before()
+    """The last call, if that changes what the next one retains."""
+    output: int = 0
+    """What the last block of the chain holds of its output, or minus what it does not save of its argument."""
 
 
 @final
 class StepChain:
     """The last forward and backward of a step as a chain of blocks: backward goes through them in reverse order.
 
-    The level before the forward of a block is what is constant there under any plan, plus what the blocks before it
-    hold; the level before its backward is the same sum. So the effect of an option depends on earlier options only.
+    The level before the forward of a block is that of the base, plus what the blocks before it retain; the level before
+    its backward is the same sum. So the effect of an option depends on earlier options only.
 
     Args:
         measured: the step.
         fixed: the option of some blocks, by number, that must not be changed.
         banned: blocks and options that are not allowed.
-        joined_runs: the events of joined blocks; ``None`` joins none.
+        joined_runs: which blocks can be joined; ``None`` joins none.
     """
+
+    base = 0
+    start: Hashable = ChainState()
 
     def __init__(
         self,
@@ -52,34 +98,31 @@ class StepChain:
         banned: Collection[tuple[int, int]] = (),
         joined_runs: JoinedRuns | None = None,
     ) -> None:
-        self._model = model = measured.model
+        self._table = table = measured.model
+        self._levels = table.calls.base
         self._joined_runs = joined_runs
+        self._numbers = range(len(measured.options))
         self._seconds = [
             [one + other for one, other in zip(*pair, strict=True)]
             for pair in zip(measured.forward_seconds, measured.backward_seconds, strict=True)
         ]
         self._fixed = dict(fixed or {})
         self._banned = frozenset(banned)
-        self._calls = last_pass(model.intervals)
-        self.blocks = [model.block_of_call[call] for call in self._calls]
+        self._calls = last_pass(table.intervals)
+        self.blocks = [table.block_of_call[call] for call in self._calls]
         self.num_blocks = len(self._calls)
-        self.start: Held = frozenset()
-        self.base = 0
-        self._constants, self._others, self._unborn = self._simulate_constants()
-        self._stretches: dict[EventSeq, EventSeq] = {}
-        self._spans: dict[tuple[int, int], _Span] = {}
         self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
-        self._effects: dict[tuple[int, int, Held], tuple[int, int, int]] = {}
-        self._passed_on = frozenset[int]() if joined_runs is None else joined_runs.passed_on
-        self._order = {interval: number for number, interval in enumerate(model.intervals)}
-        self._events_of = self._events_by_storage(range(len(measured.options)))
-        self._alike: dict[int, dict[int, list[int]]] = {}
-        """By block: the storages that are equivalent after it, by each of them."""
-        first = self._order[Interval(Phase.FORWARD, self._calls[0])]
-        last = Interval(Phase.BACKWARD, self._calls[0])
-        after = self._order[last] if last in self._order else len(model.intervals) - 1
-        outside = [*model.intervals[:first], *model.intervals[after + 2 :]]
-        self.fixed_peak = max((self._constant_peak(interval) for interval in outside), default=0)
+        batches = (batch for batch in table.calls.batches if self._calls[-1] in batch.calls)
+        head = next((batch.head for batch in batches), None)
+        self._head = None if head is None or head.is_of_block else head
+        self._holders: list[int] = []
+        """By block: the call up to there that is the first to hold the most shared bytes; -1 if there are none."""
+        for call in self._calls:
+            before = self._holders[-1] if self._holders else -1
+            self._holders.append(call if table.shared[call] > table.shared[before] else before)
+        self._has_inside = any(table.inside.get(table.calls, call, KEEP_NUMBER) for call in self._calls)
+        self._stretches = self._divide(table.intervals)
+        self.fixed_peak = self._peak_without_blocks()
 
     def options(self, block: int) -> Sequence[float]:
         """Returns the seconds of each option of a block; a module that is called several times counts once.
@@ -117,72 +160,75 @@ class StepChain:
             self._moves[key] = self._move(block, option, state)
         return self._moves[key]
 
+    def head_peak(self, state: Hashable) -> int:
+        assert isinstance(state, ChainState)
+        if self._head is None:
+            return 0
+        excess = self._beyond(state) + state.output
+        return self._levels[self._head].peak + self._table.rise_of_head(self._head, excess)
+
     def _move(self, block: int, option: int, state: Hashable) -> Move | None:
-        assert isinstance(state, frozenset)
-        length = self._length(block, option)
+        assert isinstance(state, ChainState)
+        table, length = self._table, self._length(block, option)
         chosen = option if length == 1 else self._full
         numbers = self.blocks[block : block + length]
         if any(self._fixed.get(n, chosen) != chosen or (n, chosen) in self._banned for n in numbers):
             return None
-        calls = range(self._calls[block], self._calls[block] + length)
-        span = self._spans.get((block, option)) or self._spans.setdefault((block, option), self._span(calls, chosen))
-        local = state & span.storages  # equal blocks after equal ones differ in the rest of the state alone
-        key = block, option, local
-        effect = self._effects.get(key) or self._effects.setdefault(key, self._effect(calls, span, local))
-        forward_peak, change, backward_peak = effect
-        if len(span.steps) > length:
-            backward_peak += self._released_bytes(state, span.after, calls[-1])
-            backward_peak -= self._released_bytes(local, span.after, calls[-1])
-        still = self._still_of_use(state | span.holds, block + length - 1, span.after)
-        return Move(forward_peak, change, backward_peak, still, length=length)
+        run = self._calls[block : block + length]
+        states, retained, forward_peak, level = [state], dict[int, int](), 0, 0
+        for place, call in enumerate(run):
+            first, *others = self._stretches[Interval(Phase.FORWARD, call)]
+            rise = table.rises.get(table.calls, call, chosen).forward
+            forward_peak = max(forward_peak, level + self._levels[first].start + rise)
+            retained[call] = table.first.get(table.calls, call, chosen) - (table.passed_on[call] if place else 0)
+            retained[call] += table.pair_bytes(call, chosen, states[-1].before)
+            level += states[-1].later + retained[call]
+            forward_peak = max([forward_peak, *(level + self._levels[o].peak for o in others if o != self._head)])
+            states.append(self._after(states[-1], block + place, chosen))
+        change, backward_peak = level, 0
+        for place, call in reversed(list(enumerate(run))):
+            interval = Interval(Phase.BACKWARD, call)
+            if interval not in self._levels:
+                continue
+            number, rise = chosen, table.rises.get(table.calls, call, chosen).backward
+            later = [each.later for each in states[: place + 2]]
+            level = self._levels[interval].start + sum(retained[c] for c in run[: place + 1]) + sum(later)
+            if length > 1 and call not in table.calls.dropped:
+                if place == length - 1:
+                    rise = table.recompute(range(run[0], run[-1] + 1), retained, rise)
+                else:
+                    number, rise = KEEP_NUMBER, table.rises.get(table.calls, call, KEEP_NUMBER).backward
+            level += self._beyond(states[place + 1]) + table.output.get(table.calls, call, number)
+            rest = sum(retained[c] for c in run[:place]) + sum(later[:-1]) + self._beyond(states[place])
+            peaks = (rest + self._levels[other].peak for other in self._stretches[interval][1:])
+            backward_peak = max(backward_peak, level + rise, *peaks)
+        return Move(forward_peak, change, backward_peak - change, states[-1], length=length)
 
-    def _span(self, calls: range, option: int) -> _Span:
-        if len(calls) == 1:
-            own, inputs = self._model.holds(calls[0], option), frozenset[int]()
-            intervals = (Interval(phase, calls[0]) for phase in (Phase.FORWARD, Phase.BACKWARD))
-            steps: list[tuple[Interval, Sequence[EventSeq]]] = [
-                (interval, (self._model.events(interval, option),)) for interval in intervals if interval in self._order
-            ]
-        else:
-            assert self._joined_runs is not None
-            own, inputs = self._joined_runs.holds(calls), self._joined_runs.inputs(calls)  # freed, and recomputed
-            steps = list(self._joined_runs.events(calls))
-        with_next = [self._with_next(interval, parts) for interval, parts in steps]
-        storages = frozenset(storage for parts in with_next for part in parts for storage in part.storages)
-        last = self._order[self._until_next(Interval(Phase.FORWARD, calls[-1]))[-1]]
-        after = self._model.intervals[min(last + 1, len(self._model.intervals) - 1)]
-        return _Span(with_next, own, inputs, storages | own, after)
+    def _after(self, state: ChainState, block: int, option: int) -> ChainState:
+        """Returns the state after a block, from that before it."""
+        table, call, is_kept = self._table, self._calls[block], option == KEEP_NUMBER
+        holder, is_last = self._holders[block], block == self.num_blocks - 1
+        is_held = self._has_inside and (not is_kept or (state.is_held and holder != call))
+        late, inside = (
+            sum_ + (term.get(table.calls, call, option) if is_kept else 0)
+            for sum_, term in ((state.late, table.late), (state.inside, table.inside))
+        )
+        before = table.before(call, option)
+        if is_last or not any(table.pair_bytes(self._calls[block + 1], each, before) for each in self._numbers):
+            before = Before()
+        return ChainState(
+            late=late,
+            shared=state.shared + table.shared[call] if is_kept else 0,
+            inside=0 if is_held and holder == self._holders[-1] else inside,  # it counts no more
+            is_held=is_held,
+            later=0 if is_last else table.later.get(table.calls, call, option),
+            before=before,
+            output=table.output.get(table.calls, call, option) if is_last else 0,
+        )
 
-    def _effect(self, calls: range, span: _Span, holds: Held) -> tuple[int, int, int]:
-        first, after = Interval(Phase.FORWARD, calls[0]), span.after
-        forward = LiveState(self._constants[first], self._others[first], holds, self._unborn[first])
-        for part in chain.from_iterable(span.steps[: len(calls)]):
-            forward.advance(part)
-        peak = 0
-        if span.steps[len(calls) :]:
-            backward = Interval(Phase.BACKWARD, calls[-1])
-            all_holds = holds | span.holds
-            level = self._constants[backward] + self._unseen(all_holds, backward) - self._unseen(all_holds, after)
-            backward_state = LiveState(level, self._others[backward] - span.inputs, holds)
-            backward_state.hold(span.holds)
-            for part in chain.from_iterable(span.steps[len(calls) :]):
-                backward_state.advance(part)
-            peak = backward_state.peak
-        return forward.peak, forward.level - self._constants[after], peak
-
-    def _with_next(self, interval: Interval, parts: Sequence[EventSeq]) -> Sequence[EventSeq]:
-        """Returns the events of an interval of a block with those of the intervals before the next block."""
-        *recomputations, own = parts
-        stretch = self._stretches.get(own)
-        if stretch is None:
-            others = (self._model.events(each, 0) for each in self._until_next(interval)[1:])
-            stretch = self._stretches[own] = self._model.event_seq(step for each in (own, *others) for step in each)
-        return (*recomputations, stretch)
-
-    def _released_bytes(self, holds: Held, after: Interval, call: int) -> int:
-        """Returns the bytes that only blocks hold when the backward of a call begins, and other code held ``after``."""
-        released = self._others[after] - self._others[Interval(Phase.BACKWARD, call)]
-        return sum(self._model.base.sizes.get(storage, 0) for storage in holds & released)
+    @staticmethod
+    def _beyond(state: ChainState) -> int:
+        return state.late - state.shared + (0 if state.is_held else state.inside)
 
     @property
     def _full(self) -> int:
@@ -197,101 +243,40 @@ class StepChain:
             if choice != COVERED:
                 yield block, block + self._length(block, choice), choice
 
-    def head_peak(self, state: Hashable) -> int:
-        del state
-        return 0  # the interval between the last forward and the first backward counts for the last block
+    @staticmethod
+    def _divide(intervals: Sequence[Interval]) -> dict[Interval, list[Interval]]:
+        """Returns each interval of a block, and those after it up to the next one of a block."""
+        stretches: dict[Interval, list[Interval]] = {}
+        own: list[Interval] = []
+        for interval in intervals:
+            if interval.is_of_block:
+                own = stretches[interval] = []
+            elif interval.phase in (Phase.OPTIMIZER, Phase.BEFORE):
+                own = []
+            own.append(interval)
+        return stretches
 
-    def _until_next(self, interval: Interval) -> Sequence[Interval]:
-        """Returns an interval of a block and those after it, up to the next one of a block."""
-        intervals, start = self._model.intervals, self._order[interval]
-        later = range(start + 1, len(intervals))
-        ends = (n for n in later if intervals[n].is_of_block or intervals[n].phase in (Phase.OPTIMIZER, Phase.BEFORE))
-        return intervals[start : next(ends, len(intervals))]
+    def _peak_without_blocks(self) -> int:
+        """Returns the peak of the intervals in which no block is between its forward and its backward.
 
-    def _unseen(self, holds: Iterable[int], at: Interval) -> int:
-        """Returns the bytes that are held by blocks only at the start of an interval."""
-        not_only = self._others[at] | self._unborn[at]
-        return sum(self._model.base.sizes.get(storage, 0) for storage in holds if storage not in not_only)
-
-    def _still_of_use(self, holds: Held, block: int, after: Interval) -> Held:
-        """Returns the storages that matter to later blocks; of equivalent ones the number does, so the first ones."""
-        if block not in self._alike:
-            groups: dict[Hashable, list[int]] = {}
-            for storage in sorted(self._events_of):
-                if (kind := self._kind(storage, block, after)) is not None:
-                    groups.setdefault(kind, []).append(storage)
-            self._alike[block] = {storage: group for group in groups.values() for storage in group}
-        alike = self._alike[block]
-        counts = Counter(alike[storage][0] for storage in holds if storage in alike)
-        return frozenset(storage for first, count in counts.items() for storage in alike[first][:count])
-
-    def _kind(self, storage: int, block: int, after: Interval) -> Hashable:
-        """Returns a key that is equal for storages of which it does not matter which one earlier blocks hold.
-
-        Other code holds both or neither of them, and the same happens to them until the backward of the block; what
-        happens later is the matter of earlier states. If nothing happens, it is ``None``: they count as private.
+        Other intervals outside of the chain depend on options, and are left to the table.
         """
-        events, end = self._events_of[storage], Interval(Phase.BACKWARD, self._calls[block])
-        last = bisect_left(events, (self._order[end], 0)) if end in self._order else len(events)
-        later = tuple(events[bisect_left(events, (self._order[after], 0)) : last])
-        if later and storage in self._passed_on:
-            return storage
-        return (storage in self._others[after], later) if later else None
-
-    def _events_by_storage(self, options: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-        """Returns, by storage, the intervals with events of it, and a number for these events: equal for equal ones.
-
-        Releases are equal if nothing is allocated between them.
-        """
-        numbers: dict[Hashable, int] = {}
-        events_of: dict[int, list[tuple[int, int]]] = {}
-        for interval, at in self._order.items():
-            own: dict[int, list[Hashable]] = {}
-            for option in options if interval.is_of_block else options[:1]:
-                for place, (_, group) in enumerate(groupby(self._model.events(interval, option), _allocates)):
-                    for event in group:
-                        if isinstance(event, Change):
-                            own.setdefault(event.storage, []).append((option, place, event.kind, event.num_bytes))
-            for storage, events in own.items():
-                number = numbers.setdefault(tuple(events), len(numbers))
-                events_of.setdefault(storage, []).append((at, number))
-        return events_of
-
-    def _simulate_constants(self) -> tuple[dict[Interval, int], dict[Interval, Held], dict[Interval, Held]]:
-        """Returns, for the start of each interval, the bytes alive under any plan, and the shared storages in them.
-
-        The last value has those that are not allocated yet, although blocks may hold them.
-        """
-        constants: dict[Interval, int] = {}
-        others: dict[Interval, Held] = {}
-        unborn: dict[Interval, Held] = {}
-        sizes = self._model.base.sizes
-        alive: set[int] = set()
-        waiting = set(self._model.base.reached)
-        outside = 0
-        for interval in self._model.intervals:
-            constants[interval] = outside + sum(sizes.get(storage, 0) for storage in alive)
-            others[interval] = frozenset(alive)
-            unborn[interval] = frozenset(waiting)
-            for step in self._model.events(interval, 0):
-                if isinstance(step, Change):
-                    if step.kind is EventKind.BORN:
-                        alive.add(step.storage)
-                        waiting.discard(step.storage)
-                    elif step.kind is EventKind.GONE:
-                        alive.discard(step.storage)
-                elif not interval.is_of_block:
-                    outside += step.change
-        return constants, others, unborn
-
-    def _constant_peak(self, interval: Interval) -> int:
-        state = LiveState(self._constants[interval], self._others[interval])
-        state.advance(self._model.events(interval, 0))
-        return state.peak
-
-
-def _allocates(event: PrivateRun | Change) -> bool:
-    return event.peak > 0 if isinstance(event, PrivateRun) else event.kind in (EventKind.BORN, EventKind.HELD)
+        of_chain = {
+            each
+            for call in self._calls
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+            for each in self._stretches.get(Interval(phase, call), ())
+        }
+        opened: set[int] = set()
+        peak = 0
+        for interval, span in self._levels.items():
+            if interval.phase is Phase.FORWARD:
+                opened.add(interval.call)
+            elif not opened and interval not in of_chain:
+                peak = max(peak, span.peak)
+            if interval.phase is Phase.BACKWARD:
+                opened.discard(interval.call)
+        return peak
 
 
 def last_pass(intervals: Sequence[Interval]) -> list[int]:

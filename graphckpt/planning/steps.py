@@ -265,7 +265,7 @@ class RealStep:
     def _new(self, kind: type[_AnyTrace]) -> _AnyTrace:
         rounding = 512 if self.device.type == "cuda" else 1  # bytes; CUDA's caching allocator
         trace = kind(self.device.type, rounded=lambda num_bytes: -(-num_bytes // rounding) * rounding)
-        trace.track(_state_tensors(self._model, self._optimizers.values()))
+        trace.track(state_tensors(self._model, self._optimizers.values()))
         return trace
 
     def _timed(self, blocks: Blocks) -> StepClock:
@@ -280,7 +280,7 @@ class RealStep:
         return [*self._model.parameters(), *self._model.buffers()]
 
 
-def _state_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor | None]:
+def state_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor | None]:
     state = chain.from_iterable(map(states_of, optimizers))
     weights = list(model.parameters())
     gradients = (parameter.grad for parameter in weights)
@@ -459,7 +459,7 @@ class FakeStep:
                 self._step_fn()
             timeline = self._device.new_timeline()
             trace, observer = self._new(Trace, timeline), StepObserver()
-            trace.track([*self._workspaces, *_state_tensors(self._model, self._optimizers)])
+            trace.track([*self._workspaces, *state_tensors(self._model, self._optimizers)])
             if self._first is not None:  # averages of weights, or a loss that is stored: used late, and alive before
                 trace.track_storages_of(self._first)
             observing = nullcontext() if self.assumptions else observer.observing()

@@ -39,7 +39,6 @@ from graphckpt.errors import PlanError
 from graphckpt.planning.allocations import AllocationTrace
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.program import (
-    ArgumentObject,
     BlockCall,
     EventKind,
     Interval,
@@ -49,7 +48,7 @@ from graphckpt.planning.program import (
     TraceSpan,
 )
 from graphckpt.stores.base import Store
-from graphckpt.tree import ATOMS, flatten_value, storages_of, tensors_in
+from graphckpt.tree import flatten_value, tensors_in
 
 
 @final
@@ -255,8 +254,6 @@ class Trace(StepMarks, AllocationTrace):
         self.seconds: dict[Interval, float] = defaultdict(float)
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
         """What the last call has returned, and its versions."""
-        self._objects: dict[int, tuple[ref[Any], ArgumentObject]] = {}
-        """By the id of each object among the arguments of calls that is alive."""
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Logs that a store holds a tensor for the present call; returns what :meth:`release` takes."""
@@ -283,32 +280,8 @@ class Trace(StepMarks, AllocationTrace):
                 call.arguments.append(self.storage_number(leaf))
                 if are_passed_on and any(t() is leaf and version == leaf._version for t, version in self._returned):
                     call.returned_before.append(call.arguments[-1])
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) and type(leaf) not in ATOMS and hasattr(leaf, "__weakref__"):
-                self._add_object(leaf)
-
-    def _add_object(self, value: Any) -> None:
-        if id(value) not in self._objects:
-            number = len(self._sizes)
-            self._sizes.append(0)
-            self._log(EventKind.BORN, number)
-
-            def end(_: object, key: int = id(value)) -> None:
-                del self._objects[key]
-                self._log(EventKind.GONE, number)
-
-            self._objects[id(value)] = ref(value, end), ArgumentObject(number)
-            self.log.objects.append(self._objects[id(value)][1])
-        self._objects[id(value)][1].calls.append(self.call)
 
     def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        for value, entry in list(self._objects.values()):
-            if entry.calls[-1] == self.call:
-                storages = (
-                    s for item in items_in(value()) if isinstance(item, torch.Tensor) for s in storages_of(item)
-                )
-                numbers = (self._numbers[id(storage)] for storage in storages if id(storage) in self._numbers)
-                entry.reached.update(dict.fromkeys(numbers))
         self.log.calls[-1].outputs.extend(map(self.storage_number, tensors))
         self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
 

@@ -155,7 +155,7 @@ class PartitionStore(RecordingStore):
 
     A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
     backward runs. Here each block has its own, so that a trace shows what the block alone does;
-    :func:`~graphckpt.planning.memory_model.with_gathers` then adds what is prefetched.
+    :class:`~graphckpt.planning.search.PolicySearch` then adds what is prefetched.
     """
 
     label = "part"

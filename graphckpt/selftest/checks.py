@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
 from typing import Any, final
@@ -23,16 +24,37 @@ from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_step import plan
 from graphckpt.planning.write_profile import copy_rates
 from graphckpt.rules import Tiles
-from graphckpt.selftest.result import CLOSE, DIFFERS, EQUAL, ERROR, MEASURED, SKIPPED, CheckResult
 from graphckpt.selftest.subjects import LARGER, RULES, STORES, SUBJECTS, Subject, Training
 from graphckpt.units import format_bytes, format_sizes
 
+EQUAL, CLOSE, MEASURED, SKIPPED = "equal", "close", "measured", "skipped"
+DIFFERS, ERROR = "differs", "error"
 _STEPS = 2  # the first creates optimizer states, and blocks learn in it what moves
 _NOISE = 8  # times the difference between two plain steps is as much as a step under policies may differ
 _ROUNDING = 1e-4  # of the largest value: where sums are in another order
 _OFF_BY = {"allocated": 0.01, "reserved": 0.1}  # of the measured bytes
 _TRANSFORMER = SUBJECTS[1]
 _LOAD = 16 * 2**20  # bytes of a copy beside the step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One result."""
+
+    check: str
+    subject: str
+    store: str
+    outcome: str
+    """``"equal"`` in every bit, ``"close"`` up to rounding, ``measured``, ``skipped``, ``differs`` or ``error``."""
+    detail: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.outcome in (DIFFERS, ERROR)
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
 
 
 def device_of(name: str | None) -> torch.device:

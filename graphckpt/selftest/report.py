@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from graphckpt.ledger.table import Column, table_of, text_of
-from graphckpt.selftest.result import CLOSE, EQUAL, SKIPPED, CheckResult
+from graphckpt.selftest.checks import CLOSE, EQUAL, SKIPPED, CheckResult
 from graphckpt.selftest.subjects import RULES, STORES
 
 

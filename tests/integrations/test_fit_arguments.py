@@ -36,8 +36,8 @@ def gpt2() -> Any:
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(folder), gradient_accumulation_steps=2, max_steps=3, report_to=[], disable_tqdm=True,
-        use_cpu=True, save_strategy="no", **{"per_device_train_batch_size": 16, **more},
+        output_dir=str(folder), gradient_accumulation_steps=2, report_to=[], disable_tqdm=True, use_cpu=True,
+        save_strategy="no", **{"max_steps": 3, "per_device_train_batch_size": 16, **more},
     )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ def test_the_samples_of_an_update_stay_the_same(tmp_path: Path) -> None:
     assert torch.equal(random, torch.get_rng_state())
 
     callback = GraphckptCallback(memory_budget=8 * MIB, report=False)
+    fitted.max_steps = 8
     Trainer(model=model, args=fitted, train_dataset=Tokens(), callbacks=[callback]).train()
     assert callback.plan.predicted_peak_bytes <= 8 * MIB < callback.plan.plain_peak_bytes
 
@@ -72,8 +73,9 @@ def test_all_memory_of_the_device(tmp_path: Path) -> None:
 
 def test_a_callback_predicts_the_peak_of_the_trainer_which_releases_the_logits_before_backward(tmp_path: Path) -> None:
     model = tiny_gpt2(n_layer=2, n_positions=48, vocab_size=2048)
-    callback = GraphckptCallback(memory_budget="max", report="table")  # a table has the peak of the second step
-    Trainer(model=model, args=arguments(tmp_path), train_dataset=Tokens(), callbacks=[callback]).train()
+    callback = GraphckptCallback(memory_budget="max", report="table")  # a table has the peak of a step
+    args = arguments(tmp_path, max_steps=4)
+    Trainer(model=model, args=args, train_dataset=Tokens(), callbacks=[callback]).train()
     assert callback.explanation.peak_bytes == pytest.approx(callback.plan.predicted_peak_bytes, rel=0.01)
 
 

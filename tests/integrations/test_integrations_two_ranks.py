@@ -75,7 +75,10 @@ def train(rank: int, folder: Path) -> None:
         "Lightning, DDP": by_lightning(folder),
         "Trainer, DDP": by_transformers(folder, "DistributedDataParallel"),
         "Trainer, DDP, budget": by_transformers(folder, "DistributedDataParallel", budget="min"),
-        "Trainer, FSDP2": by_transformers(folder, "FSDP", tied=TIED, **FSDP2),  # last: it writes into the environment
+        "Trainer, FSDP2": by_transformers(
+            folder, "FSDP", tied=TIED, **FSDP2
+        ),  # after all others: it writes into the environment
+        "Trainer, FSDP2, budget": by_transformers(folder, "FSDP", tied=TIED, budget="min", **FSDP2),
     }
     for name, (differ, seen) in runs.items():
         assert differ == [], name

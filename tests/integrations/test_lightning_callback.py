@@ -125,10 +125,10 @@ def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
     assert callback.explanation.bytes_saved > 0
 
 
-def test_a_memory_budget_is_planned_for_on_the_second_batch(tmp_path: Path, capsys: Any) -> None:
-    plain = fit(tmp_path, batch=256)
+def test_a_memory_budget_is_planned_for_in_the_first_batches(tmp_path: Path, capsys: Any) -> None:
+    plain = fit(tmp_path, batch=256, max_epochs=3)
     callback = GraphckptCallback(select="Layer", memory_budget=0.6, report="table", plot=str(tmp_path / "step.png"))
-    ours = fit(tmp_path, callback, batch=256)
+    ours = fit(tmp_path, callback, batch=256, max_epochs=3)
     assert differences(ours, plain) == []
     plan, seen = callback.plan, callback.explanation
     assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
@@ -171,7 +171,8 @@ def test_a_budget_runs_no_step_twice(tmp_path: Path, kind: type[Regression], mor
     assert differences(ours, plain) == []
     assert getattr(ours, "num_steps", 0) == getattr(plain, "num_steps", 0)
     assert callback.plan.policies
-    assert callback.explanation.peak_bytes <= callback.plan.predicted_peak_bytes < callback.plan.plain_peak_bytes
+    plan = callback.plan  # its peak is that of an earlier update: Lightning keeps what is logged
+    assert callback.explanation.peak_bytes <= 1.001 * plan.predicted_peak_bytes < plan.plain_peak_bytes
 
 
 @pytest.mark.parametrize(("num_batches", "accumulated", "has_states"), [(1, 1, False), (3, 2, True)])

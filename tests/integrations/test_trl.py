@@ -162,7 +162,7 @@ def assert_equal(ours: Run, plain: Run) -> None:
 @pytest.mark.parametrize(("width", "length"), [(32, 24), pytest.param(128, 128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_and_a_budget_change_no_bit_and_hold(kind: str, width: int, length: int, tmp_path: Path) -> None:
-    more = {"width": width, "lengths": [length] * 16}
+    more = {"width": width, "lengths": [length] * 16, "max_steps": 10}
     plain = train(kind, tmp_path, **more)
     full = train(kind, tmp_path, GraphckptCallback("full", report=False), **more)
     selective = train(kind, tmp_path, GraphckptCallback("selective", report=False), **more)
@@ -174,8 +174,8 @@ def test_rules_and_a_budget_change_no_bit_and_hold(kind: str, width: int, length
     assert max(full.peaks[1:]) < max(selective.peaks[1:]) < max(plain.peaks[1:])
     assert 0 < len(callback.plan.policies) <= LAYERS
     assert callback.plan.predicted_peak_bytes <= budget < callback.plan.plain_peak_bytes
-    assert max(planned.peaks) <= budget, "also while it was measured"
-    assert max(planned.peaks[2:]) <= 1.01 * callback.plan.predicted_peak_bytes
+    assert max(planned.peaks) <= budget, "also in the updates from which it was planned"
+    assert max(planned.peaks[8:]) <= 1.01 * callback.plan.predicted_peak_bytes, "after at most eight updates"
     peaks = [f"{max(run.peaks[2:]) / 2**20:.2f}" for run in (plain, full, selective, planned)]
     print(f"\n| {kind} | {' | '.join(peaks)} | {budget / 2**20:.2f} | yes |")
 
@@ -190,7 +190,7 @@ def test_adapters_lengths_and_a_stream(kind: str, tmp_path: Path) -> None:
     for each in (None, callback):
         data = Dataset.from_list(rows(kind, lengths)).to_iterable_dataset()
         lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        runs.append(train(kind, tmp_path, each, data=data, peft_config=lora, max_steps=6, **{OWN: True}))
+        runs.append(train(kind, tmp_path, each, data=data, peft_config=lora, max_steps=10, **{OWN: True}))
     assert_equal(runs[1], runs[0])
     assert callback.plan.policies
     # not the predicted peak: TRL's loss takes 128 KiB for each token that is not padding, of equally many elements

@@ -59,13 +59,11 @@ def test_it_is_cut_where_nothing_else_fits():
     assert sizes[1] == 16
 
 
-def test_the_error_of_a_callback_does_not_name_the_head():
+def test_the_error_names_the_head():
     model, step = made()
-    planner = planner_of(model, step)
-    for in_callback in (False, True):
-        text = str(replace(planner, in_callback=in_callback).infeasible(1000, 2000))
-        assert "reached in the head and the loss" in text
-        assert ("set `head`" in text) is not in_callback
+    text = str(planner_of(model, step).infeasible(1000, 2000))
+    assert "reached in the head and the loss" in text
+    assert "set `head`" in text
 
 
 @pytest.mark.parametrize(("seconds", "block"), [((1.0, 2.0, 3.0), None), ((3.0, 1.0, 2.0), "head")])

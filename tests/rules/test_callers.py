@@ -385,12 +385,12 @@ def numbers() -> nn.Module:
     )
 
 
-NUMBERS: dict[str, Callable[[Any], Any]] = {
-    "dropout": lambda layer: setattr(layer[3], "p", 0.9),
-    "eps": lambda layer: setattr(layer[1], "eps", 1.0),
-    "slope": lambda layer: setattr(layer[2], "negative_slope", 0.9),
-    "beta": lambda layer: setattr(layer[5], "beta", 1.0),
-    "momentum": lambda layer: setattr(layer[6], "momentum", 0.5),
+NUMBERS: dict[str, Callable[[Any], Any]] = {  # each changes in every step, as later calls read less than the first
+    "dropout": lambda layer: setattr(layer[3], "p", 0.9 - layer[3].p / 2),
+    "eps": lambda layer: setattr(layer[1], "eps", 1.0 + layer[1].eps / 2),
+    "slope": lambda layer: setattr(layer[2], "negative_slope", 1.0 - layer[2].negative_slope / 2),
+    "beta": lambda layer: setattr(layer[5], "beta", 1.0 + layer[5].beta / 4),
+    "momentum": lambda layer: setattr(layer[6], "momentum", 0.9 - layer[6].momentum / 2),
 }
 
 

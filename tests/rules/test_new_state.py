@@ -130,3 +130,20 @@ def test_weights_that_parametrize_caches_are_those_of_the_forward(rule):
     with graphckpt.apply(model, {"*": rule}):
         for _ in range(2):
             assert all(map(torch.equal, gradients(), plain))
+
+
+@pytest.mark.parametrize("rule", [True, "selective"])
+def test_a_recurrent_layer_may_get_other_parameters_in_a_later_call(rule):
+    """It then makes its lists of weights anew, and once more after the call: attributes of a module of PyTorch's."""
+
+    def gradients(rules):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.GRU(4, 4)), torch.randn(3, 2, 4)
+        others = {name: (p.detach() + 0.5).requires_grad_() for name, p in model.named_parameters()}
+        handle = graphckpt.apply(model, rules)
+        for weights in (dict(model.named_parameters()), others, others):
+            torch.func.functional_call(model, weights, x)[0].sin().sum().backward()
+        handle.remove()
+        return [p.grad for p in (*model.parameters(), *others.values())]
+
+    assert all(map(torch.equal, gradients({"0": rule}), gradients({})))

@@ -1,0 +1,285 @@
+"""Reads the level of live bytes at the borders of blocks, in an update that a training loop runs itself.
+
+::
+
+    intervals   before | forward 0 | forward 1 | loss | backward 1 | backward 0 | optimizer
+    marks       ^      ^           ^           ^      ^            ^            ^          ^
+                each reads the level, the peak since the mark before, and the time
+
+On a CPU a counter knows the level, as in every measurement of the planner. On CUDA the allocator knows it: that takes
+neither a dispatch mode nor a synchronization, and includes what kernels allocate and what is rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol, Self, final
+from weakref import ref
+
+import torch
+from torch import nn
+
+from graphckpt.blocks.forward import policy_of
+from graphckpt.engine.sampling import without_value_checks
+from graphckpt.ledger.live_memory import LiveBytes
+from graphckpt.planning.levels import LevelLog, LevelSpan
+from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.trace import Blocks, StepMarks, seconds_between, time_mark
+
+
+@final
+@dataclass(frozen=True)
+class UpdateLevels:
+    """The levels of one update, in bytes, and its seconds."""
+
+    block_of_call: Sequence[int]
+    """In the order of forwards."""
+    spans: LevelLog
+    """Relative to the level at the start of the update."""
+    seconds: Mapping[Interval, float]
+    total_seconds: float
+    start_bytes: int
+    """The level at the start of the update: weights, optimizer states, and gradients that are not freed."""
+    dropped: frozenset[int] = frozenset()
+    """The calls whose graph was freed without a backward. An empty interval of their backward says when."""
+    recomputed: Mapping[int, int] = field(default_factory=dict)
+    """By call: what its recomputation has added to the level, which is the most that any policy retains of it."""
+    signatures: Sequence[str] = ()
+    """By call: the shapes that it was called with."""
+    are_typical: Sequence[bool] = ()
+    """By call: whether an argument has history. The backward of a call without it computes less."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.start_bytes + max(span.peak for span in self.spans.values())
+
+    @property
+    def end_bytes(self) -> int:
+        return self.start_bytes + next(reversed(list(self.spans.values()))).end
+
+    @property
+    def has_backward(self) -> bool:
+        return any(i.phase is Phase.BACKWARD and i.call not in self.dropped for i in self.spans)
+
+    def to_message(self) -> list[Any]:
+        """Returns plain values, for JSON."""
+        rows = [(i.phase.value, i.call, *span, self.seconds.get(i, 0.0)) for i, span in self.spans.items()]
+        calls = [*self.block_of_call], sorted(self.dropped), [*self.signatures], [*self.are_typical]
+        recomputed = [*self.recomputed.items()]
+        return [rows, self.total_seconds, self.start_bytes, *calls, recomputed]
+
+    @classmethod
+    def from_message(cls, message: Sequence[Any]) -> Self:
+        rows, total, start, blocks, dropped, signatures, typical, recomputed = message
+        spans, seconds = {}, {}
+        for phase, call, begin, peak, end, spent in rows:
+            interval = Interval(Phase(phase), call)
+            spans[interval], seconds[interval] = LevelSpan(begin, peak, end), spent
+        return cls(blocks, spans, seconds, total, start, frozenset(dropped), dict(recomputed), signatures, typical)
+
+
+class _Gauge(AbstractContextManager[Any], Protocol):
+    def level(self) -> int:
+        """Returns the live bytes."""
+
+    def read(self) -> tuple[int, int]:
+        """Returns the live bytes, and the most of them since the last reading."""
+
+
+@final
+class _CountedBytes:
+    """The bytes of tensors, which are counted op by op."""
+
+    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor | None]) -> None:
+        self._live = LiveBytes(device.type, record_timeline=False)
+        self._live.track(tensors)
+
+    def __enter__(self) -> None:
+        self._live.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._live.__exit__(*error)
+
+    def level(self) -> int:
+        return self._live.live_bytes
+
+    def read(self) -> tuple[int, int]:
+        level, peak = self._live.live_bytes, self._live.peak_bytes
+        self._live.peak_bytes = level
+        return level, peak
+
+
+@final
+class _AllocatedBytes:
+    """The bytes that CUDA's caching allocator has allocated. Reading them restarts its peak statistic."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def level(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def read(self) -> tuple[int, int]:
+        level, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return level, peak
+
+
+@final
+class _GraphEnd:
+    """A hook on the outputs of a call, which is freed with their graph and says so."""
+
+    def __init__(self, meter: LevelMeter, call: int) -> None:
+        self._meter = ref(meter)
+        self._call = call
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        del gradient
+
+    def __del__(self) -> None:
+        if (meter := self._meter()) is not None:
+            meter.end_graph(self._call)
+
+
+@final
+class LevelMeter(StepMarks):
+    """Reads levels and times of one update, within :meth:`metering`.
+
+    Args:
+        device: The device of the model.
+        tensors: What is alive before the update: weights, buffers, gradients, states of optimizers. Only a CPU needs
+            to know.
+    """
+
+    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor | None]) -> None:
+        super().__init__()
+        self._device = device
+        self._gauge: _Gauge = _AllocatedBytes(device) if device.type == "cuda" else _CountedBytes(device, tensors)
+        self._levels: list[int] = []
+        self._peaks: list[int] = []
+        self._times: list[Any] = []
+        self._extensions: set[int] = set()
+        """The spans that begin with the gradient of a parameter of a first block."""
+        self._signatures: list[str] = []
+        self._are_typical: list[bool] = []
+        self._dropped: set[int] = set()
+        self._recomputed: dict[int, int] = {}
+        self._is_on = False
+
+    @contextmanager
+    def metering(self, blocks: Blocks) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(without_value_checks())
+            stack.enter_context(blocks.marked(self))
+            stack.enter_context(self._gauge)
+            for context in [wrapper.context for wrapper in map(policy_of, blocks.modules) if wrapper is not None]:
+                context.on_recomputed = self._end_recomputation
+                stack.callback(setattr, context, "on_recomputed", None)
+            self._is_on = True
+            self._read()
+            self._peaks.clear()  # of what was before the update
+            try:
+                yield
+            finally:
+                self._read()
+                self._is_on = False
+
+    def update(self) -> UpdateLevels:
+        """Returns the levels of the update that is over."""
+        intervals = [span.interval for span in self.log.spans]
+        start = self._levels[0]
+        spans: dict[Interval, LevelSpan] = {}
+        seconds: dict[Interval, float] = {}
+        borders, times = pairwise(self._levels), pairwise(self._times)
+        for number, (levels, peak, marks) in enumerate(zip(borders, self._peaks, times, strict=True)):
+            interval, later = intervals[number], intervals[number + 1 :]
+            if number in self._extensions and (not later or later[0].phase is Phase.OPTIMIZER):
+                # The gradients of a first block were there: what follows, such as clipping, is not its backward.
+                interval = Interval(Phase.AFTER_BACKWARD, interval.call)
+            begin, end = (level - start for level in levels)
+            before = spans.get(interval, LevelSpan(begin, peak - start, end))
+            spans[interval] = LevelSpan(before.start, max(before.peak, peak - start), end)
+            seconds[interval] = seconds.get(interval, 0.0) + seconds_between(*marks)
+        return UpdateLevels(
+            block_of_call=self.order,
+            spans=spans,
+            seconds=seconds,
+            total_seconds=seconds_between(self._times[0], self._times[-1]),
+            start_bytes=start,
+            dropped=frozenset(self._dropped),
+            recomputed=self._recomputed,
+            signatures=self._signatures,
+            are_typical=self._are_typical,
+        )
+
+    def end_graph(self, call: int) -> None:
+        """Marks that the graph of a call was freed, which is of interest if no backward has begun."""
+        if self._is_on and call not in self._in_backward:
+            self._in_backward.add(call)
+            self._dropped.add(call)
+            before = self._interval
+            self._mark(Phase.BACKWARD, call)
+            self._mark(*(before if before.is_of_block else Interval(Phase.AFTER_BACKWARD, call)))
+
+    def _end_recomputation(self) -> None:
+        phase, call = self._interval
+        if self._is_on and phase is Phase.BACKWARD:
+            self._recomputed[call] = max(self._recomputed.get(call, 0), self._gauge.level() - self._levels[-1])
+
+    def _read(self) -> None:
+        level, peak = self._gauge.read()
+        self._peaks.append(peak)
+        self._levels.append(level)
+        self._times.append(time_mark(self._device))
+
+    def _mark(self, phase: Phase, call: int) -> None:
+        if self._is_on:
+            super()._mark(phase, call)
+            self._read()
+
+    def _extend_backward(self, call: int, _: torch.Tensor) -> None:
+        if self._is_on and self._interval == (Phase.BACKWARD, call):
+            self._extensions.add(len(self._levels))
+            self._mark(*self._interval)
+
+    def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None:
+        del module
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._signatures.append(" ".join(f"{[*tensor.shape]}{tensor.dtype}" for tensor in tensors))
+        self._are_typical.append(any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors))
+
+    def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        with_history = [tensor for tensor in tensors if tensor.requires_grad]
+        if with_history:
+            end: Callable[[torch.Tensor], None] = _GraphEnd(self, self.call)
+            for tensor in with_history:
+                tensor.register_hook(end)
+
+
+def block_classes(blocks: Blocks, update: UpdateLevels) -> list[int]:
+    """Returns the class of each block: blocks of one class are built alike, and are called alike in the update."""
+    calls: list[list[str]] = [[] for _ in blocks.modules]
+    for block, signature in zip(update.block_of_call, update.signatures, strict=True):
+        calls[block].append(signature)
+    structures = [_structure(module) for module in blocks.modules]
+    alike: dict[Any, int] = {}
+    classes = []
+    for structure, called in zip(structures, calls, strict=True):
+        keys = [(structure, *called)] if called else [key for key in alike if key[0] == structure]
+        classes.append(alike.setdefault(keys[0] if keys else (structure,), len(alike)))
+    return classes
+
+
+def _structure(module: nn.Module) -> Any:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return (
+        tuple((name, type(part), part.training) for name, part in module.named_modules()),
+        tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors),
+    )

@@ -1,0 +1,471 @@
+"""A table of levels from the updates of a training, each of which runs its blocks under several options.
+
+Equal blocks of one update are compared with each other, so that each update brings its own base::
+
+    update   options of five equal blocks   what it shows of `keep`, relative to `full`
+    2        full full full keep full       retained, rise in forward, rise in backward, seconds
+    base     full full full full full       the levels of the update, minus what `keep` retains while it is open
+
+So updates with other batches do not disturb each other. Where a batch shows an option that a larger one does not, the
+row is scaled by the rise in backward under ``full``, which has nearly all that an option can retain. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from statistics import median
+from typing import Any, NamedTuple, Self, TypeAlias, final
+
+from graphckpt.planning.level_meter import UpdateLevels
+from graphckpt.planning.levels import IntervalLevel, LevelSpan
+from graphckpt.planning.program import Interval, Phase
+
+InputSizes: TypeAlias = tuple[tuple[str, int], ...]
+"""The largest input of each module around the blocks, by name, in elements. Updates of equal sizes are compared."""
+
+# Note [Two borders]
+# What a call retains shows twice: as what the level rises by over its forward, and as what it falls by over its
+# backward, each relative to an equal call under `full`. The two differ where code between them frees what the block
+# still holds, such as autocast's copies of weights. A block that saves its own output, such as a ReLU, holds what the
+# block after it holds as its argument, and so delays the fall over that one's backward. The fall is therefore read over
+# both, between blocks under `full`, and what the own backward shows beyond it is a part of its rise.
+
+
+class UpdateRow(NamedTuple):
+    """What a call does to the level under an option, in bytes; see Note [Two borders]."""
+
+    retained: int
+    """From its forward to the first backward, relative to ``full``; it may be negative."""
+    retained_later: int
+    """From the first backward to its own."""
+    output: int
+    """In its own backward, beyond that."""
+    rise_forward: int
+    rise_backward: int
+
+    def scaled(self, factor: float) -> UpdateRow:
+        return self if factor == 1 else UpdateRow(*(ceil(value * factor) for value in self))
+
+
+_Border: TypeAlias = tuple[tuple[int, int], ...]
+"""The blocks before and after: the class of each, and its distance."""
+
+
+class _Kind(NamedTuple):
+    """Calls of one kind are equal."""
+
+    block_class: int
+    place: int
+    """The number of the call among those of its block."""
+    is_typical: bool
+
+
+@final
+@dataclass
+class _CallReadings:
+    """What calls of one kind did under one option, in bytes, by the blocks before and after them."""
+
+    added: dict[_Border, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """To the level: from the start of the forward to that of the next block, or to its own end, which has no border."""
+    freed: dict[_Border, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """From the start of the backward before its own to the start of the one after it."""
+    own_freed: dict[_Border, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """From the start of its own backward to the start of the one after it."""
+    rises_forward: list[int] = field(default_factory=list)
+    rises_backward: list[int] = field(default_factory=list)
+    recomputed: list[int] = field(default_factory=list)
+    """What a recomputation has added."""
+    forward_seconds: list[float] = field(default_factory=list)
+    backward_seconds: list[float] = field(default_factory=list)
+
+    def freed_twice(self) -> Mapping[_Border, list[int]]:
+        """Returns what this call and an equal one before it free, each between blocks under ``full``."""
+        return {
+            ((block_class, -distance), (block_class, distance)): [2 * value for value in values]
+            for ((block_class, distance), *_), values in self.own_freed.items()
+        }
+
+    def scaled(self, factor: float) -> _CallReadings:
+        """Returns the bytes between borders, scaled; rises and seconds are left out."""
+        added, freed, own_freed = (
+            {border: [ceil(factor * value) for value in values] for border, values in read.items()}
+            for read in (self.added, self.freed, self.own_freed)
+        )
+        return _CallReadings(added, freed, own_freed)
+
+    @property
+    def seconds(self) -> float:
+        return sum(median(each) for each in (self.forward_seconds, self.backward_seconds) if each)
+
+
+@final
+@dataclass(frozen=True)
+class PlannedUpdate:
+    """The levels of an update, and the number of the option of each block."""
+
+    levels: UpdateLevels
+    options: Sequence[int]
+    sizes: InputSizes
+    creates_states: bool = False
+    """Whether optimizers have created their states in it, which are alive from then on."""
+
+    @property
+    def next_start_bytes(self) -> int:
+        """The level at the start of the next update. At the end of this one its batch may be alive as well."""
+        return self.levels.end_bytes if self.creates_states else self.levels.start_bytes
+
+    @property
+    def key(self) -> UpdateKey:
+        return self.sizes, tuple(self.levels.block_of_call)
+
+    def to_message(self) -> list[Any]:
+        """Returns plain values, for JSON."""
+        return [self.levels.to_message(), [*self.options], [*self.sizes], self.creates_states]
+
+    @classmethod
+    def from_message(cls, message: Sequence[Any]) -> Self:
+        levels, options, sizes, creates_states = message
+        sizes_by_name = tuple((name, size) for name, size in sizes)
+        return cls(UpdateLevels.from_message(levels), options, sizes_by_name, creates_states)
+
+
+UpdateKey: TypeAlias = "tuple[InputSizes, tuple[int, ...]]"
+"""Updates of one key have calls of the same sizes in the same order."""
+
+
+@final
+class UpdateTable:
+    """The levels of an update under any plan, and its seconds. Option 0 keeps everything.
+
+    Args:
+        classes: The class of each block; blocks of one class are equal.
+        base_option: The number of ``full``, which recomputes the block.
+    """
+
+    def __init__(self, classes: Sequence[int], base_option: int) -> None:
+        self.classes = classes
+        self.base_option = base_option
+        self._updates: dict[UpdateKey, list[PlannedUpdate]] = {}
+        self._readings: dict[tuple[InputSizes, _Kind, int], _CallReadings] = {}
+        self._own_rises: dict[tuple[UpdateKey, int, int], tuple[int, int]] = {}
+        """The rises of a call under an option, by the key of the update, the call and the option."""
+        self._rows: dict[tuple[InputSizes, _Kind, int], UpdateRow] = {}
+        self._bases: dict[UpdateKey, Mapping[Interval, LevelSpan]] = {}
+        self._largest: UpdateKey | None = None
+        self.start_bytes = 0
+        """The level at the start of the next update."""
+
+    def add(self, updates: Sequence[PlannedUpdate]) -> None:
+        """Adds one update, as each of the processes that plan together has run it."""
+        self._rows.clear()
+        self._bases.clear()
+        self._largest = None
+        self.start_bytes = max(update.next_start_bytes for update in updates)
+        for update in updates:
+            self._updates.setdefault(update.key, []).append(update)
+            self._read(update)
+
+    @property
+    def largest(self) -> UpdateKey:
+        """The key of the updates that call most of the blocks, and of these the one that takes most under ``full``."""
+        if self._largest is None:
+            full = [self.base_option] * len(self.classes)
+            self._largest = max(self._updates, key=lambda key: (len(set(key[1])), self.peak(full, key)))
+        return self._largest
+
+    def __contains__(self, key: UpdateKey) -> bool:
+        return key in self._updates
+
+    def typical_blocks(self, key: UpdateKey) -> set[int]:
+        """Returns the blocks of which every call has an argument with history."""
+        update = self._updates[key][0]
+        odd = {block for block, kind in zip(key[1], self._kinds(update), strict=True) if not kind.is_typical}
+        return set(key[1]) - odd
+
+    def has_read(self, block_class: int, option: int) -> bool:
+        """Whether any update has shown what an option does to the calls of a class."""
+        return any(
+            self._row_read(sizes, kind, option, self._scaled_full(sizes, kind)) is not None
+            for sizes, kind, read in self._readings
+            if kind.block_class == block_class and read == option
+        )
+
+    def is_exact(self, key: UpdateKey, call: int, option: int) -> bool:
+        """Whether updates of these sizes have shown what an option does to a call, or to an equal one."""
+        kind = self._kinds(self._updates[key][0])[call]
+        return any(
+            self._exact_row(key[0], other, option) is not None
+            for sizes, other, read in self._readings
+            if sizes == key[0] and read == option and other.block_class == kind.block_class
+        )
+
+    def peak(self, plan: Sequence[int], key: UpdateKey | None = None) -> int:
+        """Returns the most live bytes of an update, for the number of the option of each block."""
+        return max(level.peak for level in self.levels(plan, key))
+
+    def levels(self, plan: Sequence[int], key: UpdateKey | None = None) -> Iterator[IntervalLevel]:
+        """Yields the levels of an update, interval by interval; by default those of the largest one.
+
+        An option that no update has shown counts with the most that it can take.
+        """
+        key = self.largest if key is None else key
+        rows = self._rows_of(plan, key)
+        base = self.base(key)
+        for (interval, span), opened in zip(base.items(), _opened_bytes(base, rows, self._dropped(key)), strict=True):
+            call = interval.call
+            level, rise = self.start_bytes + span.start + opened, span.peak - span.start
+            if interval.phase is Phase.FORWARD:
+                rise = rows[call].rise_forward
+            elif interval.phase is Phase.BACKWARD:
+                level += rows[call].output
+                rise = rows[call].rise_backward
+            yield IntervalLevel(interval, level, level + rise)
+
+    def base(self, key: UpdateKey) -> Mapping[Interval, LevelSpan]:
+        """Returns the levels of an update with every block recomputed, relative to the level at its start."""
+        if key not in self._bases:
+            bases = [self._base_of(update) for update in self._updates[key]]
+            spans: dict[Interval, LevelSpan] = {}
+            for base in bases:
+                for interval, span in base.items():
+                    spans[interval] = LevelSpan(*map(max, span, spans.get(interval, span)))
+            self._bases[key] = spans
+        return self._bases[key]
+
+    def row(self, key: UpdateKey, call: int, option: int) -> UpdateRow:
+        """Returns what a call does under an option. Its own rises count before those of equal calls."""
+        row = self._row(key[0], self._kinds(self._updates[key][0])[call], option)
+        own = self._own_rises.get((key, call, option))
+        return row if own is None else row._replace(rise_forward=own[0], rise_backward=own[1])
+
+    def seconds(self, block: int, option: int) -> float:
+        """Returns the seconds of all calls of a block in the largest update. No option is faster than ``keep``."""
+        key = self.largest
+        kinds = [
+            kind for kind, called in zip(self._kinds(self._updates[key][0]), key[1], strict=True) if called == block
+        ]
+        recomputed = sum(self._full_seconds(key[0], kind) for kind in kinds)
+        of_block = self.classes[block]
+        return recomputed * max(self._speed(of_block, option), self._speed(of_block, 0))
+
+    @property
+    def plain_seconds(self) -> float:
+        """The seconds of the largest update if all blocks kept everything."""
+        blocks = range(len(self.classes))
+        return median(
+            update.levels.total_seconds
+            - sum(self.seconds(block, update.options[block]) - self.seconds(block, 0) for block in blocks)
+            for update in self._updates[self.largest]
+        )
+
+    def _read(self, update: PlannedUpdate) -> None:
+        levels, key = update.levels, update.key
+        kinds = self._kinds(update)
+        borders = [i for i in levels.spans if i.is_of_block and not _is_drop(i, levels)]
+        for before, interval, after in zip([None, *borders], borders, [*borders[1:], None], strict=False):
+            call, span = interval.call, levels.spans[interval]
+            block = levels.block_of_call[call]
+            option = update.options[block]
+            readings = self._readings.setdefault((update.sizes, kinds[call], option), _CallReadings())
+            own = self._own_rises.get((key, call, option), (0, 0))
+            rise, seconds = span.peak - span.start, levels.seconds.get(interval, 0.0)
+            end = self._border(update, interval, after)
+            if interval.phase is Phase.FORWARD:
+                readings.rises_forward.append(rise)
+                readings.forward_seconds.append(seconds)
+                readings.added[()].append(span.end - span.start)
+                if after is not None and end:
+                    readings.added[end].append(levels.spans[after].start - span.start)
+                self._own_rises[key, call, option] = max(own[0], rise), own[1]
+                continue
+            readings.rises_backward.append(rise)
+            if call in levels.recomputed:
+                readings.recomputed.append(levels.recomputed[call])
+            readings.backward_seconds.append(seconds)
+            self._own_rises[key, call, option] = own[0], max(own[1], rise)
+            if after is None or not end or update.options[levels.block_of_call[after.call]] != self.base_option:
+                continue
+            readings.own_freed[end].append(span.start - levels.spans[after].start)
+            begin = self._border(update, interval, before)
+            if before is None or not begin:
+                continue
+            if update.options[levels.block_of_call[before.call]] == self.base_option:
+                readings.freed[begin + end].append(levels.spans[before].start - levels.spans[after].start)
+
+    def _border(self, update: PlannedUpdate, interval: Interval, other: Interval | None) -> _Border:
+        """Returns the class of a neighbouring block and its distance; nothing if it runs in another phase."""
+        if other is None or other.phase is not interval.phase:
+            return ()
+        block, neighbour = (update.levels.block_of_call[each.call] for each in (interval, other))
+        return ((self.classes[neighbour], neighbour - block),)
+
+    def _kinds(self, update: PlannedUpdate) -> list[_Kind]:
+        levels = update.levels
+        places: dict[int, int] = {}
+        kinds = []
+        for call, block in enumerate(levels.block_of_call):
+            is_typical = levels.are_typical[call] if levels.are_typical else True
+            kinds.append(_Kind(self.classes[block], places.get(block, 0), is_typical))
+            places[block] = places.get(block, 0) + 1
+        return kinds
+
+    def _base_of(self, update: PlannedUpdate) -> Mapping[Interval, LevelSpan]:
+        rows = self._rows_of(update.options, update.key)
+        spans = update.levels.spans
+        base = {}
+        for (interval, span), opened in zip(
+            spans.items(), _opened_bytes(spans, rows, update.levels.dropped), strict=True
+        ):
+            excess = opened + (rows[interval.call].output if interval.phase is Phase.BACKWARD else 0)
+            base[interval] = LevelSpan(*(level - excess for level in span))
+        return base
+
+    def _dropped(self, key: UpdateKey) -> frozenset[int]:
+        return self._updates[key][0].levels.dropped
+
+    def _rows_of(self, plan: Sequence[int], key: UpdateKey) -> list[UpdateRow]:
+        return [self.row(key, call, plan[block]) for call, block in enumerate(key[1])]
+
+    def _row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow:
+        entry = sizes, kind, option
+        if entry not in self._rows:
+            self._rows[entry] = self._read_row(*entry) or self._highest_row(sizes, kind)
+        return self._rows[entry]
+
+    def _read_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
+        """Returns the row of an update of these sizes, or else one that is scaled."""
+        alike = sorted(
+            {other for _, other, _ in self._readings if other.block_class == kind.block_class},
+            key=lambda other: (other != kind, other.place != kind.place, not other.is_typical, other.place),
+        )
+        for other in alike:
+            if (row := self._exact_row(sizes, other, option)) is not None:
+                return row
+        others = {other for other, _, read in self._readings if read == option}
+        in_order = sorted(others, key=lambda other: (other != sizes, -_ratio(other, sizes), other))
+        for full_readings in (self._full, self._scaled_full):
+            for other_sizes in in_order:
+                for other in alike:
+                    row = self._row_read(other_sizes, other, option, full_readings(other_sizes, other))
+                    if row is not None:
+                        return row.scaled(self._scale(other_sizes, sizes, other))
+        return None
+
+    def _scale(self, other: InputSizes, sizes: InputSizes, kind: _Kind) -> float:
+        rises = [
+            max(readings.rises_backward, default=0)
+            for each in (other, sizes)
+            if (readings := self._readings.get((each, kind, self.base_option))) is not None
+        ]
+        return rises[1] / rises[0] if len(rises) == 2 and all(rises) else _ratio(sizes, other)
+
+    def _full(self, sizes: InputSizes, kind: _Kind) -> _CallReadings | None:
+        return self._readings.get((sizes, kind, self.base_option))
+
+    def _scaled_full(self, sizes: InputSizes, kind: _Kind) -> _CallReadings | None:
+        """Returns the readings of ``full``, from another batch if it was not read with this one: its bytes scale."""
+        read_with = {other for other, each, read in self._readings if each == kind and read == self.base_option}
+        if not read_with:
+            return None
+        other = min(read_with, key=lambda each: (each != sizes, -_ratio(each, sizes), each))
+        return self._readings[other, kind, self.base_option].scaled(_ratio(sizes, other))
+
+    def _exact_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
+        return self._row_read(sizes, kind, option, self._full(sizes, kind))
+
+    def _row_read(self, sizes: InputSizes, kind: _Kind, option: int, full: _CallReadings | None) -> UpdateRow | None:
+        readings = self._readings.get((sizes, kind, option))
+        if readings is None or full is None or not readings.rises_forward:
+            return None
+        rises = max(readings.rises_forward), max(readings.rises_backward, default=0)
+        if option == self.base_option:
+            return UpdateRow(0, 0, 0, *rises)
+        retained = _difference(readings.added, full.added, kind.block_class)
+        if retained is None:
+            return None
+        own = _difference(readings.own_freed, full.own_freed, kind.block_class)
+        later = _difference(readings.freed, full.freed, kind.block_class)
+        if later is None and (twice := _difference(readings.freed, full.freed_twice(), kind.block_class)) is not None:
+            later = max(retained, twice)  # the gradient of the last block may be a number
+        if later is None:
+            later = retained if own is None else max(retained, own)
+        return UpdateRow(retained, later, max(0, (own or 0) - later), *rises)
+
+    def _highest_row(self, sizes: InputSizes, kind: _Kind) -> UpdateRow:
+        """Returns a bound of what an option that was not read takes: a recomputation creates all that it can retain."""
+        full = self._read_row(sizes, kind, self.base_option)
+        if full is None:
+            return _NO_ROW
+        bound = retained = full.rise_backward
+        if (readings := self._full(sizes, kind)) is not None and readings.recomputed:
+            retained = min(bound, max(readings.recomputed))
+        if (keep := self._read_row(sizes, kind, 0)) is not None:
+            retained = min(retained, max(keep.retained, keep.retained_later))
+        return UpdateRow(retained, retained, 0, max(bound, full.rise_forward), bound - retained)
+
+    def _full_seconds(self, sizes: InputSizes, kind: _Kind) -> float:
+        for other_sizes in sorted({each for each, _, _ in self._readings}, key=lambda each: (each != sizes, each)):
+            readings = self._readings.get((other_sizes, kind, self.base_option))
+            if readings is not None:
+                return readings.seconds * _ratio(sizes, other_sizes)
+        return 0.0
+
+    def _speed(self, block_class: int, option: int) -> float:
+        """Returns the seconds of an option as a multiple of those of ``full``; 1 if it was not read."""
+        speeds = []
+        for (sizes, kind, read), readings in self._readings.items():
+            full = self._readings.get((sizes, kind, self.base_option))
+            if kind.block_class != block_class or read != option or full is None or not full.seconds:
+                continue
+            speed = readings.seconds / full.seconds
+            if option == 0 and speed >= 1:  # noise: `full` runs the forward once more
+                speed = 1 - median(full.forward_seconds) / full.seconds
+            speeds.append(speed)
+        return median(speeds) if speeds else 1.0
+
+
+_NO_ROW = UpdateRow(0, 0, 0, 0, 0)
+
+
+def _opened_bytes(intervals: Iterable[Interval], rows: Sequence[UpdateRow], dropped: frozenset[int]) -> Iterator[int]:
+    """Yields, for each interval, what the calls retain at its start whose forward is over and backward is not."""
+    opened: dict[int, int] = {}
+    after_head: set[int] = set()
+    total = 0
+    for interval in intervals:
+        call = interval.call
+        if interval.phase is Phase.BACKWARD and call not in dropped:
+            for other in opened.keys() - after_head:
+                after_head.add(other)
+                total += rows[other].retained_later - opened[other]
+                opened[other] = rows[other].retained_later
+        yield total
+        if interval.phase is Phase.FORWARD:
+            opened[call] = rows[call].retained
+            total += opened[call]
+        elif interval.phase is Phase.BACKWARD:
+            total -= opened.pop(call, 0)
+
+
+def _is_drop(interval: Interval, levels: UpdateLevels) -> bool:
+    return interval.phase is Phase.BACKWARD and interval.call in levels.dropped
+
+
+def _difference(
+    readings: Mapping[_Border, list[int]], full: Mapping[_Border, list[int]], block_class: int
+) -> int | None:
+    """Returns what an option adds to a border beyond ``full``: preferably one to an equal block."""
+    borders = [border for border in readings if border in full]
+    if not borders:
+        return None
+    best = min(borders, key=lambda border: (not border, any(other != block_class for other, _ in border), border))
+    return max(readings[best]) - min(full[best])
+
+
+def _ratio(sizes: InputSizes, others: InputSizes) -> float:
+    """Returns how much larger an input is."""
+    before = dict(others)
+    return max((size / before[name] for name, size in sizes if before.get(name)), default=1.0)

@@ -1,0 +1,86 @@
+"""A training on two ranks is planned from its own updates: the same policies on both, and the bits of the plain run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.layer_stacks import ReLULayer
+from helpers.peaks import tracked_peak
+from helpers.ranks import run_on_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan
+from graphckpt.planning.options import PlanOptions
+
+LENGTHS = 128, 256, 192, 256, 256, 192, 256, 256, 256, 512, 256
+"""Rows of each batch; the tenth is longer than those that are planned for."""
+
+
+class Training:
+    """Trains a stack of layers, sharded or replicated, and plans for ``budget`` if there is one."""
+
+    def __init__(self, rank: int, kind: str, budget: Any = None) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.model = nn.Sequential(nn.Linear(16, 16), *(ReLULayer() for _ in range(6)))
+        self.runs: nn.Module = self.model
+        if kind == "FSDP2":
+            for layer in self.model[1:]:
+                fully_shard(layer)
+            fully_shard(self.model)
+        elif kind == "DDP":
+            self.runs = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        options = PlanOptions(select="[1-6]", candidates=["full"], progress=False)
+        self.live = None if budget is None else LivePlan(self.model, budget, options, print)
+        self.losses: list[float] = []
+
+    def update(self, length: int) -> None:
+        x = torch.randn(length, 16, generator=torch.Generator().manual_seed(length + self.rank))
+        loss = self.runs(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def run(self) -> list[float]:
+        for length in LENGTHS:
+            if self.live is not None:
+                self.live.begin_step()
+            self.update(length)
+            if self.live is not None:
+                self.live.end_step()
+        return list(self.losses)
+
+
+def train(rank: int, folder: Path, kind: str) -> None:
+    plain, full = Training(rank, kind), Training(rank, kind, "min")
+    losses = plain.run()
+    assert full.run() == losses, "with the lowest possible peak"
+    highest, least = (tracked_peak(each.model, lambda: each.update(256), [each.optimizer]) for each in (plain, full))
+    assert least < 0.8 * highest
+    budget = (least + highest) // 2
+    planned = Training(rank, kind, budget)
+    assert planned.run() == losses
+    live = planned.live
+    assert live.is_settled
+    assert live._num_measured + 2 <= MOST_UPDATES
+    policies = [None, None]
+    dist.all_gather_object(policies, [row.option for row in live.plan.rows])
+    assert policies[0] == policies[1]
+    assert len(set(policies[0])) > 1, "neither all kept nor all recomputed"
+    peak = tracked_peak(planned.model, lambda: planned.update(256), [planned.optimizer])
+    assert peak <= live.plan.budget_bytes == budget
+    assert peak == pytest.approx(live.plan.predicted_peak_bytes, rel=0.01)
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
+def test_two_ranks_have_one_plan_and_the_losses_of_the_plain_run(kind: str, tmp_path: Path) -> None:
+    run_on_ranks(train, tmp_path, kind)

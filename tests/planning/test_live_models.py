@@ -1,0 +1,118 @@
+"""Models that are planned while they train: the bits of the plain training, and the peaks that were predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.architectures import ARCHITECTURES
+from helpers.peaks import tracked_peak
+from helpers.plans import tiny_gpt2
+from torch import Tensor, nn
+
+from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan
+from graphckpt.planning.options import PlanOptions
+from tests.planning.test_update_table import ConvNet
+
+NUM_UPDATES = 10
+
+
+class Stages(nn.Module):
+    """Has no two equal layers, as the stages of a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [8, 24, 32, 48, 16]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(one, 4 * other), nn.GELU(), nn.Linear(4 * other, other), nn.Tanh())
+            for one, other in pairwise(sizes)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def built(name: str) -> tuple[nn.Module, Callable[[nn.Module, int], Tensor]]:
+    """Returns a model, and its loss for a batch of some length."""
+    torch.manual_seed(0)
+    if name == "conv":
+        return ConvNet(), lambda model, length: model(torch.ones(4, 3, 16, length)).square().mean()
+    if name == "stages":
+        return Stages(), lambda model, length: model(torch.ones(8 * length, 8)).square().mean()
+    if name == "gpt2":
+        model: nn.Module = tiny_gpt2(n_layer=8)
+    else:
+        one = next(each for each in ARCHITECTURES if each.name == name)
+        model = type(one.build())(type(one.build()).config_class(**{**one.config, "num_hidden_layers": 6})).train()
+
+    def loss(model: nn.Module, length: int) -> Tensor:
+        ids = torch.arange(2, 2 + 4 * length).view(4, length) % 30
+        result: Tensor = model(input_ids=ids, labels=ids).loss
+        return result
+
+    return model, loss
+
+
+class Training:
+    """Trains a model on batches of some lengths, with a budget or without."""
+
+    def __init__(self, name: str, budget: int | str | None = None) -> None:
+        self.model, self._loss = built(name)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        options = PlanOptions(select="layers.*" if name == "stages" else None, progress=False)
+        self.live = None if budget is None else LivePlan(self.model, budget, options, print)
+
+    def update(self, length: int) -> float:
+        loss = self._loss(self.model, length)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def run(self, lengths: Sequence[int]) -> list[float]:
+        torch.manual_seed(1)  # of dropout
+        losses = []
+        for length in lengths:
+            if self.live is not None:
+                self.live.begin_step()
+            losses.append(self.update(length))
+            if self.live is not None:
+                self.live.end_step()
+        return losses
+
+    def peak(self, length: int) -> int:
+        return tracked_peak(self.model, lambda: self.update(length), [self.optimizer])
+
+
+EQUAL = [24] * NUM_UPDATES
+VARIED = [24, 16, 24, 8, 24, 20, 24, 24, 16, 24]
+
+
+@pytest.mark.parametrize("lengths", [EQUAL, VARIED], ids=["equal", "varied"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "conv", "stages"])
+@pytest.mark.parametrize("share", [pytest.param(0.3, marks=pytest.mark.slow), 0.7, 1.1])
+def test_a_training_is_planned_within_eight_updates_and_keeps_its_bits(
+    name: str, share: float, lengths: list[int]
+) -> None:
+    plain, full = Training(name), Training(name, "min")
+    losses = plain.run(lengths)
+    assert full.run(lengths) == losses
+    least, highest = full.peak(24), plain.peak(24)
+    budget = int(least + share * (highest - least))
+    planned = Training(name, budget)
+    assert planned.run(lengths) == losses
+    assert planned.live is not None
+    plan = planned.live.plan
+    assert plan is not None
+    assert planned.live.is_settled
+    assert planned.live._num_measured < MOST_UPDATES
+    if name != "stages" or lengths == EQUAL:  # else a layer is compared with itself in a batch of another length
+        assert plan.keeps_everything == (share > 1)
+    assert planned.peak(24) <= budget
+    assert planned.peak(24) == pytest.approx(plan.predicted_peak_bytes, rel=0.001)
+    if name == "stages" and share == 0.7:
+        assert 0 < len(plan.policies) < len(plan.rows)
