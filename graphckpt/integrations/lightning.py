@@ -28,7 +28,7 @@ class GraphckptCallback(PolicyCallback, Callback):
             ``LightningModule``.
         memory_budget: The peak of a step in bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain
             step's peak, or ``"max"``: policies are planned for it in the first updates, in place of ``rule`` and
-            ``policies``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except ``head``.
+            ``policies``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the first batch with optimizer
             states, and that of a plan; ``True`` one line for each, ``False`` nothing, and measures no batch.
         plot: File for a picture of the live bytes over the same batch, ``.png``, ``.svg`` or ``.html``.

@@ -116,9 +116,7 @@ class PolicyCallback:
                 f"fix: omit {what}"
             )
         check_budget(memory_budget)
-        if PlanOptions.of(self._options, self._owner).head:
-            fix = "graphckpt.plan with a step of your own, and GraphckptCallback(None, policies=plan.policies)"
-            raise ConfigError(f"{self._owner}.head: not supported with a memory_budget · fix: {fix}")
+        PlanOptions.of(self._options, self._owner)
 
     def _check_fields(self, rule: Any) -> None:
         names = [*_ARGUMENTS, *(name for name in FIELDS if name not in {"activation_checkpointing", "stage_id"})]

@@ -47,8 +47,7 @@ class GraphckptCallback(PolicyCallback, TrainerCallback):
         policies: On top of that, by selector, as :func:`graphckpt.apply` takes them.
         memory_budget: The peak of a step in bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain
             step's peak, or ``"max"``: policies are planned for it in the first updates of the training, in place of
-            ``rule`` and ``policies``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`, except
-            ``head``.
+            ``rule`` and ``policies``, and ``fields`` are those of :class:`~graphckpt.planning.PlanOptions`.
         report: ``"table"`` prints the table of :meth:`~graphckpt.Handle.explain` for the second step, the first with
             optimizer states, and that of a plan; ``True`` one line for each, ``False`` nothing.
         plot: File for a picture of the live bytes over the second step, ``.png``, ``.svg`` or ``.html``.

@@ -12,7 +12,8 @@
 
 Recomputing every block takes little memory, so that a step fits before there is a plan for it. Other options are tried
 on as many blocks as surely fit. A step without a backward, such as one that the loop skips, shows nothing: the next one
-takes its place.
+takes its place. Where nothing fits, the next policy of the head that the options name is put on, and updates are
+measured anew.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.optim import Optimizer
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.forward import policy_of
 from graphckpt.blocks.hooks import ModuleHook
-from graphckpt.errors import ConfigError
+from graphckpt.errors import ConfigError, PlanError
 from graphckpt.extras import require
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
 from graphckpt.planning.level_meter import LevelMeter, block_classes
@@ -45,8 +46,9 @@ from graphckpt.planning.options import (
 )
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup, planning_group
-from graphckpt.planning.plan_step import check_parameters, find_blocks
+from graphckpt.planning.plan_step import check_parameters, find_blocks, head_rows
 from graphckpt.planning.planner import corrected
+from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.steps import state_tensors
 from graphckpt.planning.trace import Blocks
 from graphckpt.planning.update_planner import UpdatePlanner, candidates_for_updates
@@ -101,8 +103,7 @@ class LivePlan:
         """The module, the option and the policy of each block while there is no ``handle``."""
         self._metering = ExitStack()
         self._meter: LevelMeter | None = None
-        self._num_states = 0
-        self._num_updates = 0
+        self._num_states = self._num_updates = 0
         self._num_measured = 0
         """Updates that were measured for the first plan."""
         self._input_sizes: dict[str, int] | None = None
@@ -117,9 +118,11 @@ class LivePlan:
         self._checks_left = 0
         self.plan: Plan | None = None
         self.handle: Handle | None = None
+        self._head = _Head(model, options, self._blocks, is_least=self._budget == "min")
         check_parameters(model, self._budget)
         with planning_group(options.group) as group:
             self._candidates = candidates_for_updates(self._blocks, options, self._device, group)
+            group.check_equal(head=self._head.names)
             self._base_option = self._candidates.base
             self._num_sharing = group.num_sharing(memory_id(self._device))
             is_shown = False if callable(options.progress) or group.rank else options.progress
@@ -215,6 +218,7 @@ class LivePlan:
 
     def _remove_policies(self) -> None:
         self._policies.close()
+        self._head.remove()
         self.handle = None
         for _, _, stack in self._installed.values():
             stack.close()
@@ -227,6 +231,7 @@ class LivePlan:
         """Sets the options of all blocks. Blocks whose option stays keep what their first call has taught."""
         if self.handle is not None:
             self._remove_policies()
+        self._head.install()
         for number, (name, module) in enumerate(self._blocks):
             before = self._installed.get(number)
             if before is not None and before[:2] == (module, turn[number]):
@@ -289,10 +294,24 @@ class LivePlan:
                 room = planner.room(self._turn, limit.num_bytes)
                 self._turn_sizes = {name: int(room * size) for name, size in planner.key[0]}
                 return False
-            self._choose(planner, limit)
+            try:
+                self._choose(planner, limit)
+            except PlanError:
+                if not self._head.begin_next(planner.plain_peak):
+                    raise
+                self._begin_anew()
+                return False
         self._checks_left = self._most_updates - self._num_measured if self._options.check else 0
         self._checks_left = min(_CHECKS, self._checks_left)
         return True
+
+    def _begin_anew(self) -> None:
+        """Measures updates with the next policy of the head, which changes levels everywhere."""
+        self._remove_policies()
+        self._table, self._is_warm_up, self._num_measured = None, True, 0
+        self._turn, self._turn_sizes = [self._base_option] * len(self._blocks), {}
+        (row,) = self._head.rows
+        self._report(f"no plan fits; plans with {row.option} on {row.block} from at most {self._most_updates} updates")
 
     def _check(self, update: PlannedUpdate | None) -> bool:
         """Compares an update under the plan with the prediction; returns whether there is another plan."""
@@ -362,16 +381,20 @@ class LivePlan:
     def _limit(self, planner: UpdatePlanner, group: PlanGroup) -> _Limit:
         """Returns the bytes that an update of any process may take, and the headroom."""
         budget = self._budget
-        if budget == "min" or (isinstance(budget, float) and not planner.is_plain_known):
+        plain_peak = self._head.plain_peak
+        if plain_peak is None and planner.is_plain_known:
+            plain_peak = planner.plain_peak
+        if budget == "min" or (isinstance(budget, float) and plain_peak is None):
             return _Limit(None, 0)
         memory = device_memory(self._device, planner.table.start_bytes, self._num_sharing)
         headroom = memory.headroom if budget == "max" else 0
-        limits = group.all_gather([budget_bytes(budget, memory, planner.plain_peak), headroom])
+        limits = group.all_gather([budget_bytes(budget, memory, plain_peak or 0), headroom])
         return _Limit(*map(int, min(limits)))
 
     def _choose(self, planner: UpdatePlanner, limit: _Limit, correction: int = 0, *, or_lowest: bool = False) -> None:
         plan, self._chosen = planner.plan(limit.num_bytes, correction, or_lowest=or_lowest)
-        self.plan = replace(plan, memory_budget=self._budget, headroom_bytes=limit.headroom)
+        rows = (*plan.rows, *self._head.rows)
+        self.plan = replace(plan, rows=rows, memory_budget=self._budget, headroom_bytes=limit.headroom)
         self._larger = None
         self._remove_policies()
 
@@ -390,6 +413,56 @@ class LivePlan:
         if callable(self._options.progress):
             self._options.progress(self._num_measured, self._most_updates)
         self._progress.begin(f"update {self._num_measured} of at most {self._most_updates} is measured")
+
+
+@final
+class _Head:
+    """The policies of the head, which computes the loss: none at first, and where no plan fits, the next one.
+
+    Args:
+        model: The model.
+        options: Of which ``head`` names the policies.
+        blocks: The planned layers.
+        is_least: Whether the last one, the finest, is wanted from the start.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: PlanOptions, blocks: Sequence[tuple[str, nn.Module]], *, is_least: bool
+    ) -> None:
+        self._model = model
+        alternatives = head_rows(model, options.head, blocks)
+        self._alternatives = alternatives[-1:] if is_least else alternatives
+        self._policies = ExitStack()
+        self._is_installed = False
+        self.plain_peak: int | None = None
+        """That of the plain step, where the present policy is not the first."""
+
+    @property
+    def rows(self) -> tuple[PlanRow, ...]:
+        return self._alternatives[0]
+
+    @property
+    def names(self) -> list[list[str]]:
+        return [[row.block, row.option] for rows in self._alternatives for row in rows]
+
+    def install(self) -> None:
+        if self.rows and not self._is_installed:
+            handle = apply(self._model, {row.block: row.fields for row in self.rows})
+            self._policies.callback(handle.remove)
+            self._is_installed = True
+
+    def remove(self) -> None:
+        self._policies.close()
+        self._is_installed = False
+
+    def begin_next(self, plain_peak: int) -> bool:
+        """Goes on to the next policy, if there is one; returns whether there is."""
+        if len(self._alternatives) == 1:
+            return False
+        self.remove()
+        self.plain_peak = plain_peak if self.plain_peak is None else self.plain_peak
+        self._alternatives = self._alternatives[1:]
+        return True
 
 
 def _check_options(options: PlanOptions) -> None:

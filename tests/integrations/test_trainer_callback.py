@@ -565,7 +565,6 @@ def test_blocks_that_are_no_mapping_are_one_error(text: str, message: str) -> No
         ({"report": 1}, r"\.report: expected True, False or 'table', got 1"),
         ({"rule": "selective", "memory_budget": 0.5}, r"rule and memory_budget cannot be combined, .* fix: omit rule"),
         ({"policies": {"h": True}, "memory_budget": 0.5}, r"policies and memory_budget cannot be combined"),
-        ({"memory_budget": 0.5, "head": {"lm_head": "tiles"}}, r"Callback\.head: not supported .* fix: graphckpt"),
         ({"memory_budget": 0.5, "offlod": True}, r": unknown option 'offlod' · did you mean 'offload'"),
         ({"memory_budget": "150%"}, r"memory_budget: expected more than 0% and at most 100% of the .*, got '150%'"),
     ],

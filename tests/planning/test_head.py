@@ -14,7 +14,11 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError, Plan, PlanError, Tiles
+from graphckpt.blocks.forward import policy_of
 from graphckpt.planning import plan_step
+from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan
+from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.sweep import measure
 
 
@@ -114,3 +118,38 @@ def test_what_is_no_head_is_an_error(head, message):
     model, step = made()
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(model, step, memory_budget=0.5, head=head)
+
+
+@pytest.mark.parametrize(("budget", "option"), [("between", "tiles(4, reduce=sum)"), ("min", "tiles(16, reduce=sum)")])
+def test_a_training_takes_it_where_nothing_else_fits(budget, option):
+    model, step = made()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def update():
+        step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    update()
+    least = {
+        tiles: graphckpt.plan(model, update, memory_budget="min", head=tiles and {"head": Tiles(tiles, reduce="sum")})
+        for tiles in (None, 4)
+    }
+    peaks = [least[tiles].predicted_peak_bytes for tiles in (None, 4)]
+    lines = []
+    size = sum(peaks) // 2 if budget == "between" else budget
+    live = LivePlan(model, size, PlanOptions(head=SLICED, progress=False), lines.append)
+    try:
+        for _ in range(2 * MOST_UPDATES + 2):
+            live.begin_step()
+            update()
+            live.end_step()
+        assert live.is_settled
+        assert live.plan.rows[-1] == PlanRow(block="head", option=option, fields=live.plan.rows[-1].fields)
+        assert tracked_peak(model, update) <= live.plan.budget_bytes
+        assert any(line.startswith("no plan fits; plans with tiles(4, reduce=sum) on head") for line in lines) == (
+            budget == "between"
+        )
+    finally:
+        live.close()
+    assert policy_of(model.head) is None
