@@ -229,6 +229,8 @@ def _exclude(model: nn.Module, selectors: Iterable[Selector], configs: dict[nn.M
             if module in within_policy:
                 what, fix = f"{type(module).__name__} has no forward, so it has no effect", f"use {f'{name}.*'!r}"
             yield f"exclude: {describe(selector)!r}: {what} · fix: {fix}"
+    if had_policy and all(configs[module].fields() == _KEEP_ALL for module in had_policy):
+        yield "exclude: expected to leave a block with a policy, got none · fix: exclude fewer, or set no policies"
 
 
 def _shown_selector(selector: Selector) -> str:

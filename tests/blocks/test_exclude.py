@@ -106,6 +106,7 @@ def recomputed_of(handle: graphckpt.Handle, model: nn.Module) -> list[str]:
     [
         (["layer.3"], "exclude: 'layer.3' matches no module of Model"),
         (["layers.3", "head"], "exclude: 'head': no policy acts on what it selects, so it has no effect · fix: leave"),
+        ("layers.*", "exclude: expected to leave a block with a policy, got none · fix: exclude fewer, or"),
         (3, "apply.exclude: expected selectors of blocks, got 3 · fix: exclude=['layers.0']"),
         ({"layers.3": True}, "apply.exclude: expected selectors of blocks, got {'layers.3': True}"),
     ],
