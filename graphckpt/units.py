@@ -47,6 +47,22 @@ def format_bytes(num_bytes: int) -> str:
     return f"{sign}{_three_digits(size / _STEP**power)} {_BINARY[power]}"
 
 
+def at_least(num_bytes: int) -> str:
+    """Prints a size to type, which is rounded up: :func:`parse_bytes` reads at least ``num_bytes`` from it.
+
+    >>> at_least(640), at_least(12 * 2**20), at_least(12 * 2**20 + 1), at_least(2**30 - 1)
+    ('640', '12.0MiB', '12.1MiB', '1.00GiB')
+    """
+    if num_bytes < _STEP:
+        return str(num_bytes)
+    size = format_bytes(num_bytes).replace(" ", "")
+    if parse_bytes(size) >= num_bytes:
+        return size
+    number, unit = re.fullmatch(r"([\d.]+)(\w+)", size).groups()  # type: ignore[union-attr]
+    digits = len(number.partition(".")[2])
+    return f"{float(number) + 10**-digits:.{digits}f}{unit}"
+
+
 def format_sizes(*sizes: int) -> list[str]:
     """Prints sizes that a reader will compare: in bytes if :func:`format_bytes` prints two different ones alike.
 

@@ -22,7 +22,7 @@ from graphckpt.planning.plan_group import GroupError, PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import PolicyChoice, PolicySearch
 from graphckpt.planning.steps import FakeStep, RealStep, StepRun
-from graphckpt.units import format_bytes, format_sizes
+from graphckpt.units import at_least, format_bytes, format_sizes
 
 
 @final
@@ -155,7 +155,7 @@ class Planner:
             f"memory_budget {limit}: no plan fits · the lowest possible peak is {peak}"
             f"{' without offloading' if self.search.rates is not None else ''}, reached {time_of(where)}; "
             f"{format_bytes(static)} of it are alive before the first block: {content} it · "
-            f"fix: {', '.join([*fixes, 'a smaller batch, or a larger budget'])}"
+            f"fix: {', '.join([*fixes, 'a smaller batch'])}, or a larger budget: {at_least(lowest)!r}, or 'min'"
         )
 
     def _sequential(self) -> str | None:

@@ -29,7 +29,7 @@ from graphckpt.planning.update_table import UpdateKey, UpdateTable
 from graphckpt.rules.basic import Full
 from graphckpt.stores.base import Store, parse_offload
 from graphckpt.stores.placement import placement_of
-from graphckpt.units import format_bytes, format_sizes
+from graphckpt.units import at_least, format_bytes, format_sizes
 
 _ATTEMPTS = 6  # an update whose backward takes another order than its forward needs more than one
 _MARGIN = 0.01  # of the budget, where options were shown by smaller batches only
@@ -459,7 +459,7 @@ class UpdatePlanner:
         return PlanError(
             f"memory_budget {limit}: no plan fits · the lowest possible peak is {peak}, reached {where}; "
             f"{format_bytes(self.table.start_bytes)} of it are alive before the first block: {content} it · "
-            "fix: a smaller batch, or a larger budget"
+            f"fix: a smaller batch, or a larger budget: {at_least(self.lowest.peak + correction)!r}, or 'min'"
         )
 
     def _name(self, interval: Interval) -> str:

@@ -26,7 +26,7 @@ from graphckpt.planning.options import DeviceMemory, budget_bytes
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
-from graphckpt.units import format_bytes
+from graphckpt.units import format_bytes, parse_bytes
 
 
 class Case:
@@ -131,7 +131,9 @@ def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known):
         PlanError, match=f"^memory_budget {format_bytes(floor // 2)}: .* is {format_bytes(floor)}, reached"
     ):
         planner.plan(floor // 2)
-    assert text.endswith("a smaller batch, or a larger budget") or "`tiles`" in text
+    _, _, size = text.partition("a smaller batch, or a larger budget: ")
+    assert floor <= parse_bytes(size.split("'")[1]) <= 1.02 * floor
+    assert size.endswith(", or 'min'")
     with least.apply():
         assert case.peak() == floor == least.floor_bytes
 
@@ -178,7 +180,9 @@ def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less():
     with graphckpt.apply(case.model, {"1": {"segments": "log"}}):
         assert case.peak() <= int(0.9 * floor)
     num_bytes = sum(parameter.nbytes for parameter in case.model.parameters())
-    with pytest.raises(PlanError, match=r"no plan fits .* · fix: a smaller batch, or a larger budget$"):
+    with pytest.raises(
+        PlanError, match=r"no plan fits .* · fix: a smaller batch, or a larger budget: '[\d.]+\w+', or 'min'$"
+    ):
         plan(case.model, case.step, memory_budget=num_bytes)
 
 
