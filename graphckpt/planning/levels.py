@@ -108,8 +108,6 @@ class SampledRuns:
     runs: Sequence[tuple[StepLog, Sequence[int]]] = ()
     numbers: Sequence[int] | None = None
     """The numbers of the blocks in the step; ``None`` for all."""
-    is_isolated: bool = False
-    """Whether each call is followed by its own backward."""
 
 
 class Batch(NamedTuple):
@@ -400,10 +398,6 @@ class LevelTable:
         logs += [(level_log(log), [plan[block] for block in calls.block_of_call]) for log, plan in sampled.runs]
         for spans, options in logs:
             self._read_rises(spans, options, calls)
-        if sampled.is_isolated:
-            for spans, options in logs:
-                self._read_isolated(spans, options, calls)
-            return
         for spans, options in logs:
             self._read_alone(spans, options, calls)
         for spans, options in logs:
@@ -428,19 +422,6 @@ class LevelTable:
             forward, backward = spans[Interval(Phase.FORWARD, call)], spans.get(Interval(Phase.BACKWARD, call))
             rise = Rise(forward.peak - forward.start, 0 if backward is None else backward.peak - backward.start)
             self.rises.add(calls, call, option, rise, is_typical=call in calls.followed)
-
-    def _read_isolated(self, spans: LevelLog, options: Sequence[int], calls: _Calls) -> None:
-        """Reads calls that are each followed by their backward. What they hold of shared arguments, they do not show.
-
-        What is freed before backward is `late`, since other code frees it after the forwards of all calls.
-        """
-        for call, option in enumerate(options):
-            first = calls.added(spans)[call] - calls.base_added[call]
-            own = Interval(Phase.BACKWARD, call)
-            late = spans[own].start - calls.base[own].start - first if own in spans and own in calls.base else 0
-            self.first.add(calls, call, option, first + (0 if option == KEEP_NUMBER else max(0, late)))
-            if option == KEEP_NUMBER:
-                self.late.add(calls, call, option, max(0, late))
 
     def _read_alone(self, spans: LevelLog, options: Sequence[int], calls: _Calls) -> None:
         """Reads calls beside recomputed ones."""

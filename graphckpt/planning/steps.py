@@ -99,11 +99,6 @@ class RealStep:
         is_there = self.device.type == "cpu" and target.tier == "host"
         return None if is_there else copy_rates(self.device, target.tier)
 
-    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
-        """Runs the step to which others are compared; returns also the number of the option that its blocks have."""
-        del options
-        return self.sample(blocks, [KEEP] * len(blocks.names)), 0
-
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
         """Runs the step with one option on each block: once to warm up, once traced, and a few times to time it.
 
@@ -446,10 +441,6 @@ class FakeStep:
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
         rates = target.rates(self._device.machine)
         return rates if min(rates) > 0 else None
-
-    def base(self, blocks: Blocks, options: Sequence[Option]) -> tuple[StepSample, int]:
-        del options
-        return self.sample(blocks, [KEEP] * len(blocks.names)), 0
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
         store = TracedStore(_far_blocks(blocks, options))

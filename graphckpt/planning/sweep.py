@@ -49,18 +49,15 @@ def measure(
         message = group.from_leader(own.trace.to_message() if group.rank == group.leader else None)
         return replace(own, trace=TraceLog.from_message(message))
 
-    own_run, option = step.base(blocks, options)
-    run = shared(own_run)
+    run = shared(step.sample(blocks, [KEEP] * len(every)))
     own_log = StepLog(run.trace)
     _check_calls(own_log)
     classes = _classes(own_log, blocks)
     collector = TraceCollector(classes)
-    collector.add(run, every, [option] * len(every), own_log)
+    collector.add(run, every, [0] * len(every), own_log)
     recomputed = next((o for o in options if o.rule == Full() and not (o.is_far or o.is_part)), FULL)
     base_option = next((number for number, o in enumerate(options) if o is recomputed), -1)
-    is_isolated = option != 0
-    if not is_isolated:
-        collector.add(shared(step.sample(blocks, [recomputed] * len(every))), every, [base_option] * len(every))
+    collector.add(shared(step.sample(blocks, [recomputed] * len(every))), every, [base_option] * len(every))
 
     def measure_options(numbers: Sequence[int], *, is_shorter: bool) -> MeasuredStep:
         part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
@@ -73,8 +70,6 @@ def measure(
             turns = list(_alternating_turns(kinds, [0, *others], base_option))
         else:
             turns = list(_turns(kinds, others))
-        if is_isolated:
-            turns.insert(0, [0] * len(kinds))
         if is_shorter and turns:  # to compare them with
             turns.insert(0, [base_option] * len(kinds))
         for done, turn in enumerate(turns, start=1):
@@ -84,7 +79,7 @@ def measure(
             collector.add(shared(step.sample(part, chosen)), numbers, turn, is_part=is_shorter)
         if progress is not None:
             progress(len(turns) + 1, len(turns) + 1)
-        return collector.measured(blocks, some, own, run, base_option, is_isolated=is_isolated)
+        return collector.measured(blocks, some, own, run, base_option)
 
     enough = _excerpt(classes, len(options))  # to measure each option in a short run
     with step.restricted_to(blocks, enough) as is_shorter:
@@ -218,13 +213,13 @@ class TraceCollector:
             self._ahead.setdefault(key, [sample.trace.ahead_bytes[call] for call in calls[block]])
             self._far_bytes.setdefault(key, sum(sample.trace.far_bytes[call] for call in calls[block]))
 
-    def _table(self, base_option: int, *, is_isolated: bool = False) -> LevelTable:
+    def _table(self, base_option: int) -> LevelTable:
         *_, base = (log for log, turn in self._runs if set(turn) == {base_option})
         sampled = SampledRuns(base, [run for run in self._runs if run[0] is not base])
         part = None
         if self._part:
             part_base = next(log for log, turn in self._part if set(turn) == {base_option})
-            part = SampledRuns(part_base, self._part, self._part_numbers, is_isolated)
+            part = SampledRuns(part_base, self._part, self._part_numbers)
         return LevelTable(sampled, base_option, self.classes, part)
 
     def needs_alternation(self, base_option: int) -> bool:
@@ -237,16 +232,12 @@ class TraceCollector:
         own: Mapping[int, Sequence[Option]],
         run: StepSample,
         base_option: int,
-        *,
-        is_isolated: bool,
     ) -> MeasuredStep:
-        table = self._table(base_option, is_isolated=is_isolated)
+        table = self._table(base_option)
         if any(len(call.backwards) > 1 for call in table.base.calls):
             self.notes = {_REPEATED: None}
         every = range(len(options))
         forward_seconds, backward_seconds = (self._by_block(phase, own) for phase in _OF_BLOCKS)
-        option_of_run = base_option if is_isolated else 0
-        recompute_seconds = sum(seconds[max(0, option_of_run)] - seconds[0] for seconds in backward_seconds)
         optimizer = (s for interval, s in run.seconds.items() if interval.phase is Phase.OPTIMIZER)
         places: Counter[int] = Counter()
         ahead_bytes = {}
@@ -265,7 +256,7 @@ class TraceCollector:
             far_bytes=tuple(tuple(self._far_bytes[kind, o] for o in every) for kind in self.classes),
             ahead_bytes=ahead_bytes,
             joinable=_joinable([log for log, _ in self._runs]),
-            step_seconds=run.step_seconds - recompute_seconds,
+            step_seconds=run.step_seconds,
             optimizer_seconds=sum(optimizer),
             num_runs=self.num_runs,
             notes=tuple(self.notes),

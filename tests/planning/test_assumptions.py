@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import graphckpt
 from graphckpt import ConfigError, Plan
+from graphckpt.planning.candidates import KEEP
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import made_step
@@ -117,9 +118,10 @@ def test_to_observe_a_step_does_not_change_its_peak() -> None:
     device = FakeDevice(load_profile("v100-16g"))
     step, model = made_step(maker(adam(), is_eager=True, autocast=torch.float16), device, "plan.model")
     blocks = Blocks([(name, module) for name, module in model.named_children()])
-    sample, _ = step.base(blocks, ())
+    kept = [KEEP] * len(blocks.names)
+    sample = step.sample(blocks, kept)
     assert step.assumptions
-    assert sample.peak_bytes == step.run()[0] == step.base(blocks, ())[0].peak_bytes
+    assert sample.peak_bytes == step.run()[0] == step.sample(blocks, kept).peak_bytes
 
 
 def test_a_fit_states_them_too() -> None:
