@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from graphckpt.planning.program import Interval, Phase
 
 if TYPE_CHECKING:
-    from graphckpt.planning.memory_model import MeasuredStep
+    from graphckpt.planning.measured_step import MeasuredStep
 
 SLOTS = 2000  # to which memory is rounded, always to the worse
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self, final
 
-from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.program import EventKind, Interval, Phase
 

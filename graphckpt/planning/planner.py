@@ -15,7 +15,7 @@ from graphckpt.ledger.table import time_of
 from graphckpt.planning.allocations import AllocationLog, Replay, replay
 from graphckpt.planning.allocator import AllocatorRules
 from graphckpt.planning.candidates import JOINED, parse_compile
-from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import KEEP_ALL, Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup

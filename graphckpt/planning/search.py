@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 from graphckpt.errors import ConfigError
 from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
 from graphckpt.planning.levels import IntervalLevel, Runs
-from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.program import Interval, Phase
 from graphckpt.planning.step_chain import JoinedRuns, StepChain, last_pass
 

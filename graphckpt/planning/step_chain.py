@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 
 from graphckpt.planning.frontier import COVERED, Move
 from graphckpt.planning.levels import KEEP_NUMBER, Before, Runs
-from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.program import Interval, Phase
 from graphckpt.rules.basic import Full
 

@@ -23,7 +23,7 @@ from graphckpt.planning.allocator import AllocatorRules, CapacityError
 from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import KEEP, Option
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.memory_model import MeasuredStep, StepSample
+from graphckpt.planning.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.profile import DeviceProfile

@@ -12,7 +12,7 @@ from typing import Any, final
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import KEEP, NEAR, Option
 from graphckpt.planning.levels import LevelTable, SampledRuns
-from graphckpt.planning.memory_model import MeasuredStep, StepSample
+from graphckpt.planning.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.program import Interval, Phase, StepLog, TraceLog

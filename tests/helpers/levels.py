@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from graphckpt.planning.candidates import NEAR, Option
-from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks

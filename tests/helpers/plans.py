@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphckpt.planning.candidates import NEAR, Option
-from graphckpt.planning.memory_model import MeasuredStep
+from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch

@@ -1,4 +1,4 @@
-"""A measured step as a chain of few states; its peaks are held against the table of levels in test_memory_model.py."""
+"""A measured step as a chain of few states; test_predicted_peaks.py holds its peaks against the table of levels."""
 
 from __future__ import annotations
 
