@@ -1,4 +1,4 @@
-"""What ``--help`` of each command ends with: examples and exit codes."""
+"""The end of ``--help`` of each command: examples and exit codes."""
 
 TRAIN = """\
 examples:

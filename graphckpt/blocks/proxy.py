@@ -1,4 +1,4 @@
-"""What a Graph hands out for its modules: a block, which is the module with a policy beside it."""
+"""Blocks, which a Graph returns for its modules: each is a module with its policy."""
 
 from __future__ import annotations
 

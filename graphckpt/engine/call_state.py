@@ -131,7 +131,7 @@ class _Reached(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class _Scope:
-    """What calls with the modules in the same modes copy, beside the attributes of modules."""
+    """What later calls in these train and eval modes copy, beside the attributes of modules."""
 
     names: list[_Attribute]
     """The attributes that are tensors."""
@@ -183,7 +183,7 @@ class CallState:
     objects: list[Objects] = field(default_factory=list)
     """The contents before the call of the objects that attributes reach."""
     changed: frozenset[int] = frozenset()
-    """The ids of the dictionaries whose attributes the call has replaced, or changed within."""
+    """The ids of the modules' ``__dict__`` that the call has changed."""
     changed_tensors: Sequence[torch.Tensor] = ()
     """What the call has modified in place and only a container or an object holds, so that no copy of it exists."""
     left_alone: frozenset[int] = frozenset()
@@ -434,7 +434,7 @@ class ModuleState:
     def finish(self, state: CallState, *, learning: bool = False) -> None:
         """Leaves in ``state``, after the call, what the recomputation needs.
 
-        What the call has only set up stays set. With ``learning``, ``state`` is all, and shows what later calls copy.
+        One-time initialization stays. With ``learning``, which is a first call, it also decides what later calls copy.
         """
         fields, layout, state.fields = state.fields, state.layout, []
         if learning:

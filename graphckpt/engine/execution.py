@@ -120,7 +120,7 @@ class Recomputation(Execution):
         self.cursor = 0
         self.excluded_cursor = 0
         self.versions: list[tuple[int | None, torch.Tensor, int]] = []
-        """What forward leaves as it is: positions of arguments, tensors, versions."""
+        """Position of the argument or ``None``, tensor and version, of each tensor that forward must not modify."""
         self.borrowed: frozenset[int] = frozenset()
         """Ids of the buffers that have the memory of a copy until the recomputation ends."""
         self._on_pack = on_pack

@@ -238,7 +238,7 @@ class Frame(Call):
         return holder
 
     def _ends_with_saved(self, output: Any) -> bool:
-        """Whether autograd has recorded no op after the one that has saved its own result, an output of the block."""
+        """Whether the last op that autograd has recorded saves its result, and that is an output of the block."""
         number, saved = self._last_saved
         if number != autograd_sequence_number():
             return False
@@ -322,7 +322,7 @@ class Frame(Call):
         A recomputation would repeat it. Autograd may do its work in a thread of its own, whose context variables know
         nothing of the caller: then it shows if the tensors are those of the block itself.
         """
-        # Both chains: an excluded child clears `running`, which then knows nothing of the block around the child.
+        # Check both: inside of an excluded child, `running` is None.
         for innermost in (running.get(), self.original):
             run = innermost
             while run is not None:
@@ -545,7 +545,7 @@ def run_excluded_without_gradients(
 ) -> Any:
     """Runs an excluded child with autograd off. The recomputation does so again, as it keeps nothing.
 
-    With buffers, it is noted: the other calls must be repeated too, for it must find the buffers as they leave them.
+    A child with buffers is logged, so that the calls before it are repeated in order: they change its buffers.
     """
     for run in _runs_around() if block.state.buffer_ids() else ():
         if isinstance(run, Recomputation):

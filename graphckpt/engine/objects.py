@@ -1,4 +1,4 @@
-"""Contents of containers, objects, generators and hooks: read before a call, compared after it, put in place again."""
+"""Reads, compares and restores the contents of containers, objects, generators and hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call of a block keeps for backward: its arguments, tensors in a store, and the outputs of excluded children.
+"""Stores a call's arguments, the results of its ops and the outputs of excluded children for backward.
 
 An argument that stays on the device and that forward does not modify in place is the same object in the recomputation.
 Otherwise it is a new leaf with the same class and ``requires_grad``. One that forward modifies in place is kept as a
@@ -69,14 +69,13 @@ class Call:
 class SavedTensor:
     """A kept tensor: an argument, an output or op result, or what a block that is not recomputed saves.
 
-    It passes through the hooks around the block, if there are any: within a block that is recomputed itself, it is not
-    kept, but recomputed.
+    Inside another recomputed block it goes to that block's hooks, which recompute it.
 
     Args:
         tensor: The tensor.
         call: The call that keeps it.
-        cls: The class to give it back in; ``None`` for that in which autograd, a store or the hooks have it.
-        is_argument: Whether it is an argument, which the recomputation gets itself if it stays on the device.
+        cls: The class of the tensor that is returned; ``None`` for the class as which it is stored.
+        is_argument: Whether it is an argument: if it stays on the device, the recomputation receives the same object.
         copied: A copy of an argument to keep in its place, where forward modifies it in place or may do so.
     """
 

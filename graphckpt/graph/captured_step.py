@@ -181,7 +181,7 @@ class _CallKind:
     num_replays: int = 0
     """Since the last capture."""
     num_wasted: int = 0
-    """Captures in a row, up to the last, with too few replays before the next one was needed."""
+    """Consecutive captures that were replayed too few times to pay off."""
     masks: AttentionMasks = field(default_factory=AttentionMasks)
 
     def count_capture(self) -> bool:

@@ -1,4 +1,4 @@
-"""What one call of a Graph runs: its blocks' policies put on, `build`, the update, and all of it taken off again."""
+"""Runs one call of a Graph: installs policies, runs `build` and the update, and removes policies."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Step:
             self._num_watched = max(self._num_watched, _WATCHED_OPS)
 
     def call_with_setup(self, call: StepCall) -> Any:
-        """A call with something to do beside the step; later ones pass it by, unless they are watched too."""
+        """The slow path: sets up, checks inputs or records the step. Later calls go straight to :meth:`call`."""
         _, build, args, kwargs = call
         config = self.config
         if (outer := running_graph.get()) is not None:

@@ -1,4 +1,4 @@
-"""What follows backward in a training step: average, unscale, clip, step, zero, schedule; each once, in this order."""
+"""Updates parameters after backward: average, unscale, clip, step, zero, schedule; each once, in this order."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class Hold:
     begin: int = 0
     """The number of changes when it began."""
     saved_by: str | None = None
-    """The block that really saves the tensor; ``None`` for what the plain step alone would save."""
+    """The block that saves the tensor under the present policies; ``None`` if the plain step alone would."""
     ends_early: bool = False
     """Whether its owner holds several tensors, which are freed one by one after its end."""
 
@@ -311,7 +311,7 @@ class StorageLog(LiveBytes):
             when_gone(owner, tensor, _end_hold, hold, weakref.ref(self))
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Logs that a call with these arguments ends, until which its caller has held them."""
+        """Marks the arguments of a finished call as used until now."""
         for storage in (storage for tensor in tensors for storage in storages_of(tensor)):
             if (life := self._life_of.get(id(storage))) is not None:
                 life.last_use = self._now
@@ -494,7 +494,7 @@ def _end(life: StorageLife, is_kept: Callable[[str], bool], num_changes: int) ->
     if life.is_resized:
         return end
     dropped = [hold for hold in life.for_recomputation if is_changed(hold)]
-    if dropped and end <= max(ends(dropped)):  # only for the recomputation was it alive that long
+    if dropped and end <= max(ends(dropped)):  # it was alive for the recomputation alone
         others = [hold for hold in life.for_recomputation if not is_changed(hold)]
         real = [hold for hold in life.saved if hold.block is None]
         end = min(end, max([life.last_use + 1, *ends(others), *ends(real)]))

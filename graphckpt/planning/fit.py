@@ -152,7 +152,7 @@ class _Memory(NamedTuple):
     device: str
     static: int
     gradients: int
-    """Those that the forward of the first micro-batch lacks, and that of later ones has."""
+    """Bytes of gradients, which exist in every forward but that of the first micro-batch."""
     total: DeviceMemory
     limit: int
 

@@ -1,4 +1,4 @@
-"""What the planner can be asked: one dataclass behind every way to call it, and memory budgets in bytes."""
+"""The options of the planner, in one dataclass behind every way to call it, and memory budgets in bytes."""
 
 from __future__ import annotations
 

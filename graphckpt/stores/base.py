@@ -103,7 +103,7 @@ class DeviceStore(Store):
 class KeptTensor:
     """An alias of a saved tensor in autograd's place, without history: a node that holds its output is never freed.
 
-    Where there are hooks, PyTorch leaves it to them to see that the tensor was modified in place since.
+    PyTorch does not check the versions of tensors that go through hooks, so this does.
     """
 
     __slots__ = ("__weakref__", "_tensor", "_version")

@@ -136,7 +136,7 @@ class ActivationCheckpointConfig:
     """Keys of OSLO and DeepSpeed that mean the same."""
     FOREIGN: ClassVar[Mapping[str, str]] = {
         "number_checkpoints": "the first step shows how big the slab has to be",
-        "synchronize_checkpoint_boundary": "nothing needs the device to stand still",
+        "synchronize_checkpoint_boundary": "no synchronization is needed",
         "profile": "explain() shows bytes and seconds of every block",
     }
     """Keys of DeepSpeed without meaning here, and why."""
@@ -167,8 +167,8 @@ class ActivationCheckpointConfig:
     memory_budget: int | float | str | None = None
     """Bytes of each process, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain step's peak, ``"max"``
     or ``"min"``: before the first update, each selected block gets the policy with which the step is fastest within it.
-    Beside it, ``offload`` says where tensors may go, ``partition`` that they may be cut, and ``contiguous`` that what
-    is kept lies in one slab. Blocks with ``compile`` are planned as they run then."""
+    Beside it, ``offload`` says where tensors may go, ``partition`` that they may be sharded, and ``contiguous`` that
+    kept tensors share one slab. Blocks with ``compile`` are planned as they run then."""
     fit: Literal["throughput", "batch"] | None = None
     """Choose ``train_micro_batch_size`` and ``num_accumulation_steps`` before the run, for the ``global_batch_size``:
     the fastest micro-batch that fits into ``memory_budget``, or the largest, with the policies that are planned for it.

@@ -47,7 +47,7 @@ _MODIFIED = "its argument `[^`]+` was modified in place"
 _NO_COPY = "modified its argument `[^`]+` in place, and the recomputation has no copy of it"
 _AFTER, _AFTER_WORDS = "an argument is edited after the block", "modified in place after the block"
 _HOOKS = "hooks that copy saved tensors hide an edit"
-_HELD = "a tensor that only a container or an object holds"
+_HELD = "modified a tensor inside of a list, a dict or an object in place"
 _SAVED = "a tensor that one of its ops saves was modified in place"
 DOCUMENTED = (
     Refusal(RecomputeError, _LATER, _NO_COPY, "", "has no copy of it"),

@@ -220,7 +220,7 @@ HELD: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("kind", HELD)
 def test_the_recomputation_of_a_modified_tensor_that_is_only_held_is_refused(kind: str, rule: Any) -> None:
     model, holder = HELD[kind](), Holder()
-    message = "modified in place a tensor that only a container or an object holds"
+    message = "modified a tensor inside of a list, a dict or an object in place"
     with graphckpt.apply(model, {"": rule}):
         for _ in range(2):
             loss = model(X, holder).sum()
