@@ -185,8 +185,8 @@ def mutates_argument(block: str, name: str) -> str:
 def modifies_held_tensor(block: str) -> str:
     return (
         f"{block}: forward modified a tensor inside of a list, a dict or an object in place, which cannot be restored "
-        "for the recomputation · fix: make it a buffer or an attribute of a module, call the model with use_cache=False "
-        "if it is in a key-value cache, or set activation_checkpointing = False on this block"
+        "for the recomputation · fix: make it a buffer or an attribute of a module, call the model with "
+        "use_cache=False if it is in a key-value cache, or set activation_checkpointing = False on this block"
     )
 
 
