@@ -48,12 +48,13 @@ _NO_COPY = "modified its argument `[^`]+` in place, and the recomputation has no
 _AFTER, _AFTER_WORDS = "an argument is edited after the block", "modified in place after the block"
 _HOOKS = "hooks that copy saved tensors hide an edit"
 _HELD = "modified a tensor inside of a list, a dict or an object in place"
+_HELD_WORDS = "a tensor that only a container or an object holds"
 _SAVED = "a tensor that one of its ops saves was modified in place"
 DOCUMENTED = (
     Refusal(RecomputeError, _LATER, _NO_COPY, "", "has no copy of it"),
     Refusal(RecomputeError, _LATER, _MODIFIED, "EditsItsInputLater", "only from a later call on"),
     Refusal(RecomputeError, _AFTER, _MODIFIED, r"EditsChildsOutput\('after'\)", _AFTER_WORDS),
-    Refusal(RecomputeError, "edits a tensor that is only held", _HELD, "'held tensor'", _HELD),
+    Refusal(RecomputeError, "edits a tensor that is only held", _HELD, "'held tensor'", _HELD_WORDS),
     Refusal(MutatedError, _HOOKS, _SAVED, "saved_as_copies", "save_on_cpu"),
 )
 
