@@ -416,7 +416,12 @@ class Frame(Call):
     def _recompute_once(
         self, on_pack: Callable[[int], None] | None = None, *, early_stop: bool = False, returns_output: bool = False
     ) -> Recomputation:
-        """Runs forward in the state in which it was called, and puts back what is there now."""
+        """Runs forward in the state in which it was called, and puts back what is there now.
+
+        The order matters. What backward needs again, RNG and thread state, is read before anything changes. Arguments
+        are taken before the ``try``: if one of them was modified, there is nothing to put back. Modules get their state
+        before the arguments are assembled, as both may hold the same objects, which then have one stand-in.
+        """
         if self._is_joined:
             self._recompute_before()  # in a second try again, as the first has used up their outputs
         run = Recomputation(self, on_pack, early_stop=early_stop, returns_output=returns_output)

@@ -295,9 +295,24 @@ class _OriginalArgument(NamedTuple):
     copied: torch.Tensor | None
 
 
+# Note [Timeline of arguments]
+#
+#                 first call in a mode (`learning`)         later calls
+# keep            copies every tensor, and keeps none       keeps each tensor; copies those that an earlier call
+#                                                           has modified in place
+# forward         runs on the caller's own tensors
+# after_forward   learns which ones were modified: keeps    refuses a tensor that is modified for the first time:
+#                 the copies of those, else the tensors     no copy of it exists
+# take            in backward: reloads each and checks its version; clones those that forward modifies
+# assemble        puts in place what objects held at the call, and returns `(args, kwargs)`
+#
+# `leaves` follows this: the caller's tensors at first, then a SavedTensor or a _JoinedInput for each. Other values stay
+# as they are. A repeated tensor is `None` at its later positions, and `_first_of` names the first one.
+
+
 @final
 class Arguments:
-    """The arguments of one call: ``keep``, forward, ``after_forward``; in each recomputation ``take``, ``assemble``."""
+    """The arguments of one call: see Note [Timeline of arguments]."""
 
     __slots__ = (
         "_changed", "_error", "_first_of", "_function", "_mutated", "_objects", "_originals", "_shape", "before",
