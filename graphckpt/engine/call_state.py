@@ -54,6 +54,15 @@ from graphckpt.engine.objects import (
 from graphckpt.thread_state import rng_devices
 from graphckpt.tree import tensors_in
 
+# Note [An example: a linear layer, a BatchNorm, and a buffer of 80 KB]
+# `tensors` are the parameters 0 to 3 (linear.weight, linear.bias, norm.weight, norm.bias), the large buffer 4, and 5 to
+# 7: running_mean, running_var, num_batches_tracked.
+#
+# call 1   copies 4 to 7. Then 4 has not changed, and is large: its copy goes, and a later modification is refused, as
+#          its version counter shows it. 5 to 7 are small, so that every later call copies them: `scope.copied` is
+#          [5, 6, 7]. `left_alone` is {5, 6}: BatchNorm's kernel writes its statistics without counting a version.
+# call 2   copies 5 to 7. The recomputation updates clones of the copies, so that statistics count one forward.
+
 _OWN = frozenset(nn.Module().__dict__)  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
 _NOTHING_BORROWED: frozenset[int] = frozenset()
@@ -194,7 +203,7 @@ class CallState:
 class ModuleState:
     __slots__ = (
         "_changed", "_children", "_empty", "_ends", "_freed", "_hooks", "_inert", "_layout", "_modules",
- "_num_parameters", "_owners", "_plain_copies", "_scopes", "_slots", "_users", "host_rng_modes",
+        "_num_parameters", "_owners", "_plain_copies", "_scopes", "_slots", "_users", "host_rng_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
