@@ -69,7 +69,13 @@ class Call:
 class SavedTensor:
     """A kept tensor: an argument, an output or op result, or what a block that is not recomputed saves.
 
-    Inside another recomputed block it goes to that block's hooks, which recompute it.
+    Inside another recomputed block it goes to that block's hooks, which recompute it. There are four kinds::
+
+        kind        `_entry`                      who sees that it was modified   who is kept so
+        itself      the tensor                    this, by its version            arguments on the device
+        alias       a tensor without history      this, by its version            other tensors on the device
+        stored      a handle of the store         the store, which has a copy     where the block has a store
+        passed on   what the hooks around return  these hooks                     where there are hooks around the call
 
     Args:
         tensor: The tensor.
