@@ -96,7 +96,7 @@ def test_every_row_of_a_run_on_a_gpu_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "gpu"
     steps = [json.loads(line) for path in out.glob("gpu_part_*.jsonl") for line in path.read_text().splitlines()]
     ends = {row["step"]: row.get("failed") for row in steps if "step" in row}
-    assert len(ends) == 14
+    assert len(ends) == 15
     assert set(ends.values()) == {None}
     rows = {path.stem: rows_in(path) for path in out.glob("*_gpu_*.json")} | {"": rows_in(out / "gpu_probe_probe.json")}
     assert len(rows) == 11

@@ -326,7 +326,7 @@ def test_without_memory_for_a_slab_single_buffers_go_on(copies, monkeypatch, cap
     for _ in range(4):
         run_step(place, [1000, 999])
     assert caplog.messages == [
-        "offload: cannot allocate a slab of 2.00 KiB of host memory: CUDA error: out of memory\nlong story"
+        "graphckpt: offload: cannot allocate a slab of 2.00 KiB of host memory: CUDA error: out of memory\nlong story"
     ]
     assert copies.num_buffers == 4
 
