@@ -93,7 +93,7 @@ def test_a_difference_is_one_warning_for_each_block(
         step(model)
         texts = warnings_in(caplog)
         assert len(texts) == 2, "one for each block, in two steps that differ"
-        assert texts[0].startswith("1: saved tensor ")
+        assert texts[0].startswith("graphckpt: 1: saved tensor ")
         assert "saved at test_values.py:" in texts[0]
         assert "float32[8, 32]" in texts[0]
         assert "the update that followed it was made" in texts[0]
