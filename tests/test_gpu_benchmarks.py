@@ -50,7 +50,7 @@ def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     steps = [row for path in sorted(tmp_path.glob("gpu_part_*.jsonl")) for row in rows_in(path)]
     ends = [(row["step"], row.get("failed")) for row in steps if "step" in row]
-    goals = ["probe", "capture", "plan", "stores", "ranks", "peaks"]
+    goals = ["probe", "selftest", "capture", "plan", "stores", "ranks", "peaks"]
     more = ["tests", "serial_tests", "more_capture", "more_stores", "more_peaks", "more_plans", "values", "profile"]
     assert ends == [(name, None) for name in [*goals, *more]]
     paths = [path for path in tmp_path.glob("*_*.json") if path.suffix == ".json"]
