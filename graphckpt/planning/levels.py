@@ -232,6 +232,8 @@ class LevelTable:
         """By the first call that holds them: what recomputed calls hold of their arguments."""
         self.head_shares: dict[Interval, float] = {}
         """By head: the share of the excess after it that is there at its peak; by default all."""
+        self._all_kept: LevelLog | None = None
+        """Those of the run with all blocks kept, if there is one: of that plan nothing need be predicted."""
         self._read(sampled, self.calls)
         if part is not None:
             assert part.numbers is not None
@@ -258,10 +260,15 @@ class LevelTable:
         )
 
     def levels(self, plan: Sequence[int], runs: Runs = ()) -> Iterator[IntervalLevel]:
-        """Yields the levels of a step, interval by interval.
+        """Returns the levels of a step, interval by interval.
 
         The blocks of ``runs`` are recomputed as one; each has the option of the base in ``plan``.
         """
+        if self._all_kept is not None and not any(plan) and not runs:
+            return (IntervalLevel(interval, span.start, span.peak) for interval, span in self._all_kept.items())
+        return self._predicted_levels(plan, runs)
+
+    def _predicted_levels(self, plan: Sequence[int], runs: Runs) -> Iterator[IntervalLevel]:
         calls, options = self.calls, self._options(plan)
         run_of = {call: run for run in self._joined_calls(runs) for call in run}
         heads = {batch.head: batch for batch in calls.batches}
@@ -404,6 +411,8 @@ class LevelTable:
             self._read_pairs(spans, options, calls)
         alternating = [(spans, options) for spans, options in logs if KEEP_NUMBER in options and any(options)]
         keeping = [(spans, options) for spans, options in logs if not any(options)]
+        if keeping and calls is self.calls:
+            self._all_kept = keeping[0][0]
         for batch in calls.batches:
             for spans, options in alternating:
                 self._read_late(spans, options, calls, batch)

@@ -42,7 +42,7 @@ def peaks_of_stages_agree(rank: int, schedule: str, plans: list[list[tuple[Mappi
     for policies, predicted in plans[rank]:
         if (peak := peaks(case, policies, predicted)[rank]) != predicted:
             differences.append((rank, dict(policies), predicted, peak))
-    assert not differences
+    assert not differences, differences
 
 
 @pytest.mark.slow

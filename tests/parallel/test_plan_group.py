@@ -123,7 +123,7 @@ def part(rank: int, folder: Path) -> None:
 
 
 def predictions_hold() -> None:
-    """The predicted peak of every mix is exact."""
+    """The predicted peak of every mix is exact without parts, and a little too high with them: gathers begin early."""
     case = Case(*[Layer] * 3)
     case.x = shared(case.x)[0]
     options = options_of(only=["full", {"rule": "selective", "save": "matmul"}], partition=True)
@@ -134,7 +134,9 @@ def predictions_hold() -> None:
     for plan in ((3, 3, 3), (4, 4, 4), (5, 5, 5), (3, 4, 5), (5, 1, 3), (4, 0, 2), (1, 5, 4)):
         choice = planner.search.evaluate(plan)
         with planner.to_plan(choice, choice.peak).apply():
-            assert case.peak() == choice.peak, plan
+            peak = case.peak()
+            most = 1.04 * peak if any(option > 2 for option in plan) else peak
+            assert peak <= choice.peak <= most, (plan, peak, choice.peak)
 
 
 def parts_take_less(rank: int) -> None:
