@@ -276,13 +276,14 @@ def _peak(training: Training, planned: Plan) -> int:
 
 
 def _reserved(training: Training, planned: Plan) -> int:
+    device = training.batch.device  # which need not be the current one
     with planned.apply():
         gc.collect()
         torch.cuda.empty_cache()
         training.step()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(device)
         training.step()
-        return torch.cuda.max_memory_reserved()
+        return torch.cuda.max_memory_reserved(device)
 
 
 def _rates(device: torch.device, tier: str) -> tuple[str, str]:
