@@ -87,7 +87,7 @@ def main() -> None:
         "torchtitan, SelectiveAC": SelectiveAC.Config(),
         "graphckpt, full": GraphckptAC.Config(),
         "graphckpt, selective": GraphckptAC.Config(policies={"layers.*": "selective"}),
-        "graphckpt, full but for the last": GraphckptAC.Config(policies={"layers.*": True, "layers.3": False}),
+        "graphckpt, full but the last": GraphckptAC.Config(policies={"layers.*": True, "layers.3": False}),
         "graphckpt, offloaded to disk": GraphckptAC.Config(
             policies={"layers.*": {"activation_checkpointing": True, "offload": "disk"}}
         ),

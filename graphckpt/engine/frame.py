@@ -419,7 +419,7 @@ class Frame(Call):
         """Runs forward in the state in which it was called, and puts back what is there now.
 
         The order matters. What backward needs again, RNG and thread state, is read before anything changes. Arguments
-        are taken before the ``try``: if one of them was modified, there is nothing to put back. Modules get their state
+        are taken before the ``try``: if one of them was modified, nothing has to be restored. Modules get their state
         before the arguments are assembled, as both may hold the same objects, which then have one stand-in.
         """
         if self._is_joined:

@@ -109,7 +109,7 @@ def call_or_replan(step: Step, replan: Callable[..., str], call: StepCall) -> An
     """Runs the step; if memory runs out, restores the state, plans for what is free, and repeats the step.
 
     If that is not enough, the plan with the lowest peak is tried before it gives up. Where no allocation fails, see
-    :func:`raises_out_of_memory`, there is nothing to repeat, and the step costs nothing more.
+    :func:`raises_out_of_memory`, no step can be repeated, and the step costs nothing more.
 
     Args:
         step: The step of a Graph.

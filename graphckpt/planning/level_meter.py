@@ -134,7 +134,7 @@ class _AllocatedBytes:
 
 @final
 class _GraphEnd:
-    """A hook on the outputs of a call, which is freed with their graph and says so."""
+    """A hook on the outputs of a call, which reports that their graph is freed."""
 
     def __init__(self, meter: LevelMeter, call: int) -> None:
         self._meter = ref(meter)

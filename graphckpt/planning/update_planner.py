@@ -52,7 +52,7 @@ class Candidates:
     notes: Sequence[str] = ()
 
     def on_device(self, number: int) -> int:
-        """Returns the option that does the same as this one, but for what it offloads."""
+        """Returns the option with the same rule that offloads nothing."""
         option = self.options[number]
         return next(n for n, other in enumerate(self.options) if other.rule == option.rule and not other.is_far)
 
