@@ -91,17 +91,18 @@ class Option:
     """The number of a level of ``selective`` that :mod:`graphckpt.planning.op_levels` finds; 0 keeps most."""
 
 
-KEEP = Option("keep", {"activation_checkpointing": False}, Keep())
+_FLAG = "activation_checkpointing"
 
-JOINED = Option("joined", {"activation_checkpointing": "joined"}, Joined())
+KEEP = Option("keep", {_FLAG: False}, Keep())
+FULL = Option("full", {_FLAG: True}, Full())
+
+JOINED = Option("joined", {_FLAG: "joined"}, Joined())
 """The option of the blocks of a run after the first."""
 
 
-_FLAG = "activation_checkpointing"
-
 NEAR: tuple[Option, ...] = (
     KEEP,
-    Option("full", {_FLAG: True}, Full()),
+    FULL,
     *(Option(f"selective(level {n + 1})", {}, Selective(label=f"level {n + 1}"), level=n) for n in range(MOST)),
 )
 """The options without offloading: ``keep``, ``full``, and the levels of ``selective``."""

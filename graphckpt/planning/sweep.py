@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, final
 
 from graphckpt.errors import PlanError
-from graphckpt.planning.candidates import KEEP, NEAR, Option
+from graphckpt.planning.candidates import FULL, KEEP, Option
 from graphckpt.planning.levels import LevelTable, SampledRuns
 from graphckpt.planning.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
@@ -21,7 +21,6 @@ from graphckpt.planning.trace import Blocks, PathError
 from graphckpt.rules.basic import Full
 from graphckpt.rules.selective import Selective
 
-FULL = next(option for option in NEAR if option.rule == Full())
 _OF_BLOCKS = Phase.FORWARD, Phase.BACKWARD
 _MOST_TIMED = 16
 """Of equal blocks, so many have their ops timed one by one: the fastest of each op counts."""
@@ -223,7 +222,7 @@ class TraceCollector:
         return LevelTable(sampled, base_option, self.classes, part)
 
     def needs_alternation(self, base_option: int) -> bool:
-        return len(self._runs) > 1 and base_option > 0 and self._table(base_option).needs_alternation
+        return base_option > 0 and self._table(base_option).needs_alternation
 
     def measured(
         self,

@@ -15,7 +15,7 @@ from torch import nn
 
 from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
-from graphckpt.planning.candidates import NEAR, Option, parse_compile, parse_partition_request
+from graphckpt.planning.candidates import FULL, Option, parse_compile, parse_partition_request
 from graphckpt.planning.candidates import options as candidates_of
 from graphckpt.planning.frontier import Frontier, Move
 from graphckpt.planning.op_levels import with_levels
@@ -74,7 +74,7 @@ def candidates_for_updates(
     base = next(full, len(candidates))
     is_base_allowed = base < len(candidates)
     if not is_base_allowed:
-        candidates = [*candidates, next(option for option in NEAR if option.rule == Full())]
+        candidates = [*candidates, FULL]
     group.check_equal(
         compile=repr(options.compile),
         blocks=[name for name, _ in named],
