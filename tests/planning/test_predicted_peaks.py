@@ -16,6 +16,7 @@ from helpers.odd_steps import OddChain
 from helpers.peaks import tracked_peak
 from helpers.plans import fields_of, measured_step, planner_of, stepped_once
 from helpers.thinning import slow_unless
+from helpers.updates import FIVE
 from torch import nn
 
 import graphckpt
@@ -77,7 +78,8 @@ def test_predicted_is_tracked(architecture):
     step, tracked = trained(model, architecture.inputs(), architecture.loss)
     blocks = Blocks(list(architecture.layer_modules(model).items()))
     real = RealStep(model, step)
-    known = measure(real, blocks, NEAR)
+    # Which levels of `selective` a plan finds depends on times. Where the table is not exact, so does by how much.
+    known = measure(real, blocks, FIVE if architecture.name in OFF else NEAR)
     for plan in plans(len(blocks.names), len(known.options), 3):
         really = tracked(fields_of(known, plan))
         assert abs(known.model.highest(plan).peak - really) <= OFF.get(architecture.name, 0.0) * really, plan
