@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import time
 import traceback
@@ -26,9 +28,7 @@ def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: boo
     gloo's threads can abort a process that takes its group down while another rank still talks to it: each rank waits
     for the others' word, and leaves without taking anything down.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _unused_port()
     for kind in ("is done", "fault of"):  # of an earlier launch in this folder
         for path in folder.glob(f"*{kind}*"):
             path.unlink()
@@ -38,6 +38,15 @@ def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: boo
     faults = [path.read_text() for path in sorted(folder.glob("fault of *"))]
     assert not faults, "\n".join(faults)
     assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(num_ranks)]
+
+
+def _unused_port() -> int:
+    """Returns a port below those that the system gives to connections, such as gloo's, before rank 0 listens on it."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def launch(check: Callable[..., None], num_ranks: int, folder: Path, *args: Any) -> None:
