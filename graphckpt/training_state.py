@@ -140,7 +140,9 @@ class ModuleTree:
         self._roots = list(roots)
         self.modules = list(dict.fromkeys(module for root in self._roots for module in root.modules()))
         self._children = [(m._modules, m._modules.copy()) for m in self.modules]
-        self.dictionaries = [own for m in self.modules for own in (m.__dict__, m._parameters, m._buffers, m._modules)]
+        self.dictionaries = [
+            members for m in self.modules for members in (m.__dict__, m._parameters, m._buffers, m._modules)
+        ]
         self._own_keys = [_own_keys(m.__dict__) for m in self.modules]
         # Of embeddings with `max_norm` a forward modifies the weight in place.
         embeddings = (m for m in self.modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
@@ -156,13 +158,13 @@ class ModuleTree:
         for number, module in enumerate(self.modules):
             fields, (count, keys) = module.__dict__, self._own_keys[number]
             try:
-                own = [fields[key] for key in keys]
+                shown = [fields[key] for key in keys]
             except KeyError:
                 count = -1
             if len(fields) != count:  # of torch's keys none is ever removed: as many keys are the same keys
                 _, keys = self._own_keys[number] = _own_keys(fields)
-                own = [fields[key] for key in keys]
-            values += [value for value in own if type(value) not in ATOMS]
+                shown = [fields[key] for key in keys]
+            values += [value for value in shown if type(value) not in ATOMS]
         return values
 
     def parameters(self) -> list[torch.Tensor]:

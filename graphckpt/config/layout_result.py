@@ -166,8 +166,8 @@ class LayoutRow:
 
     def is_worse_than(self, other: LayoutRow) -> bool:
         """Whether ``other`` is better in step time (and so in samples per second) or peak, and worse in neither."""
-        own, others = (self.seconds, self.peak_bytes), (other.seconds, other.peak_bytes)
-        return own != others and all(one >= another for one, another in zip(own, others, strict=True))
+        figures, others = (self.seconds, self.peak_bytes), (other.seconds, other.peak_bytes)
+        return figures != others and all(one >= another for one, another in zip(figures, others, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values."""

@@ -335,7 +335,9 @@ class CapturedStep:
         of parameters; then the objects whose identity is part of that.
         """
         modules = self._list_modules()
-        tensors = [t for m in modules for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
+        tensors = [
+            t for m in modules for members in (m._parameters, m._buffers) for t in members.values() if t is not None
+        ]
         states = self._update.states()
         modes = (
             tuple(module.training for module in modules),
@@ -408,10 +410,10 @@ class CapturedStep:
 
     def _stop_capturing(self, inputs: Hashable, modes: Hashable) -> None:
         """Runs calls of one kind without capture from now on, since capturing them repeatedly takes longer."""
-        own = [key for key in self._entries if key[:2] == (inputs, modes)]
-        for key in own:
+        entries = [key for key in self._entries if key[:2] == (inputs, modes)]
+        for key in entries:
             self._entries.pop(key).capture.release()
-        if own:
+        if entries:
             why = "settings baked into a capture change between calls, such as an optimizer's betas or momentum"
             fix = "keep them fixed (cycle_momentum=False for OneCycleLR and CyclicLR)"
         else:

@@ -338,16 +338,16 @@ class Graph:
         Raises:
             GraphError: ``strict``, and a key is missing or unknown. Nothing has been loaded then.
         """
-        roots, own = self._roots, self.state_dict()
-        missing, unknown = sorted(set(own) - set(state_dict)), sorted(set(state_dict) - set(own))
+        roots, expected = self._roots, self.state_dict()
+        missing, unknown = sorted(set(expected) - set(state_dict)), sorted(set(state_dict) - set(expected))
         for name in [name for name in roots if name in state_dict]:
-            missing += [f"{name}.{key}" for key in own[name] if key not in state_dict[name]]
-            unknown += [f"{name}.{key}" for key in state_dict[name] if key not in own[name]]
+            missing += [f"{name}.{key}" for key in expected[name] if key not in state_dict[name]]
+            unknown += [f"{name}.{key}" for key in state_dict[name] if key not in expected[name]]
         shapes = [
-            f"{name}.{key}: expected shape {tuple(own[name][key].shape)}, got {tuple(value.shape)}"
+            f"{name}.{key}: expected shape {tuple(expected[name][key].shape)}, got {tuple(value.shape)}"
             for name in roots
             for key, value in (state_dict.get(name) or {}).items()
-            if isinstance(value, torch.Tensor) and key in own[name] and value.shape != own[name][key].shape
+            if isinstance(value, torch.Tensor) and key in expected[name] and value.shape != expected[name][key].shape
         ]
         named = {"missing": missing, "unexpected": unknown} if strict else {}
         faults = [f"{word} {', '.join(map(str, keys))}" for word, keys in named.items() if keys] + shapes

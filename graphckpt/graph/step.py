@@ -326,8 +326,8 @@ class Step:
         tensors = tensors_in((args, kwargs))
         for root in self.roots.values():
             for module in root.modules():
-                for own in (module._parameters, module._buffers, module.__dict__):
-                    tensors += [value for value in own.values() if isinstance(value, torch.Tensor)]
+                for members in (module._parameters, module._buffers, module.__dict__):
+                    tensors += [value for value in members.values() if isinstance(value, torch.Tensor)]
         plain = [p for t in tensors for p in (inner_tensors(t) if hasattr(t, "__tensor_flatten__") else (t,))]
         return {t.untyped_storage().data_ptr() for t in plain if t.layout is torch.strided}
 

@@ -141,9 +141,9 @@ class DebugLog:
         outputs = ", ".join(_describe(x) for x in flatten_value(output)[0])
         self._say(f"    (OPERATOR: {func}({inputs}) -> ({outputs}))")
         if self.level >= 3 or self._with_stack:
-            own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+            library_folders = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
             stack = traceback.extract_stack()[:-2]  # without this method and its caller
-            lines = [f for f in stack if not self._only_user or not f.filename.startswith(own)]
+            lines = [f for f in stack if not self._only_user or not f.filename.startswith(library_folders)]
             for line in lines[-self._stack_depth :]:
                 self._say(f"      {Path(line.filename).name}:{line.lineno} {line.line}")
 

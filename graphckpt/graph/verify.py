@@ -241,48 +241,48 @@ def _contents(values: Values) -> str:
 
 def _difference(ours: Values, plain: Values) -> str | None:
     for kind in dict.fromkeys([*plain, *ours]):
-        own, expected = ours.get(kind, {}), plain.get(kind, {})
-        for what in dict.fromkeys([*expected, *own]):
-            if what not in own or what not in expected:
-                return f"`{what}` is only in the {'plain' if what in expected else 'own'} step"
-            if (text := _difference_of(own[what], expected[what])) is not None:
+        actual, expected = ours.get(kind, {}), plain.get(kind, {})
+        for what in dict.fromkeys([*expected, *actual]):
+            if what not in actual or what not in expected:
+                return f"`{what}` is only in the {'plain step' if what in expected else 'step with policies'}"
+            if (text := _difference_of(actual[what], expected[what])) is not None:
                 return f"`{what}` {text}"
     return None
 
 
-def _difference_of(own: Any, plain: Any) -> str | None:
-    if not isinstance(own, torch.Tensor) or not isinstance(plain, torch.Tensor):
-        return _difference_of_values(own, plain)
-    if own.shape != plain.shape or own.dtype != plain.dtype or own.device != plain.device:
-        return f"is {_dtype_and_shape(own)} and in the plain step {_dtype_and_shape(plain)}"
-    inner = list(zip(inner_tensors(own), inner_tensors(plain), strict=False))
+def _difference_of(actual: Any, plain: Any) -> str | None:
+    if not isinstance(actual, torch.Tensor) or not isinstance(plain, torch.Tensor):
+        return _difference_of_values(actual, plain)
+    if actual.shape != plain.shape or actual.dtype != plain.dtype or actual.device != plain.device:
+        return f"is {_dtype_and_shape(actual)} and in the plain step {_dtype_and_shape(plain)}"
+    inner = list(zip(inner_tensors(actual), inner_tensors(plain), strict=False))
     if inner:  # a DTensor's shard, or the indices and the values of a sparse tensor
         return next((text for pair in inner if (text := _difference_of(*pair)) is not None), None)
-    if own.is_quantized:
-        return None if torch.equal(own, plain) else "differs from the plain step's"
-    num_elements = own.numel()
-    own, plain = _of_real_numbers(own), _of_real_numbers(plain)
-    different = own.view(_INTEGERS[own.itemsize]) != plain.view(_INTEGERS[own.itemsize])
-    if own.is_floating_point() and different.any():
+    if actual.is_quantized:
+        return None if torch.equal(actual, plain) else "differs from the plain step's"
+    num_elements = actual.numel()
+    actual, plain = _of_real_numbers(actual), _of_real_numbers(plain)
+    different = actual.view(_INTEGERS[actual.itemsize]) != plain.view(_INTEGERS[actual.itemsize])
+    if actual.is_floating_point() and different.any():
         # NaNs are equal, whichever bits of theirs an op has left; zeros of different sign are not.
-        different &= ~(own.double().isnan() & plain.double().isnan())  # few ops support the types of eight bits
+        different &= ~(actual.double().isnan() & plain.double().isnan())  # few ops support the types of eight bits
     if not different.any():
         return None
-    gap = float((own.double()[different] - plain.double()[different]).abs().max())
-    by = "by the sign of zero" if gap == 0 and own.is_floating_point() else f"by up to {gap:.3g}"
+    gap = float((actual.double()[different] - plain.double()[different]).abs().max())
+    by = "by the sign of zero" if gap == 0 and actual.is_floating_point() else f"by up to {gap:.3g}"
     num_different = int(different.view(num_elements, -1).any(dim=1).sum())
     return f"differs from the plain step's in {num_different} of {num_elements} elements, {by}"
 
 
-def _difference_of_values(own: Any, plain: Any) -> str | None:
-    if own is plain:
+def _difference_of_values(actual: Any, plain: Any) -> str | None:
+    if actual is plain:
         return None
     equal: Any = type(plain).__eq__
     if equal is object.__eq__ or getattr(plain, "shape", None):  # it compares identities, or returns an array
         what = f"expected tensors and numbers as outputs of the step, got {shown(plain)}"
         raise ConfigError(f"verify: {what} · fix: return the loss, or nothing")
-    is_equal = own == plain or (own != own and plain != plain)  # noqa: PLR0124  # NaN
-    return None if is_equal else f"is {own!r} and in the plain step {plain!r}"
+    is_equal = actual == plain or (actual != actual and plain != plain)  # noqa: PLR0124  # NaN
+    return None if is_equal else f"is {actual!r} and in the plain step {plain!r}"
 
 
 def _of_real_numbers(tensor: torch.Tensor) -> torch.Tensor:

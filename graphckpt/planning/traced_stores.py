@@ -70,7 +70,7 @@ class TracedStore(RecordingStore):
             or group.block not in self._far_blocks
             or tensor.numel() < _MIN_ELEMENTS
             or isinstance(tensor, nn.Parameter)
-            or any(tensor.untyped_storage() is own.untyped_storage() for own in group.own())
+            or any(tensor.untyped_storage() is other.untyped_storage() for other in group.tensors())
         ):
             return HeldKey(tensor.detach(), [tensor], trace)
         storage = tensor.untyped_storage()  # which sparse tensors lack

@@ -31,7 +31,7 @@ class TensorGroup:
 
     block: str
     """Path of the block, for messages."""
-    own: Callable[[], Sequence[torch.Tensor]]
+    tensors: Callable[[], Sequence[torch.Tensor]]
     """Returns the block's parameters and buffers, which are never moved."""
     note: Callable[[str], None]
     """Adds a note about the block to ``explain()``."""

@@ -170,11 +170,11 @@ class DiskStore(ByteStore):
         self._check()
         if self._file is None:
             return
-        own = [handle for handle in handles if isinstance(handle, _DiskHandle) and handle.file is self._file]
+        queued = [handle for handle in handles if isinstance(handle, _DiskHandle) and handle.file is self._file]
         try:
-            self._file.prefetch(own)
+            self._file.prefetch(queued)
         except BaseException as error:
-            self._give_up("read", sum(handle.num_bytes for handle in own), group, error)
+            self._give_up("read", sum(handle.num_bytes for handle in queued), group, error)
 
     def hint(self, handles: Sequence[ByteHandle], group: TensorGroup) -> None:
         """Queues reads too, unless they would take device memory: they run after the others, within the bound."""

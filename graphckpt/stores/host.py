@@ -210,10 +210,10 @@ class HostStore(ByteStore):
     def _drop_reload(self, handle: _HostHandle) -> bool:
         """Waits for a copy to the device. Returns whether its memory is that of the current compute stream."""
         assert handle.reload_event is not None
-        is_own = self._engine.wait(handle.reload_event)
+        is_of_stream = self._engine.wait(handle.reload_event)
         self._reloading.pop(handle, None)
         handle.reload_buffer = handle.reload_event = None
-        return is_own
+        return is_of_stream
 
     def _wait_at_end_of_backward(self) -> None:
         """Waits for all copies when this backward is over: a capture must not end with a pending one."""

@@ -41,10 +41,10 @@ def exchange(process_group: Any, members: list[int], message: bytes, *, topic: s
         RendezvousTimeout: Some ranks did not join in time.
     """
     store = process_group.get_group_store()
-    own = process_group.rank()
-    number = store.add(f"{topic}/{own}", 1)
+    this_rank = process_group.rank()
+    number = store.add(f"{topic}/{this_rank}", 1)
     keys = [f"{topic}/{number}/{rank}" for rank in range(len(members))]
-    store.set(keys[own], message)
+    store.set(keys[this_rank], message)
     deadline = time.monotonic() + seconds
     pause = _LONGEST_SLEEP / 100
     while not store.check(keys):
@@ -56,7 +56,7 @@ def exchange(process_group: Any, members: list[int], message: bytes, *, topic: s
         pause = min(2 * pause, _LONGEST_SLEEP)
     messages: list[bytes] = store.multi_get(keys)
     if number > 1:  # all ranks that are here have read the previous messages
-        store.delete_key(f"{topic}/{number - 1}/{own}")
+        store.delete_key(f"{topic}/{number - 1}/{this_rank}")
     return messages
 
 
@@ -221,7 +221,7 @@ def group_for(partition: Any, group: TensorGroup) -> RankGroup | None:
         return None
     named = settings.group
     if named is True:
-        meshes = (getattr(tensor, "device_mesh", None) for tensor in group.own())
+        meshes = (getattr(tensor, "device_mesh", None) for tensor in group.tensors())
         named = next((mesh for mesh in meshes if mesh is not None), None)
     try:
         members = _tensor_parallel_group(named) if _is_mesh(named) else named or dist.group.WORLD
@@ -386,18 +386,18 @@ class ShardedStore(ByteStore):
     def _store_slice(self, handle: _ShardedHandle, group: TensorGroup, *, is_equal: bool) -> None:
         data = handle.data
         assert data is not None
-        own = data
+        stored = data
         if is_equal:
-            own = self._slice_of(data)
+            stored = self._slice_of(data)
             handle.is_split, handle.data, handle.probe = True, None, probe(data)
         elif group.traffic is not None:  # `TensorStore` has counted a slice
             more = self._bytes_here(handle.num_bytes) - self.stored_bytes(handle.num_bytes)
             group.traffic.count(self.tier, more, handle)
         if self._inner is not None:
-            handle.inner = self._inner.put(own, group)
+            handle.inner = self._inner.put(stored, group)
             handle.data = None
         elif is_equal:
-            handle.slice = own
+            handle.slice = stored
 
     def _slice_of(self, data: torch.Tensor) -> torch.Tensor:
         """Returns a copy of this rank's slice, padded with zeros."""
@@ -405,9 +405,9 @@ class ShardedStore(ByteStore):
         part = data[self._ranks.rank * num_bytes :][:num_bytes]
         if part.numel() == num_bytes:
             return part.clone()
-        own = data.new_zeros(num_bytes)
-        own[: part.numel()] = part
-        return own
+        padded = data.new_zeros(num_bytes)
+        padded[: part.numel()] = part
+        return padded
 
     def _stored(self, handle: _ShardedHandle, group: TensorGroup) -> torch.Tensor:
         if handle.slice is not None:
@@ -440,12 +440,16 @@ class ShardedStore(ByteStore):
                 f"{group.block}: partition: expected shapes seen before the capture, got new ones, which ranks cannot"
                 " compare in it · fix: run one step with these shapes first"
             )
-        own = {"block": group.block, "store": self._policy, "sizes in bytes": [piece.numel() for piece in pieces]}
+        description = {
+            "block": group.block,
+            "store": self._policy,
+            "sizes in bytes": [piece.numel() for piece in pieces],
+        }
         checksums = torch.stack([checksum(piece) for piece in pieces]).tolist()
-        message = json.dumps([own, checksums]).encode()
+        message = json.dumps([description, checksums]).encode()
         answers = [json.loads(text) for text in self._ranks.exchange(message, group.block)]
         first, members = answers[0][0], self._ranks.members
-        for what in own:
+        for what in description:
             for member, (other, _) in zip(members, answers, strict=True):
                 if other[what] != first[what]:
                     raise StoreError(

@@ -201,9 +201,9 @@ class TensorStore(Store):
             return True
         unmoved = group.unmoved
         if unmoved is None:  # in each call: under FSDP a module has other parameters in every forward
-            own = [t for t in group.own() if not is_lazy(t)]
-            unmoved = frozenset(id(storage) for t in own for storage in storages_of(t))
-            if all(type(t) in _PLAIN for t in own):  # see Note [Memory that others free]
+            block_tensors = [t for t in group.tensors() if not is_lazy(t)]
+            unmoved = frozenset(id(storage) for t in block_tensors for storage in storages_of(t))
+            if all(type(t) in _PLAIN for t in block_tensors):  # see Note [Memory that others free]
                 group.unmoved = unmoved
         return id(tensor.untyped_storage()) in unmoved
 
@@ -214,7 +214,7 @@ class TensorStore(Store):
         entry = self._byte_stores.get((device, is_shard))
         if entry is None:
             notes: list[str] = []
-            store = self._byte_store_for(device, is_shard, TensorGroup(group.block, group.own, notes.append))
+            store = self._byte_store_for(device, is_shard, TensorGroup(group.block, group.tensors, notes.append))
             entry = self._byte_stores[device, is_shard] = store, notes
         for note in entry[1]:
             group.note(note)

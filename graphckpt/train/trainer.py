@@ -108,8 +108,8 @@ class Trainer:
             self.saved.at_start(partial(write_config, self.folder))
         log = self.folder / LOG
         log_file = log if log.exists() or not eval_only else None
-        own = Report(log_file=log_file, waits=not eval_only) if self.ranks.is_main else Report.silent()
-        self.report = report or own
+        default = Report(log_file=log_file, waits=not eval_only) if self.ranks.is_main else Report.silent()
+        self.report = report or default
 
     @property
     def batch_size(self) -> int:

@@ -240,11 +240,11 @@ class TrainRanks:
             owner = next((rank for rank, names in enumerate(owners) if name in names), None)
             with self.translate_errors():
                 if self.rank == owner:
-                    own = tensors[name].detach().cpu().contiguous()
+                    tensor = tensors[name].detach().cpu().contiguous()
                     if self.is_main:
-                        gathered[name] = own
+                        gathered[name] = tensor
                     else:
-                        dist.send(own, 0, group=self.control)
+                        dist.send(tensor, 0, group=self.control)
                 elif owner is not None and self.is_main:
                     gathered[name] = torch.empty(shape.shape, dtype=shape.dtype)
                     dist.recv(gathered[name], owner, group=self.control)

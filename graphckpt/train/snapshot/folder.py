@@ -250,8 +250,8 @@ class Snapshots:
 
         Those of other runs stay; those beyond ``newest`` do, until the run that was taken back reaches them.
         """
-        own = [name for name in self._before(newest) if self._run_of(name) == run]
-        for name in own[: max(0, len(own) - (max_to_keep - 1))]:
+        older = [name for name in self._before(newest) if self._run_of(name) == run]
+        for name in older[: max(0, len(older) - (max_to_keep - 1))]:
             remove(self.folder / name)
 
     def _run_of(self, name: str) -> str | None:

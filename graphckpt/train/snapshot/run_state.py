@@ -105,8 +105,8 @@ class RunState:
     def _unsaved_buffers(self) -> dict[str, Tensor]:
         """Returns the non-persistent buffers: some models change them in training."""
         saved = self.model.state_dict().keys()
-        own = {name: buffer for name, buffer in self.model.named_buffers() if name not in saved}
-        return {name: buffer for name, buffer in own.items() if not on_other_stage(buffer)}
+        unsaved = {name: buffer for name, buffer in self.model.named_buffers() if name not in saved}
+        return {name: buffer for name, buffer in unsaved.items() if not on_other_stage(buffer)}
 
     # ---- taken
 
@@ -133,7 +133,7 @@ class RunState:
     def states(self, shards: dict[str, Tensor]) -> dict[str, Any]:
         """Returns the rest by the name of its file, tensors and plain values, and fills ``shards``; collective."""
         graph = dict(self.graph.state_dict())
-        own = graph.pop("model")
+        model_state = graph.pop("model")
         if self.is_sharded:
             shards |= {f"model.{name}": tensor for name, tensor in distinct_tensors(self._local_tensors()).items()}
         everywhere = self.ranks.all_gather(self._take_random())
@@ -141,7 +141,7 @@ class RunState:
         trainer = {
             "random": everywhere[0],
             "buffers": self._unsaved_buffers(),
-            "extra": {name: value for name, value in own.items() if not isinstance(value, Tensor)},
+            "extra": {name: value for name, value in model_state.items() if not isinstance(value, Tensor)},
             "settings": self.settings,
             **({"random_of_each": each} if len(each) > 1 else {}),
         }
@@ -265,9 +265,9 @@ class RunState:
 
     def _with_own_settings(self, graph: dict[str, Any]) -> dict[str, Any]:
         self._step_schedule(int(graph[STEP]))
-        own = self.graph._update.state_dict()
-        schedule = {SCHEDULER: own[SCHEDULER]} if SCHEDULER in own else {}
-        return {**graph, **schedule, OPTIMIZER: {**own[OPTIMIZER], "state": graph[OPTIMIZER]["state"]}}
+        update_state = self.graph._update.state_dict()
+        schedule = {SCHEDULER: update_state[SCHEDULER]} if SCHEDULER in update_state else {}
+        return {**graph, **schedule, OPTIMIZER: {**update_state[OPTIMIZER], "state": graph[OPTIMIZER]["state"]}}
 
     def _step_schedule(self, step: int) -> None:
         # to where it is after `step` updates
@@ -289,16 +289,16 @@ class RunState:
         with reading(file, _FIX):
             check_graph(graph, like, self.optimizer, done=info["done"], num_states=info.get("optimizer_states"))
             self._step_schedule(int(graph[STEP]))
-            own = self._groups_and_schedule()
+            present = self._groups_and_schedule()
             saved = _plain_settings(graph[OPTIMIZER]["param_groups"], graph.get(SCHEDULER, {}))
-            for then, now, first in zip(saved["groups"], own["groups"], self.settings["groups"], strict=True):
+            for then, now, first in zip(saved["groups"], present["groups"], self.settings["groups"], strict=True):
                 odd = sorted(key for key in then.keys() ^ now.keys() if not key.startswith("clip_grad_"))
                 # an optimizer may have other keys under another version of PyTorch
                 if odd and info["machine"]["torch"] == torch.__version__:
                     what = f"optim: expected the optimizer whose states the snapshot has, got {name}"
                     raise SnapshotError(f"{file}: {what}, as only one of the two has {', '.join(odd)} · fix: {_FIX}")
                 groups.append({key: first[key] if now.get(key) == value else value for key, value in then.items()})
-        schedule = (self.settings if saved["schedule"] == own["schedule"] else saved)["schedule"]
+        schedule = (self.settings if saved["schedule"] == present["schedule"] else saved)["schedule"]
         return {**self.settings, "groups": groups, "schedule": schedule}
 
     # ---- random generators
@@ -367,8 +367,8 @@ LACKS: dict[int, tuple[Lack, ...]] = {
 
 
 def _plain_settings(groups: list[dict[str, Any]], schedule: Mapping[str, Any]) -> dict[str, Any]:
-    own = [{key: group[key] for key in group if key != "params"} for group in groups]
-    plain: dict[str, Any] = map_leaves({"groups": own, "schedule": schedule}, lambda leaf, _: _plain(leaf))
+    settings = [{key: group[key] for key in group if key != "params"} for group in groups]
+    plain: dict[str, Any] = map_leaves({"groups": settings, "schedule": schedule}, lambda leaf, _: _plain(leaf))
     return plain
 
 

@@ -250,9 +250,9 @@ def check_trainer(
     if (saved := trainer.get(STAGES, 1)) != stages:
         raise FieldError(STAGES, str(stages), saved)
     for name in (*trainer["buffers"], *unsaved):
-        own, value = buffers.get(name), trainer["buffers"].get(name, _NOTHING)
-        if own is None or value is _NOTHING or (value.dtype, value.ndim) != (own.dtype, own.ndim):
-            raise FieldError(f"buffers.{name}", "nothing" if own is None else _shown(own), value)
+        like, value = buffers.get(name), trainer["buffers"].get(name, _NOTHING)
+        if like is None or value is _NOTHING or (value.dtype, value.ndim) != (like.dtype, like.ndim):
+            raise FieldError(f"buffers.{name}", "nothing" if like is None else _shown(like), value)
     if trainer["extra"].keys() != (expected_extra := set(extra)):
         raise FieldError("extra", f"the entries {sorted(expected_extra)}", sorted(trainer["extra"]))
 

@@ -84,12 +84,12 @@ def _first(names: list[str]) -> str:
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Sets the weights of a model; a tied weight needs only one of its names."""
-    own = tensors_of(model)
-    places = {_place(own[name]): value for name, value in weights.items() if name in own}
-    named = {name: places[_place(tensor)] for name, tensor in own.items() if _place(tensor) in places} | weights
-    faults = [f"{name} is missing" for name in own if name not in named]
-    faults += [f"{name} is unknown" for name in named if name not in own]
-    for name, value, tensor in [(name, named[name], tensor) for name, tensor in own.items() if name in named]:
+    tensors = tensors_of(model)
+    places = {_place(tensors[name]): value for name, value in weights.items() if name in tensors}
+    named = {name: places[_place(tensor)] for name, tensor in tensors.items() if _place(tensor) in places} | weights
+    faults = [f"{name} is missing" for name in tensors if name not in named]
+    faults += [f"{name} is unknown" for name in named if name not in tensors]
+    for name, value, tensor in [(name, named[name], tensor) for name, tensor in tensors.items() if name in named]:
         if value.shape != tensor.shape:
             faults.append(f"{name} is {tuple(value.shape)}, not {tuple(tensor.shape)}")
         if value.is_floating_point() != tensor.is_floating_point():
@@ -97,7 +97,9 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> No
     if faults:
         fix = "describe the model and the vocabulary as they were when it was written"
         raise SnapshotError(f"{where}: is of another model: {_first(faults)} · fix: {fix}")
-    shards = {name: shard_like(own[name], value) for name, value in named.items() if not on_other_stage(own[name])}
+    shards = {
+        name: shard_like(tensors[name], value) for name, value in named.items() if not on_other_stage(tensors[name])
+    }
     model.load_state_dict(shards, strict=False)  # extra state that is not a tensor is kept
 
 

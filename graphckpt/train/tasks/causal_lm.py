@@ -151,10 +151,10 @@ def differences(model: Any) -> Iterator[str]:
     model.eval()
     try:
         with torch.no_grad():
-            own, ours = model(tokens, use_cache=False).logits, model.get_output_embeddings()(_hidden(model, tokens))
+            logits, ours = model(tokens, use_cache=False).logits, model.get_output_embeddings()(_hidden(model, tokens))
     finally:
         model.train(was_training)
-    if not torch.equal(own, ours):
+    if not torch.equal(logits, ours):
         what = f"task.loss_head: {type(model).__name__} does more than its output layer to make logits"
         yield f"{what}, such as cap them · fix: leave the key out"
 
