@@ -242,7 +242,7 @@ class LayoutComparison:
 
     def __str__(self) -> str:
         """Returns the table, in plain text."""
-        return text_of(_parts_of(self)).rstrip("\n")
+        return text_of(_renderables(self)).rstrip("\n")
 
     def __repr__(self) -> str:
         """Returns one line."""
@@ -251,7 +251,7 @@ class LayoutComparison:
 
     def explain(self) -> Self:
         """Prints the table."""
-        show(_parts_of(self))
+        show(_renderables(self))
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def option_overrides(options: Mapping[str, Any]) -> list[str]:
     return [f"{_SECTION}.{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items()]
 
 
-def _parts_of(comparison: LayoutComparison) -> Iterator[RenderableType]:
+def _renderables(comparison: LayoutComparison) -> Iterator[RenderableType]:
     rows, front = comparison.rows, comparison.front
     yield table_of(_COLUMNS, (_cells(row, is_optimal=row in front) for row in rows))
     best, size = comparison.best, comparison.world_size

@@ -298,9 +298,9 @@ def _step_fn(
         # The batch is on the device as a whole, and the trainer returns the losses of all micro-batches.
         losses: list[Any] = [torch.zeros(()) for _ in range(accumulation - num_traced)]
         for number in range(accumulation - num_traced, accumulation):
-            part = {name: tensor.chunk(accumulation)[number] for name, tensor in batch.items()}
+            micro_batch = {name: tensor.chunk(accumulation)[number] for name, tensor in batch.items()}
             with nullcontext() if dtype is None else torch.autocast(device_type, dtype):
-                losses.append(forward_backward(model, part, is_last=number == accumulation - 1))
+                losses.append(forward_backward(model, micro_batch, is_last=number == accumulation - 1))
         optimizer.step()
         optimizer.zero_grad()
 

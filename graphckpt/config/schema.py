@@ -186,7 +186,7 @@ def _has_call(value: Any) -> bool:
 
 def _unknown(where: str, key: str, names: list[str], of: str = "") -> str:
     some = f" · fix: use one of {', '.join(names)}" if 0 < len(names) <= _FEW else ""
-    initials = "".join(part[:1] for part in key.split("_"))  # of learning_rate: lr
+    initials = "".join(word[:1] for word in key.split("_"))  # of learning_rate: lr
     hint = did_you_mean(key, names) or (did_you_mean(initials, [initials]) if initials in names else "")
     return f"{where}: no such key{of}{hint or some}"
 

@@ -278,13 +278,13 @@ class Step:
         return output
 
     def _forward_backward(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        num_parts = self.config.num_micro_batches
-        if num_parts == 1:
+        count = self.config.num_micro_batches
+        if count == 1:
             output = self._build(build, args, kwargs)
         else:
-            parts = micro_batches(build, args, kwargs, num_parts)
-            output = pack_outputs(self._build(build, *part) for part in parts)
-        self.update.average(num_parts)
+            batches = micro_batches(build, args, kwargs, count)
+            output = pack_outputs(self._build(build, *batch) for batch in batches)
+        self.update.average(count)
         return output
 
     def _build(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -337,7 +337,7 @@ def micro_batches(
 ) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
     """Yields the arguments of each micro-batch: every tensor's part of dim 0, all else as it is."""
     leaves, shape = flatten_call(args, kwargs)
-    parts: dict[int, Sequence[torch.Tensor]] = {}
+    chunks: dict[int, Sequence[torch.Tensor]] = {}
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             if leaf.shape[0] % count or not leaf.shape[0]:
@@ -345,9 +345,9 @@ def micro_batches(
                     f"input `{shape.name(position, build)}` of shape {list(leaf.shape)} cannot be cut into {count} "
                     f"micro-batches · fix: make its dim 0 a multiple of {count}, the gradient accumulation steps"
                 )
-            parts[position] = leaf.chunk(count)
+            chunks[position] = leaf.chunk(count)
     for number in range(count):
-        yield shape.assemble([parts[i][number] if i in parts else leaf for i, leaf in enumerate(leaves)])
+        yield shape.assemble([chunks[i][number] if i in chunks else leaf for i, leaf in enumerate(leaves)])
 
 
 def pack_outputs(outputs: Iterable[Any]) -> Any:

@@ -88,7 +88,7 @@ def verify(
         raise ConfigError(f"verify: {what} · fix: verify(model, step_fn, policies)")
     if type(steps) is not int or steps < 1:
         raise ConfigError(f"verify.steps: expected an integer of at least 1, got {shown(steps)} · fix: steps=3")
-    parts = _parts(stateful)
+    objects = _stateful_objects(stateful)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor) or tensor.is_meta:
             fix = "run one forward before" if is_lazy(tensor) else "model.to_empty(device=...), and set the weights"
@@ -116,7 +116,7 @@ def verify(
                 for wrapper in wrappers:
                     wrapper.install()
 
-        loop = _Loop(model, step_fn, parts)
+        loop = _Loop(model, step_fn, objects)
         num_calls = _num_calls(wrappers)
         start = loop.snapshot()
         try:
@@ -139,14 +139,14 @@ def _num_calls(wrappers: Iterable[BlockForward]) -> int:
     return sum(wrapper.num_calls for wrapper in wrappers)
 
 
-def _parts(stateful: Any) -> list[Stateful]:
+def _stateful_objects(stateful: Any) -> list[Stateful]:
     is_one = hasattr(stateful, "state_dict")
-    parts = [stateful] if is_one or not isinstance(stateful, Iterable) else list(stateful)
-    for part in parts:
-        if is_one or not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+    objects = [stateful] if is_one or not isinstance(stateful, Iterable) else list(stateful)
+    for each in objects:
+        if is_one or not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             what = f"expected a list of objects with state_dict() and load_state_dict(), got {shown(stateful)}"
             raise ConfigError(f"verify.stateful: {what} · fix: stateful=[scheduler, scaler]")
-    return parts
+    return objects
 
 
 @final

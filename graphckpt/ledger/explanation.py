@@ -10,7 +10,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.ledger.page import notebook_html, write_step
 from graphckpt.ledger.plot import PAGE, draw_step, file_of
 from graphckpt.ledger.record import StepRecord
-from graphckpt.ledger.table import parts_of, text_of
+from graphckpt.ledger.table import renderables_of, text_of
 from graphckpt.units import format_bytes
 
 _LONG = ("timeline", "plain_levels", "tensors")
@@ -27,7 +27,7 @@ class Explanation(StepRecord):
 
     def __str__(self) -> str:
         """Returns the table as plain text."""
-        return text_of(parts_of(self)).rstrip("\n")
+        return text_of(renderables_of(self)).rstrip("\n")
 
     def __repr__(self) -> str:
         """Returns one line."""
@@ -35,7 +35,7 @@ class Explanation(StepRecord):
         return f"<Explanation of {self.title}: {len(self.rows)} rows, kept for backward {change}>"
 
     def _repr_html_(self) -> str:
-        return notebook_html(parts_of(self), self.plot)
+        return notebook_html(renderables_of(self), self.plot)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the rows, totals and warnings as plain values, without the timeline and the tensors."""

@@ -108,10 +108,10 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
 
 
 def notebook_html(
-    parts: Iterable[RenderableType], draw: Callable[[Path], object], *, alt: str = "memory of the step"
+    renderables: Iterable[RenderableType], draw: Callable[[Path], object], *, alt: str = "memory of the step"
 ) -> str:
-    """Returns the parts of a printed table as HTML for a notebook, with a picture if ``draw`` can draw one."""
-    body = "\n".join(map(_part_html, parts))
+    """Returns the renderables of a printed table as HTML for a notebook, with a picture if ``draw`` can draw one."""
+    body = "\n".join(map(_html_of, renderables))
     with TemporaryDirectory() as folder, suppress(GraphckptError):  # nothing to draw, or no matplotlib
         target = Path(folder, "plot.png")
         draw(target)
@@ -120,15 +120,15 @@ def notebook_html(
     return f'<div class="graphckpt"><style>{_NOTEBOOK_STYLE}</style>\n{body}</div>'
 
 
-def _part_html(part: RenderableType) -> str:
-    if not isinstance(part, Table):
-        return f"<div>{escape(str(part))}</div>"
-    rows = list(zip(*(map(str, column.cells) for column in part.columns), strict=True))
-    if not part.show_header or part.box is None:  # a line with a mark
+def _html_of(renderable: RenderableType) -> str:
+    if not isinstance(renderable, Table):
+        return f"<div>{escape(str(renderable))}</div>"
+    rows = list(zip(*(map(str, column.cells) for column in renderable.columns), strict=True))
+    if not renderable.show_header or renderable.box is None:  # a line with a mark
         return "".join(f"<div>{escape(' '.join(row))}</div>" for row in rows)
-    if part.show_footer:
-        rows.append(tuple(str(column.footer) for column in part.columns))
-    columns = [Column(str(column.header), is_number=column.justify == "right") for column in part.columns]
+    if renderable.show_footer:
+        rows.append(tuple(str(column.footer) for column in renderable.columns))
+    columns = [Column(str(column.header), is_number=column.justify == "right") for column in renderable.columns]
     return table(columns, rows)
 
 
@@ -163,14 +163,14 @@ def write_page(target: Path, title: str, lead: str, sections: Iterable[str]) -> 
 
     name = escape(title)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
-    parts = (
+    sections = (
         f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}{_TABLE_STYLE}</style>',
         f"<script>{get_plotlyjs()}</script>",
         f"</head><body><main><h1>{name}</h1>\n<p>{escape(lead)}</p>\n",
         *sections,
         f"</main><script>{_THEME}</script></body></html>\n",
     )
-    target.write_text("".join(parts), encoding="utf-8")
+    target.write_text("".join(sections), encoding="utf-8")
     return target
 
 
@@ -202,20 +202,20 @@ def peak_label(x: float, end: float, y: float, num_bytes: int, where: str) -> di
     }  # fmt: skip
 
 
-def strip(parts: Iterable[Span], axis: str) -> dict[str, Any]:
-    """Returns the trace of a row of coloured parts, with their labels where they fit."""
-    listed = list(parts)
+def strip(spans: Iterable[Span], axis: str) -> dict[str, Any]:
+    """Returns the trace of a row of coloured spans, with their labels where they fit."""
+    listed = list(spans)
     room = _STRIP_CHARACTERS / listed[-1].end
-    colours = [part.colour for part in listed]
+    colours = [span.colour for span in listed]
     # Edges of their own colour close the pale gaps that browsers leave between neighbours.
     edges = {"color": EDGE, "width": 0.5} if len(listed) <= MAX_EDGES else {"color": colours, "width": 1}
     return {
-        "type": "bar", "x": [part.begin for part in listed], "width": [part.end - part.begin for part in listed],
+        "type": "bar", "x": [span.begin for span in listed], "width": [span.end - span.begin for span in listed],
         "offset": 0, "y": [1] * len(listed), "yaxis": axis,
         "marker": {"color": colours, "line": edges},
-        "text": [escape(fitting_label(part, room)) for part in listed], "textposition": "inside", "textangle": 0,
+        "text": [escape(fitting_label(span, room)) for span in listed], "textposition": "inside", "textangle": 0,
         "insidetextanchor": "middle", "insidetextfont": {"size": 11, "color": INK}, "constraintext": "none",
-        "hovertext": [escape(part.label) for part in listed], "hovertemplate": "%{hovertext}<extra></extra>",
+        "hovertext": [escape(span.label) for span in listed], "hovertemplate": "%{hovertext}<extra></extra>",
         "showlegend": False,
     }  # fmt: skip
 

@@ -107,17 +107,17 @@ def title_of(axes: Any, title: str, remark: str = "") -> None:
     axes.set_title(remark, loc="right", fontsize=9, pad=8)
 
 
-def strip(axes: Any, parts: Iterable[Span], label: str) -> None:
-    """Draws a row of coloured parts, with their labels where they fit; ``axes`` have the limits of the x axis."""
-    listed = list(parts)
+def strip(axes: Any, spans: Iterable[Span], label: str) -> None:
+    """Draws a row of coloured spans, with their labels where they fit; ``axes`` have the limits of the x axis."""
+    listed = list(spans)
     room = _STRIP_CHARACTERS / axes.get_xlim()[1]
     # Without smoothing, since neighbours that share a pixel would leave a pale line between them.
-    bars = [(part.begin, part.end - part.begin) for part in listed]
+    bars = [(span.begin, span.end - span.begin) for span in listed]
     edges = {"edgecolor": EDGE, "linewidth": 0.5 if len(bars) <= MAX_EDGES else 0}
-    axes.broken_barh(bars, (0, 1), facecolors=[part.colour for part in listed], antialiased=False, **edges)
-    for part in listed:
-        if name := fitting_label(part, room):
-            axes.text((part.begin + part.end) / 2, 0.46, name, ha="center", va="center", fontsize=7, color=INK)
+    axes.broken_barh(bars, (0, 1), facecolors=[span.colour for span in listed], antialiased=False, **edges)
+    for span in listed:
+        if name := fitting_label(span, room):
+            axes.text((span.begin + span.end) / 2, 0.46, name, ha="center", va="center", fontsize=7, color=INK)
     axes.set_ylim(0, 1)
     axes.set_axis_off()
     axes.annotate(label, (0, 0.46), (-4, 0), "axes fraction", "offset points", ha="right", va="center", fontsize=8)

@@ -95,22 +95,22 @@ def prefix_note(prefix: str) -> str:
     return f"Names of blocks are relative to {prefix[:-1]}." if prefix else ""
 
 
-def show(parts: Iterable[RenderableType], file: TextIO | None = None) -> None:
+def show(renderables: Iterable[RenderableType], file: TextIO | None = None) -> None:
     """Prints tables and lines, in colour on a terminal, as plain text of :data:`WIDTH` columns anywhere else."""
     stream = sys.stdout if file is None else file
     if stream.isatty():
         console = Console(file=stream, highlight=False)
-        for part in parts:
-            console.print(part)
+        for renderable in renderables:
+            console.print(renderable)
     else:
-        stream.write(text_of(parts))
+        stream.write(text_of(renderables))
 
 
-def text_of(parts: Iterable[RenderableType]) -> str:
+def text_of(renderables: Iterable[RenderableType]) -> str:
     lines = io.StringIO()
     console = Console(file=lines, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
-    for part in parts:
-        console.print(part)
+    for renderable in renderables:
+        console.print(renderable)
     return "".join(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
 
 
@@ -178,10 +178,10 @@ def print_table(explanation: StepRecord, file: TextIO | None = None) -> None:
     total                  8.00 KiB  2.00 KiB           2
     kept for backward: 8.00 KiB -> 2.00 KiB, 6.00 KiB less (75 %)
     """
-    show(parts_of(explanation), file)
+    show(renderables_of(explanation), file)
 
 
-def parts_of(explanation: StepRecord) -> Iterator[RenderableType]:
+def renderables_of(explanation: StepRecord) -> Iterator[RenderableType]:
     yield Text(f"{explanation.title}: bytes kept for backward, before and after", style="bold")
     prefix = common_prefix(row.block for row in explanation.rows)
     short, legend = _short_rules(explanation)

@@ -275,9 +275,9 @@ class Trainer:
         eval_graph = EvalGraph(built)
 
         def batches() -> Iterator[tuple[dict[str, Tensor], bool]]:
-            size, parts = settings.test_micro_batch_size, settings.dist.data_parallel_size
+            size, num_ranks = settings.test_micro_batch_size, settings.dist.data_parallel_size
             for batch, counts in heldout_batches(
-                heldout, size=size, limit=evaluation.eval_iter, part=ranks.data_rank, parts=parts
+                heldout, size=size, limit=evaluation.eval_iter, rank=ranks.data_rank, num_ranks=num_ranks
             ):
                 yield to_device(batch, self.device), counts
 

@@ -164,7 +164,7 @@ class _Numbers:
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
 def test_held_out_batches_are_dealt_out_once_each(parts: int) -> None:
     def of(part: int) -> list[tuple[dict[str, torch.Tensor], bool]]:
-        return list(heldout_batches(_Numbers(), size=2, limit=None, part=part, parts=parts))
+        return list(heldout_batches(_Numbers(), size=2, limit=None, rank=part, num_ranks=parts))
 
     dealt = [of(part) for part in range(parts)]
     assert len({len(batches) for batches in dealt}) == 1

@@ -138,18 +138,18 @@ def _permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def heldout_batches(
-    heldout: Samples, *, size: int, limit: int | None, part: int = 0, parts: int = 1
+    heldout: Samples, *, size: int, limit: int | None, rank: int = 0, num_ranks: int = 1
 ) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Yields every ``parts``-th batch, and whether it counts.
+    """Yields every ``num_ranks``-th batch, and whether it counts.
 
-    All parts yield equally many batches, since a sharded model runs on all processes or on none: a part without a last
+    All ranks yield equally many batches, since a sharded model runs on all processes or on none: a rank without a last
     batch repeats its first one, or the very first, which does not count. At most ``limit`` are spread over all samples.
     """
     count = len(heldout) if limit is None else min(len(heldout), size * limit)
     chosen = np.arange(count) * len(heldout) // max(1, count)
     starts = range(0, count, size)
-    for turn in range(-(-len(starts) // parts)):
-        number = turn * parts + part
+    for turn in range(-(-len(starts) // num_ranks)):
+        number = turn * num_ranks + rank
         counts = number < len(starts)
         first = starts[number if counts else 0]
         yield heldout.batch(chosen[first : first + size]), counts

@@ -273,9 +273,12 @@ class TrainRanks:
         if self.data_mesh is None and self.stage_mesh is None:
             return totals
         rows = self.all_gather({name: total.tolist() for name, total in totals.items()})
-        parts = self.config.data_parallel_size * self.config.tensor_parallel_size
-        own = rows[-parts :: self.config.tensor_parallel_size]
-        return {name: torch.tensor([row[name] for row in own], dtype=torch.float64).sum(0) for name in own[0]}
+        num_ranks = self.config.data_parallel_size * self.config.tensor_parallel_size
+        rows_of_ranks = rows[-num_ranks :: self.config.tensor_parallel_size]
+        return {
+            name: torch.tensor([row[name] for row in rows_of_ranks], dtype=torch.float64).sum(0)
+            for name in rows_of_ranks[0]
+        }
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
