@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -13,6 +14,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub, and one t
 
 import pytest
 import torch
+
+with contextlib.suppress(ImportError):  # a machine with a GPU needs none of its tests
+    import hypothesis
+
+    # A time limit for each example fails where other processes share the cores.
+    hypothesis.settings.register_profile("no time limit", deadline=None)
+    hypothesis.settings.load_profile("no time limit")
 
 pytest_plugins = ["pytester"]
 collect_ignore = ["rules/op_samples.py"]  # its imports take 20 seconds and change settings of the process

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -58,7 +58,6 @@ def ranks_of(size: int, rank: int) -> Any:
     return made
 
 
-@settings(deadline=None)
 @given(num_bytes=st.lists(st.integers(1, 300), min_size=1, max_size=4), size=st.integers(2, 9))
 def test_slices_join_to_the_whole(num_bytes: list[int], size: int) -> None:
     """Each rank holds one slice of every piece, all of equal length; laid side by side they are the pieces."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -141,7 +141,6 @@ def run(allocator: Any, actions: list[int]) -> list[tuple[int, int]]:
     return levels
 
 
-@settings(deadline=None)
 @pytest.mark.parametrize("rules", RULES)
 @given(actions=ACTIONS)
 def test_blocks_never_overlap_and_sums_are_right(rules: AllocatorRules, actions: list[int]):
@@ -226,7 +225,6 @@ class PlainAllocator:
         self.segments = [(small, b) for small, b in self.segments if len(b) > 1 or not b[0][1]]
 
 
-@settings(deadline=None)
 @given(actions=ACTIONS)
 def test_a_plain_implementation_agrees(actions: list[int]):
     assert run(CachingAllocator(capacity=300 * MIB), actions) == run(PlainAllocator(300 * MIB), actions)
