@@ -209,11 +209,11 @@ class LayoutComparison:
     rows: tuple[LayoutRow, ...]
     """The layouts that were simulated and fit, fastest first."""
     ruled_out: tuple[SkippedLayout, ...] = ()
-    """Those that cannot run, or do not fit."""
+    """Layouts that cannot run, or do not fit."""
     left_out: tuple[SkippedLayout, ...] = ()
-    """Those that may fit, but are slower by arithmetic than the ones that were simulated."""
+    """Layouts that may fit, but are slower by arithmetic than the simulated ones."""
     train_arguments: tuple[str, ...] = ()
-    """What follows ``graphckpt train`` for any layout: the config and its overrides."""
+    """Arguments of ``graphckpt train`` for any layout: the config and its overrides."""
 
     @property
     def best(self) -> LayoutRow:

@@ -63,7 +63,7 @@ class ConfigSource:
         self.origins.note(self.config, _OVERRIDES)
         self._faults += rename_old_keys(self.config, self.origins)
         self.trial_lines: list[str] = []
-        """What ``fast_dev_run`` has changed, for the log."""
+        """Changes that ``fast_dev_run`` made, for the log."""
         if fast_dev_run:
             with self.checked() as run:
                 self.trial_lines = shrink(self.config, run.train, self.overrides)

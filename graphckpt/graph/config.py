@@ -35,7 +35,7 @@ _ON_OUT_OF_MEMORY = ("raise", "replan")
 
 @final
 class GraphConfig:
-    """What holds for every call of a Graph.
+    """Settings of a Graph, for all of its calls.
 
     OneFlow's pure performance knobs (``allow_fuse_*`` and the like) are accepted and do nothing, since PyTorch has
     its own; its parallelism raises with what to use instead.
@@ -65,7 +65,7 @@ class GraphConfig:
     plan_options: Any = PlanOptions()
     """The :class:`~graphckpt.planning.PlanOptions` of such plans, or a mapping of its fields."""
     determinism_check: str = "default"
-    """What is compared in the recomputation of blocks that do not say so themselves: ``"none"``, nothing;
+    """Default of ``determinism_check`` for blocks that do not set it: ``"none"``, nothing;
     ``"default"``, shapes and dtypes of all saved tensors, and the values of some calls; ``"values"``, the values of
     every call. Replays of a capture are not checked."""
     on_out_of_memory: str = "raise"

@@ -30,7 +30,7 @@ Values: TypeAlias = dict[str, dict[str, Any]]
 @final
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What :func:`graphckpt.verify` or :meth:`graphckpt.Graph.verify` has compared, and found equal in every bit."""
+    """Result of :func:`graphckpt.verify` and :meth:`graphckpt.Graph.verify`: everything compared was bitwise equal."""
 
     num_steps: int
     num_tensors: int
@@ -40,7 +40,7 @@ class Verification:
     is_captured: bool
     """Whether the steps were replays of a capture."""
     contents: str = ""
-    """What was compared after each step, such as ``"loss, 148 gradients, 2 buffers, RNG"``."""
+    """The values compared after each step, such as ``"loss, 148 gradients, 2 buffers, RNG"``."""
 
     def __str__(self) -> str:
         steps = f"{self.num_steps} {'replay' if self.is_captured else 'step'}{'s' * (self.num_steps != 1)}"

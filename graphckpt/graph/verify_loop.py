@@ -26,7 +26,7 @@ _FIX_OF_LOOP = f"{UNSTABLE_FIX}; or {_SAME_BATCH}"
 
 
 class Stateful(Protocol):
-    """What :func:`verify` copies and restores by its state."""
+    """An object that :func:`verify` saves and restores by its ``state_dict``."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...

@@ -1,4 +1,4 @@
-"""Where saved tensors are held between forward and backward."""
+"""Stores that hold saved tensors between forward and backward."""
 
 from graphckpt.stores.base import (
     ByteHandle,

@@ -40,7 +40,7 @@ class TensorGroup:
     number: int = 0
     """Position among the groups of the step."""
     pieces: dict[int, weakref.ref[Any]] = field(default_factory=dict)
-    """What is stored of it, by ``id``; references to what was freed may remain."""
+    """Weak references to its stored tensors, by ``id``; those of freed tensors may remain."""
     unmoved: frozenset[int] | None = None
     """``id`` of each storage that is never moved; ``None`` until the first tensor."""
     is_prefetched: bool = False
@@ -242,7 +242,7 @@ class Total:
 
 @final
 class Traffic:
-    """What one block stores during a recorded step, as shares of ``totals`` by tier. Bytes are those of this rank."""
+    """Bytes that one block stores during a recorded step, as shares of ``totals`` by tier. Bytes are those of this rank."""
 
     __slots__ = ("_key", "_totals", "copy_seconds", "has_moved", "wait_seconds")
 
