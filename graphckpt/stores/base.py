@@ -242,7 +242,7 @@ class Total:
 
 @final
 class Traffic:
-    """Bytes that one block stores during a recorded step, as shares of ``totals`` by tier. Bytes are those of this rank."""
+    """Bytes that one block stores on this rank during a recorded step, as shares of ``totals`` by tier."""
 
     __slots__ = ("_key", "_totals", "copy_seconds", "has_moved", "wait_seconds")
 
