@@ -355,7 +355,7 @@ def test_a_block_that_breaks_the_graph_moves_its_state_once(layer: Callable[[], 
         assert differing(steps(model, compiled(model)[0])[0], expected) == []
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_in_a_loop_that_update_a_cache(use_cache: bool) -> None:
     """The compiler cannot trace the cache inside of a checkpoint, and gives up on the loop, and then on its calls."""
     tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))

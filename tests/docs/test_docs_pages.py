@@ -21,7 +21,7 @@ RUN = [README, *(DOCS / name for name in NAMES), *sorted((DOCS / "howto").glob("
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=slow_unless(page.stem not in ("fit", "budget")), id=page.stem) for page in RUN]
+    "page", [pytest.param(page, marks=slow_unless(page.stem not in ("fit", "budget", "cluster")), id=page.stem) for page in RUN]
 )
 def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
