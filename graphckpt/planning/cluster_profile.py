@@ -20,7 +20,7 @@ CollectiveKind: TypeAlias = Literal["gather", "scatter", "all_reduce", "all_to_a
 """``"gather"`` is an all-gather, ``"scatter"`` a reduce-scatter; ``"broadcast"`` is also a reduction to one rank."""
 
 _CLUSTERS = Path(__file__).parent / "clusters"
-_GUIDE = '"The time of collectives" in docs/planning.md'
+_GUIDE = '"Time" in docs/howto/cluster.md'
 _LINKS = ("within_node", "between_nodes")
 _LEAST_BANDWIDTH = 1e6  # bytes per second; a smaller number is in GB/s
 _MOST_LATENCY = 0.1  # seconds; a larger number is in microseconds

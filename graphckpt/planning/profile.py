@@ -162,7 +162,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 _PROFILES = Path(__file__).parent / "profiles"
-_GUIDE = '"A profile of your own" in docs/planning.md'
+_GUIDE = '"A profile of your own" in docs/reference/planning.md'
 _KINDS = ("cuda", "cpu")
 _ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "rounding")
 _FROM_ZERO_ON = (

@@ -15,7 +15,7 @@ from helpers.thinning import slow_unless
 from graphckpt.stores import offload_targets
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-NAMES = ("tutorial.md", "graph.md", "estimate.md", "reference/selectors.md", "reference/policies.md")
+NAMES = ("tutorial.md", "graph.md", "planning.md", "estimate.md", "reference/selectors.md", "reference/policies.md")
 README = DOCS.parent / "README.md"
 RUN = [README, *(DOCS / name for name in NAMES), *sorted((DOCS / "howto").glob("*.md"))]
 

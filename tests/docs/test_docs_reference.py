@@ -86,6 +86,14 @@ def test_the_page_of_the_api_begins_with_a_line_for_each_name() -> None:
     assert [name for name, summary in rows.items() if len(summary) > 140] == []
 
 
+def test_the_page_of_plans_lists_every_option_and_where_it_can_be_set() -> None:
+    table = page("planning.md").partition("## Options")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (yes)? ?\| (yes)? ?\|$", table, re.MULTILINE)
+    assert {name for name, *_ in rows} == {*planning.PlanOptions.names()}
+    assert {name for name, in_config, _ in rows if in_config} == {*planning.PlanOptions.names("config")}
+    assert {name for name, _, in_command in rows if in_command} == {*planning.PlanOptions.names("command")}
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs/reference").glob("*.md")]
     shown = {name.rpartition(".")[2] for text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}

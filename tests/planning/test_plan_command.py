@@ -73,7 +73,8 @@ def test_what_is_not_known_is_null(capsys):
 
 def test_every_key_is_documented(capsys):
     found, _ = planned(capsys=capsys)
-    section = Path("docs/planning.md").read_text().partition("### All numbers as JSON")[2].partition("\n### ")[0]
+    page = Path("docs/reference/planning.md").read_text(encoding="utf-8")
+    section = page.partition("## All numbers as JSON")[2].partition("\n## ")[0]
     rows = [line.split(" | ", 1) for line in section.splitlines() if line.startswith("| `")]
     keys = {key for names, _ in rows for key in re.findall(r"`(\w+)`", names)}
     assert keys == found.keys() == KEYS
