@@ -1,6 +1,6 @@
 """The few private names of PyTorch that graphckpt needs, each with the reason.
 
-Those of its compiler are in `_compat_compiler`. Nothing else is private.
+Those of its compiler are in `_compat_compiler`, those of its fake tensors in `_compat_fake`. Nothing else is private.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
     _unsafe_set_version_counter,
 )
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch, _pytree
 from torch.utils import checkpoint as torch_checkpoint
@@ -47,13 +42,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
-"""The name in `torch.nn.init` of what all imports of `trunc_normal_` call. It draws until all values are in bounds."""
-
 pytree = _pytree
 """Holds every container type that users and Transformers have registered. It is public from torch 2.14 on."""
-
-NoValueError = DataDependentOutputException
 
 
 def active_saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
@@ -130,20 +120,6 @@ current_accelerator = torch._C._accelerator_getAccelerator
 """``torch.accelerator.current_accelerator()`` without its Python, and without a copy of its result."""
 
 
-@contextmanager
-def own_device_modules() -> Iterator[None]:
-    """Empties the cache of ``torch.get_device_module`` at the start and the end.
-
-    Where devices are simulated, ``"cuda"`` is the CPU, and PyTorch would take it for that from then on.
-    """
-    clear: Callable[[], None] = getattr(torch.get_device_module, "cache_clear", lambda: None)
-    clear()
-    try:
-        yield
-    finally:
-        clear()
-
-
 attention_kernels_enabled = (
     torch._C._get_math_sdp_enabled,
     torch._C._get_flash_sdp_enabled,
@@ -188,148 +164,11 @@ class WithoutValues(torch.Tensor):
         raise tensor.error_class(tensor.message)
 
 
-_aten = torch.ops.aten
-_VIEWS = {
-    _aten.detach.default, _aten.t.default, _aten.transpose.int, _aten.view.default, _aten._unsafe_view.default,
-    _aten.slice.Tensor, _aten.unsqueeze.default, _aten.expand.default,
-}  # fmt: skip
-
-
-_RANDOM = torch.Tag.nondeterministic_seeded
-_UNDEFINED = {_aten.empty.memory_format, _aten.empty_strided.default}  # their values are whatever the memory contains
-_MOST_VALUES = 1024  # elements of a tensor whose values are computed, such as the frequencies of a rotary embedding
-
-
-@functools.cache
-def _returns_nothing(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and not func._schema.returns
-
-
-def _only_modifies_lists(func: Any, args: Any) -> bool:
-    """Whether an op modifies lists of tensors in place, as optimizers do, so that no shape changes.
-
-    A fake tensor that is a constant has a value, and loses it in such an op.
-    """
-    if not (_returns_nothing(func) and args and isinstance(args[0], (list, tuple))):
-        return False
-    tensors = (tensor for value in args if isinstance(value, (list, tuple)) for tensor in value)
-    return all(isinstance(tensor, FakeTensor) and tensor.constant is None for tensor in tensors)
-
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
-
-
-class FakeTensors(FakeTensorMode):
-    """``FakeTensorMode`` in less time: of five ops of a step three are views, which need no cache.
-
-    Nor is there a look-up of the lists that optimizers modify, for GPT-2's fused AdamW of 740 tensors.
-    """
-
-    has_values = False
-    """Whether small tensors that a function such as ``torch.arange`` creates have values. See :meth:`with_values`."""
-
-    @contextmanager
-    def with_values(self) -> Iterator[None]:
-        """Computes the values of small tensors too, unless they are random: constructors of modules read some.
-
-        PyTorch propagates them through ops whose arguments all have values, and forgets them where it cannot. At the
-        end all are forgotten: ops on tensors with values take longer.
-        """
-        before, self.has_values = self.has_values, True
-        try:
-            yield
-        finally:
-            self.has_values = before
-            converter = self.fake_tensor_converter
-            every = [reference for each in converter.constant_storage_mapping.values() for reference in each]
-            for tensor in (reference() for reference in every):
-                # PyTorch gives values to tensors of one element in a step too.
-                if tensor is not None and tensor.constant is not None and tensor.numel() > 1:
-                    converter.invalidate_constant_aliases(tensor.constant)
-
-    def may_turn_const(self, t: torch.Tensor) -> bool:
-        if self.has_values and 1 < t.numel() <= _MOST_VALUES:
-            t = t.detach().reshape(-1)[:1]  # everything but the size is PyTorch's to check
-        return super().may_turn_const(t)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard would cost 5 us an op
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _only_modifies_lists(func, args):
-            return None
-        with torch._C.DisableTorchFunction():
-            if func is _aten._grouped_mm.default and args[0].dtype is args[1].dtype in (torch.float32, torch.float16):
-                return self._grouped_product(*args, **(kwargs or {}))
-            if func is _aten.set_.source_Storage_storage_offset and isinstance(args[0], FakeTensor):
-                with in_kernel_invocation_manager(self):
-                    func(*args)
-                return args[0]  # not from the cache, whose key would hold the storage for ever
-            if func is _WAIT:
-                func = _aten.alias.default  # a real one returns its argument, PyTorch's fake one allocates
-            if func not in _VIEWS or not isinstance(args[0], FakeTensor) or args[0].constant is not None:
-                result = self.dispatch(func, types, args, kwargs or {})
-                return self._with_values(func, args, kwargs or {}, result) if self.has_values else result
-            with in_kernel_invocation_manager(self):
-                view = func(*args, **(kwargs or {}))
-            return FakeTensor(self, view, args[0].fake_device)
-
-    def _with_values(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-        """Replaces a small tensor that was created of numbers alone by one that has its values."""
-        if not isinstance(result, FakeTensor) or result.constant is not None or result.numel() > _MOST_VALUES:
-            return result
-        if _RANDOM in func.tags or func in _UNDEFINED or func._schema.is_mutable or result.device.type != "cpu":
-            return result
-        if any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves((args, kwargs))):
-            return result
-        with _disable_current_modes():
-            values = func(*args, **kwargs)
-        return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
-
-    def _grouped_product(self, one: torch.Tensor, other: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> Any:
-        """Returns what ``_grouped_mm`` does: it takes other types than bfloat16 too, which its meta kernel refuses."""
-        groups = [] if one.dim() != other.dim() else [one.shape[0] if one.dim() == 3 else offs.shape[0]]
-        shape = [*groups, one.shape[-2], other.shape[-1]]
-        return self.dispatch(_aten.empty.memory_format, (), (shape,), {"dtype": one.dtype, "device": one.device})
-
-
-def is_of_absent_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor belongs to a :class:`~graphckpt.planning.fake_device.FakeDevice`, whose stores copy nothing."""
-    return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, FakeTensors)
-
-
 @functools.cache
 def own_attributes_of_fakes() -> frozenset[str]:
     """Returns the names of the attributes that PyTorch gives each fake tensor, or a parameter among them."""
     with _disable_current_modes(), FakeTensorMode():
         return frozenset({*torch.empty(0).__dict__, "_is_param"})
-
-
-def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:
-    """Drops weak references to tensors of ``mode``: ``torch.utils.swap_tensors`` refuses tensors that have one."""
-    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
-    for key in [key for key, tensor in memo.items() if any(tensor is other for other in tensors)]:
-        del memo[key]
-    for tensor in tensors:
-        if isinstance(tensor, FakeTensor) and tensor.constant is not None:
-            mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
-
-
-@contextmanager
-def backward_within(mode: AbstractContextManager[Any]) -> Iterator[None]:
-    """Runs the nodes of every backward within a torch function mode, which backward itself sets aside."""
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def run_within(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return run(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = run_within  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import inspect
 import operator
 import re
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphckpt
-from graphckpt import _compat, _compat_compiler, _compat_distributed, _compat_memory
+from graphckpt import _compat, _compat_compiler, _compat_distributed, _compat_fake, _compat_memory
 from graphckpt._compat import FakeTensorMode, call_with_autocast
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.ledger.live_memory import LiveBytes
@@ -397,7 +398,87 @@ def test_nothing_private_is_imported_elsewhere() -> None:
     package = Path(graphckpt.__file__).parent
     allowed = {"torch.utils._python_dispatch"}  # TorchDispatchMode lives there; PyTorch documents the class
     for path in package.rglob("*.py"):
-        if path.name not in ("_compat.py", "_compat_compiler.py", "_compat_distributed.py"):
+        if path.name not in ("_compat.py", "_compat_compiler.py", "_compat_distributed.py", "_compat_fake.py"):
             found = re.findall(r"(?:from|import) (torch(?:\.\w+)*\._\w+[\w.]*)", path.read_text())
             assert set(found) <= allowed, (path.name, found)
             assert "torch._C" not in path.read_text(), path.name
+
+
+def _ops_on_fakes() -> list[Callable[[], Any]]:
+    """Ops whose results a cache must not mix up: equal shapes, other strides, types, scalars or history."""
+    x, y = torch.ones(4, 6), torch.ones(6, 4).t()
+    ids, weight = torch.zeros(4, dtype=torch.int64), torch.nn.Parameter(torch.ones(6, 6))
+    ops: list[Callable[[], Any]] = [
+        lambda: x + 1,
+        lambda: x + 1.0,
+        lambda: ids + 1,
+        lambda: ids + 1.0,
+        lambda: y + 1,
+        lambda: x[1:] + 1,
+        lambda: x.add_(1),
+        lambda: x.to(torch.bfloat16),
+        lambda: torch.nn.functional.linear(x, weight),
+        lambda: torch.nn.functional.layer_norm(x, (6,)),
+        lambda: torch.add(x, 1, out=torch.empty(0)),
+        lambda: torch.cat([x, y]),
+        x.sum,
+        lambda: torch.arange(5),
+        lambda: torch.arange(5.0),
+        lambda: x.unfold(0, 2, 1),
+        lambda: x.view(torch.int32),
+        lambda: torch.complex(x, x) * 1j,
+    ]
+    return ops
+
+
+def _kinds_of(result: Any) -> list[Any]:
+    return [
+        (
+            *(t.shape, t.stride(), t.dtype, t.device, t.storage_offset(), t.untyped_storage().nbytes()),
+            *(t.requires_grad, str(torch._C._dispatch_keys(t)), sorted(vars(t))),
+        )
+        for t in torch.utils._pytree.tree_leaves(result)
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(_ops_on_fakes())))
+def test_remembered_results_of_fake_ops_are_those_of_pytorch(number: int) -> None:
+    """Runs an op after all others, and twice, so that each result comes from the cache where that is possible."""
+    with FakeTensorMode():
+        expected = _kinds_of(_ops_on_fakes()[number]())
+    with _compat_fake.FakeTensors():
+        for op in _ops_on_fakes():
+            op()
+        again = [_kinds_of(_ops_on_fakes()[number]()) for _ in range(2)]
+    assert again == [expected, expected]
+
+
+def test_remembered_results_have_their_own_storage() -> None:
+    with _compat_fake.FakeTensors():
+        x = torch.ones(8)
+        results = [x + 1 for _ in range(3)]
+        assert len({id(result.untyped_storage()) for result in [x, *results]}) == 4
+        assert x.add_(1) is x
+        assert (x.relu_() is x, x.relu_() is x) == (True, True)
+
+
+def test_equal_layers_are_dispatched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatched: list[Any] = []
+    dispatch = FakeTensorMode.dispatch
+
+    def spy(mode: Any, func: Any, *arguments: Any) -> Any:
+        dispatched.append(func)
+        return dispatch(mode, func, *arguments)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", spy)
+    counts = []
+    for num_layers in (2, 4, 32):  # in the first, PyTorch's own cache is empty
+        dispatched.clear()
+        with _compat_fake.FakeTensors():
+            layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)) for _ in range(num_layers)]
+            for parameter in torch.nn.Sequential(*layers).parameters():
+                parameter.grad = torch.ones_like(parameter)
+            begin = len(dispatched)
+            torch.nn.Sequential(*layers)(torch.ones(2, 8)).sum().backward()
+        counts.append(len(dispatched) - begin)
+    assert counts[1] == counts[2] < 40

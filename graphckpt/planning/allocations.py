@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
 import torch
 
+from graphckpt._compat import is_fake
 from graphckpt._compat_compiler import never_compiled
+from graphckpt._compat_fake import OF_DEVICE, without_torch_functions
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.allocator import DEFAULT_RULES, AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
 from graphckpt.tree import storages_of
@@ -25,6 +28,7 @@ _NUM_STEPS = 3
 """Steps that are replayed: the first creates optimizer states, the second is the first that has them, and later ones
 repeat the second. Reserved bytes of the models tried do not grow after the third."""
 _TEMPORARY, _ADDED = -1, -2  # not ids of storages
+_NOTHING = nullcontext()
 _PRECISION = 2 * 2**20  # bytes: the smallest segment
 
 
@@ -251,14 +255,15 @@ class AllocationTrace(LiveBytes):
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         self._num_ops += 1
-        if getattr(func, "namespace", "") == "prim":  # `prim.device`: two out of three dispatches of a fake step
-            return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._op_seconds is not None and result is not NotImplemented:
-            self._add_seconds(self._op_seconds(func, args, kwargs or {}, result))
-        if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
-            self._change(num_bytes, _TEMPORARY)  # allocated and freed at once
-            self._change(-num_bytes, _TEMPORARY)
+        if func is OF_DEVICE:
+            return args[0].device if is_fake(args[0]) else func(*args)
+        with without_torch_functions() if self._counts_fake else _NOTHING:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if self._op_seconds is not None and result is not NotImplemented:
+                self._add_seconds(self._op_seconds(func, args, kwargs or {}, result))
+            if self._extra_bytes is not None and (num_bytes := self._extra_bytes(func, args)):
+                self._change(num_bytes, _TEMPORARY)  # allocated and freed at once
+                self._change(-num_bytes, _TEMPORARY)
         return result
 
     def add(self, num_bytes: int) -> None:

@@ -6,7 +6,7 @@ The tensors are on the CPU: fake tensors on a device that the process does not h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import swap_tensors
 
-from graphckpt._compat import (
+from graphckpt._compat import is_fake, unseen_by_modes
+from graphckpt._compat_fake import (
     TRUNCATED_NORMAL,
     FakeTensors,
     NoValueError,
     backward_within,
     forget_fake,
-    is_fake,
     own_device_modules,
-    unseen_by_modes,
 )
 from graphckpt.errors import ConfigError
 from graphckpt.planning.cluster_profile import default_cluster
@@ -96,6 +95,11 @@ class FakeDevice:
     def __exit__(self, *exc: object) -> None:
         self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]
 
+    @property
+    def autocast_dtypes(self) -> Iterable[torch.dtype]:
+        """The types to which autocast has cast in steps so far."""
+        return self._functions.autocast_dtypes
+
     def new_timeline(self) -> Timeline:
         """Returns what counts the seconds of a step on this device, and on its cluster."""
         profile = default_cluster(self.machine.name) if self.cluster is None else self.cluster.profile
@@ -121,6 +125,7 @@ class _FunctionOverrides(TorchFunctionMode):
         self._kernels = machine.attention
         self._capability = machine.capability or (8, 0)
         self._is_cuda = machine.kind == "cuda"
+        self.autocast_dtypes: dict[torch.dtype, None] = {}
         self._instead: dict[Any, Callable[..., Any]] = {torch.Tensor.cuda: lambda tensor, *_, **__: tensor}
         if self._is_cuda:
             self._instead |= {
@@ -133,13 +138,17 @@ class _FunctionOverrides(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "__get__":  # `x.shape`, `x.dtype`: the most frequent calls
             return func(*args, **kwargs)
+        # Autocast hides from the ops that it casts for.
+        is_autocast = torch.is_autocast_enabled("cpu")  # where fake tensors are
+        if is_autocast:
+            self.autocast_dtypes.setdefault(torch.get_autocast_dtype("cpu"))
         if func in self._instead:
             return self._instead[func](*args, **kwargs)
         if func is F.multi_head_attention_forward:
             by_name = {"scaled_dot_product_attention": self._attention, "dropout": dropout} if self._is_cuda else {}
             with swapped(F, by_name):  # PyTorch disables the mode while it runs
                 return func(*args, **kwargs)
-        if self._is_cuda and func in FULL_PRECISION and torch.is_autocast_enabled("cpu"):
+        if is_autocast and self._is_cuda and func in FULL_PRECISION:
             return in_full_precision(func, args, kwargs)
         args, kwargs = _here(func, args, kwargs)
         try:
@@ -177,9 +186,11 @@ def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     """Replaces devices in arguments by the CPU, where the fake tensors are."""
     if func is torch.device and _is_elsewhere(args[0] if args else kwargs.get("type")):
         return (torch.device("cpu"),), {}  # without the index, which may be an argument of its own
-    if any(map(_is_elsewhere, args)):
-        args = tuple(torch.device("cpu") if _is_elsewhere(value) else value for value in args)
-    if _is_elsewhere(kwargs.get("device")):
+    for value in args:
+        if isinstance(value, (str, torch.device)):
+            args = tuple(torch.device("cpu") if _is_elsewhere(value) else value for value in args)
+            break
+    if kwargs and _is_elsewhere(kwargs.get("device")):
         kwargs = kwargs | {"device": torch.device("cpu")}
     return args, kwargs
 

@@ -21,7 +21,7 @@ from graphckpt.planning.plan import KEEP_ALL, Plan
 from graphckpt.planning.plan_group import GroupError, PlanGroup
 from graphckpt.planning.rows import PlanRow, Stage
 from graphckpt.planning.search import PolicyChoice, PolicySearch
-from graphckpt.planning.steps import FakeStep, RealStep, StepRun
+from graphckpt.planning.steps import ENOUGH, FakeStep, RealStep, StepRun
 from graphckpt.units import at_least, format_bytes, format_sizes
 
 
@@ -220,7 +220,6 @@ class Planners:
 _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 _MOST_CHECKS = 3  # another plan may run other ops at its peak
 _MOST_REPLAYS = 5  # of plans whose gaps between the allocator's blocks are not known before
-_ENOUGH = 0.98  # of the memory of an absent device: a plan that needs as much is not replaced by a faster one
 
 
 def plan_in_limit(planner: Planner, step: RealStep | FakeStep, budget: Budget, limit: int, group: PlanGroup) -> Plan:
@@ -271,7 +270,7 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
         peak = run.plan.predicted_peak_bytes
         if run.needed_bytes <= limit:
             best = run if best is None or run.plan.predicted_step_seconds < best.plan.predicted_step_seconds else best
-            if bound == limit or run.needed_bytes >= _ENOUGH * limit:
+            if bound == limit or run.needed_bytes >= ENOUGH * limit:
                 break
         else:
             too_high = min(too_high, peak)

@@ -18,7 +18,15 @@ from torch.optim import Optimizer
 from graphckpt._compat_memory import gradient_buckets
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.allocations import AllocationLog, AllocationTrace, Replay, fits, least_capacity, replay
+from graphckpt.planning.allocations import (
+    AllocationLog,
+    AllocationTrace,
+    OpSeconds,
+    Replay,
+    fits,
+    least_capacity,
+    replay,
+)
 from graphckpt.planning.allocator import AllocatorRules, CapacityError
 from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import KEEP, Option
@@ -28,7 +36,7 @@ from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
 from graphckpt.planning.profile import DeviceProfile
 from graphckpt.planning.program import Interval
-from graphckpt.planning.timeline import StepSeconds, Timeline
+from graphckpt.planning.timeline import StepSeconds
 from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace, now
 from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
 from graphckpt.planning.write_profile import copy_rates
@@ -39,6 +47,7 @@ from graphckpt.training_state import TrainingState, on_optimizer_step
 _CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
+ENOUGH = 0.98  # of the memory of an absent device: a plan that needs as much is not replaced by a faster one
 _TIMED_COMPILED = 3  # times as many for compiled layers, whose ops cannot be timed one by one
 
 
@@ -427,9 +436,12 @@ class FakeStep:
     def least_capacity(self, allocations: AllocationLog, limit: int = 0) -> int:
         """Returns the least memory with which the allocator releases no segments after the second step, to 2 MiB.
 
-        It is at most ``limit`` if that is enough.
+        It is at most ``limit`` if that is enough. What an allocator without a limit reserves is not searched further if
+        it is below :data:`ENOUGH` of ``limit``: no choice depends on it.
         """
-        options = {"capture_after": self._capture_after}
+        options: dict[str, Any] = {"capture_after": self._capture_after}
+        if limit and (reserved := replay(allocations, self.rules, **options).reserved_bytes) < ENOUGH * limit:
+            return reserved
         num_bytes = least_capacity(allocations, self.rules, **options)
         is_enough = num_bytes > limit > 0 and fits(allocations, limit, self.rules, **options)
         return limit if is_enough else num_bytes
@@ -449,14 +461,14 @@ class FakeStep:
             if learns:  # a first run finds buffers that change, such as the statistics of BatchNorm
                 self._step_fn()
             timeline = self._device.new_timeline()
-            trace, observer = self._new(Trace, timeline), StepObserver()
+            observer = StepObserver(timeline.op_seconds)
+            trace = self._new(Trace, timeline.op_seconds if self.assumptions else observer.op_seconds)
             trace.track([*self._workspaces, *state_tensors(self._model, self._optimizers)])
             if self._first is not None:  # averages of weights, or a loss that is stored: used late, and alive before
                 trace.track_storages_of(self._first)
-            observing = nullcontext() if self.assumptions else observer.observing()
-            with timeline.waits(), traced(blocks, trace, [store]), observing:
+            with timeline.waits(), traced(blocks, trace, [store]), observer.observing_optimizers():
                 self._step_fn()
-        self.assumptions = self.assumptions or observer.assumptions
+        self.assumptions = self.assumptions or observer.assumptions(self._device.autocast_dtypes)
         if all(option is KEEP for option in options):
             self._plain = timeline.seconds(), timeline.first
         self._comm_bytes = max(self._comm_bytes, timeline.comm_bytes)
@@ -473,7 +485,7 @@ class FakeStep:
         """Runs the first two steps of a process; the peak and the seconds are those of the second."""
         with self._device, self._from_start():
             timeline = self._device.new_timeline()
-            trace = self._new(AllocationTrace, timeline)
+            trace = self._new(AllocationTrace, timeline.op_seconds)
             weights = [*self._model.parameters(), *self._model.buffers()]
             buckets = gradient_buckets(weights)
             trace.track([*weights, *buckets, *self._workspaces])
@@ -569,12 +581,12 @@ class FakeStep:
                 each._modules.clear()
                 each._modules.update(modules)
 
-    def _new(self, kind: type[_AnyTrace], timeline: Timeline) -> _AnyTrace:
+    def _new(self, kind: type[_AnyTrace], op_seconds: OpSeconds) -> _AnyTrace:
         machine = self._device.machine
         return kind(
             "meta",
             is_fake=True,
             rounded=machine.rounded,
-            op_seconds=timeline.op_seconds,
+            op_seconds=op_seconds,
             extra_bytes=machine.op_extra_bytes,
         )

@@ -12,7 +12,8 @@ from typing import ClassVar, final
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from graphckpt._compat import is_of_absent_device, unseen_by_modes
+from graphckpt._compat import unseen_by_modes
+from graphckpt._compat_fake import is_of_absent_device
 from graphckpt.errors import StoreError
 from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
 from graphckpt.units import format_bytes

@@ -23,13 +23,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import (
-    is_of_absent_device,
-    is_watched,
-    share_version_counter,
-    version_sharing_detach,
-    what_is_not_plain,
-)
+from graphckpt._compat import is_watched, share_version_counter, version_sharing_detach, what_is_not_plain
+from graphckpt._compat_fake import is_of_absent_device
 from graphckpt.stores.base import ByteHandle, ByteStore, Store, TensorGroup
 from graphckpt.tree import storages_of
 

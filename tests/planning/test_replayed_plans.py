@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphckpt
+from graphckpt.planning.allocations import replay
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.profile import load_profile
@@ -102,3 +104,21 @@ def test_settings_that_are_not_simulated_are_a_note(monkeypatch: pytest.MonkeyPa
     plan = graphckpt.plan(llama, memory_budget="max", device=DEVICE, candidates=["full"])
     ignored = "garbage_collection_threshold, roundup_power2_divisions"
     assert plan.notes == (f"PYTORCH_ALLOC_CONF: the simulated allocator ignores {ignored}",)
+
+
+def test_the_least_memory_is_not_searched_where_there_is_more_than_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = new_step()
+    allocations = step.run().allocations
+    least, reserved = step.least_capacity(allocations), step.replay(allocations).reserved_bytes
+    replays: list[None] = []
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        replays.append(None)
+        return replay(*arguments, **options)
+
+    monkeypatch.setattr("graphckpt.planning.steps.replay", counting)
+    monkeypatch.setattr("graphckpt.planning.allocations.replay", counting)
+    assert step.least_capacity(allocations, 2 * reserved) == reserved
+    assert len(replays) == 1
+    assert step.least_capacity(allocations, reserved) == least  # near the limit it matters
+    assert len(replays) > 2

@@ -1,0 +1,315 @@
+"""The private names of PyTorch's fake tensors that graphckpt needs, each with the reason."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    _BypassDispatchCache,
+    in_kernel_invocation_manager,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
+"""The name in `torch.nn.init` of what all imports of `trunc_normal_` call. It draws until all values are in bounds."""
+
+NoValueError = DataDependentOutputException
+
+without_torch_functions = torch._C.DisableTorchFunction
+"""Sets aside every torch function mode, which each ``tensor.shape`` would call, within a ``with`` block."""
+
+OF_DEVICE = torch.ops.prim.device.default
+"""What PyTorch dispatches when C++ reads the device of a fake tensor: two out of three dispatches of a fake step."""
+
+
+@contextmanager
+def own_device_modules() -> Iterator[None]:
+    """Empties the cache of ``torch.get_device_module`` at the start and the end.
+
+    Where devices are simulated, ``"cuda"`` is the CPU, and PyTorch would take it for that from then on.
+    """
+    clear: Callable[[], None] = getattr(torch.get_device_module, "cache_clear", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+_aten = torch.ops.aten
+_VIEWS = {
+    _aten.detach.default, _aten.t.default, _aten.transpose.int, _aten.view.default, _aten._unsafe_view.default,
+    _aten.slice.Tensor, _aten.unsqueeze.default, _aten.expand.default,
+}  # fmt: skip
+
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+_UNDEFINED = {_aten.empty.memory_format, _aten.empty_strided.default}  # their values are whatever the memory contains
+_MOST_VALUES = 1024  # elements of a tensor whose values are computed, such as the frequencies of a rotary embedding
+_PLAIN_DTYPES = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+}  # fmt: skip
+_PLAIN_VALUES = {
+    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
+}  # fmt: skip
+
+
+@functools.cache
+def _returns_nothing(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and not func._schema.returns
+
+
+def _only_modifies_lists(func: Any, args: Any) -> bool:
+    """Whether an op modifies lists of tensors in place, as optimizers do, so that no shape changes.
+
+    A fake tensor that is a constant has a value, and loses it in such an op.
+    """
+    if not (_returns_nothing(func) and args and isinstance(args[0], (list, tuple))):
+        return False
+    tensors = (tensor for value in args if isinstance(value, (list, tuple)) for tensor in value)
+    return all(isinstance(tensor, FakeTensor) and tensor.constant is None for tensor in tensors)
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
+
+
+class _NewTensor(NamedTuple):
+    """A result of an op that has a storage of its own."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Results(NamedTuple):
+    """What an op returns for arguments of some shapes: for each result, the number of an argument or a new tensor."""
+
+    entries: Sequence[int | _NewTensor | None] = ()
+    is_tuple: bool = False
+    is_complete: bool = True
+    """Whether ``entries`` are all: not for views, values, and results whose shape depends on values."""
+
+
+_UNKNOWN = _Results(is_complete=False)
+
+
+class FakeTensors(FakeTensorMode):
+    """``FakeTensorMode`` in a third of the time, as a step of equal layers runs the same ops on the same shapes.
+
+    PyTorch has a cache as well, of which the keys alone take longer than most ops. What this class does not know, it
+    leaves to PyTorch. Of five ops of a step three are views, which need no cache. Nor is there a look-up of the lists
+    that optimizers modify, for GPT-2's fused AdamW of 740 tensors.
+    """
+
+    has_values = False
+    """Whether small tensors that a function such as ``torch.arange`` creates have values. See :meth:`with_values`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._results: dict[tuple[Any, ...], _Results] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        """By device: the attributes of a new fake tensor."""
+
+    @contextmanager
+    def with_values(self) -> Iterator[None]:
+        """Computes the values of small tensors too, unless they are random: constructors of modules read some.
+
+        PyTorch propagates them through ops whose arguments all have values, and forgets them where it cannot. At the
+        end all are forgotten: ops on tensors with values take longer.
+        """
+        before, self.has_values = self.has_values, True
+        try:
+            yield
+        finally:
+            self.has_values = before
+            converter = self.fake_tensor_converter
+            every = [reference for each in converter.constant_storage_mapping.values() for reference in each]
+            for tensor in (reference() for reference in every):
+                # PyTorch gives values to tensors of one element in a step too.
+                if tensor is not None and tensor.constant is not None and tensor.numel() > 1:
+                    converter.invalidate_constant_aliases(tensor.constant)
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:
+        if self.has_values and 1 < t.numel() <= _MOST_VALUES:
+            t = t.detach().reshape(-1)[:1]  # everything but the size is PyTorch's to check
+        return super().may_turn_const(t)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard would cost 5 us an op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is OF_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
+        with without_torch_functions():
+            if func in _VIEWS and isinstance(args[0], FakeTensor) and args[0].constant is None:
+                with in_kernel_invocation_manager(self):
+                    view = func(*args, **(kwargs or {}))
+                return self._wrapped(view, args[0].fake_device)
+            if func is _aten._grouped_mm.default and args[0].dtype is args[1].dtype in (torch.float32, torch.float16):
+                return self._grouped_product(*args, **(kwargs or {}))
+            if func is _aten.set_.source_Storage_storage_offset and isinstance(args[0], FakeTensor):
+                with in_kernel_invocation_manager(self):
+                    func(*args)
+                return args[0]  # not from the cache, whose key would hold the storage for ever
+            if func is _WAIT:
+                func = _aten.alias.default  # a real one returns its argument, PyTorch's fake one allocates
+            return self._run(func, types, args, kwargs or {})
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Dispatches an op, or returns tensors as those that it has returned for such arguments before."""
+        if _only_modifies_lists(func, args):
+            return None
+        if self.has_values:
+            return self._with_values(func, args, kwargs, self.dispatch(func, types, args, kwargs))
+        entries = [func, torch.get_default_dtype()]
+        is_simple = self._describe(args, entries) and (
+            not kwargs or self._describe([*kwargs, *kwargs.values()], entries)
+        )
+        if not is_simple or torch.is_inference_mode_enabled():
+            return self.dispatch(func, types, args, kwargs)
+        key = tuple(entries)
+        results = self._results.get(key)
+        if results is None or not results.is_complete:
+            output = self.dispatch(func, types, args, kwargs)
+            if results is None:
+                self._results[key] = self._results_in(func, args, kwargs, output)
+            return output
+        outputs = [
+            self._empty(entry) if type(entry) is _NewTensor else None if entry is None else args[entry]
+            for entry in results.entries
+        ]
+        return tuple(outputs) if results.is_tuple else outputs[0]
+
+    def _describe(self, values: Any, entries: list[Any]) -> bool:
+        """Appends all that the results of an op can depend on; returns whether the values are plain ones."""
+        for value in values:
+            kind = type(value)
+            entries.append(kind)  # 1 is not 1.0, of which it is the key
+            if kind is FakeTensor:
+                dtype = value.dtype
+                if (
+                    value.constant is not None
+                    or value.fake_mode is not self
+                    or value.layout is not torch.strided
+                    or dtype not in _PLAIN_DTYPES
+                ):
+                    return False
+                entries += value.shape, value.stride(), value.storage_offset(), dtype, value.requires_grad
+                entries.append(value.fake_device)
+            elif kind in _PLAIN_VALUES:
+                entries.append(value)
+            elif kind is list or kind is tuple:
+                entries.append(len(value))
+                if not self._describe(value, entries):
+                    return False
+            else:
+                return False
+        return True
+
+    def _results_in(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> _Results:
+        """Returns what an op has returned, if that follows from the shapes of its arguments."""
+        try:
+            self._validate_cache_key(func, args, kwargs)  # of PyTorch's cache: shapes that depend on values, and so on
+        except _BypassDispatchCache:
+            return _UNKNOWN
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        storages = {id(tensor.untyped_storage()) for tensor in tensors}
+        entries: list[int | _NewTensor | None] = []
+        for each in result if isinstance(result, tuple) else (result,):
+            position = next((number for number, value in enumerate(args) if value is each), None)
+            if each is None or position is not None:
+                entries.append(position)
+                continue
+            if type(each) is not FakeTensor or each.constant is not None or id(each.untyped_storage()) in storages:
+                return _UNKNOWN
+            storages.add(id(each.untyped_storage()))
+            entries.append(_NewTensor(each.shape, each.stride(), each.dtype, each.fake_device))
+            new = self._empty(entries[-1])
+            if (
+                torch._C._dispatch_keys(new) != torch._C._dispatch_keys(each)
+                or new.untyped_storage().nbytes() != each.untyped_storage().nbytes()
+                or each.storage_offset()
+                or each.requires_grad
+            ):
+                return _UNKNOWN
+        return _Results(entries, isinstance(result, tuple))
+
+    def _empty(self, kind: Any) -> FakeTensor:
+        shape, strides, dtype, device = kind
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return self._wrapped(memory, device)
+
+    def _wrapped(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+        """Returns ``FakeTensor(self, meta, device)``, whose constructor takes as long as three ops."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            new = FakeTensor(self, meta, device)
+            self._attributes[device] = {**vars(new)}
+            return new
+        fake: FakeTensor = torch.Tensor._make_subclass(
+            FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(attributes)
+        return fake
+
+    def _with_values(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
+        """Replaces a small tensor that was created of numbers alone by one that has its values."""
+        if not isinstance(result, FakeTensor) or result.constant is not None or result.numel() > _MOST_VALUES:
+            return result
+        if _RANDOM in func.tags or func in _UNDEFINED or func._schema.is_mutable or result.device.type != "cpu":
+            return result
+        if any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves((args, kwargs))):
+            return result
+        with _disable_current_modes():
+            values = func(*args, **kwargs)
+        return self.fake_tensor_converter.from_real_tensor(self, values, make_constant=True)
+
+    def _grouped_product(self, one: torch.Tensor, other: torch.Tensor, offs: Any = None, *_: Any, **__: Any) -> Any:
+        """Returns what ``_grouped_mm`` does: it takes other types than bfloat16 too, which its meta kernel refuses."""
+        groups = [] if one.dim() != other.dim() else [one.shape[0] if one.dim() == 3 else offs.shape[0]]
+        shape = [*groups, one.shape[-2], other.shape[-1]]
+        return self.dispatch(_aten.empty.memory_format, (), (shape,), {"dtype": one.dtype, "device": one.device})
+
+
+def is_of_absent_device(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a :class:`~graphckpt.planning.fake_device.FakeDevice`, whose stores copy nothing."""
+    return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, FakeTensors)
+
+
+def forget_fake(mode: FakeTensorMode, *tensors: torch.Tensor) -> None:
+    """Drops weak references to tensors of ``mode``: ``torch.utils.swap_tensors`` refuses tensors that have one."""
+    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+    for key in [key for key, tensor in memo.items() if any(tensor is other for other in tensors)]:
+        del memo[key]
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+            mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
+
+
+@contextmanager
+def backward_within(mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Runs the nodes of every backward within a torch function mode, which backward itself sets aside."""
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_within(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_within  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
