@@ -17,11 +17,12 @@ from graphckpt.stores import offload_targets
 DOCS = Path(__file__).parent.parent.parent / "docs"
 NAMES = ("tutorial.md", "graph.md", "planning.md", "estimate.md", "reference/selectors.md", "reference/policies.md")
 README = DOCS.parent / "README.md"
+SLOW = "fit", "budget", "cluster"
 RUN = [README, *(DOCS / name for name in NAMES), *sorted((DOCS / "howto").glob("*.md"))]
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=slow_unless(page.stem not in ("fit", "budget", "cluster")), id=page.stem) for page in RUN]
+    "page", [pytest.param(page, marks=slow_unless(page.stem not in SLOW), id=page.stem) for page in RUN]
 )
 def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
