@@ -43,8 +43,8 @@ class PlanOptions:
     """
 
     offload: bool | str | Offload = False
-    """Where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``, :class:`~graphckpt.Host` or
-    :class:`~graphckpt.Disk`."""
+    """Where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, or ``"disk:/a/folder"``. In Python also
+    :class:`~graphckpt.Host` or :class:`~graphckpt.Disk`."""
     host_budget: int | str | None = None
     """The most bytes that may be offloaded at a time, such as ``"64GiB"``; ``None`` is without a limit."""
     select: Selector | Iterable[Selector] | None = field(default=None, metadata=_except("command"))

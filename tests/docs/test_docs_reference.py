@@ -71,7 +71,9 @@ def test_the_page_of_the_command_line_shows_the_help(
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert f"```text\n{capsys.readouterr().out}```" in page("cli.md")
+    shown = capsys.readouterr().out
+    assert f"```text\n{shown}```" in page("cli.md")
+    assert ":`" not in shown, "markup of the API page"
 
 
 def test_the_page_of_the_api_begins_with_a_line_for_each_name() -> None:
