@@ -332,7 +332,8 @@ class LivePlan:
             off = max(differences, key=abs, default=max(0, peak - plan.predicted_peak_bytes))
             limit = max(plan.budget_bytes, plan.predicted_peak_bytes)  # the latter if no plan fits
             exceeds = peak > limit and self._budget != "min"
-            if not exceeds and abs(off) <= _TOLERANCE * plan.predicted_peak_bytes:
+            is_close = abs(off) <= _TOLERANCE * plan.predicted_peak_bytes
+            if not exceeds and (is_close or not self._checks_left):  # no update would check a faster plan
                 if any(each.key == self._table.largest for each in updates):  # a smaller batch proves less
                     self.plan = corrected(plan, off)
                     self._checks_left = 0

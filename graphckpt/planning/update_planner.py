@@ -103,14 +103,17 @@ class UpdatePlanner:
         return sorted(set(self.key[1]))
 
     @cached_property
-    def allowed(self) -> list[list[int]]:
-        """The numbers of the options of each block that updates have shown."""
-        base = self.candidates.base
-        classes = {}
+    def called_classes(self) -> list[int]:
+        return list(dict.fromkeys(self.table.classes[block] for block in self.called))
+
+    @cached_property
+    def allowed(self) -> dict[int, list[int]]:
+        """The numbers of the options of each class of blocks that updates have shown."""
+        base, allowed = self.candidates.base, {}
         for kind in set(self.table.classes):
             shown = [o for o in range(len(self.candidates.options)) if o != base and self.table.has_read(kind, o)]
-            classes[kind] = sorted([*shown, base]) if self.candidates.is_base_allowed or not shown else shown
-        return [classes[kind] for kind in self.table.classes]
+            allowed[kind] = [*shown, base] if self.candidates.is_base_allowed or not shown else shown
+        return allowed
 
     @property
     def plain_peak(self) -> int:
@@ -128,15 +131,11 @@ class UpdatePlanner:
     @cached_property
     def is_exact(self) -> bool:
         """Whether all options were shown by updates of the largest size."""
-        return all(
-            self.table.is_exact(self.key, call, option)
-            for call, block in enumerate(self.key[1])
-            for option in self.allowed[block]
-        )
+        return all(self.table.is_exact(kind, option) for kind in self.called_classes for option in self.allowed[kind])
 
     @property
     def is_plain_known(self) -> bool:
-        return all(0 in self.allowed[block] for block in self.called)
+        return all(0 in self.allowed[kind] for kind in self.called_classes)
 
     def next_turn(self, limit: int | None, *, is_first: bool, only_keep: bool) -> list[int] | None:
         """Returns the options of the next update, which show what is not known yet; ``None`` if nothing fits.
@@ -149,7 +148,7 @@ class UpdatePlanner:
         """
         base = self.table.base_option
         turn = [base] * len(self.names)
-        classes = list(dict.fromkeys(self.table.classes[block] for block in self.called))
+        classes = self.called_classes
         free = {kind: list(self._positions(kind)) for kind in classes}
         if is_first:
             classes = [kind for kind in classes if len(self._alike(kind)) > 1]
@@ -182,7 +181,7 @@ class UpdatePlanner:
 
     def _alike(self, kind: int) -> list[int]:
         """Returns the blocks of a class, without those that compute less in backward."""
-        typical = self.table.typical_blocks(self.key)
+        typical = self.table.typical_blocks
         alike = [block for block in self.called if self.table.classes[block] == kind]
         return [block for block in alike if block in typical] or alike
 
@@ -212,12 +211,14 @@ class UpdatePlanner:
             backward_seconds=tuple(tuple(backward for _, backward in row) for row in seconds),
             far_bytes=tuple(tuple(self._moved_bytes(block, n) for n in range(len(options))) for block in every),
             step_seconds=table.plain_seconds,
-            banned=frozenset((b, n) for b in every for n in range(len(options)) if n not in self.allowed[b]),
+            banned=frozenset(
+                (b, n) for b in every for n in range(len(options)) if n not in self.allowed[table.classes[b]]
+            ),
             uncalled={block: equal.get(table.classes[block]) for block in every if block not in self.called},
             notes=notes,
         )
         search = PolicySearch(measured, host_budget=self.options.host_bytes, joins=False)
-        return Planner(search, options=self.options, model=self.model, device=self.device)
+        return Planner(search, options=self.options, model=self.model, device=self.device, is_of_training=True)
 
     def plan(self, budget: int | None, correction: int = 0, *, or_lowest: bool = False) -> tuple[Plan, tuple[int, ...]]:
         """Returns the fastest plan for ``budget`` bytes, ``None`` being the lowest possible peak, and its options.

@@ -31,7 +31,8 @@ InputSizes: TypeAlias = tuple[tuple[str, int], ...]
 # backward, each relative to an equal call under `full`. The two differ where code between them frees what the block
 # still holds, such as autocast's copies of weights. A block that saves its own output, such as a ReLU, holds what the
 # block after it holds as its argument, and so delays the fall over that one's backward. The fall is therefore read over
-# both, between blocks under `full`, and what the own backward shows beyond it is a part of its rise.
+# both, between blocks under `full`, and what the own backward shows beyond it is a part of its rise. The gradient of
+# the last block may be a number, which takes no memory: falls from there on are compared with each other only.
 
 
 class UpdateRow(NamedTuple):
@@ -50,8 +51,8 @@ class UpdateRow(NamedTuple):
         return self if factor == 1 else UpdateRow(*(ceil(value * factor) for value in self))
 
 
-_Border: TypeAlias = tuple[tuple[int, int], ...]
-"""The blocks before and after: the class of each, and its distance."""
+_Border: TypeAlias = tuple[tuple[int, int, bool], ...]
+"""The blocks before and after: the class of each, its distance, and whether its backward is the first one."""
 
 
 class _Kind(NamedTuple):
@@ -84,8 +85,9 @@ class _CallReadings:
     def freed_twice(self) -> Mapping[_Border, list[int]]:
         """Returns what this call and an equal one before it free, each between blocks under ``full``."""
         return {
-            ((block_class, -distance), (block_class, distance)): [2 * value for value in values]
-            for ((block_class, distance), *_), values in self.own_freed.items()
+            ((block_class, -distance, is_first), (block_class, distance, False)): [2 * value for value in values]
+            for ((block_class, distance, _),), values in self.own_freed.items()
+            for is_first in (False, True)
         }
 
     def scaled(self, factor: float) -> _CallReadings:
@@ -181,11 +183,11 @@ class UpdateTable:
     def __contains__(self, key: UpdateKey) -> bool:
         return key in self._updates
 
-    def typical_blocks(self, key: UpdateKey) -> set[int]:
-        """Returns the blocks of which every call has an argument with history."""
-        update = self._updates[key][0]
-        odd = {block for block, kind in zip(key[1], self._kinds(update), strict=True) if not kind.is_typical}
-        return set(key[1]) - odd
+    @property
+    def typical_blocks(self) -> set[int]:
+        """The blocks of which every call in the largest update has an argument with history."""
+        calls = zip(self.largest[1], self._kinds(self._updates[self.largest][0]), strict=True)
+        return set(self.largest[1]) - {block for block, kind in calls if not kind.is_typical}
 
     def has_read(self, block_class: int, option: int) -> bool:
         """Whether any update has shown what an option does to the calls of a class."""
@@ -195,13 +197,12 @@ class UpdateTable:
             if kind.block_class == block_class and read == option
         )
 
-    def is_exact(self, key: UpdateKey, call: int, option: int) -> bool:
-        """Whether updates of these sizes have shown what an option does to a call, or to an equal one."""
-        kind = self._kinds(self._updates[key][0])[call]
+    def is_exact(self, block_class: int, option: int) -> bool:
+        """Whether an update of the largest sizes has shown what an option does to the calls of a class."""
         return any(
-            self._exact_row(key[0], other, option) is not None
-            for sizes, other, read in self._readings
-            if sizes == key[0] and read == option and other.block_class == kind.block_class
+            self._exact_row(sizes, kind, option) is not None
+            for sizes, kind, read in self._readings
+            if kind.block_class == block_class and read == option and sizes == self.largest[0]
         )
 
     def peak(self, plan: Sequence[int], key: UpdateKey | None = None) -> int:
@@ -266,6 +267,10 @@ class UpdateTable:
         levels, key = update.levels, update.key
         kinds = self._kinds(update)
         borders = [i for i in levels.spans if i.is_of_block and not _is_drop(i, levels)]
+        phases = [Phase.FORWARD, *(interval.phase for interval in borders)]
+        first = {
+            i for i, phase in zip(borders, phases, strict=False) if (phase, i.phase) == (Phase.FORWARD, Phase.BACKWARD)
+        }
         for before, interval, after in zip([None, *borders], borders, [*borders[1:], None], strict=False):
             call, span = interval.call, levels.spans[interval]
             block = levels.block_of_call[call]
@@ -290,18 +295,20 @@ class UpdateTable:
             if after is None or not end or update.options[levels.block_of_call[after.call]] != self.base_option:
                 continue
             readings.own_freed[end].append(span.start - levels.spans[after].start)
-            begin = self._border(update, interval, before)
+            begin = self._border(update, interval, before, is_first=before in first)
             if before is None or not begin:
                 continue
             if update.options[levels.block_of_call[before.call]] == self.base_option:
                 readings.freed[begin + end].append(levels.spans[before].start - levels.spans[after].start)
 
-    def _border(self, update: PlannedUpdate, interval: Interval, other: Interval | None) -> _Border:
-        """Returns the class of a neighbouring block and its distance; nothing if it runs in another phase."""
+    def _border(
+        self, update: PlannedUpdate, interval: Interval, other: Interval | None, *, is_first: bool = False
+    ) -> _Border:
+        """Returns the border to a neighbouring block; nothing if it runs in another phase."""
         if other is None or other.phase is not interval.phase:
             return ()
         block, neighbour = (update.levels.block_of_call[each.call] for each in (interval, other))
-        return ((self.classes[neighbour], neighbour - block),)
+        return ((self.classes[neighbour], neighbour - block, is_first),)
 
     def _kinds(self, update: PlannedUpdate) -> list[_Kind]:
         levels = update.levels
@@ -373,7 +380,7 @@ class UpdateTable:
         own = _difference(readings.own_freed, full.own_freed, kind.block_class)
         later = _difference(readings.freed, full.freed, kind.block_class)
         if later is None and (twice := _difference(readings.freed, full.freed_twice(), kind.block_class)) is not None:
-            later = max(retained, twice)  # the gradient of the last block may be a number
+            later = max(retained, twice)  # less, if the first gradient is a number
         if later is None:
             later = retained if own is None else max(retained, own)
         return UpdateRow(retained, later, max(0, (own or 0) - later), *rises)
@@ -426,7 +433,7 @@ def _difference(
     borders = [border for border in readings if border in full]
     if not borders:
         return None
-    best = min(borders, key=lambda border: (not border, any(other != block_class for other, _ in border), border))
+    best = min(borders, key=lambda border: (not border, any(other != block_class for other, *_ in border), border))
     return max(readings[best]) - min(full[best])
 
 
