@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, NamedTuple, TypeAlias, TypeVar, final
+from typing import Generic, NamedTuple, Self, TypeAlias, TypeVar, final
 
 from graphckpt.planning.program import EventKind, Interval, Phase, StepLog
 
@@ -141,19 +141,28 @@ def _batches(spans: LevelLog, dropped: Collection[int]) -> list[Batch]:
 
 
 @final
-class _Calls:
-    """The calls of a base, in the order of their forwards."""
+class Calls:
+    """The calls of a base, in the order of their forwards.
 
-    def __init__(self, base: StepLog, numbers: Sequence[int], classes: Sequence[int]) -> None:
-        self.base = level_log(base)
-        self.dropped = base.dropped
-        self.batches = _batches(self.base, base.dropped)
-        self.block_of_call = [call.block for call in base.calls]
+    Args:
+        base: The levels of the step with every block recomputed.
+        block_of_call: The number of the block of each call.
+        classes: The class of each block.
+        dropped: The calls whose graph is freed without a backward.
+    """
+
+    def __init__(
+        self, base: LevelLog, block_of_call: Sequence[int], classes: Sequence[int], dropped: Collection[int]
+    ) -> None:
+        self.base = base
+        self.dropped = dropped
+        self.batches = _batches(base, dropped)
+        self.block_of_call = block_of_call
         places: Counter[int] = Counter()
         self.kinds: list[tuple[int, int]] = []
         """By call: the class of its block, and how many calls of the block came before."""
-        for block in self.block_of_call:
-            self.kinds.append((classes[numbers[block]], places[block]))
+        for block in block_of_call:
+            self.kinds.append((classes[block], places[block]))
             places[block] += 1
         of_blocks = [interval for interval in self.base if interval.is_of_block]
         self.before = {
@@ -177,53 +186,51 @@ class _Calls:
         }
 
 
+def _calls_of(base: StepLog, classes: Sequence[int]) -> Calls:
+    return Calls(level_log(base), [call.block for call in base.calls], classes, base.dropped)
+
+
 @final
 class _Readings(Generic[_Value]):
     """Values by call and option. A call without its own reading has that of an equal call."""
 
     def __init__(self, default: _Value) -> None:
         self._default = default
-        self._of_call: dict[tuple[_Calls, int, int], _Value] = {}
+        self._of_call: dict[tuple[Calls, int, int], _Value] = {}
         self._of_kind: dict[tuple[tuple[int, int], int], tuple[bool, _Value]] = {}
 
-    def add(self, calls: _Calls, call: int, option: int, value: _Value, *, is_typical: bool = True) -> None:
+    def add(self, calls: Calls, call: int, option: int, value: _Value, *, is_typical: bool = True) -> None:
         """Adds a reading, unless there is one. One that is not typical is replaced for equal calls by one that is."""
         self._of_call.setdefault((calls, call, option), value)
         key = calls.kinds[call], option
         if key not in self._of_kind or (is_typical and not self._of_kind[key][0]):
             self._of_kind[key] = is_typical, value
 
-    def has(self, calls: _Calls, call: int, option: int) -> bool:
+    def has(self, calls: Calls, call: int, option: int) -> bool:
         return (calls.kinds[call], option) in self._of_kind
 
-    def get(self, calls: _Calls, call: int, option: int) -> _Value:
+    def get(self, calls: Calls, call: int, option: int) -> _Value:
         own = self._of_call.get((calls, call, option))
         return self._of_kind.get((calls.kinds[call], option), (False, self._default))[1] if own is None else own
 
 
 @final
 class LevelTable:
-    """The levels of a step under any plan.
+    """The levels of a step under any plan, from terms that are 0 until they are read.
 
     Args:
-        sampled: the step with every block recomputed; with all blocks kept (option 0), if it is there; in runs in which
-            kept and recomputed blocks alternate, if :attr:`needs_alternation`; and with any other options.
-        base_option: the number of the option that each block has in the base.
-        classes: the class of each block; blocks of one class are equal.
-        part: runs of a part of the blocks. Each option of each class is in one of all these runs.
+        calls: The calls of the step.
+        base_option: The number of the option that each block has in the base.
+        log: The trace of the base; ``None`` if its levels alone were read.
     """
 
-    def __init__(
-        self, sampled: SampledRuns, base_option: int, classes: Sequence[int], part: SampledRuns | None = None
-    ) -> None:
-        self.base = sampled.base
+    def __init__(self, calls: Calls, base_option: int, log: StepLog | None = None) -> None:
+        self.calls = calls
         self.base_option = base_option
-        self.block_of_call = [call.block for call in sampled.base.calls]
-        self.intervals = sampled.base.intervals
-        self.calls = _Calls(sampled.base, range(len(classes)), classes)
-        self.passed_on = [
-            sum(self.base.sizes.get(storage, 0) for storage in set(call.returned_before)) for call in self.base.calls
-        ]
+        self.log = log
+        self.block_of_call = calls.block_of_call
+        self.intervals = list(calls.base)
+        self.passed_on = [0] * len(calls.kinds)
         """By call: the bytes of its arguments that the call before has returned, which hooks see."""
         self.rises = _Readings(Rise(0, 0))
         self.first, self.later, self.pair = _Readings(0), _Readings(0), _Readings(0)
@@ -234,10 +241,30 @@ class LevelTable:
         """By head: the share of the excess after it that is there at its peak; by default all."""
         self._all_kept: LevelLog | None = None
         """Those of the run with all blocks kept, if there is one: of that plan nothing need be predicted."""
-        self._read(sampled, self.calls)
+
+    @classmethod
+    def of_runs(
+        cls, sampled: SampledRuns, base_option: int, classes: Sequence[int], part: SampledRuns | None = None
+    ) -> Self:
+        """Reads a table from sampled runs.
+
+        Args:
+            sampled: the step with every block recomputed; with all blocks kept (option 0), if it is there; in runs in
+                which kept and recomputed blocks alternate, if :attr:`needs_alternation`; and with any other options.
+            base_option: the number of the option that each block has in the base.
+            classes: the class of each block; blocks of one class are equal.
+            part: runs of a part of the blocks. Each option of each class is in one of all these runs.
+        """
+        base = sampled.base
+        table = cls(_calls_of(base, classes), base_option, base)
+        table.passed_on = [
+            sum(base.sizes.get(storage, 0) for storage in set(call.returned_before)) for call in base.calls
+        ]
+        table._read(sampled, table.calls)
         if part is not None:
             assert part.numbers is not None
-            self._read(part, _Calls(part.base, part.numbers, classes))
+            table._read(part, _calls_of(part.base, [classes[number] for number in part.numbers]))
+        return table
 
     def peak(self, plan: Sequence[int], runs: Runs = ()) -> int:
         """Returns the most live bytes, for the number of the option of each block; see :meth:`levels`."""
@@ -326,7 +353,7 @@ class LevelTable:
             level += retained[call] + self.passed_on[call + 1]
         return max(peak, level + rise)
 
-    def pair_bytes(self, call: int, option: int, before: Before, calls: _Calls | None = None) -> int:
+    def pair_bytes(self, call: int, option: int, before: Before, calls: Calls | None = None) -> int:
         """Returns what a call retains more because of the one before it; see Note [Neighbouring blocks]."""
         if not (before.holds_output or (before.is_kept and option == KEEP_NUMBER)):
             return 0
@@ -335,14 +362,14 @@ class LevelTable:
             return self.pair.get(calls, call, option)
         return max(0, -self.first.get(calls, call, option))  # it holds less than its argument, as if it offloads
 
-    def before(self, call: int, option: int, calls: _Calls | None = None) -> Before:
+    def before(self, call: int, option: int, calls: Calls | None = None) -> Before:
         return Before(option == KEEP_NUMBER, self.output.get(calls or self.calls, call, option) > 0)
 
     def rise_of_head(self, head: Interval, excess: int) -> int:
         """Returns what the peak of a head is beyond that of the base, of the excess at the start of its backward."""
         return round(self.head_shares.get(head, 1.0) * excess)
 
-    def _rise_of_head(self, calls: _Calls, options: Sequence[int], batch: Batch) -> int:
+    def _rise_of_head(self, calls: Calls, options: Sequence[int], batch: Batch) -> int:
         last = batch.calls[0]
         excess = self._excess_after(calls, options, batch.opened[0])[-1] + self.output.get(calls, last, options[last])
         return self.rise_of_head(batch.head, excess)
@@ -366,7 +393,7 @@ class LevelTable:
                 if block == first:
                     yield range(call, call + end - first)
 
-    def _retained(self, calls: _Calls, options: Sequence[int], call: int) -> int:
+    def _retained(self, calls: Calls, options: Sequence[int], call: int) -> int:
         """Returns what a call retains from its forward on, without what is `later`."""
         before = calls.before.get(call)
         retained = self.first.get(calls, call, options[call])
@@ -374,7 +401,7 @@ class LevelTable:
             retained += self.pair_bytes(call, options[call], self.before(before, options[before], calls), calls)
         return retained
 
-    def _all_retained(self, calls: _Calls, options: Sequence[int]) -> list[int]:
+    def _all_retained(self, calls: Calls, options: Sequence[int]) -> list[int]:
         """Returns what each call retains at the start of its backward."""
         return [
             self._retained(calls, options, call)
@@ -382,7 +409,7 @@ class LevelTable:
             for call, option in enumerate(options)
         ]
 
-    def _excess_after(self, calls: _Calls, options: Sequence[int], opened: Sequence[int]) -> list[int]:
+    def _excess_after(self, calls: Calls, options: Sequence[int], opened: Sequence[int]) -> list[int]:
         """Returns the excess if the first n of ``opened`` are open, by n, without their own outputs."""
         late = shared = inside = largest = 0
         is_held, excess = False, [0]
@@ -390,8 +417,8 @@ class LevelTable:
             own = self.shared[call] if calls is self.calls else 0
             is_held = is_held and own <= largest
             largest = max(largest, own)
+            late += self.late.get(calls, call, options[call])
             if options[call] == KEEP_NUMBER:
-                late += self.late.get(calls, call, KEEP_NUMBER)
                 inside += self.inside.get(calls, call, KEEP_NUMBER)
                 shared += own
             else:
@@ -399,7 +426,7 @@ class LevelTable:
             excess.append(late - shared + (0 if is_held else inside))
         return excess
 
-    def _read(self, sampled: SampledRuns, calls: _Calls) -> None:
+    def _read(self, sampled: SampledRuns, calls: Calls) -> None:
         base_options = [self.base_option] * len(calls.kinds)
         logs = [(calls.base, base_options)]
         logs += [(level_log(log), [plan[block] for block in calls.block_of_call]) for log, plan in sampled.runs]
@@ -426,13 +453,13 @@ class LevelTable:
             for spans, options in keeping:
                 self._read_head(spans, options, calls, batch)
 
-    def _read_rises(self, spans: LevelLog, options: Sequence[int], calls: _Calls) -> None:
+    def _read_rises(self, spans: LevelLog, options: Sequence[int], calls: Calls) -> None:
         for call, option in enumerate(options):
             forward, backward = spans[Interval(Phase.FORWARD, call)], spans.get(Interval(Phase.BACKWARD, call))
             rise = Rise(forward.peak - forward.start, 0 if backward is None else backward.peak - backward.start)
             self.rises.add(calls, call, option, rise, is_typical=call in calls.followed)
 
-    def _read_alone(self, spans: LevelLog, options: Sequence[int], calls: _Calls) -> None:
+    def _read_alone(self, spans: LevelLog, options: Sequence[int], calls: Calls) -> None:
         """Reads calls beside recomputed ones."""
         added = calls.added(spans)
         for call, option in enumerate(options):
@@ -443,7 +470,7 @@ class LevelTable:
             elif option == self.base_option and call in calls.followed:
                 self.later.add(calls, before, options[before], num_bytes)
 
-    def _read_pairs(self, spans: LevelLog, options: Sequence[int], calls: _Calls) -> None:
+    def _read_pairs(self, spans: LevelLog, options: Sequence[int], calls: Calls) -> None:
         """Reads calls beside others that are not recomputed. See Note [Neighbouring blocks]."""
         added = calls.added(spans)
         for call, option in enumerate(options):
@@ -459,7 +486,7 @@ class LevelTable:
                 rest = num_bytes - self.first.get(calls, call, option)
                 self.pair.add(calls, call, option, rest, is_typical=is_followed)
 
-    def _excess(self, spans: LevelLog, options: Sequence[int], calls: _Calls, batch: Batch) -> dict[int, int]:
+    def _excess(self, spans: LevelLog, options: Sequence[int], calls: Calls, batch: Batch) -> dict[int, int]:
         """Returns the excess of each call of a batch, from the first forward on."""
         excess, retained = {}, self._all_retained(calls, options)
         for call, opened in zip(reversed(batch.calls), reversed(batch.opened), strict=True):
@@ -469,7 +496,7 @@ class LevelTable:
                 excess[call] = level - sum([retained[each] for each in opened])
         return excess
 
-    def _read_late(self, spans: LevelLog, options: Sequence[int], calls: _Calls, batch: Batch) -> None:
+    def _read_late(self, spans: LevelLog, options: Sequence[int], calls: Calls, batch: Batch) -> None:
         """Reads what a kept call between recomputed ones adds to the excess of the later one."""
         excess = self._excess(spans, options, calls, batch)
         order = list(excess)
@@ -500,7 +527,7 @@ class LevelTable:
         self.inside.add(calls, first, KEEP_NUMBER, inside, is_typical=False)
         self.shared[first] = max(0, inside - rest[first])
 
-    def _read_output(self, spans: LevelLog, options: Sequence[int], calls: _Calls, batch: Batch) -> None:
+    def _read_output(self, spans: LevelLog, options: Sequence[int], calls: Calls, batch: Batch) -> None:
         opened = dict(zip(batch.calls, batch.opened, strict=True))
         after = self._excess_after(calls, options, batch.opened[0])
         for call, num_bytes in self._excess(spans, options, calls, batch).items():
@@ -515,7 +542,7 @@ class LevelTable:
             is_last = call == batch.calls[0]
             self.output.add(calls, call, option, rest if is_last else max(0, rest), is_typical=not is_last)
 
-    def _read_head(self, spans: LevelLog, options: Sequence[int], calls: _Calls, batch: Batch) -> None:
+    def _read_head(self, spans: LevelLog, options: Sequence[int], calls: Calls, batch: Batch) -> None:
         if batch.head not in spans or batch.head.is_of_block or calls is not self.calls:
             return
         rise = spans[batch.head].peak - calls.base[batch.head].peak

@@ -279,7 +279,7 @@ class LivePlan:
             self._say_progress()
             if self._table is None or self._is_warm_up:
                 classes = block_classes(Blocks(self._blocks), updates[0].levels)
-                self._table = UpdateTable(classes, self._base_option)
+                self._table = UpdateTable(classes, self._base_option, len(self._candidates.options))
             self._table.add(updates)
             is_last = self._num_measured >= self._most_updates - _CHECKS
             creates_states = any(each.creates_states for each in updates)
@@ -332,7 +332,8 @@ class LivePlan:
             off = max(differences, key=abs, default=max(0, peak - plan.predicted_peak_bytes))
             limit = max(plan.budget_bytes, plan.predicted_peak_bytes)  # the latter if no plan fits
             exceeds = peak > limit and self._budget != "min"
-            if not exceeds and abs(off) <= _TOLERANCE * plan.predicted_peak_bytes:
+            is_close = abs(off) <= _TOLERANCE * plan.predicted_peak_bytes
+            if not exceeds and (is_close or not self._checks_left):  # no update would check a faster plan
                 if any(each.key == self._table.largest for each in updates):  # a smaller batch proves less
                     self.plan = corrected(plan, off)
                     self._checks_left = 0
@@ -393,7 +394,8 @@ class LivePlan:
 
     def _choose(self, planner: UpdatePlanner, limit: _Limit, correction: int = 0, *, or_lowest: bool = False) -> None:
         plan, self._chosen = planner.plan(limit.num_bytes, correction, or_lowest=or_lowest)
-        rows = (*plan.rows, *self._head.rows)
+        removed = {self._blocks[number][0] for number in planner.removed}
+        rows = (*(row for row in plan.rows if row.block not in removed), *self._head.rows)
         self.plan = replace(plan, rows=rows, memory_budget=self._budget, headroom_bytes=limit.headroom)
         self._larger = None
         self._remove_policies()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
@@ -46,16 +46,36 @@ class MeasuredStep:
     """By block and option: the bytes that are offloaded in a step."""
     step_seconds: float
     """Seconds of the step with everything kept."""
-    optimizer_seconds: float
-    """Seconds of the optimizer in that step."""
-    num_runs: int
+    optimizer_seconds: float = 0.0
+    """Seconds of the optimizer in that step, if it was timed."""
+    num_runs: int = 0
     """The number of traced runs."""
     ahead_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     """By call and option: the bytes of an all-gather that begins before the backward of the call."""
     joinable: frozenset[int] = frozenset()
     """The calls that can be recomputed as one with the call before."""
+    banned: frozenset[tuple[int, int]] = frozenset()
+    """Blocks and options that plans must not have; each block has another one."""
+    uncalled: Mapping[int, int | None] = field(default_factory=dict)
+    """By block that the step did not call, but another one may: an equal block, whose option it has in a plan."""
     notes: tuple[str, ...] = ()
     """Where the prediction is not exact, and why."""
+
+    def completed(self, plan: Sequence[int]) -> tuple[int, ...]:
+        """Returns a plan without options that are banned, and with those of blocks that the step did not call.
+
+        Without an equal one such a block keeps everything if all others do, and else is recomputed.
+        """
+        base = self.model.base_option
+        numbers = sorted(range(len(self.options)), key=lambda number: number != base)
+        options = [
+            next(each for each in (option, *numbers) if (block, each) not in self.banned)
+            for block, option in enumerate(plan)
+        ]
+        called = {option for block, option in enumerate(options) if block not in self.uncalled}
+        for block, equal in self.uncalled.items():
+            options[block] = (0 if called == {0} else base) if equal is None else options[equal]
+        return tuple(options)
 
     def interval_name(self, interval: Interval) -> str:
         """Returns the name of an interval for tables and messages, such as ``"backward of h.1"``."""

@@ -381,15 +381,6 @@ def memory_id(device: torch.device) -> str:
     return f"{socket.gethostname()} {own}"
 
 
-def may_hold_everything(budget: Budget) -> bool:
-    """Whether the plain step may fit into a budget: not into ``"min"``, nor into a share of the plain step's own peak.
-
-    >>> may_hold_everything("12GiB"), may_hold_everything("50%"), may_hold_everything(0.6), may_hold_everything("min")
-    (True, True, False, False)
-    """
-    return budget != "min" and not (isinstance(budget, float) and budget < 1)
-
-
 def budget_kind(budget: Budget) -> str:
     """Returns which kind of budget it is.
 

@@ -58,7 +58,8 @@ class PeakParts:
 
 def _outside_of_layers(measured: MeasuredStep) -> dict[Interval, int]:
     """Returns the bytes that no layer's forward allocates, at the start of each interval."""
-    base = measured.model.base
+    base = measured.model.log
+    assert base is not None
     level, levels = 0, {}
     sizes: dict[int, int] = {}
     for interval in base.intervals:

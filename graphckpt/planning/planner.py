@@ -45,6 +45,8 @@ class Planner:
     assumptions: tuple[str, ...] = ()
     head: tuple[PlanRow, ...] = ()
     """The policy of the head when the step was measured."""
+    is_of_training: bool = False
+    """Whether a training loop measures its own updates; errors then name nothing that a callback does not take."""
 
     @property
     def measured(self) -> MeasuredStep:
@@ -138,9 +140,9 @@ class Planner:
         """
         where, static = self.measured.interval_name(self.floor.interval), self.measured.model.static_bytes
         fixes = []
-        if where.startswith("the head"):
+        if where.startswith("the head") and not self.is_of_training:
             fixes.append("compute the loss in slices (set `head` to its block and `Tiles`)")
-        container = self._sequential()
+        container = None if self.is_of_training else self._sequential()
         # What the blocks save at the lowest peak, segments of segments save in part.
         input_bytes = self.measured.model.saved_bytes(self.floor.plan)
         without_inputs = max(static, self.floor.peak - input_bytes) + lowest - self.floor.peak

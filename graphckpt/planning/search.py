@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import permutations, product
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
-from graphckpt.planning.levels import IntervalLevel, Runs
+from graphckpt.planning.levels import KEEP_NUMBER, IntervalLevel, Runs
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.program import Interval, Phase
-from graphckpt.planning.step_chain import JoinedRuns, StepChain, last_pass
+from graphckpt.planning.step_chain import JoinedRuns, StepChain, passes
 
 
 @final
@@ -257,6 +257,10 @@ class PolicyChoice:
     """Joined blocks; in ``plan`` each of them is recomputed."""
 
 
+_Fronts: TypeAlias = "list[tuple[StepChain, Frontier]]"
+"""The Pareto-optimal plans of each pass of a step."""
+
+
 @final
 class PolicySearch:
     def __init__(
@@ -275,47 +279,80 @@ class PolicySearch:
         offloading = [number for number, option in enumerate(measured.options) if option.is_far]
         self._offloading = frozenset(product(range(len(measured.names)), offloading))
         """Blocks and options that offload, to ban where nothing should be offloaded."""
-        self._blocks = [measured.model.block_of_call[call] for call in last_pass(measured.model.intervals)]
-        """In the order of a chain."""
-        self._repeated = [block for block, count in Counter(self._blocks).items() if count > 1]
+        block_of_call = measured.model.block_of_call
+        self._passes: list[Sequence[int]] = []
+        """The calls of each pass that has no block of a later one, from the last pass on: each is a chain."""
+        covered: list[int] = []
+        for calls in reversed(passes(measured.model.intervals)):
+            blocks = [block_of_call[call] for call in calls]
+            if set(covered).isdisjoint(blocks):
+                self._passes.append(calls)
+                covered += blocks
+        self._blocks = [block_of_call[call] for call in self._passes[0]]
+        """In the order of the last chain."""
+        self._repeated = [block for block, count in Counter(covered).items() if count > 1]
+        self._has_others = len(self._repeated) > 1 or not set(covered).issuperset(block_of_call)
+        """Whether blocks have options that no chain gives them."""
+        self._fronts: dict[frozenset[tuple[int, int]], list[_Fronts]] = {}
 
-    @cached_property
-    def fronts(self) -> list[tuple[StepChain, Frontier]]:
-        """The Pareto-optimal plans, for each option of the blocks that run several times, which must be equal."""
-        banned = self._offloading if self.rates is not None else frozenset()
-        return [(chain, Frontier(chain)) for chain in self._chains(banned, self.joined_runs)]
+    def fronts(self, banned: frozenset[tuple[int, int]] = frozenset()) -> list[_Fronts]:
+        """Returns the Pareto-optimal plans of each pass, for each option of blocks that run several times.
+
+        These have one option. Where copies are scheduled, no plan of a front offloads.
+        """
+        banned = banned if self.rates is None else self._offloading
+        if banned not in self._fronts:
+            alternatives = self._chains(banned, self.joined_runs)
+            self._fronts[banned] = [[(chain, Frontier(chain)) for chain in chains] for chains in alternatives]
+        return self._fronts[banned]
 
     @cached_property
     def baselines(self) -> list[PolicyChoice]:
-        """Choices without copies that a search in a chain may miss: one option for all blocks, or for the first ones.
+        """Choices without scheduled copies that chains may miss: one option for all blocks, or for the first ones.
 
-        Two options are combined if blocks run several times, since a chain has one option for all of these.
+        Two options are combined if chains do not give blocks all mixes of options.
         """
-        options = [number for number, option in enumerate(self.measured.options) if not option.is_far]
+        options = [n for n, option in enumerate(self.measured.options) if self.rates is None or not option.is_far]
         num_blocks = len(self.measured.names)
         plans = [(option,) * num_blocks for option in options]
-        if len(self._repeated) > 1:
+        if self._has_others:
             ends = sorted({n * num_blocks // _CUTS for n in range(1, _CUTS)} - {0})
             plans += [(a,) * end + (b,) * (num_blocks - end) for a, b in permutations(options, 2) for end in ends]
         return [self.evaluate(plan) for plan in plans]
 
     @cached_property
     def floor(self) -> PolicyChoice:
-        choices = [self._evaluate(chain, front.least_peak()) for chain, front in self.fronts]
+        choices = [self._evaluate([(chain, f.least_peak()) for chain, f in front]) for front in self.fronts()]
         return min(choices + self.baselines, key=lambda choice: (choice.peak, choice.seconds, choice.plan))
 
     def fastest(self, budget: int) -> PolicyChoice | None:
-        fitting = [choice for chain, front in self.fronts if (choice := self._fitting(chain, front, budget))]
-        fitting += [choice for choice in (self.floor, *self.baselines) if choice.peak <= budget]
+        """Returns the fastest choice whose peak is at most ``budget`` bytes, and whose copies fit on the host."""
+        banned: frozenset[tuple[int, int]] = frozenset()
+        while (choice := self._fastest(budget, banned)) is not None and self._host_budget is not None:
+            moved = [self.measured.far_bytes[block][option] for block, option in enumerate(choice.plan)]
+            if sum(moved) <= self._host_budget:
+                break
+            largest = max(range(len(moved)), key=lambda block: (moved[block], block))
+            banned |= {pair for pair in self._offloading if pair[0] == largest}
+        return choice
+
+    def _fastest(self, budget: int, banned: frozenset[tuple[int, int]]) -> PolicyChoice | None:
+        fitting = [choice for front in self.fronts(banned) if (choice := self._fitting(front, budget))]
+        fitting += [
+            c for c in (self.floor, *self.baselines) if c.peak <= budget and banned.isdisjoint(enumerate(c.plan))
+        ]
         best = min(fitting, key=_better, default=None)
-        if self.rates is None:
-            return best
-        moved = self._with_copies(budget, best)
+        moved = None if self.rates is None else self._with_copies(budget, best, banned)
         return min((c for c in (best, moved) if c is not None), key=_better, default=None)
 
     def pareto(self, count: int = 24) -> list[PolicyChoice]:
-        candidates = [self._evaluate(chain, plan) for chain, f in self.fronts for plan in f.plans(count)]
-        candidates += self.baselines
+        candidates = list(self.baselines)
+        for passes_of_step in self.fronts():
+            plans = [(chain, frontier.plans(count)) for chain, frontier in passes_of_step]
+            candidates += [
+                self._evaluate([(chain, each[min(n, len(each) - 1)]) for chain, each in plans])
+                for n in range(max(len(each) for _, each in plans))
+            ]
         if self.rates is not None and candidates:
             low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
             count = min(count, _BUDGETS_WITH_COPIES)
@@ -331,7 +368,7 @@ class PolicySearch:
         return [self.evaluate([option] * len(self.measured.names)) for option in range(len(self.measured.options))]
 
     def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
-        plan = tuple(plan)
+        plan = self.measured.completed(plan)
         seconds, flight = self._seconds(plan)
         highest = max(self.levels(plan, runs), key=lambda level: level.peak)
         if self.joined_runs is not None:
@@ -366,7 +403,7 @@ class PolicySearch:
         waiting: list[Interval] = []
         """Those since the backward of the last block that keeps parts."""
         for interval in model.intervals if ahead else ():
-            is_backward = interval.phase is Phase.BACKWARD and interval.call not in model.base.dropped
+            is_backward = interval.phase is Phase.BACKWARD and interval.call not in model.calls.dropped
             if is_backward and (num_bytes := ahead.get((interval.call, plan[model.block_of_call[interval.call]]))):
                 gathered.update(dict.fromkeys(waiting, num_bytes))
                 waiting = [interval]
@@ -374,50 +411,56 @@ class PolicySearch:
                 waiting.append(interval)
         return gathered
 
-    def _evaluate(self, chain: StepChain, choices: Sequence[int]) -> PolicyChoice:
-        return self.evaluate(chain.plan(choices), chain.runs(choices))
+    def _evaluate(self, parts: Iterable[tuple[StepChain, Sequence[int]]]) -> PolicyChoice:
+        """Returns the choice of these choices in chains."""
+        plan: Sequence[int] = [KEEP_NUMBER] * len(self.measured.names)
+        runs: Runs = ()
+        for chain, choices in parts:
+            plan = chain.plan(choices, plan)
+            runs += chain.runs(choices)
+        return self.evaluate(plan, runs)
 
-    def _fitting(self, chain: StepChain, front: Frontier, budget: int) -> PolicyChoice | None:
-        """The chain assumes that backward visits the blocks in reverse order; the table has the real one."""
+    def _fitting(self, front: _Fronts, budget: int) -> PolicyChoice | None:
+        """A chain assumes that backward visits the blocks in reverse order; the table has the real one."""
         limit = budget
         for _ in range(_ATTEMPTS):
-            plan = front.fastest(limit)
-            if plan is None:
+            parts = [(chain, plan) for chain, frontier in front if (plan := frontier.fastest(limit)) is not None]
+            if len(parts) < len(front):
                 return None
-            choice = self._evaluate(chain, plan)
+            choice = self._evaluate(parts)
             if choice.peak <= budget:
                 return choice
             limit -= max(1, choice.peak - budget)
         return None
 
-    def _with_copies(self, budget: int, best: PolicyChoice | None) -> PolicyChoice | None:
-        """Returns the fastest choice with copies that fits on the device and on the host."""
-        banned: set[tuple[int, int]] = set()
-        for _ in range(len(self.measured.names) + 1):
-            best_moved = None
-            for chain in self._chains(frozenset(banned)):
-                start = None if best is None or best.runs else [best.plan[block] for block in self._blocks]
-                improved = search_offload(chain, self._timing, budget, start)
-                if improved is not None and (best_moved is None or improved.seconds < best_moved.seconds):
-                    plan = chain.plan(improved.plan)
-                    highest = max(self.levels(plan, ()), key=lambda level: level.peak)
-                    peak = max(improved.peak, highest.peak)
-                    if peak <= budget:
-                        best_moved = PolicyChoice(plan, peak, highest.interval, improved.seconds)
-            if best_moved is None or self._host_budget is None:
-                return best_moved
-            moved = [self.measured.far_bytes[block][option] for block, option in enumerate(best_moved.plan)]
-            if sum(moved) <= self._host_budget:
-                return best_moved
-            largest = max(range(len(moved)), key=lambda block: (moved[block], block))
-            banned |= {(b, o) for b, o in self._offloading if b == largest}
-        return None
+    def _with_copies(
+        self, budget: int, best: PolicyChoice | None, banned: frozenset[tuple[int, int]]
+    ) -> PolicyChoice | None:
+        """Returns the fastest choice with copies that fits on the device."""
+        best_moved = None
+        for chain, *_ in self._chains(banned):
+            start = None if best is None or best.runs else [best.plan[block] for block in self._blocks]
+            improved = search_offload(chain, self._timing, budget, start)
+            if improved is not None and (best_moved is None or improved.seconds < best_moved.seconds):
+                plan = chain.plan(improved.plan)
+                highest = max(self.levels(plan, ()), key=lambda level: level.peak)
+                peak = max(improved.peak, highest.peak)
+                if peak <= budget:
+                    best_moved = PolicyChoice(plan, peak, highest.interval, improved.seconds)
+        return best_moved
 
-    def _chains(self, banned: frozenset[tuple[int, int]], joined_runs: JoinedRuns | None = None) -> list[StepChain]:
-        if not self._repeated:
-            return [StepChain(self.measured, banned=banned, joined_runs=joined_runs)]
-        allowed = [o for o in range(len(self.measured.options)) if (self._repeated[0], o) not in banned]
-        return [StepChain(self.measured, dict.fromkeys(self._repeated, option), banned) for option in allowed]
+    def _chains(
+        self, banned: frozenset[tuple[int, int]], joined_runs: JoinedRuns | None = None
+    ) -> list[list[StepChain]]:
+        """Returns the chain of each pass, from the last one on, for each option of blocks that run several times."""
+        every: list[dict[int, int]] = [{}]
+        if self._repeated:
+            joined_runs = None
+            options = [dict.fromkeys(self._repeated, option) for option in range(len(self.measured.options))]
+            every = [fixed for fixed in options if fixed.items().isdisjoint(banned | self.measured.banned)]
+        return [
+            [StepChain(self.measured, fixed, banned, joined_runs, calls) for calls in self._passes] for fixed in every
+        ]
 
     @cached_property
     def _timing(self) -> CopyTiming:

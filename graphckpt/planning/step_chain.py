@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from math import fsum
+from math import fsum, prod
 from typing import NamedTuple, final
 
 from graphckpt.planning.frontier import COVERED, Move
@@ -16,6 +17,8 @@ from graphckpt.rules.basic import Full
 
 LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Possible lengths of runs. For n blocks, runs of about sqrt(n) take the least memory: these suffice for 250."""
+
+_MOST_SUMS = 1024  # of late bytes that are states of a chain
 
 
 @final
@@ -86,6 +89,7 @@ class StepChain:
         fixed: the option of some blocks, by number, that must not be changed.
         banned: blocks and options that are not allowed.
         joined_runs: which blocks can be joined; ``None`` joins none.
+        calls: the calls of the chain, by default those of the last pass.
     """
 
     base = 0
@@ -97,6 +101,7 @@ class StepChain:
         fixed: Mapping[int, int] | None = None,
         banned: Collection[tuple[int, int]] = (),
         joined_runs: JoinedRuns | None = None,
+        calls: Sequence[int] | None = None,
     ) -> None:
         self._table = table = measured.model
         self._levels = table.calls.base
@@ -107,8 +112,8 @@ class StepChain:
             for pair in zip(measured.forward_seconds, measured.backward_seconds, strict=True)
         ]
         self._fixed = dict(fixed or {})
-        self._banned = frozenset(banned)
-        self._calls = last_pass(table.intervals)
+        self._banned = measured.banned.union(banned)
+        self._calls = passes(table.intervals)[-1] if calls is None else calls
         self.blocks = [table.block_of_call[call] for call in self._calls]
         self.num_blocks = len(self._calls)
         self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
@@ -120,6 +125,13 @@ class StepChain:
         for call in self._calls:
             before = self._holders[-1] if self._holders else -1
             self._holders.append(call if table.shared[call] > table.shared[before] else before)
+        late = {(call, n): table.late.get(table.calls, call, n) for call in self._calls for n in self._numbers}
+        counts = Counter(late[call, KEEP_NUMBER] for call in self._calls)
+        is_exact = prod(count + 1 for num_bytes, count in counts.items() if num_bytes) <= _MOST_SUMS
+        self._late = {key: num_bytes for key, num_bytes in late.items() if is_exact and key[1] == KEEP_NUMBER}
+        """By call and option: what is late, as a part of the state. Each sum of it is a state."""
+        self._early = {key: max(0, num_bytes) for key, num_bytes in late.items() if key not in self._late}
+        """By call and option: what is late, but counts from the forward on."""
         self._has_inside = any(table.inside.get(table.calls, call, KEEP_NUMBER) for call in self._calls)
         self._stretches = self._divide(table.intervals)
         self.fixed_peak = self._peak_without_blocks()
@@ -140,8 +152,9 @@ class StepChain:
             fsum([joined.seconds((run,)), *(self._seconds[n][joined.full] for n in range(*run))]) for run in runs
         ]
 
-    def plan(self, choices: Sequence[int]) -> tuple[int, ...]:
-        plan = [0] * len(self._seconds)
+    def plan(self, choices: Sequence[int], others: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Returns a plan with these choices, and for blocks outside of the chain the options of ``others``."""
+        plan = [KEEP_NUMBER] * len(self._seconds) if others is None else list(others)
         for first, end, choice in self._decided(choices):
             for block in range(first, end):
                 plan[self.blocks[block]] = choice if end - first == 1 else self._full
@@ -181,7 +194,7 @@ class StepChain:
             rise = table.rises.get(table.calls, call, chosen).forward
             forward_peak = max(forward_peak, level + self._levels[first].start + rise)
             retained[call] = table.first.get(table.calls, call, chosen) - (table.passed_on[call] if place else 0)
-            retained[call] += table.pair_bytes(call, chosen, states[-1].before)
+            retained[call] += table.pair_bytes(call, chosen, states[-1].before) + self._early.get((call, chosen), 0)
             level += states[-1].later + retained[call]
             forward_peak = max([forward_peak, *(level + self._levels[o].peak for o in others if o != self._head)])
             states.append(self._after(states[-1], block + place, chosen))
@@ -209,15 +222,12 @@ class StepChain:
         table, call, is_kept = self._table, self._calls[block], option == KEEP_NUMBER
         holder, is_last = self._holders[block], block == self.num_blocks - 1
         is_held = self._has_inside and (not is_kept or (state.is_held and holder != call))
-        late, inside = (
-            sum_ + (term.get(table.calls, call, option) if is_kept else 0)
-            for sum_, term in ((state.late, table.late), (state.inside, table.inside))
-        )
+        inside = state.inside + (table.inside.get(table.calls, call, option) if is_kept else 0)
         before = table.before(call, option)
         if is_last or not any(table.pair_bytes(self._calls[block + 1], each, before) for each in self._numbers):
             before = Before()
         return ChainState(
-            late=late,
+            late=state.late + self._late.get((call, option), 0),
             shared=state.shared + table.shared[call] if is_kept else 0,
             inside=0 if is_held and holder == self._holders[-1] else inside,  # it counts no more
             is_held=is_held,
@@ -279,20 +289,21 @@ class StepChain:
         return peak
 
 
-def last_pass(intervals: Sequence[Interval]) -> list[int]:
-    """Returns the calls of the last forwards without a backward between them: of the last batch of a step.
+def passes(intervals: Sequence[Interval]) -> list[list[int]]:
+    """Returns the calls of forwards without a backward between them: of one batch of a step, or of one of its losses.
 
     >>> forwards = [Interval(Phase.FORWARD, call) for call in range(4)]
     >>> backwards = [Interval(Phase.BACKWARD, call) for call in range(4)]
-    >>> last_pass([*forwards[:2], backwards[1], backwards[0], *forwards[2:], backwards[3], backwards[2]])
-    [2, 3]
+    >>> passes([*forwards[:2], backwards[1], backwards[0], *forwards[2:], backwards[3], backwards[2]])
+    [[0, 1], [2, 3]]
     """
-    calls: list[int] = []
-    is_over = False
+    all_passes: list[list[int]] = []
+    is_over = True
     for phase, call in intervals:
-        if phase is Phase.BACKWARD:
-            is_over = True
-        elif phase is Phase.FORWARD:
-            calls = [call] if is_over else [*calls, call]
-            is_over = False
-    return calls
+        if phase is Phase.FORWARD:
+            if is_over:
+                all_passes.append([])
+            all_passes[-1].append(call)
+        if phase in (Phase.FORWARD, Phase.BACKWARD):
+            is_over = phase is Phase.BACKWARD
+    return all_passes

@@ -219,7 +219,7 @@ class TraceCollector:
         if self._part:
             part_base = next(log for log, turn in self._part if set(turn) == {base_option})
             part = SampledRuns(part_base, self._part, self._part_numbers)
-        return LevelTable(sampled, base_option, self.classes, part)
+        return LevelTable.of_runs(sampled, base_option, self.classes, part)
 
     def needs_alternation(self, base_option: int) -> bool:
         return base_option > 0 and self._table(base_option).needs_alternation
@@ -233,7 +233,7 @@ class TraceCollector:
         base_option: int,
     ) -> MeasuredStep:
         table = self._table(base_option)
-        if any(len(call.backwards) > 1 for call in table.base.calls):
+        if table.log is not None and any(len(call.backwards) > 1 for call in table.log.calls):
             self.notes = {_REPEATED: None}
         every = range(len(options))
         forward_seconds, backward_seconds = (self._by_block(phase, own) for phase in _OF_BLOCKS)

@@ -13,14 +13,14 @@ row is scaled by the rise in backward under ``full``, which has nearly all that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias, final
 
 from graphckpt.planning.level_meter import UpdateLevels
-from graphckpt.planning.levels import IntervalLevel, LevelSpan
+from graphckpt.planning.levels import Calls, LevelLog, LevelSpan, LevelTable, Rise
 from graphckpt.planning.program import Interval, Phase
 
 InputSizes: TypeAlias = tuple[tuple[str, int], ...]
@@ -31,7 +31,8 @@ InputSizes: TypeAlias = tuple[tuple[str, int], ...]
 # backward, each relative to an equal call under `full`. The two differ where code between them frees what the block
 # still holds, such as autocast's copies of weights. A block that saves its own output, such as a ReLU, holds what the
 # block after it holds as its argument, and so delays the fall over that one's backward. The fall is therefore read over
-# both, between blocks under `full`, and what the own backward shows beyond it is a part of its rise.
+# both, between blocks under `full`, and what the own backward shows beyond it is a part of its rise. The gradient of
+# the last block may be a number, which takes no memory: falls from there on are compared with each other only.
 
 
 class UpdateRow(NamedTuple):
@@ -50,8 +51,8 @@ class UpdateRow(NamedTuple):
         return self if factor == 1 else UpdateRow(*(ceil(value * factor) for value in self))
 
 
-_Border: TypeAlias = tuple[tuple[int, int], ...]
-"""The blocks before and after: the class of each, and its distance."""
+_Border: TypeAlias = tuple[tuple[int, int, bool], ...]
+"""The blocks before and after: the class of each, its distance, and whether its backward is the first one."""
 
 
 class _Kind(NamedTuple):
@@ -84,8 +85,9 @@ class _CallReadings:
     def freed_twice(self) -> Mapping[_Border, list[int]]:
         """Returns what this call and an equal one before it free, each between blocks under ``full``."""
         return {
-            ((block_class, -distance), (block_class, distance)): [2 * value for value in values]
-            for ((block_class, distance), *_), values in self.own_freed.items()
+            ((block_class, -distance, is_first), (block_class, distance, False)): [2 * value for value in values]
+            for ((block_class, distance, _),), values in self.own_freed.items()
+            for is_first in (False, True)
         }
 
     def scaled(self, factor: float) -> _CallReadings:
@@ -143,17 +145,19 @@ class UpdateTable:
     Args:
         classes: The class of each block; blocks of one class are equal.
         base_option: The number of ``full``, which recomputes the block.
+        num_options: The number of options.
     """
 
-    def __init__(self, classes: Sequence[int], base_option: int) -> None:
+    def __init__(self, classes: Sequence[int], base_option: int, num_options: int) -> None:
         self.classes = classes
         self.base_option = base_option
+        self.num_options = num_options
         self._updates: dict[UpdateKey, list[PlannedUpdate]] = {}
         self._readings: dict[tuple[InputSizes, _Kind, int], _CallReadings] = {}
         self._own_rises: dict[tuple[UpdateKey, int, int], tuple[int, int]] = {}
         """The rises of a call under an option, by the key of the update, the call and the option."""
         self._rows: dict[tuple[InputSizes, _Kind, int], UpdateRow] = {}
-        self._bases: dict[UpdateKey, Mapping[Interval, LevelSpan]] = {}
+        self._tables: dict[UpdateKey, LevelTable] = {}
         self._largest: UpdateKey | None = None
         self.start_bytes = 0
         """The level at the start of the next update."""
@@ -161,7 +165,7 @@ class UpdateTable:
     def add(self, updates: Sequence[PlannedUpdate]) -> None:
         """Adds one update, as each of the processes that plan together has run it."""
         self._rows.clear()
-        self._bases.clear()
+        self._tables.clear()
         self._largest = None
         self.start_bytes = max(update.next_start_bytes for update in updates)
         for update in updates:
@@ -179,11 +183,11 @@ class UpdateTable:
     def __contains__(self, key: UpdateKey) -> bool:
         return key in self._updates
 
-    def typical_blocks(self, key: UpdateKey) -> set[int]:
-        """Returns the blocks of which every call has an argument with history."""
-        update = self._updates[key][0]
-        odd = {block for block, kind in zip(key[1], self._kinds(update), strict=True) if not kind.is_typical}
-        return set(key[1]) - odd
+    @property
+    def typical_blocks(self) -> set[int]:
+        """The blocks of which every call in the largest update has an argument with history."""
+        calls = zip(self.largest[1], self._kinds(self._updates[self.largest][0]), strict=True)
+        return set(self.largest[1]) - {block for block, kind in calls if not kind.is_typical}
 
     def has_read(self, block_class: int, option: int) -> bool:
         """Whether any update has shown what an option does to the calls of a class."""
@@ -193,63 +197,61 @@ class UpdateTable:
             if kind.block_class == block_class and read == option
         )
 
-    def is_exact(self, key: UpdateKey, call: int, option: int) -> bool:
-        """Whether updates of these sizes have shown what an option does to a call, or to an equal one."""
-        kind = self._kinds(self._updates[key][0])[call]
+    def is_exact(self, block_class: int, option: int) -> bool:
+        """Whether an update of the largest sizes has shown what an option does to the calls of a class."""
         return any(
-            self._exact_row(key[0], other, option) is not None
-            for sizes, other, read in self._readings
-            if sizes == key[0] and read == option and other.block_class == kind.block_class
+            self._exact_row(sizes, kind, option) is not None
+            for sizes, kind, read in self._readings
+            if kind.block_class == block_class and read == option and sizes == self.largest[0]
         )
 
     def peak(self, plan: Sequence[int], key: UpdateKey | None = None) -> int:
         """Returns the most live bytes of an update, for the number of the option of each block."""
-        return max(level.peak for level in self.levels(plan, key))
+        return self.levels(key).peak(plan)
 
-    def levels(self, plan: Sequence[int], key: UpdateKey | None = None) -> Iterator[IntervalLevel]:
-        """Yields the levels of an update, interval by interval; by default those of the largest one.
+    def levels(self, key: UpdateKey | None = None) -> LevelTable:
+        """Returns the levels of an update under any plan, by default those of the largest one.
 
         An option that no update has shown counts with the most that it can take.
         """
         key = self.largest if key is None else key
-        rows = self._rows_of(plan, key)
-        base = self.base(key)
-        for (interval, span), opened in zip(base.items(), _opened_bytes(base, rows, self._dropped(key)), strict=True):
-            call = interval.call
-            level, rise = self.start_bytes + span.start + opened, span.peak - span.start
-            if interval.phase is Phase.FORWARD:
-                rise = rows[call].rise_forward
-            elif interval.phase is Phase.BACKWARD:
-                level += rows[call].output
-                rise = rows[call].rise_backward
-            yield IntervalLevel(interval, level, level + rise)
+        if key not in self._tables:
+            base: dict[Interval, LevelSpan] = {}
+            for update in self._updates[key]:
+                own = self._table_over(update, update.levels.spans)
+                for level, span in zip(own.levels(update.options), update.levels.spans.values(), strict=True):
+                    beyond = level.start - span.start - self.start_bytes
+                    moved = LevelSpan(*(each - beyond for each in span))
+                    base[level.interval] = LevelSpan(*map(max, moved, base.get(level.interval, moved)))
+            self._tables[key] = self._table_over(self._updates[key][0], base)
+        return self._tables[key]
 
-    def base(self, key: UpdateKey) -> Mapping[Interval, LevelSpan]:
-        """Returns the levels of an update with every block recomputed, relative to the level at its start."""
-        if key not in self._bases:
-            bases = [self._base_of(update) for update in self._updates[key]]
-            spans: dict[Interval, LevelSpan] = {}
-            for base in bases:
-                for interval, span in base.items():
-                    spans[interval] = LevelSpan(*map(max, span, spans.get(interval, span)))
-            self._bases[key] = spans
-        return self._bases[key]
+    def _table_over(self, update: PlannedUpdate, spans: LevelLog) -> LevelTable:
+        """Returns a table with the terms that updates have shown, and a base relative to the start of an update."""
+        base = {i: LevelSpan(*(self.start_bytes + each for each in span)) for i, span in spans.items()}
+        calls = Calls(base, update.levels.block_of_call, self.classes, update.levels.dropped)
+        table = LevelTable(calls, self.base_option)
+        table.head_shares = {batch.head: 0.0 for batch in calls.batches}  # nothing is late before backward begins
+        for call, kind in enumerate(self._kinds(update)):
+            for option in range(self.num_options):
+                row = self._row(update.sizes, kind, option)
+                own = self._own_rises.get((update.key, call, option), (row.rise_forward, row.rise_backward))
+                table.rises.add(calls, call, option, Rise(*own))
+                table.first.add(calls, call, option, row.retained)
+                table.late.add(calls, call, option, row.retained_later - row.retained)
+                table.output.add(calls, call, option, row.output)
+        return table
 
-    def row(self, key: UpdateKey, call: int, option: int) -> UpdateRow:
-        """Returns what a call does under an option. Its own rises count before those of equal calls."""
-        row = self._row(key[0], self._kinds(self._updates[key][0])[call], option)
-        own = self._own_rises.get((key, call, option))
-        return row if own is None else row._replace(rise_forward=own[0], rise_backward=own[1])
+    def seconds(self, block: int, option: int) -> tuple[float, float]:
+        """Returns the seconds of all forwards of a block in the largest update, and of all backwards.
 
-    def seconds(self, block: int, option: int) -> float:
-        """Returns the seconds of all calls of a block in the largest update. No option is faster than ``keep``."""
-        key = self.largest
-        kinds = [
-            kind for kind, called in zip(self._kinds(self._updates[key][0]), key[1], strict=True) if called == block
-        ]
-        recomputed = sum(self._full_seconds(key[0], kind) for kind in kinds)
-        of_block = self.classes[block]
-        return recomputed * max(self._speed(of_block, option), self._speed(of_block, 0))
+        No option is faster than ``keep``.
+        """
+        calls = zip(self._kinds(self._updates[self.largest][0]), self.largest[1], strict=True)
+        parts = [self._full_seconds(self.largest[0], kind) for kind, called in calls if called == block]
+        forward, backward = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        total = (forward + backward) * max(self._speed(self.classes[block], each) for each in (option, 0))
+        return min(forward, total), max(0.0, total - forward)
 
     @property
     def plain_seconds(self) -> float:
@@ -257,7 +259,7 @@ class UpdateTable:
         blocks = range(len(self.classes))
         return median(
             update.levels.total_seconds
-            - sum(self.seconds(block, update.options[block]) - self.seconds(block, 0) for block in blocks)
+            - sum(sum(self.seconds(block, update.options[block])) - sum(self.seconds(block, 0)) for block in blocks)
             for update in self._updates[self.largest]
         )
 
@@ -265,6 +267,10 @@ class UpdateTable:
         levels, key = update.levels, update.key
         kinds = self._kinds(update)
         borders = [i for i in levels.spans if i.is_of_block and not _is_drop(i, levels)]
+        phases = [Phase.FORWARD, *(interval.phase for interval in borders)]
+        first = {
+            i for i, phase in zip(borders, phases, strict=False) if (phase, i.phase) == (Phase.FORWARD, Phase.BACKWARD)
+        }
         for before, interval, after in zip([None, *borders], borders, [*borders[1:], None], strict=False):
             call, span = interval.call, levels.spans[interval]
             block = levels.block_of_call[call]
@@ -289,18 +295,20 @@ class UpdateTable:
             if after is None or not end or update.options[levels.block_of_call[after.call]] != self.base_option:
                 continue
             readings.own_freed[end].append(span.start - levels.spans[after].start)
-            begin = self._border(update, interval, before)
+            begin = self._border(update, interval, before, is_first=before in first)
             if before is None or not begin:
                 continue
             if update.options[levels.block_of_call[before.call]] == self.base_option:
                 readings.freed[begin + end].append(levels.spans[before].start - levels.spans[after].start)
 
-    def _border(self, update: PlannedUpdate, interval: Interval, other: Interval | None) -> _Border:
-        """Returns the class of a neighbouring block and its distance; nothing if it runs in another phase."""
+    def _border(
+        self, update: PlannedUpdate, interval: Interval, other: Interval | None, *, is_first: bool = False
+    ) -> _Border:
+        """Returns the border to a neighbouring block; nothing if it runs in another phase."""
         if other is None or other.phase is not interval.phase:
             return ()
         block, neighbour = (update.levels.block_of_call[each.call] for each in (interval, other))
-        return ((self.classes[neighbour], neighbour - block),)
+        return ((self.classes[neighbour], neighbour - block, is_first),)
 
     def _kinds(self, update: PlannedUpdate) -> list[_Kind]:
         levels = update.levels
@@ -311,23 +319,6 @@ class UpdateTable:
             kinds.append(_Kind(self.classes[block], places.get(block, 0), is_typical))
             places[block] = places.get(block, 0) + 1
         return kinds
-
-    def _base_of(self, update: PlannedUpdate) -> Mapping[Interval, LevelSpan]:
-        rows = self._rows_of(update.options, update.key)
-        spans = update.levels.spans
-        base = {}
-        for (interval, span), opened in zip(
-            spans.items(), _opened_bytes(spans, rows, update.levels.dropped), strict=True
-        ):
-            excess = opened + (rows[interval.call].output if interval.phase is Phase.BACKWARD else 0)
-            base[interval] = LevelSpan(*(level - excess for level in span))
-        return base
-
-    def _dropped(self, key: UpdateKey) -> frozenset[int]:
-        return self._updates[key][0].levels.dropped
-
-    def _rows_of(self, plan: Sequence[int], key: UpdateKey) -> list[UpdateRow]:
-        return [self.row(key, call, plan[block]) for call, block in enumerate(key[1])]
 
     def _row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow:
         entry = sizes, kind, option
@@ -389,7 +380,7 @@ class UpdateTable:
         own = _difference(readings.own_freed, full.own_freed, kind.block_class)
         later = _difference(readings.freed, full.freed, kind.block_class)
         if later is None and (twice := _difference(readings.freed, full.freed_twice(), kind.block_class)) is not None:
-            later = max(retained, twice)  # the gradient of the last block may be a number
+            later = max(retained, twice)  # less, if the first gradient is a number
         if later is None:
             later = retained if own is None else max(retained, own)
         return UpdateRow(retained, later, max(0, (own or 0) - later), *rises)
@@ -406,12 +397,13 @@ class UpdateTable:
             retained = min(retained, max(keep.retained, keep.retained_later))
         return UpdateRow(retained, retained, 0, max(bound, full.rise_forward), bound - retained)
 
-    def _full_seconds(self, sizes: InputSizes, kind: _Kind) -> float:
+    def _full_seconds(self, sizes: InputSizes, kind: _Kind) -> tuple[float, float]:
         for other_sizes in sorted({each for each, _, _ in self._readings}, key=lambda each: (each != sizes, each)):
             readings = self._readings.get((other_sizes, kind, self.base_option))
             if readings is not None:
-                return readings.seconds * _ratio(sizes, other_sizes)
-        return 0.0
+                ratio = _ratio(sizes, other_sizes)
+                return median(readings.forward_seconds) * ratio, median(readings.backward_seconds or [0.0]) * ratio
+        return 0.0, 0.0
 
     def _speed(self, block_class: int, option: int) -> float:
         """Returns the seconds of an option as a multiple of those of ``full``; 1 if it was not read."""
@@ -430,26 +422,6 @@ class UpdateTable:
 _NO_ROW = UpdateRow(0, 0, 0, 0, 0)
 
 
-def _opened_bytes(intervals: Iterable[Interval], rows: Sequence[UpdateRow], dropped: frozenset[int]) -> Iterator[int]:
-    """Yields, for each interval, what the calls retain at its start whose forward is over and backward is not."""
-    opened: dict[int, int] = {}
-    after_head: set[int] = set()
-    total = 0
-    for interval in intervals:
-        call = interval.call
-        if interval.phase is Phase.BACKWARD and call not in dropped:
-            for other in opened.keys() - after_head:
-                after_head.add(other)
-                total += rows[other].retained_later - opened[other]
-                opened[other] = rows[other].retained_later
-        yield total
-        if interval.phase is Phase.FORWARD:
-            opened[call] = rows[call].retained
-            total += opened[call]
-        elif interval.phase is Phase.BACKWARD:
-            total -= opened.pop(call, 0)
-
-
 def _is_drop(interval: Interval, levels: UpdateLevels) -> bool:
     return interval.phase is Phase.BACKWARD and interval.call in levels.dropped
 
@@ -461,7 +433,7 @@ def _difference(
     borders = [border for border in readings if border in full]
     if not borders:
         return None
-    best = min(borders, key=lambda border: (not border, any(other != block_class for other, _ in border), border))
+    best = min(borders, key=lambda border: (not border, any(other != block_class for other, *_ in border), border))
     return max(readings[best]) - min(full[best])
 
 

@@ -53,7 +53,7 @@ class Updates:
     def table(self) -> UpdateTable:
         """Returns the table of five updates: in each, one block of each class has another option."""
         base = self.measured(self.full)
-        table = UpdateTable(block_classes(self.blocks, base), FULL)
+        table = UpdateTable(block_classes(self.blocks, base), FULL, len(FIVE))
         table.add([PlannedUpdate(base, self.full, ())])
         for turn in self.turns(table.classes, base):
             table.add([PlannedUpdate(self.measured(turn), turn, ())])

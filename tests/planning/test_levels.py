@@ -80,7 +80,7 @@ def traced(num_kept: int) -> StepLog:
 
 
 def test_an_example_to_read_first() -> None:
-    table = LevelTable(SampledRuns(traced(0), [(traced(2), [0, 0])]), 1, [0, 0])
+    table = LevelTable.of_runs(SampledRuns(traced(0), [(traced(2), [0, 0])]), 1, [0, 0])
     assert [(level.start, level.peak) for level in table.levels([0, 1])] == [
         (0, 30),  # forward of 0, which is kept
         (30, 30),

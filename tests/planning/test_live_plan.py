@@ -16,14 +16,16 @@ from graphckpt.blocks.forward import policy_of
 from graphckpt.errors import PlanError
 from graphckpt.planning.live_plan import LivePlan
 from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.planner import corrected
+from graphckpt.planning.update_planner import UpdatePlanner
 
 
 class Loop:
     """A training loop, whose updates are planned for."""
 
-    def __init__(self, budget, candidates=("full",), device="cpu", **more):
+    def __init__(self, budget, candidates=("full",), device="cpu", num_layers=4, **more):
         self.device = device
-        self.model = nn.Sequential(*(ReLULayer() for _ in range(4))).to(device)
+        self.model = nn.Sequential(*(ReLULayer() for _ in range(num_layers))).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.lines = []
         options = PlanOptions(candidates=candidates, progress=False, **more)
@@ -76,6 +78,30 @@ def test_no_layer_runs_more_often_than_its_policy_says(budget):
     assert plan.keeps_everything == (budget == "1GiB")
     assert num_updates == 3 if plan.keeps_everything else num_updates <= 8
     assert loop.peak(256) == plan.predicted_peak_bytes <= plan.budget_bytes
+    loop.live.close()
+
+
+def test_a_layer_next_to_the_last_is_compared_with_layers_there():
+    """The gradient of the last layer is that of a sum, a number: what the one before frees is less by a gradient."""
+    loop = Loop(980_000, candidates=None, num_layers=8)
+    loop.updates(*[384] * 8)
+    plan = loop.live.plan
+    assert 0 < len(plan.policies) < 8
+    assert plan.correction_bytes == 0
+    assert loop.peak(384) == plan.predicted_peak_bytes <= plan.budget_bytes
+    loop.live.close()
+
+
+def test_no_faster_plan_is_tried_where_no_update_would_check_it(monkeypatch):
+    loop = Loop(420_000, candidates=None)
+    while loop.live.plan is None:
+        loop.updates(256)
+    first = loop.live.plan
+    loop.live.plan = corrected(first, 40_000)
+    loop.live._checks_left = 1
+    monkeypatch.setattr(UpdatePlanner, "plan", lambda *_, **__: pytest.fail("it was planned again"))
+    assert loop.updates(256) == [False]
+    assert loop.live.plan == first
     loop.live.close()
 
 
@@ -138,11 +164,14 @@ def test_parameters_of_another_class_are_planned_for():
     loop.live.close()
 
 
-def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_what_a_callback_takes():
-    loop = Loop(200_000)
+@pytest.mark.parametrize("budget", [200_000, 2_750_000])
+def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_what_a_callback_takes(budget):
+    loop = Loop(budget, num_layers=8)
     with pytest.raises(PlanError, match=r"no plan fits · the lowest possible peak is .* MiB, reached ") as error:
         loop.updates(*[2048] * 8)
-    assert "head" not in str(error.value).partition("fix: ")[2]
+    fix = str(error.value).partition("fix: ")[2]
+    assert "head" not in fix
+    assert "segments" not in fix
     loop.live.close()
 
 

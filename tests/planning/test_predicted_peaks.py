@@ -113,7 +113,7 @@ def joined(planner, count, seed=0):
                 choices += [num_options + number] + [COVERED] * (lengths[number] - 1)
             else:
                 choices.append(rng.randrange(num_options))
-        choice = planner.search._evaluate(chain, choices)
+        choice = planner.search._evaluate([(chain, choices)])
         assert bool(choice.runs) == (COVERED in choices)
         assert abs(peak(chain, choices) - choice.peak) <= 0.001 * choice.peak, "the solver sees another level"
         yield choice

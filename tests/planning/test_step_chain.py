@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.modules import as_module
@@ -9,7 +11,10 @@ from helpers.plans import measured_step, tiny_gpt2
 from torch import nn
 
 import graphckpt
+from graphckpt.planning import step_chain
 from graphckpt.planning.candidates import options
+from graphckpt.planning.frontier import peak
+from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.step_chain import StepChain
 
 
@@ -71,3 +76,47 @@ def test_tensors_that_blocks_may_offload_do_not_multiply_the_states(use_cache, m
     for chain in chains:
         assert_few_states(chain)
     assert chains
+
+
+def two_losses():
+    """Returns two stacks of layers, and a step that runs the backward of the first before the forward of the other."""
+    model, x = nn.ModuleList(nn.Sequential(*(Layer() for _ in range(4))) for _ in range(2)), torch.randn(256, 32)
+
+    def step():
+        for stack in model:
+            stack(x).sum().backward()
+
+    return model, step
+
+
+def test_each_pass_of_a_step_has_a_chain_of_its_own():
+    search = PolicySearch(measured_step(*two_losses(), ["0.*", "1.*"], options(False, ["full"])))
+    plain, low = search.evaluate([0] * 8), search.floor.peak
+    choice = search.fastest((low + plain.peak) // 2)
+    assert choice.peak <= (low + plain.peak) // 2
+    for stack in (choice.plan[:4], choice.plan[4:]):
+        assert set(stack) == {0, 1}
+    assert {low, plain.peak} < {one.peak for one in search.pareto()}
+
+
+def test_blocks_have_no_banned_options_and_those_that_were_not_called_follow_equal_ones():
+    known = measured_step(*two_losses(), ["0.*", "1.*"], options(False, ["full"]))
+    partial = replace(known, banned=frozenset({(0, 0)}), uncalled={6: 2, 7: None})
+    assert partial.completed([0, 0, 0, 1, 1, 1, 1, 1]) == (1, 0, 0, 1, 1, 1, 0, 1)
+    assert replace(known, uncalled={6: 2, 7: None}).completed([0] * 6 + [1, 1]) == (0,) * 8
+    search = PolicySearch(partial)
+    assert all(choice.plan[0] == 1 for choice in search.pareto())
+    assert search.fastest(10**9).plan[0] == 1
+
+
+def test_late_bytes_of_many_sizes_do_not_multiply_the_states(monkeypatch):
+    monkeypatch.setattr(step_chain, "_MOST_SUMS", 255)
+    model, x = Stack(), torch.randn(64, 32)
+    known = measured_step(model, lambda: model(x).backward(), options=options(False, ["full"]))
+    table = known.model
+    for call in range(8):  # 256 sums
+        table.late.add(table.calls, call, 0, 4 ** (call + 1))
+    chain = StepChain(known)
+    assert_few_states(chain)
+    for plan in ([0, 1] * 4, [0] * 4 + [1] * 4, [1] * 4 + [0] * 4):
+        assert table.peak(plan) <= peak(chain, plan) <= table.peak(plan) + 4**9
