@@ -29,7 +29,7 @@ from graphckpt.planning.fake_cluster import FakeCluster, cluster_of
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import SizedStep, fit, fit_steps
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.plan_step import plan_step
+from graphckpt.planning.plan_step import frozen_objects, plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.rows import byte_values, second_values
@@ -204,7 +204,7 @@ class FakeConfigSteps:
         """Plans the step of the config's batch size; ``on_measured`` gets the planners before they choose."""
         sizes, options = self.run.train.sizes, replace(self.options, progress=progress)
         step = self.step(sizes.micro_batch, sizes.accumulation).step
-        with step.restoring():
+        with step.restoring(), frozen_objects():
             arguments = self.model, self.blocks, memory_budget, options, PlanGroup()
             return plan_step(step, *arguments, notes=self.notes, on_measured=on_measured)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from graphckpt.planning.options import Budget, PlanOptions, check_budget
 from graphckpt.planning.peak_parts import PeakParts
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
-from graphckpt.planning.plan_step import find_blocks, measure_all, plan_step
+from graphckpt.planning.plan_step import find_blocks, frozen_objects, measure_all, plan_step
 from graphckpt.planning.planner import Planner, plan_in_limit, policies_key, run_plan
 from graphckpt.planning.pretrained import EXTRA, PretrainedModel, read_model, step_errors
 from graphckpt.planning.profile import DeviceProfile, load_profile, profile_names
@@ -143,23 +141,10 @@ def estimate_model(
         fake = FakeDevice(machine, is_padded=False, cluster=simulated)
         with fake.building():
             module, step_fn, optimizer = source.make(machine.kind)
-        with _frozen_objects():
+        with frozen_objects():
             step = FakeStep(fake, module, step_fn, optimizer)
             notes = () if simulated is None else simulated.notes
             return _Estimation(source, machine, module, step, optimizer, begin, notes).run(budget)
-
-
-@contextmanager
-def _frozen_objects() -> Iterator[None]:
-    """Spares the garbage collector the objects that exist: those of imports cost it a twentieth of the time."""
-    if gc.get_freeze_count():  # another's, which `unfreeze` would end
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class _Estimation:
