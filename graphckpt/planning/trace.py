@@ -34,7 +34,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphckpt._compat import current_backward
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.blocks.hooks import ModuleHook
-from graphckpt.engine.objects import copy_objects, items_of
 from graphckpt.errors import PlanError
 from graphckpt.planning.allocations import AllocationTrace
 from graphckpt.planning.candidates import Option
@@ -301,12 +300,6 @@ class Trace(StepMarks, AllocationTrace):
     def _log(self, kind: EventKind, storage: int, call: int = -1) -> None:
         num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0
         self.log.spans[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
-
-
-def items_in(value: Any) -> Iterator[Any]:
-    """Yields the items of all containers and the attributes of all objects that ``value`` reaches."""
-    for owner, contents in copy_objects([value]):
-        yield from items_of(owner, contents)
 
 
 TimeMark: TypeAlias = "float | torch.cuda.Event"
