@@ -244,7 +244,7 @@ def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
     device = torch.get_default_device() if num_function_modes() else _CPU  # a mode, which it looks for in Python
     defaults = device, torch.get_default_dtype()
     if not devices:
-        return defaults, kernels, _autocast("cpu")
+        return defaults, kernels, _autocast("cpu") if _is_autocast_enabled("cpu") else _NO_AUTOCAST
     kinds = dict.fromkeys(device.type for device in devices)
     return defaults, kernels, _autocast("cpu"), *(_autocast(kind) for kind in kinds)
 
@@ -277,6 +277,8 @@ def is_autocast(ambient: Ambient) -> bool:
 
 
 _CPU = torch.device("cpu")
+_NO_AUTOCAST = "cpu", False
+_is_autocast_enabled = torch.is_autocast_enabled
 _math_enabled, _flash_enabled, _efficient_enabled, _cudnn_enabled = attention_kernels_enabled
 _KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _HOW = ("dtype", "cache_enabled")

@@ -282,7 +282,7 @@ class Frame(Execution, Call):
 
     def _after_forward(self, previous: BlockOutput | None) -> None:
         block, state, learning = self.block, self._state, self._learning
-        with engine_ops(block.recorder, block.name):
+        with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
             call_state = self._call_state
             state.finish(call_state, learning=learning)
             if block.recorder is not None:
