@@ -46,10 +46,10 @@ pytree = _pytree
 """Holds every container type that users and Transformers have registered. It is public from torch 2.14 on."""
 
 
-def active_saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """Returns the innermost ``saved_tensors_hooks`` pair of this thread, or ``None``; it cannot be read publicly."""
-    hooks: tuple[Any, Any] | None = _top_saved_tensors_default_hooks(False)
-    return hooks
+# An object of C, as all that a call of a block asks PyTorch for: a function would take as long again.
+active_saved_tensor_hooks: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None]
+active_saved_tensor_hooks = functools.partial(_top_saved_tensors_default_hooks, False)
+"""Returns the innermost ``saved_tensors_hooks`` pair of this thread, or ``None``; it cannot be read publicly."""
 
 
 def is_torch_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
@@ -422,9 +422,8 @@ def norms_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
-def is_watched() -> bool:
-    """Returns whether a dispatch mode sees the ops of this thread, such as one that counts bytes."""
-    return bool(_len_torch_dispatch_stack())
+is_watched: Callable[[], int] = _len_torch_dispatch_stack
+"""Returns how many dispatch modes see the ops of this thread, such as one that counts bytes; 0 if none does."""
 
 
 def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tensor, limit: timedelta) -> Any:

@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from contextvars import Context, copy_context
 from operator import is_
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphckpt._compat import attention_kernels_enabled, num_function_modes
 from graphckpt.tree import ATOMS
+from graphckpt.undo import Undo, enter
 
 RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
 """State of PyTorch's CPU generator, of each device's default generator, and of Python and NumPy if it was asked for."""
@@ -244,32 +244,32 @@ def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
     device = torch.get_default_device() if num_function_modes() else _CPU  # a mode, which it looks for in Python
     defaults = device, torch.get_default_dtype()
     if not devices:
-        return defaults, kernels, _autocast("cpu")
+        return defaults, kernels, _autocast("cpu") if _is_autocast_enabled("cpu") else _NO_AUTOCAST
     kinds = dict.fromkeys(device.type for device in devices)
     return defaults, kernels, _autocast("cpu"), *(_autocast(kind) for kind in kinds)
 
 
-def enter_ambient(stack: ExitStack, wanted: Ambient, now: Ambient) -> None:
-    """Applies ``wanted`` on ``stack``, touching only what differs from ``now``."""
+def enter_ambient(undo: Undo, wanted: Ambient, now: Ambient) -> None:
+    """Applies ``wanted``, touching only what differs from ``now``, which ``undo`` puts back."""
     (device, dtype), kernels, *autocasts = wanted  # type: ignore[misc]
     device_now, dtype_now = now[0]  # type: ignore[misc]
     if device != device_now:  # type: ignore[has-type]
-        stack.enter_context(device)  # type: ignore[has-type]  # a torch.device is a context manager
+        enter(device, undo)  # type: ignore[has-type]  # a torch.device is a context manager
     if dtype is not dtype_now:  # type: ignore[has-type]
-        stack.callback(torch.set_default_dtype, dtype_now)  # type: ignore[has-type]
+        undo.append((torch.set_default_dtype, (dtype_now,)))  # type: ignore[has-type]
         torch.set_default_dtype(dtype)  # type: ignore[has-type]
     if kernels != now[1]:
-        stack.enter_context(sdpa_kernel([k for k, on in zip(_KERNELS, kernels, strict=True) if on]))  # type: ignore[call-overload]
+        enter(sdpa_kernel([k for k, on in zip(_KERNELS, kernels, strict=True) if on]), undo)  # type: ignore[call-overload]
     if is_autocast(now):
         # `backward()` was called in a region of autocast, maybe by another thread. The cache is the process's, and has
         # the casts of the forward of that region, which clears it; no region that ends in this thread may do so before.
         torch.autocast_increment_nesting()
-        stack.callback(torch.autocast_decrement_nesting)
+        undo.append((torch.autocast_decrement_nesting, ()))
     if tuple(autocasts) == now[2:]:
         return
     for autocast in autocasts:
         kind, enabled, *how = autocast  # type: ignore[misc]
-        stack.enter_context(torch.autocast(kind, enabled=enabled, **dict(zip(_HOW, how, strict=False))))  # type: ignore[has-type]
+        enter(torch.autocast(kind, enabled=enabled, **dict(zip(_HOW, how, strict=False))), undo)  # type: ignore[has-type]
 
 
 def is_autocast(ambient: Ambient) -> bool:
@@ -277,6 +277,8 @@ def is_autocast(ambient: Ambient) -> bool:
 
 
 _CPU = torch.device("cpu")
+_NO_AUTOCAST = "cpu", False
+_is_autocast_enabled = torch.is_autocast_enabled
 _math_enabled, _flash_enabled, _efficient_enabled, _cudnn_enabled = attention_kernels_enabled
 _KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 _HOW = ("dtype", "cache_enabled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ from torch import nn
 import graphckpt
 from graphckpt._compat import FakeTensorMode
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
-from graphckpt.engine.objects import Objects, copy_objects, items_of, put_back, swap, with_stand_ins
+from graphckpt.engine.objects import copy_objects, items_of, swap, with_stand_ins
+from graphckpt.undo import Undo, put_back
 
 
 class Strict(list[int]):
@@ -91,10 +92,9 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @contextmanager
 def in_place(state: ModuleState, call_state: CallState) -> Iterator[None]:
     """Puts a state in place, as for a recomputation, and then what was there before."""
-    undo: Objects = []
-    with ExitStack() as restore:
-        state.put_in_place(call_state, refuse, undo, restore)
-        yield
+    undo: Undo = []
+    state.put_in_place(call_state, refuse, undo)
+    yield
     put_back(undo)
 
 

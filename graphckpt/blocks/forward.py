@@ -204,9 +204,13 @@ class BlockForward(ForwardWrapper):
         if not torch.is_grad_enabled():
             return self.rule.run_without_gradients(self._context or self.context, function, args, kwargs)
         context = self._context or self.context
-        under_rule = self._under_rule(context, function)
-        self.num_calls += under_rule is not None
-        return function(*args, **kwargs) if under_rule is None else self.rule.run(context, under_rule, args, kwargs)
+        if self._native or is_transformed():
+            under_rule = self._under_rule(context, function)
+            if under_rule is None:
+                return function(*args, **kwargs)
+            function = under_rule
+        self.num_calls += 1
+        return self.rule.run(context, function, args, kwargs)
 
     @never_compiled
     def _run_in_graph(self, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -269,8 +273,6 @@ class BlockForward(ForwardWrapper):
         if is_transformed():
             context.note("torch.func or forward-mode AD is around it: it runs as it is, and all is saved")
             return None
-        if not self._native:
-            return function
         modules = [module for ref in self._native if (module := ref()) is not None and checkpoints_itself(module)]
         if not modules:
             return function

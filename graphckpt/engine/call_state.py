@@ -1,4 +1,4 @@
-"""The call state: what a call of a block can change beside its outputs, and its caller until backward, as it was then.
+"""Copies the call state: what a call of a block, or its caller until backward, can change beside its outputs.
 
 Before a call, the state of the block's modules is copied; for the recomputation, the copy is put in place; after it,
 what was there is put back. Tensors that can change are cloned, so that the recomputation modifies clones alone.
@@ -17,19 +17,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, starmap
 from operator import is_, itemgetter
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import current_accelerator, storage_of
-from graphckpt.engine.clones import clones_of, has_plain_values, is_small, memory_of_several
+from graphckpt.engine.clones import (
+    clones_of,
+    has_plain_values,
+    is_plain,
+    is_sharding,
+    is_small,
+    memory_of_several,
+    read_versions,
+    without_history,
+)
 from graphckpt.engine.objects import (
     ABSENT,
     CONTAINERS,
@@ -45,6 +52,7 @@ from graphckpt.engine.objects import (
     is_plain_container,
     is_plain_value,
     may_reach,
+    restore,
     set_or_remove,
     sets_up,
     swap,
@@ -53,6 +61,7 @@ from graphckpt.engine.objects import (
 )
 from graphckpt.thread_state import rng_devices
 from graphckpt.tree import tensors_in
+from graphckpt.undo import Undo
 
 # Note [An example: a linear layer, a BatchNorm, and a buffer of 80 KB]
 # `tensors` are the parameters 0 to 3 (linear.weight, linear.bias, norm.weight, norm.bias), the large buffer 4, and 5 to
@@ -65,7 +74,8 @@ from graphckpt.tree import tensors_in
 
 _OWN = frozenset(nn.Module().__dict__)  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
-_NOTHING_BORROWED: frozenset[int] = frozenset()
+_NONE: frozenset[int] = frozenset()
+_mode = itemgetter("training")
 _MAX_REACHED = 256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
 
 _Edit: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
@@ -75,6 +85,8 @@ Modes: TypeAlias = tuple[bool | None, ...]
 """Whether each module of a block is in training mode; ``None`` for one that asks the module that it wraps."""
 _Attribute: TypeAlias = tuple[int, str]
 """The number of a module among those of the block, and the name of an attribute."""
+_Values: TypeAlias = list[tuple[Any, ...]]
+"""What readers of attributes have read."""
 _SET_UP: Final = object()
 """Stands for the value of an attribute that a call has set up, which a recomputation leaves as it is."""
 
@@ -104,8 +116,16 @@ class _AttributeLayout:
     """Of other attributes, which are not held: they may come to hold an output, whose graph holds the call."""
     complete: frozenset[int]
     """The modules of which all attributes are read."""
-    kinds: list[type]
+    kinds: list[type] = field(default_factory=list)
     """Of all values."""
+
+    def read(self, fields: _Fields) -> tuple[_Values, _Values]:
+        """Returns what the readers ``plain`` and ``others`` read; nothing if an attribute is missing."""
+        try:
+            plain = [read(fields[at]) for at, _, read in self.plain]
+            return plain, [read(fields[at]) for at, _, read in self.others] if self.others else []
+        except KeyError:
+            return [], []
 
     @classmethod
     def of(cls, fields: _Fields, names: Iterable[list[str]], complete: Iterable[int]) -> _AttributeLayout:
@@ -119,8 +139,9 @@ class _AttributeLayout:
                     readers.append(
                         _AttributeReader(at, tuple(some), itemgetter(*some, *(some if len(some) == 1 else ())))
                     )
-        kinds = _kinds(_read(plain, fields), _read(others, fields))
-        return cls([*map(len, fields)], plain, others, frozenset(complete), kinds)
+        layout = cls([*map(len, fields)], plain, others, frozenset(complete))
+        layout.kinds = _kinds(*layout.read(fields))
+        return layout
 
 
 class _Reached(NamedTuple):
@@ -175,9 +196,9 @@ class CallState:
     names: list[_Attribute]
     """Of the attributes in ``tensors``."""
     layout: _AttributeLayout
-    plain: list[tuple[Any, ...]]
+    plain: _Values
     """What the readers ``layout.plain`` have read."""
-    others: list[tuple[Any, ...]]
+    others: _Values
     """What the readers ``layout.others`` have read; nothing after the call."""
     reached: list[_Reached]
     """Nothing after the call."""
@@ -191,38 +212,45 @@ class CallState:
     """Attributes that the call has changed, or that are containers, with the values that they had before it."""
     objects: list[Objects] = field(default_factory=list)
     """The contents before the call of the objects that attributes reach."""
-    changed: frozenset[int] = frozenset()
+    changed: frozenset[int] = _NONE
     """The ids of the modules' ``__dict__`` that the call has changed."""
     changed_tensors: Sequence[torch.Tensor] = ()
     """What the call has modified in place and only a container or an object holds, so that no copy of it exists."""
-    left_alone: frozenset[int] = frozenset()
+    left_alone: frozenset[int] = _NONE
     """Of ``copies``, those of tensors that the call has not modified, as far as version counters show."""
 
 
 @final
 class ModuleState:
     __slots__ = (
-        "_changed", "_children", "_empty", "_ends", "_freed", "_hooks", "_inert", "_layout", "_modules",
-        "_num_parameters", "_owners", "_plain_copies", "_scopes", "_slots", "_users", "host_rng_modes",
+        "_changed", "_children", "_empty", "_ends", "_fields_below", "_freed", "_hooks", "_inert", "_keys", "_layout",
+        "_modules", "_num_parameters", "_owners", "_plain_copies", "_roots", "_scopes", "_sizes", "_slots", "_users",
+        "host_rng_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         members = list(modules)
-        # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once.
         self._modules = [weakref.ref(m) for m in members]
-        self._users = frozenset([at for at, m in enumerate(members) if not _is_of_torch(m)])
+        # Weak, for a module holds its wrapped forward, which holds this: a deleted model must be freed at once. What
+        # is below it is held by its `_modules` anyway.
+        child_ids = {id(child) for m in members for child in m._modules.values()}
+        self._fields_below = [m.__dict__ if id(m) in child_ids else None for m in members]
+        self._roots = [(at, weakref.ref(m)) for at, m in enumerate(members) if id(m) not in child_ids]
+        self._users = frozenset([at for at, m in enumerate(members) if not type(m).__module__.startswith("torch.")])
         """The modules whose class is not PyTorch's, by number."""
         self._freed: list[Any] = []  # of the modules, which append themselves when they are freed
         self._ends = [weakref.ref(m, self._freed.append) for m in members]
         children = [m._modules for m in members if m._modules]
-        self._children = children, _ids_in(children)
-        owners = [d for m in members for d in (m._parameters, m._buffers, m._modules)]
-        self._empty = [d for d in owners if not d]
-        owners = [d for m in members for d in (m._parameters, m._buffers) if d]
-        self._owners = owners, list(map(list, owners))
-        self._slots: list[tuple[dict[str, Any], str]] = [(m._parameters, key) for m in members for key in m._parameters]
-        self._num_parameters = len(self._slots)
-        self._slots += [(m._buffers, key) for m in members for key in m._buffers]
+        # Ids: to hold the children would make cycles.
+        self._children = children, [id(child) for each in children for child in each.values()]
+        self._empty = [d for m in members for d in (m._parameters, m._buffers, m._modules) if not d]
+        parameters: list[dict[str, Any]] = [m._parameters for m in members if m._parameters]
+        owners: list[dict[str, Any]] = [*parameters, *(m._buffers for m in members if m._buffers)]
+        self._owners = owners
+        self._sizes = [*map(len, owners)]
+        self._keys = [*chain.from_iterable(owners)]
+        self._slots: list[tuple[dict[str, Any], str]] = [(owner, key) for owner in owners for key in owner]
+        self._num_parameters = sum(map(len, parameters))
         self._hooks = ModuleHooks(members)
         self._inert: dict[_Attribute, weakref.ref[Any]] = {}
         """Objects in attributes that reach no tensors, so that calls need not look into them."""
@@ -230,17 +258,20 @@ class ModuleState:
         self._scopes: dict[Modes, _Scope] = {}
         self._changed: set[int] = set()
         """The modules of PyTorch's of which a first call has changed attributes, or which have tensors among them."""
-        self._layout = _AttributeLayout([], [], [], frozenset(), [])
+        self._layout = _AttributeLayout([], [], [], frozenset())
         self.host_rng_modes: set[Modes] = set()
         """The modes in which a first call has drawn from the generators of Python or NumPy."""
 
     def is_stale(self) -> bool:
         """Whether a submodule was added, removed or replaced since, as adapters do, or a parameter or buffer added."""
         children, ids = self._children
-        # A new child may have got the memory, and so the id, of one that is gone.
-        owners, keys = self._owners
-        is_same = not self._freed and _ids_in(children) == ids and list(map(list, owners)) == keys
-        return not is_same or any(self._empty)
+        return not (
+            [*chain.from_iterable(self._owners)] == self._keys
+            and [*map(len, self._owners)] == self._sizes
+            and [*map(id, chain.from_iterable(map(dict.values, children)))] == ids
+            and not self._freed  # a new child may have got the memory, and so the id, of one that is gone
+            and not any(self._empty)
+        )
 
     def attribute_ids(self) -> set[int]:
         return set(map(id, self._fields()))
@@ -252,14 +283,14 @@ class ModuleState:
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]
 
     def devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
-        if current_accelerator() is None:
-            return ()
         return rng_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
 
     def _fields(self) -> _Fields:
-        if self._freed:
-            return [{} if (module := ref()) is None else module.__dict__ for ref in self._modules]
-        return [ref().__dict__ for ref in self._modules]
+        fields: Any = self._fields_below.copy()
+        for at, ref in self._roots:
+            root = ref()
+            fields[at] = {} if root is None else root.__dict__
+        return fields  # type: ignore[no-any-return]
 
     def take(self, *, is_nested: bool = False) -> CallState:
         """Copies the present state: all of it before the first call in these modes, for :meth:`finish` to compare.
@@ -271,15 +302,18 @@ class ModuleState:
         scope = self._scopes.get(modes)
         is_first = scope is None
         layout = _AttributeLayout.of(fields, map(_names, fields), range(len(fields))) if is_first else self._layout
-        plain, others = _read(layout.plain, fields), _read(layout.others, fields)
+        plain, others = layout.read(fields)
         if [*map(len, fields)] != layout.sizes or _kinds(plain, others) != layout.kinds:
             layout = self._renew_layout(fields)
-            plain, others = _read(layout.plain, fields), _read(layout.others, fields)
+            plain, others = layout.read(fields)
         scope = scope or self._scope_of_all(fields)
-        tensors: tuple[Any, ...] = tuple(starmap(dict.get, self._slots))
+        tensors = self._tensors()
+        trainable = _trainable(tensors[: self._num_parameters])
         if scope.names:
-            tensors += tuple([_without_history(fields[at].get(key)) for at, key in scope.names])
-        reached = [self._reach(at, key, fields[at].get(key), is_deep=is_deep) for at, key, is_deep in scope.objects]
+            tensors += tuple([without_history(fields[at].get(key)) for at, key in scope.names])
+        reached: list[_Reached] = []
+        if scope.objects:
+            reached = [self._reach(at, key, fields[at].get(key), is_deep=is_deep) for at, key, is_deep in scope.objects]
         if scope.open:
             reached += self._objects_with_tensors(scope.open, fields)
         return CallState(
@@ -287,7 +321,7 @@ class ModuleState:
             modes,
             is_first,
             tensors,
-            _versions(tensors),
+            read_versions(tensors),
             clones_of(tensors, scope.copied, shares_memory=scope.shares_memory) if scope.copied else {},
             scope.names,
             layout,
@@ -296,9 +330,13 @@ class ModuleState:
             reached,
             -1 if is_nested else policy_changes.number,
             scope,
-            _trainable(tensors[: self._num_parameters]),
-            self._hooks.copies(),
+            trainable,
+            self._hooks.copies() if any(self._hooks.all) else [],
         )
+
+    def _tensors(self) -> tuple[Any, ...]:
+        """Returns what is in the slots. The keys are those of the slots, as :meth:`is_stale` has shown."""
+        return tuple(chain.from_iterable(map(dict.values, self._owners)))
 
     def _renew_layout(self, fields: _Fields) -> _AttributeLayout:
         """Notes which attributes are tensors, plain values and objects, once some have come or have another type."""
@@ -306,7 +344,7 @@ class ModuleState:
         names = [_names(owner) if at in complete else _number_names(owner) for at, owner in enumerate(fields)]
         self._layout = _AttributeLayout.of(fields, names, complete)
         first = len(self._slots)
-        tensors = [(at, key) for at, keys in enumerate(names) for key in keys if _is_plain(fields[at][key])]
+        tensors = [(at, key) for at, keys in enumerate(names) for key in keys if is_plain(fields[at][key])]
         for scope in self._scopes.values():
             scope.names = tensors
             scope.copied = [index for index in scope.copied if index < first]
@@ -334,7 +372,8 @@ class ModuleState:
         """Yields the attributes that are objects which reach tensors: those are inputs, like those of an argument."""
         for at, key in open_attributes:
             value = fields[at].get(key)
-            if value is None or self._is_inert(at, key, value) or not may_reach(value):
+            inert = self._inert.get((at, key))
+            if value is None or (inert is not None and inert() is value) or not may_reach(value):
                 continue
             reached = self._reach(at, key, value, is_deep=True)
             if len(reached.objects) <= _MAX_REACHED and reached.is_held:
@@ -355,10 +394,6 @@ class ModuleState:
             if value is None or (may_reach(value) and not is_plain_value(value))
         ]
 
-    def _is_inert(self, at: int, key: str, value: object) -> bool:
-        inert = self._inert.get((at, key))
-        return inert is not None and inert() is value
-
     def _note_inert(self, at: int, key: str, value: object) -> None:
         with suppress(TypeError):  # there are no weak references to some, such as tuples
             self._inert[at, key] = weakref.ref(value)
@@ -367,10 +402,10 @@ class ModuleState:
         present = [
             (at, key, value) for at, owner in enumerate(fields) for key, value in owner.items() if key not in _OWN
         ]
-        names = [(at, key) for at, key, value in present if _is_plain(value)]
+        names = [(at, key) for at, key, value in present if is_plain(value)]
         first = len(self._slots)
         buffers = self._slots[self._num_parameters :]
-        copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if _is_plain(owner.get(key))]
+        copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if is_plain(owner.get(key))]
         copied += range(first, first + len(names))
         objects = [(at, key, at in self._users) for at, key, value in present if may_reach(value)]
         return _Scope(names, copied, objects, shares_memory=True, open=[], moved=frozenset())
@@ -417,7 +452,7 @@ class ModuleState:
         present = [
             (at, key, value) for at in sorted(layout.complete) for key, value in fields[at].items() if key not in _OWN
         ]
-        names = [(at, key) for at, key, value in present if _is_plain(value)]
+        names = [(at, key) for at, key, value in present if is_plain(value)]
         mutated = {state.names[index - first] for index in copied if index >= first}
         later = [index for index in copied if index < first]
         later += [index for index, name in enumerate(names, first) if name in mutated]
@@ -449,17 +484,18 @@ class ModuleState:
         if learning:
             self._narrow(state, fields)
         changed: set[int] = set()
+        plain, others = layout.read(fields)
         if (
             [*map(len, fields)] != layout.sizes
-            or not _are_same(_read(layout.plain, fields), state.plain)
-            or (layout.others and not _are_same(_read(layout.others, fields), state.others))
+            or not _are_same(plain, state.plain)
+            or (others and not _are_same(others, state.others))
         ):
             set_up = set()
             for at, key, old, new in self._changes(state, fields):
                 if sets_up(old, new) and (at in self._users or key not in _number_names(fields[at])):
                     set_up.add((at, key))
                 else:
-                    state.exchanged.append((at, key, _without_history(old)))
+                    state.exchanged.append((at, key, without_history(old)))
                     changed.add(id(fields[at]))
             if set_up:
                 state.plain = [
@@ -478,12 +514,13 @@ class ModuleState:
             if entries := without_tensors(objects if is_held else changes, modified):
                 state.objects.append(entries)
         if state.copies:
-            versions = _versions([state.tensors[index] for index in state.copies])
+            versions = read_versions([state.tensors[index] for index in state.copies])
             pairs = zip(state.copies, versions, strict=True)
             state.left_alone = frozenset([index for index, version in pairs if version == state.versions[index]])
-        state.hooks = self._hooks.after_call(state.hooks)
+        if state.hooks or any(self._hooks.all):
+            state.hooks = self._hooks.after_call(state.hooks)
         state.others, state.reached, state.changed_tensors = [], [], tensors
-        state.changed = frozenset(changed)
+        state.changed = frozenset(changed) if changed else _NONE
 
     def remember(self, state: CallState) -> None:
         """Has later calls in these modes copy what a first one has shown, whose state after the call is ``state``."""
@@ -492,44 +529,49 @@ class ModuleState:
     def forget(self, state: CallState) -> None:
         self._scopes.pop(state.modes, None)
 
-    def put_in_place(
-        self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Objects, restore: ExitStack
-    ) -> frozenset[int]:
-        """Puts the state before the call in place; what is there now goes into ``undo``, or ``restore`` puts it back.
+    def put_in_place(self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Undo) -> frozenset[int]:
+        """Puts the state before the call in place; ``undo`` puts back what is there now.
 
         Objects that attributes hold get a ``stand_in`` for each tensor that was modified in place since. Returns the
-        ids of the buffers that have the memory of their copy until ``restore`` ends.
+        ids of the buffers that have the memory of their copy until then.
         """
         opened: set[int] = set()
 
         def edit(owner: dict[str, Any]) -> dict[str, Any]:
             if id(owner) not in opened:
                 opened.add(id(owner))
-                undo.append((owner, owner.copy()))
+                undo.append((restore, (owner, owner.copy())))
             return owner
 
         fields = self._fields()
-        borrowed = self._put_tensors(state, fields, edit, restore)
-        if _modes(fields) != state.modes:
-            for owner, mode in zip(fields, state.modes, strict=True):
-                if owner.get("training", mode) is not mode:
-                    edit(owner)["training"] = mode
+        tensors = self._tensors()
+        if state.names or state.copies or len(tensors) != len(self._slots) or not all(map(is_, tensors, state.tensors)):
+            borrowed = self._put_tensors(state, fields, edit, undo)
+            tensors = tuple(starmap(dict.get, self._slots))
+        else:
+            borrowed = _NONE
+        if any(self._empty) or [*map(len, self._owners)] != self._sizes:
+            self._remove_tensors(edit)
         self._put_attributes(state, fields, edit)
         for objects in state.objects:
             undo += swap(with_stand_ins(objects, stand_in))
-        self._hooks.put_in_place(state.hooks, undo)
-        parameters = [*starmap(dict.get, self._slots[: self._num_parameters])]
-        if _trainable(parameters) != state.trainable:
-            for parameter, is_trainable in zip(parameters, state.trainable, strict=True):
+        if state.hooks or any(self._hooks.all):
+            self._hooks.put_in_place(state.hooks, undo)
+        if _trainable(tensors[: self._num_parameters]) != state.trainable:
+            for parameter, is_trainable in zip(tensors, state.trainable, strict=False):
                 if parameter is not None and parameter.requires_grad is not is_trainable:
-                    restore.callback(parameter.requires_grad_, parameter.requires_grad)
+                    undo.append((parameter.requires_grad_, (parameter.requires_grad,)))
                     parameter.requires_grad_(is_trainable)
         return borrowed
 
     def _put_attributes(self, state: CallState, fields: _Fields, edit: _Edit) -> None:
-        readers = state.layout.plain
-        if not _are_same(_read(readers, fields), state.plain):
-            for (at, names, _), values in zip(readers, state.plain, strict=True):
+        if _modes(fields) != state.modes:
+            for owner, mode in zip(fields, state.modes, strict=True):
+                if owner.get("training", mode) is not mode:
+                    edit(owner)["training"] = mode
+        layout = state.layout
+        if not _are_same(layout.read(fields)[0], state.plain):
+            for (at, names, _), values in zip(layout.plain, state.plain, strict=True):
                 for key, value in zip(names, values, strict=False):
                     if value is not _SET_UP and fields[at].get(key, ABSENT) is not value:
                         edit(fields[at])[key] = value
@@ -537,30 +579,26 @@ class ModuleState:
             if fields[at].get(key, ABSENT) is not value:
                 set_or_remove(edit(fields[at]), key, value)
         if state.policy_changes != policy_changes.number:
-            has_forward = {reader.module for reader in readers if "forward" in reader.names}
+            has_forward = {reader.module for reader in layout.plain if "forward" in reader.names}
             for at, owner in enumerate(fields):
                 if "forward" in owner and at not in has_forward:
                     del edit(owner)["forward"]
 
     def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
         """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
-        for (owner, key), tensor in zip(self._slots_of(state, self._fields()), state.tensors, strict=True):
+        slots = self._slots + [(self._fields()[at], key) for at, key in state.names]
+        for (owner, key), tensor in zip(slots, state.tensors, strict=True):
             if tensor is not None and owner.get(key) is not tensor:
                 yield tensor
         for objects in state.objects:
             yield from tensors_in([contents for _, contents in objects])
 
-    def _slots_of(self, state: CallState, fields: _Fields) -> list[tuple[dict[str, Any], str]]:
-        return self._slots + [(fields[at], key) for at, key in state.names] if state.names else self._slots
-
-    def _put_tensors(self, state: CallState, fields: _Fields, edit: _Edit, restore: ExitStack) -> frozenset[int]:
-        slots = self._slots_of(state, fields)
-        present = [*starmap(dict.get, slots)]
-        if not all(map(is_, present, state.tensors)):
-            for (owner, key), tensor in zip(slots, state.tensors, strict=True):
-                now = owner.get(key)
-                if now is not tensor and not _is_sharding(now, tensor):
-                    edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
+    def _put_tensors(self, state: CallState, fields: _Fields, edit: _Edit, undo: Undo) -> frozenset[int]:
+        slots = self._slots + [(fields[at], key) for at, key in state.names]
+        for (owner, key), tensor in zip(slots, state.tensors, strict=True):
+            now = owner.get(key)
+            if now is not tensor and not is_sharding(now, tensor):
+                edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
         borrowed = set()
         copies = state.copies
         if copies:
@@ -572,31 +610,31 @@ class ModuleState:
             # alone stays the same object, and has the memory of the copy for the time being: the caller may have
             # modified it since, through `data` too, which no version shows.
             if index in state.left_alone and type(tensor) is torch.Tensor and not tensor.is_inference():
-                restore.callback(setattr, tensor, "data", tensor.data)
+                undo.append((setattr, (tensor, "data", tensor.data)))
                 tensor.data = clone
                 borrowed.add(id(tensor))
             else:
                 edit(owner)[key] = clone
-        owners, keys = self._owners
-        # Buffers that the call, or what followed, has registered; what was removed is there again by now.
-        if any(self._empty) or [*map(len, owners)] != [*map(len, keys)]:
-            own = {(id(owner), key) for owner, key in self._slots}
-            for owner in (*owners, *self._empty):
-                for key in [key for key, value in owner.items() if (id(owner), key) not in own and _is_plain(value)]:
-                    del edit(owner)[key]
-        return frozenset(borrowed) if borrowed else _NOTHING_BORROWED
+        return frozenset(borrowed)
+
+    def _remove_tensors(self, edit: _Edit) -> None:
+        """Removes buffers that the call, or what followed, has registered; what was removed is there again by now."""
+        slots = {(id(owner), key) for owner, key in self._slots}
+        for owner in (*self._owners, *self._empty):
+            for key in [key for key, value in owner.items() if (id(owner), key) not in slots and is_plain(value)]:
+                del edit(owner)[key]
 
     def hide(
-        self, state: CallState, unread: Collection[int], stand_in: Callable[[torch.Tensor], Any], undo: Objects
+        self, state: CallState, unread: Collection[int], stand_in: Callable[[torch.Tensor], Any], undo: Undo
     ) -> None:
         """Replaces what was modified of the parameters with ids ``unread`` by a stand-in for each."""
         for (owner, key), tensor, version in zip(self._slots, state.tensors, state.versions, strict=False):
             if id(tensor) in unread and tensor._version != version:
-                undo.append((owner, owner.copy()))
+                undo.append((restore, (owner, owner.copy())))
                 owner[key] = stand_in(tensor)
 
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
-        versions = _versions(state.tensors)
+        versions = read_versions(state.tensors)
         if versions == state.versions:
             return None
         for index, (tensor, now, then) in enumerate(zip(state.tensors, versions, state.versions, strict=True)):
@@ -621,24 +659,20 @@ def _names(fields: dict[str, Any]) -> list[str]:
 
 
 def _modes(fields: _Fields) -> Modes:
-    return tuple([owner.get("training") for owner in fields])
-
-
-def _read(readers: list[_AttributeReader], fields: _Fields) -> list[tuple[Any, ...]]:
-    """Returns the values of attributes; nothing if one is missing."""
     try:
-        return [read(fields[at]) for at, _, read in readers]
+        return tuple(map(_mode, fields))
     except KeyError:
-        return []
+        return tuple([owner.get("training") for owner in fields])
 
 
-def _are_same(now: list[tuple[Any, ...]], then: list[tuple[Any, ...]]) -> bool:
+def _are_same(now: _Values, then: _Values) -> bool:
     # By identity: to compare tensors is an op, and users may define what is equal in any way.
     return len(now) == len(then) and all(map(is_, chain.from_iterable(now), chain.from_iterable(then)))
 
 
-def _kinds(*values: list[tuple[Any, ...]]) -> list[type]:
-    return [*map(type, chain.from_iterable(chain.from_iterable(values)))]
+def _kinds(plain: _Values, others: _Values) -> list[type]:
+    values = plain + others if others else plain
+    return [*map(type, chain.from_iterable(values))]
 
 
 def _trainable(parameters: Iterable[torch.Tensor | None]) -> tuple[bool, ...]:
@@ -656,44 +690,11 @@ def _number_names(fields: dict[str, Any]) -> list[str]:
     return [key for key, value in fields.items() if key not in _OWN and type(value) in kinds]
 
 
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
-
-
-def _without_history(value: Any) -> Any:
-    has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
-    return value.detach().requires_grad_() if has_history else value
-
-
 def has_changed(state: CallState, index: int) -> bool:
     """Whether a tensor that was copied differs from its copy; of those without values the versions are compared."""
     now, then = state.tensors[index], state.copies[index]
-    if _versions([now]) != (state.versions[index],):
+    if read_versions([now]) != (state.versions[index],):
         return True
     if not (has_plain_values(now) and has_plain_values(then)):
         return False
     return now.shape != then.shape or now.dtype != then.dtype or not torch.equal(now, then)
-
-
-def _versions(tensors: Iterable[Any]) -> tuple[int, ...]:
-    try:
-        return tuple([0 if tensor is None else tensor._version for tensor in tensors])
-    except RuntimeError:  # a call in inference mode has set an attribute: inference tensors have no version
-        return tuple([0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors])
-
-
-def _is_sharding(now: Any, then: Any) -> bool:
-    """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
-    if now is None or then is None:
-        return False
-    mesh = getattr(then, "device_mesh", None)  # with tensor parallelism a whole one is sharded too, over another mesh
-    storage = storage_of(then)  # of a sparse tensor there is none
-    return getattr(now, "device_mesh", None) != mesh or (mesh is None and storage is not None and not storage.nbytes())
-
-
-def _ids_in(owners: Iterable[dict[str, Any]]) -> list[int]:
-    return [*map(id, chain.from_iterable(map(dict.values, owners)))]  # ids: to hold the children would make cycles
-
-
-def _is_plain(value: Any) -> TypeGuard[torch.Tensor]:  # a buffer or a tensor attribute
-    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)

@@ -1,11 +1,13 @@
-"""Clones tensors, which share memory where the tensors do and have their strides."""
+"""Clones tensors of modules, sharing memory where these do and with their strides, and reads their versions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphckpt._compat import is_fake, storage_of
 
@@ -81,3 +83,28 @@ def num_spanned(tensor: torch.Tensor) -> int:
 
 def has_plain_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or is_fake(tensor) or tensor.is_nested or tensor.layout is not torch.strided)
+
+
+def read_versions(tensors: Iterable[Any]) -> tuple[int, ...]:
+    try:
+        return tuple([0 if tensor is None else tensor._version for tensor in tensors])
+    except RuntimeError:  # a call in inference mode has set an attribute: inference tensors have no version
+        return tuple([0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors])
+
+
+def without_history(value: Any) -> Any:
+    has_history = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    return value.detach().requires_grad_() if has_history else value
+
+
+def is_sharding(now: Any, then: Any) -> bool:
+    """Whether FSDP exchanges a sharded parameter for a whole one, or the reverse, which its own hooks see to."""
+    if now is None or then is None:
+        return False
+    mesh = getattr(then, "device_mesh", None)  # with tensor parallelism a whole one is sharded too, over another mesh
+    storage = storage_of(then)  # of a sparse tensor there is none
+    return getattr(now, "device_mesh", None) != mesh or (mesh is None and storage is not None and not storage.nbytes())
+
+
+def is_plain(value: Any) -> TypeGuard[torch.Tensor]:  # a buffer or a tensor attribute
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)

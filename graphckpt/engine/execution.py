@@ -7,27 +7,24 @@ they were made, and ends when the last one that is alive is filled.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from math import inf
+from sys import maxsize
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
 from graphckpt._compat import (
     WithoutValues,
-    autograd_sequence_number,
     current_backward,
     is_watched,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
     shape_of,
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
-from graphckpt.engine.values import begin_comparison
+from graphckpt.engine.values import Comparison, begin_comparison
 from graphckpt.errors import MutatedError, RecomputeError
 
 if TYPE_CHECKING:
@@ -35,8 +32,6 @@ if TYPE_CHECKING:
 
 Frame: TypeAlias = Any
 """The frame of a call: a :class:`graphckpt.engine.frame.Frame`, whose module imports this one."""
-
-_NEAR = 4  # tensors before the last: an op saves no more than these
 
 running: ContextVar[Execution | None] = ContextVar("running", default=None)  # the innermost of this thread
 
@@ -67,40 +62,22 @@ def may_be_filled_later(tensor: torch.Tensor) -> bool:
 
 
 class Execution:
-    """One execution of a block's forward that is going on in this thread, and the one around it."""
+    """One execution of a block's forward: the original one, a :class:`Frame`, or a :class:`Recomputation`."""
 
-    __slots__ = ("backward", "frame", "is_active", "is_recomputation", "outer")
+    __slots__ = ("backward", "is_active", "is_recomputation", "outer")
 
-    def __init__(self, frame: Frame, outer: Execution | None, *, is_recomputation: bool) -> None:
-        self.frame = frame
-        self.outer = outer
-        self.is_recomputation = is_recomputation
-        """Whether it is one, or is a part of one."""
-        self.backward = current_backward()
-        """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
-        self.is_active = False
+    outer: Execution | None
+    """The one around it in this thread."""
+    is_recomputation: bool
+    """Whether it is one, or is a part of one."""
+    backward: int
+    """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
+    is_active: bool
+    """Whether it is going on."""
 
-
-def run_in(
-    run: Execution | None,
-    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]],
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Calls a function with ``run`` as the present execution of this thread; autograd saves through two hooks."""
-    outer = running.get()
-    running.set(run)
-    if run is not None:
-        run.is_active = True
-    push_saved_tensor_hooks(*hooks)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        pop_saved_tensor_hooks()
-        if run is not None:
-            run.is_active = False
-        running.set(outer)
+    @property
+    def frame(self) -> Frame:
+        raise NotImplementedError
 
 
 @final
@@ -108,14 +85,16 @@ class Recomputation(Execution):
     """Fills the holders of a call while its block is recomputed."""
 
     __slots__ = (
-        "_early_stop", "_first_fault", "_holders", "_last", "_on_pack", "_stops_from", "_unfilled", "borrowed",
-        "comparison", "cursor", "excluded_cursor", "returns_output", "versions",
+        "_early_stop", "_first_fault", "_frame", "_holders", "_last", "_stops_from", "borrowed", "comparison", "cursor",
+        "excluded_cursor", "returns_output", "versions",
     )  # fmt: skip
 
-    def __init__(
-        self, frame: Frame, on_pack: Callable[[int], None] | None, *, early_stop: bool, returns_output: bool
-    ) -> None:
-        Execution.__init__(self, frame, running.get(), is_recomputation=True)
+    def __init__(self, frame: Frame, *, early_stop: bool, returns_output: bool) -> None:
+        self._frame = frame
+        self.outer = running.get()
+        self.is_recomputation = True
+        self.is_active = False
+        self.backward = current_backward()
         self.returns_output = returns_output
         self.cursor = 0
         self.excluded_cursor = 0
@@ -123,7 +102,6 @@ class Recomputation(Execution):
         """Position of the argument or ``None``, tensor and version, of each tensor that forward must not modify."""
         self.borrowed: frozenset[int] = frozenset()
         """Ids of the buffers that have the memory of a copy until the recomputation ends."""
-        self._on_pack = on_pack
         holders = self._holders = frame.holders
         self._early_stop = early_stop
         last = len(holders) - 1
@@ -132,65 +110,81 @@ class Recomputation(Execution):
         self._last = last  # of the holders that are alive
         # Where nothing is left to skip, an exception, which takes 25 us on its way through PyTorch, is not worth it.
         stops = early_stop and not (frame.block.ends_with_saved and last == len(holders) - 1)
-        self._stops_from: float = last if stops else inf
-        # A forward that asks whether it is recomputed may differ on purpose.
-        check = None if on_pack is not None or frame.asks_for_recomputation else frame.values
-        self.comparison = begin_comparison(check, holders)
+        self._stops_from = last if stops else maxsize  # an int: to compare with one takes half the time
+        self.comparison: Comparison | None = None
         self._first_fault: mismatch.Fault | None = None
-        self._unfilled: tuple[int, torch.Size] | None = None  # sequence number and shape of what is not written
+
+    @property
+    def frame(self) -> Frame:
+        return self._frame
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> None:
         position = self.cursor
         self.cursor = position + 1
-        if self._on_pack is not None:
-            self._on_pack(position)
         if type(tensor) is WithoutValues:
             if tensor.error_class is MutatedError:
                 raise MutatedError(tensor.message)
             raise ScheduleMismatch(f"{self.frame.block.title}: tensor {position} is saved, but its op was skipped")
-        try:
-            shape = tensor.shape
-        except RuntimeError:  # of a nested tensor; asked for afterwards, as every saved tensor comes by here
-            shape = shape_of(tensor)
-        fills = position >= self._stops_from - _NEAR and self._is_filled(tensor, shape)
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if id(tensor) in self.borrowed:
-            tensor = tensor.data  # stays with the copy
         if position < len(self._holders):
             holder = self._holders[position]()
             if holder is not None and holder.value is None:
+                try:
+                    shape = tensor.shape
+                except RuntimeError:  # of a nested tensor; asked for afterwards, as every saved tensor comes by here
+                    shape = shape_of(tensor)
                 dtype = tensor.dtype
                 if holder.shape != shape or holder.dtype is not dtype:
                     kinds = (holder.dtype, holder.shape), (dtype, shape)
                     self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
+                if not tensor.is_leaf:
+                    tensor = tensor.detach()  # its graph, which is that of the recomputation, need not live as long
+                elif id(tensor) in self.borrowed:
+                    tensor = tensor.data  # stays with the copy
                 holder.value = tensor
                 holder.version = tensor._version
-        if position >= self._stops_from and not fills:
+        if position >= self._stops_from and not self._is_followed(position):
             raise StopRecomputation(self)
 
-    def _is_filled(self, tensor: torch.Tensor, shape: torch.Size) -> bool:
-        """Whether the op writes the tensor that it has saved before this one only after that.
+    def _is_followed(self, position: int) -> bool:
+        """Whether the op may write the tensor that was saved before this one only when all are saved.
 
-        ``rrelu`` saves its noise before writing it, then its input: the recomputation may stop only after that.
+        ``rrelu`` saves its noise before writing it, then its input: the recomputation must not stop there. Another op
+        may look the same, which then runs to its end.
         """
-        if tensor.requires_grad:
-            return self._unfilled is not None and self._unfilled == (autograd_sequence_number(), shape)
-        if may_be_filled_later(tensor):
-            self._unfilled = autograd_sequence_number(), shape
-        return False
+        before = self._holders[max(position - 1, 0) : position + 1]
+        if len(before) < 2:
+            return False
+        noise, last = before[0](), before[1]()
+        if noise is None or noise.value is None or last is None or noise.shape != last.shape:
+            return False
+        return may_be_filled_later(noise.value)
 
-    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    def hooks(
+        self, on_pack: Callable[[int], None] | None
+    ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Returns what autograd calls for each tensor that it saves, and for each that is asked for.
 
-        The second one does not hold the call: the graph of a recomputation holds it, and may outlive the call where a
-        hook of the user's collects outputs.
+        ``on_pack`` is called with the position of each tensor. The second one does not hold the call: the graph of a
+        recomputation holds it, and may outlive the call where a hook of the user's collects outputs.
         """
+        frame = self._frame
         pack: Callable[[torch.Tensor], Any] = self.pack
-        if self.comparison is not None:
-            pack = self.comparison.hook(pack)
-        return pack, partial(_refuse_backward, self.frame.block.title)
+        if on_pack is not None:
+            pack = self._watched(on_pack)
+        elif frame.values is not None and not frame.asks_for_recomputation:  # which may differ on purpose
+            self.comparison = begin_comparison(frame.values, self._holders)
+            if self.comparison is not None:
+                pack = self.comparison.hook(pack)
+        return pack, partial(_refuse_backward, frame.block.title)
+
+    def _watched(self, on_pack: Callable[[int], None]) -> Callable[[torch.Tensor], None]:
+        @never_compiled
+        def watch_and_pack(tensor: torch.Tensor) -> None:
+            on_pack(self.cursor)
+            self.pack(tensor)
+
+        return watch_and_pack
 
     def fault(self) -> mismatch.Fault | None:
         if self._first_fault is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,9 +19,14 @@ from graphckpt._compat import (
     WithoutValues,
     active_saved_tensor_hooks,
     autograd_sequence_number,
+    current_accelerator,
     current_backward,
     early_stop_active,
     foreign_modes,
+    is_watched,
+    num_function_modes,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
     set_grad_enabled,
     shape_of,
     within_modes,
@@ -29,6 +34,7 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
+from graphckpt.engine.call_state import CallState, ModuleState
 from graphckpt.engine.execution import (
     CallMismatch,
     Execution,
@@ -37,26 +43,24 @@ from graphckpt.engine.execution import (
     ScheduleMismatch,
     StopRecomputation,
     engine_ops,
-    run_in,
     running,
 )
-from graphckpt.engine.objects import FreedObject, Objects, copy_objects, differs, put_back, swap
+from graphckpt.engine.objects import FreedObject, copy_objects, restorations, swap
+from graphckpt.engine.sampling import is_paused
 from graphckpt.engine.saved import (
     Arguments,
     BlockOutput,
     Call,
-    ExcludedCall,
-    StoredCall,
     has_storage,
     hooks_around,
     joined_blocks,
     last_output,
-    versions_of,
 )
-from graphckpt.engine.values import ValueCheck, begin_check
+from graphckpt.engine.values import ValueCheck, begin_check, reports
 from graphckpt.errors import GraphckptError, MutatedError, RecomputeError
-from graphckpt.stores.base import KEEP_ON_DEVICE
 from graphckpt.thread_state import (
+    Ambient,
+    KeptContext,
     RNGState,
     context_again,
     enter_ambient,
@@ -66,12 +70,16 @@ from graphckpt.thread_state import (
     set_rng_state,
     take_ambient,
 )
-from graphckpt.tree import flatten_call, tensors_in
+from graphckpt.tree import tensors_in
+from graphckpt.undo import Undo, enter, put_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from graphckpt.engine.excluded import ExcludedCall
+
 _NOTHING = nullcontext()
+_weak = weakref.ref
 _MAX_IN_CONTEXT = 256  # a context variable may hold a whole program; a walk of this much takes 100 us
 _NO_MODES: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
@@ -101,7 +109,7 @@ class Contexts:
 
 
 @final
-class Frame(Call):
+class Frame(Execution, Call):
     """One call of a recomputed block.
 
     Args:
@@ -114,10 +122,22 @@ class Frame(Call):
     """
 
     __slots__ = (
-        "_ambient", "_arguments", "_call_state", "_context", "_determinism_check", "_early_stop", "_failure",
-        "_function", "_is_joined", "_last_saved", "_learning", "_modes", "_random", "_state", "asks_for_recomputation",
-        "contexts", "devices", "excluded", "holders", "original", "outputs", "values",
+        "__weakref__", "_ambient", "_arguments", "_call_state", "_context", "_determinism_check", "_early_stop",
+        "_failure", "_function", "_is_joined", "_last_saved", "_learning", "_modes", "_random", "_state",
+        "asks_for_recomputation", "block", "contexts", "devices", "excluded", "group", "holders", "outer_hooks",
+        "outputs", "values",
     )  # fmt: skip
+
+    # What `run` sets, as it was when the call began. All of it lives as long as the graph that holds the call.
+    _state: ModuleState
+    _call_state: CallState
+    _arguments: Arguments
+    _random: RNGState
+    _ambient: Ambient
+    _modes: tuple[tuple[Any, ...], tuple[Any, ...]]
+    _context: KeptContext
+    devices: tuple[torch.device, ...]
+    """Those whose RNG state the call may use, beside that of the CPU."""
 
     def __init__(
         self,
@@ -130,49 +150,58 @@ class Frame(Call):
         joins: bool = False,
     ) -> None:
         self.block = block
-        self.group = None
         self.contexts = contexts
-        self._early_stop = early_stop_active(early_stop)
-        self._determinism_check = determinism_check or block.determinism_check
+        self.group = None
         self.values: ValueCheck | None = None
-        self._is_joined = joins
-        if joins:
-            joined_blocks.may_exist = True
         self.outputs: list[torch.Tensor] | None = None
         """What a recomputation for the joined block right behind it has returned."""
         self.excluded: list[ExcludedCall] = []
         self.asks_for_recomputation = False
         """Whether forward calls ``is_recomputing()``, to modify something in the original forward alone."""
-        self.original: Execution | None = None
-        """The original forward while it runs; after that, the execution around it."""
+        self.holders: list[weakref.ref[Holder]] = []
+        self.is_active = False
         self._function = function
+        self._early_stop = early_stop_active(early_stop)
+        self._determinism_check = determinism_check or block.determinism_check
+        self._is_joined = joins
+        if joins:
+            joined_blocks.may_exist = True
         self._failure: type[Exception] | None = None  # what the original forward has raised
         self._learning = False  # whether this is a first call, which shows what later ones keep
-        self.holders: list[weakref.ref[Holder]] = []
         self._last_saved: tuple[int, Any] = -1, None  # in a first call: sequence number, weak reference to the storage
+
+    @property
+    def frame(self) -> Frame:
+        return self
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         block = self.block
         state = self._state = block.renew_state() if block.state.is_stale() else block.state
+        outer = self.outer = running.get()
+        is_nested = self.is_recomputation = outer is not None and outer.is_recomputation
+        self.backward = current_backward()
         hooks = active_saved_tensor_hooks()
         self.outer_hooks = None if hooks is None else hooks_around(block, hooks)
         if self.outer_hooks is None and not block.keeps_on_device:
             self.group = block.open_group()
         arguments = self._arguments = Arguments(args, kwargs, self._function)
-        self.devices = state.devices(arguments.leaves)  # whose RNG state the call may use, beside that of the CPU
-        outer = running.get()
-        is_nested = outer is not None and outer.is_recomputation
-        with engine_ops(block.recorder, block.name):
+        self.devices = () if current_accelerator() is None else state.devices(arguments.leaves)
+        with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
             call_state = self._call_state = state.take(is_nested=is_nested)
-            self._learning = block.learns and call_state.is_first
-            self.values = begin_check(block, self._determinism_check, is_learning=self._learning, is_nested=is_nested)
+            learning = self._learning = block.learns and call_state.is_first
+            sampler = block.sampler
+            if self._determinism_check == "default" and sampler.number < sampler.due and not (learning or reports):
+                sampler.number += not (is_nested or is_paused.get())
+            elif self._determinism_check != "none":
+                self.values = begin_check(block, self._determinism_check, is_learning=learning, is_nested=is_nested)
             may_draw_on_host = call_state.is_first or call_state.modes in state.host_rng_modes
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
-            self._modes, self._context = foreign_modes(), keep_context()
-            self._early_stop &= not self._learning  # a first call's runs to its end, to detect extra saved tensors
+            self._modes = foreign_modes() if is_watched() or num_function_modes() else _NO_MODES
+            self._context = keep_context()
+            self._early_stop &= not learning  # a first call's runs to its end, to detect extra saved tensors
             previous = last_output.get() if self._is_joined and self.outer_hooks is None else None
-            arguments.keep(self, previous, learning=self._learning)
+            arguments.keep(self, previous, learning=learning)
 
         try:
             output = self._original_forward(args, kwargs)
@@ -190,7 +219,7 @@ class Frame(Call):
             raise
         if isinstance(output, GeneratorType):
             block.note("its forward is a generator, which runs outside of the block, so everything is kept")
-        if self._learning:
+        if learning:
             block.ends_with_saved = self._ends_with_saved(output)
         self._after_forward(previous)
         if joined_blocks.may_exist:
@@ -198,31 +227,34 @@ class Frame(Call):
         return output
 
     def _original_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        block = self.block
-        recorder = block.recorder
-        pack = self.pack if self.values is None else self.values.hook(self.pack)
+        recorder, outer = self.block.recorder, self.outer
+        pack: Callable[[torch.Tensor], object] = self.pack
+        if self._learning:
+            pack = self._pack_and_learn
+        if self.values is not None:
+            pack = self.values.hook(pack)
         hooks: tuple[Any, Any] = pack, self.unpack
         if recorder is not None:
-            hooks = recorder.original_forward_began(block.name, *hooks)
-        outer = running.get()
-        is_recomputation = outer is not None and outer.is_recomputation
-        run = self.original = Execution(self, outer, is_recomputation=is_recomputation)
+            hooks = recorder.original_forward_began(self.block.name, *hooks)
+        running.set(self)
+        self.is_active = True
+        push_saved_tensor_hooks(*hooks)
         try:
-            return run_in(run, hooks, self._function if self.contexts is None else self._run_in_contexts, args, kwargs)
+            if self.contexts is None:
+                return self._function(*args, **kwargs)
+            with self.contexts.original_forward(self):
+                return self._function(*args, **kwargs)
         finally:
-            self.original = run.outer
+            pop_saved_tensor_hooks()
+            self.is_active = False
+            running.set(outer)
             if self.values is not None:
                 self.values.end_forward()
             if recorder is not None:
-                recorder.original_forward_ended(block.name, tensors_in((args, kwargs)))
-
-    def _run_in_contexts(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.contexts is not None
-        with self.contexts.original_forward(self):
-            return self._function(*args, **kwargs)
+                recorder.original_forward_ended(self.block.name, tensors_in((args, kwargs)))
 
     @never_compiled
-    def pack(self, tensor: torch.Tensor) -> object:
+    def pack(self, tensor: torch.Tensor) -> Holder:
         holder = Holder()
         try:
             holder.shape = tensor.shape
@@ -230,12 +262,16 @@ class Frame(Call):
             holder.shape = shape_of(tensor)
         holder.dtype = tensor.dtype
         holder.value = None
-        self.holders.append(weakref.ref(holder))
-        if self._learning and has_storage(tensor):
-            self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
+        self.holders.append(_weak(holder))
         if self.contexts is not None:
             self.contexts.saves(tensor)
         return holder
+
+    @never_compiled
+    def _pack_and_learn(self, tensor: torch.Tensor) -> Holder:
+        if has_storage(tensor):
+            self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
+        return self.pack(tensor)
 
     def _ends_with_saved(self, output: Any) -> bool:
         """Whether the last op that autograd has recorded saves its result, and that is an output of the block."""
@@ -246,7 +282,7 @@ class Frame(Call):
 
     def _after_forward(self, previous: BlockOutput | None) -> None:
         block, state, learning = self.block, self._state, self._learning
-        with engine_ops(block.recorder, block.name):
+        with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
             call_state = self._call_state
             state.finish(call_state, learning=learning)
             if block.recorder is not None:
@@ -306,12 +342,14 @@ class Frame(Call):
 
     @never_compiled
     def unpack(self, holder: Holder) -> torch.Tensor:
-        if self.original is not None or running.get() is not None:
+        if self.is_active or self.outer is not None or running.get() is not None:
             self._refuse_backward_inside()
-        if holder.value is None:
+        value = holder.value
+        if value is None:
             self._recompute()
-        value, holder.value = holder.value, None
-        assert value is not None
+            value = holder.value
+            assert value is not None
+        holder.value = None
         if value._version != holder.version:
             raise MutatedError(mismatch.modified_in_place(self.block.title, "a tensor that one of its ops saves"))
         return value
@@ -323,8 +361,8 @@ class Frame(Call):
         nothing of the caller: then it shows if the tensors are those of the block itself.
         """
         # Check both: inside of an excluded child, `running` is None.
-        for innermost in (running.get(), self.original):
-            run = innermost
+        for innermost in (running.get(), self):
+            run: Execution | None = innermost
             while run is not None:
                 if run.is_active and run.backward != current_backward():  # else the engine asks, within a recomputation
                     raise RecomputeError(mismatch.runs_backward(run.frame.block.title))
@@ -340,7 +378,7 @@ class Frame(Call):
             frame._recompute(returns_output=True)
 
     def _take_outputs_before(self) -> Sequence[torch.Tensor]:
-        before = self.before if self._is_joined else None
+        before = self.before
         if before is None:
             return ()
         outputs, before.outputs = before.outputs, None
@@ -424,32 +462,30 @@ class Frame(Call):
         """
         if self._is_joined:
             self._recompute_before()  # in a second try again, as the first has used up their outputs
-        run = Recomputation(self, on_pack, early_stop=early_stop, returns_output=returns_output)
+        run = Recomputation(self, early_stop=early_stop, returns_output=returns_output)
         state, call_state, arguments = self._state, self._call_state, self._arguments
-        undo: Objects = []
-        with engine_ops():
+        undo: Undo = []
+        with engine_ops() if is_watched() else _NOTHING:
             unread = self._modified_and_unread()
             random_now, ambient_now = self.rng_state(), take_ambient(self.devices)
             grad_enabled = torch.is_grad_enabled()
-            leaves, run.versions = arguments.take(self, self._take_outputs_before())
+            leaves, run.versions = arguments.take(self, self._take_outputs_before() if self._is_joined else ())
             try:
-                with ExitStack() as stack:
-                    run.borrowed = state.put_in_place(call_state, self._stand_in_of_object, undo, stack)
-                    if unread:
-                        state.hide(call_state, unread, self._stand_in, undo)
-                    args, kwargs = arguments.assemble(leaves, self._stand_in_of_object, undo)
-                    set_rng_state(self._random)
-                    if ambient_now != self._ambient or is_autocast(ambient_now):
-                        enter_ambient(stack, self._ambient, ambient_now)
-                    if self._modes != _NO_MODES:
-                        self._enter_modes(stack)
-                    context, objects, attributes = context_again(self._context, self._stand_in_of_context)
-                    if objects or attributes:
-                        undo += [*swap(attributes), *copy_objects(objects, limit=_MAX_IN_CONTEXT)]
-                    function = self._run_again if self.contexts is None else self._run_again_in_contexts
-                    output = context.run(run_in, run, run.hooks(), function, args, kwargs)
-                    if returns_output:
-                        self.outputs = [tensor.detach() for tensor in tensors_in(output)]
+                run.borrowed = state.put_in_place(call_state, self._stand_in_of_object, undo)
+                if unread:
+                    state.hide(call_state, unread, self._stand_in, undo)
+                args, kwargs = arguments.assemble(leaves, self._stand_in_of_object, undo)
+                context, objects, attributes = context_again(self._context, self._stand_in_of_context)
+                if objects or attributes:
+                    undo += [*swap(attributes), *restorations(copy_objects(objects, limit=_MAX_IN_CONTEXT))]
+                set_rng_state(self._random)
+                if ambient_now != self._ambient or is_autocast(ambient_now):
+                    enter_ambient(undo, self._ambient, ambient_now)
+                if self._modes != _NO_MODES:
+                    self._enter_modes(undo)
+                output = context.run(self._run_again, run, on_pack, args, kwargs)
+                if returns_output:
+                    self.outputs = [tensor.detach() for tensor in tensors_in(output)]
             except StopRecomputation as stop:
                 if stop.run is not run:
                     raise
@@ -463,23 +499,32 @@ class Frame(Call):
                 set_grad_enabled(grad_enabled)
         return run
 
-    def _run_again(self, *args: Any, **kwargs: Any) -> Any:
-        set_grad_enabled(True)
-        return self._function(*args, **kwargs)
+    def _run_again(
+        self, run: Recomputation, on_pack: Callable[[int], None] | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        outer = run.outer
+        running.set(run)
+        run.is_active = True
+        push_saved_tensor_hooks(*run.hooks(on_pack))
+        try:
+            if self.contexts is None:
+                set_grad_enabled(True)
+                return self._function(*args, **kwargs)
+            with self.contexts.recomputation(self):
+                set_grad_enabled(True)
+                return self._function(*args, **kwargs)
+        finally:
+            pop_saved_tensor_hooks()
+            run.is_active = False
+            running.set(outer)
 
-    def _run_again_in_contexts(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.contexts is not None
-        with self.contexts.recomputation(self):
-            set_grad_enabled(True)
-            return self._function(*args, **kwargs)
-
-    def _enter_modes(self, stack: ExitStack) -> None:
+    def _enter_modes(self, undo: Undo) -> None:
         """Enters the modes of the call that are not active now. Those that are active now alone stay active."""
         missing = [
             [mode for mode in modes if not any(mode is other for other in present)]
             for modes, present in zip(self._modes, foreign_modes(), strict=True)
         ]
-        stack.enter_context(within_modes(*missing))
+        enter(within_modes(*missing), undo)
 
     def _modified_and_unread(self) -> frozenset[int]:
         """Returns the ids of parameters that were modified since, but that the recomputation does not read.
@@ -509,120 +554,3 @@ class Frame(Call):
     def _stand_in_of_context(self, kind: Any) -> object:
         message = mismatch.freed_in_context(self.block.title)
         return FreedObject(message) if kind is None else WithoutValues.like(kind, MutatedError, message)
-
-
-# Excluded children
-
-
-def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an excluded child; outside of a recomputed block this is a plain call.
-
-    Blocks may nest: the child is excluded from every block around it, up to the one that is being recomputed.
-    """
-    runs = _runs_around()
-    if not runs:
-        return _run_alone(block, function, args, kwargs)
-    outermost, originals = runs[-1], [run.frame for run in runs if not isinstance(run, Recomputation)]
-    with engine_ops():  # copies of a store, or of hooks, are no ops of the block
-        is_answered, output = _answer(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
-        inputs = [*args, *kwargs.values()] if originals and not is_answered else []
-        inputs += flatten_call(args, kwargs)[0] if inputs else []
-        versions, objects = versions_of(inputs), copy_objects(inputs)
-    is_done = is_answered
-    try:
-        if not is_answered:
-            hooks = KEEP_ON_DEVICE if isinstance(outermost, Recomputation) else outermost.frame.outer_hooks
-            output = _run_kept(hooks, block, function, args, kwargs)
-            is_done = True
-    finally:
-        with engine_ops():
-            mutated = [tensor for tensor, version in versions if tensor._version != version]
-            is_repeated = not is_done or bool(mutated) or any(differs(owner, then) for owner, then in objects)
-            for frame in originals:
-                if mutated and frame.contexts is not None:
-                    frame.contexts.drop_mutated(mutated)
-                frame.excluded.append(ExcludedCall(block, output, frame, frame.rng_state(), is_repeated=is_repeated))
-    return output
-
-
-def run_excluded_without_gradients(
-    block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Runs an excluded child with autograd off. The recomputation does so again, as it keeps nothing.
-
-    A child with buffers is logged, so that the calls before it are repeated in order: they change its buffers.
-    """
-    for run in _runs_around() if block.state.buffer_ids() else ():
-        if isinstance(run, Recomputation):
-            run.excluded_cursor += 1
-        else:
-            run.frame.excluded.append(ExcludedCall(block, None, run.frame, run.frame.rng_state(), is_repeated=True))
-    return function(*args, **kwargs)
-
-
-def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs a block that is in no recomputed block: what it saves goes to its store."""
-    if not block.is_placed and block.recorder is None:
-        return function(*args, **kwargs)
-    if block.is_placed:
-        hooks = active_saved_tensor_hooks()
-        if hooks is None or hooks_around(block, hooks) is None:
-            return _run_kept(None, block, function, args, kwargs)
-        block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
-    with block.run_in_record():
-        return function(*args, **kwargs)
-
-
-def run_kept(block: BlockContext, function: Callable[..., Any], argument: Any) -> Any:
-    """Runs a part of a block that is not recomputed, unless a block around it is."""
-    return _run_alone(block, function, (argument,), {}) if running.get() is None else function(argument)
-
-
-def _runs_around() -> list[Execution]:
-    """Returns the executions that are going on in this thread, from the innermost up to one for a recomputation."""
-    runs: list[Execution] = []
-    run = running.get()
-    while run is not None:
-        runs.append(run)
-        run = None if isinstance(run, Recomputation) else run.outer
-    return runs
-
-
-def _answer(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
-    """Returns the output of the next excluded child, if the recomputation need not repeat the call."""
-    frame = run.frame
-    position = run.excluded_cursor
-    run.excluded_cursor += 1
-    call = frame.excluded[position] if position < len(frame.excluded) else None
-    if call is None or call.block.name != block.name:
-        raise mismatch.excluded_differ(frame.block.title, call.block.name if call else None, block.name)
-    is_answered, output = call.answer()
-    if is_answered:
-        set_rng_state(call.random)
-        return True, output
-    before = [each for each in frame.excluded[:position] if each.buffer_ids() and not each.is_repeated]
-    if before and call.buffer_ids():  # which it must find as they have left them
-        for each in frame.excluded:
-            each.repeat()
-        raise CallMismatch
-    block.note("it is recomputed: it modifies its arguments or sets attributes, or its parent modifies its output")
-    return False, None
-
-
-def _run_kept(
-    hooks: Any, block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Runs a block that belongs to no recomputed block. ``hooks`` get what it saves; with ``None``, its store does."""
-    stored = StoredCall(block) if hooks is None and not block.keeps_on_device else None
-    keep = (stored.pack, stored.unpack) if stored is not None else hooks or KEEP_ON_DEVICE
-    recorder = block.recorder
-    if recorder is not None:
-        keep = recorder.original_forward_began(block.name, *keep, is_kept=True, is_stored=stored is not None)
-    with engine_ops():
-        try:
-            return run_in(None, keep, function, args, kwargs)
-        finally:
-            if recorder is not None:
-                recorder.original_forward_ended(block.name)
-            if stored is not None:
-                block.store.close_group(stored.group)

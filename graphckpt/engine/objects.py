@@ -23,6 +23,7 @@ from torch import nn
 from graphckpt._compat import global_forward_hooks, pytree
 from graphckpt.errors import MutatedError
 from graphckpt.tree import ATOMS
+from graphckpt.undo import Undo
 
 ABSENT: Final = object()
 """Stands for a key that did not exist."""
@@ -222,8 +223,8 @@ def differs(now: Any, then: Any) -> bool:
     return isinstance(now, OrderedDict) or any(key not in now or now[key] is not value for key, value in then.items())
 
 
-def swap(objects: Objects) -> Objects:
-    """Gives each object its contents in ``objects``. Returns what they held, for :func:`put_back`.
+def swap(objects: Objects) -> Undo:
+    """Gives each object its contents in ``objects``. Returns what gives them back what they held.
 
     Tensors are passed over: their versions can only be compared.
     """
@@ -239,16 +240,17 @@ def swap(objects: Objects) -> Objects:
             present.append((owner, then))
     for owner, then in changed:
         fill(owner, then)
-    return present
+    return restorations(present)
 
 
-def put_back(objects: Objects) -> None:
-    """Gives each object its contents in ``objects``, from the last to the first, and empties the list."""
-    while objects:
-        owner, then = objects[-1]
-        if differs(owner, then):
-            fill(owner, then)
-        objects.pop()
+def restorations(objects: Objects) -> Undo:
+    """Returns what gives each object its contents in ``objects``."""
+    return [(restore, each) for each in objects]
+
+
+def restore(owner: Any, then: Any) -> None:
+    if differs(owner, then):
+        fill(owner, then)
 
 
 def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MAX_OBJECTS) -> Objects:
@@ -474,28 +476,27 @@ class HookCopies(NamedTuple):
 class ModuleHooks:
     """Copies the hooks before a call, and has them act in its recomputation."""
 
-    __slots__ = ("_hooks", "_notes")
+    __slots__ = ("_notes", "all")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         hooks = [*global_forward_hooks(), *chain.from_iterable(map(_hooks_of, modules))]
-        self._hooks: list[dict[int, Any]] = [owner for owner, *_ in hooks]  # apart: most are empty, as `any` sees fast
+        self.all: list[dict[int, Any]] = [owner for owner, *_ in hooks]
+        """Nearly always all empty, as ``any`` sees fast: then nothing needs to be done."""
         self._notes = [notes for _, *notes in hooks]
 
     def copies(self) -> list[HookCopies]:
         """Copies what there is before a call."""
         copies = []
-        for hooks, notes in zip(self._hooks, self._notes, strict=True) if any(self._hooks) else ():
+        for hooks, notes in zip(self.all, self._notes, strict=True):
             if hooks:
                 copies.append(HookCopies([hooks, *notes], list(map(dict, (hooks, *notes)))))
         return copies
 
     def after_call(self, copies: list[HookCopies]) -> list[HookCopies]:
         """Returns the copies with the hooks that the call has added."""
-        if not copies and not any(self._hooks):
-            return copies
         before = {id(each.owners[0]): each for each in copies}
         noted = []
-        for owner, notes in zip(self._hooks, self._notes, strict=True):
+        for owner, notes in zip(self.all, self._notes, strict=True):
             each = before.get(id(owner))
             if each is None and owner:
                 each = HookCopies([owner, *notes], [{} for _ in (owner, *notes)])
@@ -503,20 +504,18 @@ class ModuleHooks:
                 noted.append(each._replace(added=frozenset(owner.keys() - each.before[0].keys())))
         return noted
 
-    def put_in_place(self, copies: list[HookCopies], undo: Objects) -> None:
+    def put_in_place(self, copies: list[HookCopies], undo: Undo) -> None:
         """Has the hooks act that were there before the call, and those that the call has added and that are there yet.
 
         Transformers adds hooks in a first call and notes that in a flag: a recomputation must not do it again.
         """
-        if not copies and not any(self._hooks):
-            return
         before = {id(each.owners[0]): each for each in copies}
-        for owner, notes in zip(self._hooks, self._notes, strict=True):
+        for owner, notes in zip(self.all, self._notes, strict=True):
             each = before.get(id(owner)) or HookCopies([owner, *notes], [{} for _ in (owner, *notes)])
             for present, then in zip(each.owners, each.before, strict=True):
                 wanted = OrderedDict(then) | {number: v for number, v in present.items() if number in each.added}
                 if present.keys() != wanted.keys():
-                    undo.append((present, OrderedDict(present)))
+                    undo.append((restore, (present, OrderedDict(present))))
                     fill(present, wanted)
 
 

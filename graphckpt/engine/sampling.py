@@ -44,11 +44,14 @@ class CallSampler:
     random number nor a string's ``hash`` decides. Blocks take turns, so that no step pays for all of them.
     """
 
-    __slots__ = ("_end", "_is_of_block", "_live_bytes", "_number", "_turn", "has_warned", "num_bytes")
+    __slots__ = ("_end", "_is_of_block", "_live_bytes", "_turn", "due", "has_warned", "num_bytes", "number")
 
     def __init__(self, name: str, *, is_of_block: bool = True) -> None:
         self._is_of_block = is_of_block  # otherwise each call is a learning call
-        self._number = 0
+        self.number = 0
+        """Of the next call. The engine counts those before ``due`` itself, as it does in nearly all calls."""
+        self.due = 0
+        """The number of the next call that is checked, as far as is known."""
         self._end = _FIRST  # of the calls that are checked one after the other
         self._turn = zlib.crc32(name.encode()) % PERIOD
         self.has_warned = False
@@ -57,10 +60,11 @@ class CallSampler:
         """The most that the sketches have taken at a time: a block may be called several times in a step."""
 
     def is_due(self, *, is_learning: bool) -> bool:
-        number = self._number
-        self._number = number + 1
+        number = self.number
+        after = self.number = number + 1
         if is_learning and self._is_of_block:
             self._end = number + _FIRST
+        self.due = after if after < self._end else after + (self._turn - after) % PERIOD
         return number < self._end or number % PERIOD == self._turn
 
     def count_bytes(self, num_bytes: int) -> None:

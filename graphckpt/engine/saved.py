@@ -43,8 +43,8 @@ from graphckpt.engine.objects import (
 )
 from graphckpt.errors import MutatedError, RecomputeError
 from graphckpt.stores.base import KEEP_ON_DEVICE
-from graphckpt.thread_state import RNGState
-from graphckpt.tree import ATOMS, build_value, flatten_call, flatten_value, tensors_in
+from graphckpt.tree import ATOMS, flatten_call, tensors_in
+from graphckpt.undo import Undo
 
 if TYPE_CHECKING:
     from graphckpt.engine.block import BlockContext
@@ -56,7 +56,7 @@ _NOTHING = nullcontext()
 class Call:
     """One call of a block, which holds tensors for backward."""
 
-    __slots__ = ("__weakref__", "block", "group", "outer_hooks")
+    __slots__ = ()
 
     block: BlockContext
     group: TensorGroup | None
@@ -216,7 +216,7 @@ def has_attributes(tensor: Any) -> bool:
 class StoredCall(Call):
     """The saved-tensor hooks (``pack``, ``unpack``) of one call that is not recomputed."""
 
-    __slots__ = ()
+    __slots__ = ("block", "group", "outer_hooks")
 
     def __init__(self, block: BlockContext) -> None:
         self.block, self.group, self.outer_hooks = block, block.open_group(), None
@@ -484,7 +484,7 @@ class Arguments:
         return leaves, versions
 
     def assemble(
-        self, leaves: list[Any], stand_in: Callable[[torch.Tensor], Any], undo: Objects
+        self, leaves: list[Any], stand_in: Callable[[torch.Tensor], Any], undo: Undo
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns ``(args, kwargs)``, once the modules are in the state of the original forward.
 
@@ -524,62 +524,3 @@ class Arguments:
                 return [self.name(positions[0]), state.name(index, call_state)]
         several = next((owners[storage] for storage in mutated if len(owners[storage]) > 1), None)
         return None if several is None else list(map(self.name, several))
-
-
-@final
-class ExcludedCall:
-    """One call of an excluded child ``block`` within ``call``: the recomputation takes its outputs from here.
-
-    It repeats the call where that has raised, has modified its arguments in place, or cannot be answered from here.
-    """
-
-    __slots__ = ("_handles", "_leaves", "_spec", "_versions", "block", "is_repeated", "random")
-
-    def __init__(
-        self, block: BlockContext, output: Any, call: Call, random: RNGState, *, is_repeated: bool = False
-    ) -> None:
-        self.block = block
-        self.random = random  # the RNG state after it
-        leaves, self._spec = flatten_value(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        # Code may depend on which object such a tensor is: the recomputation gets another one.
-        self.is_repeated: bool = is_repeated or any(isinstance(t, nn.Parameter) or has_attributes(t) for t in tensors)
-        self._leaves: list[Any] = []
-        self._handles: list[Any] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        if self.is_repeated:
-            return
-
-        title = call.block.title
-
-        def refuse(_: Any) -> None:
-            raise RecomputeError(mismatch.runs_backward(title))
-
-        # A backward within the forward of the block around, through the child alone, reaches none of its holders.
-        self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
-        self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
-        self._leaves = [SavedTensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
-
-    def buffer_ids(self) -> set[int]:
-        return self.block.state.buffer_ids()
-
-    def after_forward(self, call_state: CallState) -> None:
-        # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
-        self.remove_hooks()
-        changed = call_state.changed
-        if are_mutated(self._versions) or (changed and not changed.isdisjoint(self.block.state.attribute_ids())):
-            self.repeat()
-        self._versions = []
-
-    def remove_hooks(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    def repeat(self) -> None:
-        self.is_repeated = True
-        self._leaves = []
-
-    def answer(self) -> tuple[bool, Any]:
-        """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
-        leaves = None if self.is_repeated else take_all(self._leaves)
-        return (False, None) if leaves is None else (True, build_value(self._spec, leaves))

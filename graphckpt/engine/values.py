@@ -58,7 +58,7 @@ def begin_check(
     A call ``is_nested`` in a recomputation of a block around it: that one compares its arguments, and nothing
     recomputes the call itself.
     """
-    if _reports:
+    if reports:
         _report_finished()
     if determinism_check == "none" or is_nested or is_paused.get():
         return None
@@ -452,15 +452,15 @@ class _Report:
                 warn(mismatch.values_differ(self._block.title, replace(fault, difference=difference), is_late=True))
 
 
-_reports: deque[_Report] = deque()
+reports: deque[_Report] = deque()
 """Of all threads: backward posts them in threads of its own."""
 
 
 def _post(report: _Report, *, waits: bool) -> None:
-    if not _reports:
+    if not reports:
         atexit.unregister(report_differences)
         atexit.register(report_differences)
-    _reports.append(report)
+    reports.append(report)
     if waits:
         at_end_of_backward(report_differences)
 
@@ -469,15 +469,15 @@ def _report_finished() -> None:
     """Reads what the devices have copied by now, without waiting for them."""
     if _is_capturing():  # which forbids queries
         return
-    while _reports and _reports[0].is_copied.query():
-        _reports.popleft().read()
+    while reports and reports[0].is_copied.query():
+        reports.popleft().read()
 
 
 def report_differences() -> None:
     """Reads all differences, and waits for the devices to copy them."""
     if _is_capturing():
         return
-    while _reports:
-        report = _reports.popleft()
+    while reports:
+        report = reports.popleft()
         report.is_copied.synchronize()
         report.read()

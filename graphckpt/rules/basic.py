@@ -10,8 +10,9 @@ from typing import Any, ClassVar, final
 from torch import nn
 
 from graphckpt.engine.block import BlockContext
+from graphckpt.engine.excluded import run_excluded, run_excluded_without_gradients
 from graphckpt.engine.execution import running
-from graphckpt.engine.frame import Frame, run_excluded, run_excluded_without_gradients
+from graphckpt.engine.frame import Frame
 from graphckpt.rules.base import Rule
 from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_around
 

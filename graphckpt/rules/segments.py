@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.frame import Frame, run_kept
+from graphckpt.engine.excluded import run_kept
+from graphckpt.engine.frame import Frame
 from graphckpt.errors import ConfigError
 from graphckpt.rules.base import Rule
 from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_around

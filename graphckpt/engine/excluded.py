@@ -1,0 +1,209 @@
+"""Excluded children of a recomputed block: they run once, and the recomputation takes their outputs from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from graphckpt._compat import active_saved_tensor_hooks, pop_saved_tensor_hooks, push_saved_tensor_hooks
+from graphckpt.engine import mismatch
+from graphckpt.engine.block import BlockContext
+from graphckpt.engine.call_state import CallState
+from graphckpt.engine.execution import CallMismatch, Execution, Recomputation, engine_ops, running
+from graphckpt.engine.objects import copy_objects, differs
+from graphckpt.engine.saved import (
+    Call,
+    SavedTensor,
+    StoredCall,
+    are_mutated,
+    class_of,
+    has_attributes,
+    hooks_around,
+    take_all,
+    versions_of,
+)
+from graphckpt.errors import RecomputeError
+from graphckpt.stores.base import KEEP_ON_DEVICE
+from graphckpt.thread_state import RNGState, set_rng_state
+from graphckpt.tree import build_value, flatten_call, flatten_value
+
+
+@final
+class ExcludedCall:
+    """One call of an excluded child ``block`` within ``call``: the recomputation takes its outputs from here.
+
+    It repeats the call where that has raised, has modified its arguments in place, or cannot be answered from here.
+    """
+
+    __slots__ = ("_handles", "_leaves", "_spec", "_versions", "block", "is_repeated", "random")
+
+    def __init__(
+        self, block: BlockContext, output: Any, call: Call, random: RNGState, *, is_repeated: bool = False
+    ) -> None:
+        self.block = block
+        self.random = random  # the RNG state after it
+        leaves, self._spec = flatten_value(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Code may depend on which object such a tensor is: the recomputation gets another one.
+        self.is_repeated: bool = is_repeated or any(isinstance(t, nn.Parameter) or has_attributes(t) for t in tensors)
+        self._leaves: list[Any] = []
+        self._handles: list[Any] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        if self.is_repeated:
+            return
+
+        title = call.block.title
+
+        def refuse(_: Any) -> None:
+            raise RecomputeError(mismatch.runs_backward(title))
+
+        # A backward within the forward of the block around, through the child alone, reaches none of its holders.
+        self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
+        self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
+        self._leaves = [SavedTensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
+
+    def buffer_ids(self) -> set[int]:
+        return self.block.state.buffer_ids()
+
+    def after_forward(self, call_state: CallState) -> None:
+        # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
+        self.remove_hooks()
+        changed = call_state.changed
+        if are_mutated(self._versions) or (changed and not changed.isdisjoint(self.block.state.attribute_ids())):
+            self.repeat()
+        self._versions = []
+
+    def remove_hooks(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def repeat(self) -> None:
+        self.is_repeated = True
+        self._leaves = []
+
+    def answer(self) -> tuple[bool, Any]:
+        """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
+        leaves = None if self.is_repeated else take_all(self._leaves)
+        return (False, None) if leaves is None else (True, build_value(self._spec, leaves))
+
+
+def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs an excluded child; outside of a recomputed block this is a plain call.
+
+    Blocks may nest: the child is excluded from every block around it, up to the one that is being recomputed.
+    """
+    runs = _runs_around()
+    if not runs:
+        return _run_alone(block, function, args, kwargs)
+    outermost, originals = runs[-1], [run.frame for run in runs if not isinstance(run, Recomputation)]
+    with engine_ops():  # copies of a store, or of hooks, are no ops of the block
+        is_answered, output = _answer(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
+        inputs = [*args, *kwargs.values()] if originals and not is_answered else []
+        inputs += flatten_call(args, kwargs)[0] if inputs else []
+        versions, objects = versions_of(inputs), copy_objects(inputs)
+    is_done = is_answered
+    try:
+        if not is_answered:
+            hooks = KEEP_ON_DEVICE if isinstance(outermost, Recomputation) else outermost.frame.outer_hooks
+            output = _run_kept(hooks, block, function, args, kwargs)
+            is_done = True
+    finally:
+        with engine_ops():
+            mutated = [tensor for tensor, version in versions if tensor._version != version]
+            is_repeated = not is_done or bool(mutated) or any(differs(owner, then) for owner, then in objects)
+            for frame in originals:
+                if mutated and frame.contexts is not None:
+                    frame.contexts.drop_mutated(mutated)
+                frame.excluded.append(ExcludedCall(block, output, frame, frame.rng_state(), is_repeated=is_repeated))
+    return output
+
+
+def run_excluded_without_gradients(
+    block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs an excluded child with autograd off. The recomputation does so again, as it keeps nothing.
+
+    A child with buffers is logged, so that the calls before it are repeated in order: they change its buffers.
+    """
+    for run in _runs_around() if block.state.buffer_ids() else ():
+        if isinstance(run, Recomputation):
+            run.excluded_cursor += 1
+        else:
+            run.frame.excluded.append(ExcludedCall(block, None, run.frame, run.frame.rng_state(), is_repeated=True))
+    return function(*args, **kwargs)
+
+
+def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a block that is in no recomputed block: what it saves goes to its store."""
+    if not block.is_placed and block.recorder is None:
+        return function(*args, **kwargs)
+    if block.is_placed:
+        hooks = active_saved_tensor_hooks()
+        if hooks is None or hooks_around(block, hooks) is None:
+            return _run_kept(None, block, function, args, kwargs)
+        block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
+    with block.run_in_record():
+        return function(*args, **kwargs)
+
+
+def run_kept(block: BlockContext, function: Callable[..., Any], argument: Any) -> Any:
+    """Runs a part of a block that is not recomputed, unless a block around it is."""
+    return _run_alone(block, function, (argument,), {}) if running.get() is None else function(argument)
+
+
+def _runs_around() -> list[Execution]:
+    """Returns the executions that are going on in this thread, from the innermost up to one for a recomputation."""
+    runs: list[Execution] = []
+    run = running.get()
+    while run is not None:
+        runs.append(run)
+        run = None if isinstance(run, Recomputation) else run.outer
+    return runs
+
+
+def _answer(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
+    """Returns the output of the next excluded child, if the recomputation need not repeat the call."""
+    frame = run.frame
+    position = run.excluded_cursor
+    run.excluded_cursor += 1
+    call = frame.excluded[position] if position < len(frame.excluded) else None
+    if call is None or call.block.name != block.name:
+        raise mismatch.excluded_differ(frame.block.title, call.block.name if call else None, block.name)
+    is_answered, output = call.answer()
+    if is_answered:
+        set_rng_state(call.random)
+        return True, output
+    before = [each for each in frame.excluded[:position] if each.buffer_ids() and not each.is_repeated]
+    if before and call.buffer_ids():  # which it must find as they have left them
+        for each in frame.excluded:
+            each.repeat()
+        raise CallMismatch
+    block.note("it is recomputed: it modifies its arguments or sets attributes, or its parent modifies its output")
+    return False, None
+
+
+def _run_kept(
+    hooks: Any, block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a block that belongs to no recomputed block. ``hooks`` get what it saves; with ``None``, its store does."""
+    stored = StoredCall(block) if hooks is None and not block.keeps_on_device else None
+    keep = (stored.pack, stored.unpack) if stored is not None else hooks or KEEP_ON_DEVICE
+    recorder = block.recorder
+    if recorder is not None:
+        keep = recorder.original_forward_began(block.name, *keep, is_kept=True, is_stored=stored is not None)
+    outer = running.get()
+    with engine_ops():
+        running.set(None)
+        push_saved_tensor_hooks(*keep)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            pop_saved_tensor_hooks()
+            running.set(outer)
+            if recorder is not None:
+                recorder.original_forward_ended(block.name)
+            if stored is not None:
+                block.store.close_group(stored.group)

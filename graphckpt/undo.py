@@ -1,0 +1,24 @@
+"""Notes how to put back what a recomputation changes; mostly nothing, where an ``ExitStack`` takes 0.6 us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+Undo: TypeAlias = list[tuple[Callable[..., object], tuple[Any, ...]]]
+"""Functions and their arguments, noted before each change, so that an interrupt finds them."""
+
+
+def enter(context: AbstractContextManager[Any], undo: Undo) -> None:
+    """Enters a context, which ``undo`` leaves."""
+    context.__enter__()
+    undo.append((context.__exit__, (None, None, None)))
+
+
+def put_back(undo: Undo) -> None:
+    """Undoes all, from the last to the first, and empties the list."""
+    while undo:
+        function, args = undo[-1]
+        function(*args)
+        undo.pop()
