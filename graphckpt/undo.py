@@ -17,8 +17,13 @@ def enter(context: AbstractContextManager[Any], undo: Undo) -> None:
 
 
 def put_back(undo: Undo) -> None:
-    """Undoes all, from the last to the first, and empties the list."""
+    """Undoes all, from the last to the first, and empties the list; an error of one does not keep the others."""
     while undo:
         function, args = undo[-1]
-        function(*args)
+        try:
+            function(*args)
+        except Exception:
+            undo.pop()
+            put_back(undo)
+            raise
         undo.pop()
