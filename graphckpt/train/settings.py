@@ -209,7 +209,7 @@ class ActivationCheckpointConfig:
             except ConfigError as error:
                 yield str(error)
             if self.policies is not None:
-                yield "memory_budget: the plan chooses, and policies is set as well · fix: unset one of them"
+                yield "memory_budget: expected no policies beside it, as a plan chooses them · fix: unset one of them"
         if self.plan is not None and (self.policies is not None or self.memory_budget is not None):
             other = "policies" if self.memory_budget is None else "memory_budget"
             yield f"plan: expected no {other} beside a saved plan · fix: unset one of them"
@@ -411,7 +411,8 @@ class TrainConfig:
                 yield f"amp.dtype: 'float16' is not supported with dist.{name} above 1 · fix: use 'bfloat16'"
         yield from self._fit_faults()
         if self.device and self.device.startswith("meta"):
-            yield f"device: {self.device!r} holds no values · fix: leave the key out, and the device is picked"
+            what = f"expected a device that can train, got {self.device!r}, whose tensors have no values"
+            yield f"device: {what} · fix: leave the key out, and the device is chosen"
         if not self.output_dir:
             yield "output_dir: is empty · fix: name a folder"
 
@@ -420,9 +421,10 @@ class TrainConfig:
             return
         where = "activation_checkpoint.fit"
         if self.global_batch_size is None:
-            yield f"{where}: expected the samples of an update, which stay the same · fix: set global_batch_size"
+            yield f"{where}: expected a fixed number of samples for each update, got none · fix: set global_batch_size"
         if self.num_accumulation_steps is not None:
-            yield f"{where}: num_accumulation_steps is chosen, and set as well · fix: unset num_accumulation_steps"
+            what = f"expected no num_accumulation_steps, which fit chooses, got {self.num_accumulation_steps}"
+            yield f"{where}: {what} · fix: unset num_accumulation_steps"
         if self.dist.num_processes > 1:
             yield f"{where}: expected one process, got {self.dist.num_processes} · fix: set train_micro_batch_size"
 

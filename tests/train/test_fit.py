@@ -60,8 +60,11 @@ def test_a_short_trial_run_chooses_nothing(place, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.global_batch_size=null"], "activation_checkpoint.fit: expected the samples of an update"),
-        (["train.num_accumulation_steps=2"], "activation_checkpoint.fit: num_accumulation_steps is chosen, and set as"),
+        (["train.global_batch_size=null"], "activation_checkpoint.fit: expected a fixed number of samples"),
+        (
+            ["train.num_accumulation_steps=2"],
+            "activation_checkpoint.fit: expected no num_accumulation_steps, which fit chooses",
+        ),
         ([f"{CHECKPOINT}.memory_budget=min"], "expected a budget independent of the batch size, got 'min' · fix"),
         ([f"{CHECKPOINT}.policies={{'*.h.0': True}}"], "fit: the plan of the chosen batch size sets the"),
         ([f"{CHECKPOINT}.fit=fastest"], "activation_checkpoint.fit"),

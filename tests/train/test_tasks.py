@@ -199,9 +199,9 @@ def test_model_that_does_not_fit_the_text_is_told_all(data):
         BertConfig(vocab_size=100, max_position_embeddings=16, num_labels=1, **_SMALL)
     )
     vocabulary, positions, labels = SequenceClassification().check(model, opened.text)
-    known = f"model: it knows 100 tokens, and the tokenizer has {opened.text.vocab_size}"
+    known = f"model: expected a vocabulary of at least the tokenizer's {opened.text.vocab_size} tokens, got 100"
     assert vocabulary == f"{known} · fix: set its vocab_size to ${{data.vocab_size}}"
-    assert positions.startswith("model: it knows 16 positions, and data.seq_length is 48 · fix:")
+    assert positions.startswith("model: expected at least data.seq_length=48 positions, got 16 · fix:")
     assert labels == "model: expected at least 2 classes, got 1 · fix: set its num_labels to 2"
 
 
@@ -209,7 +209,9 @@ def test_one_document_has_no_second_text_from_another(texts, data):
     one = replace(data, paths=str(next(texts.rglob("*.txt"))))
     opened, model = _open(one, MaskedLM()), nn.Module()
     (fault,) = MaskedLM().check(model, opened.text)
-    assert fault.startswith("data: there is one document, and no second text from another · fix: name several files")
+    assert fault.startswith(
+        "data: expected several documents, of which the second text of a pair is drawn, got one · fix: name several"
+    )
     assert list(MaskedLM(random_fraction=0.0).check(model, opened.text)) == []
     assert _all(opened.train)["next_sentence_label"].tolist() == [0] * len(opened.train)
 

@@ -58,11 +58,11 @@ class TextTask(Task):
         lengths = (getattr(config, name, None) for name in _POSITIONS)
         longest = next((length for length in lengths if isinstance(length, int)), None)
         if isinstance(embeddings, nn.Embedding) and (size := embeddings.num_embeddings) < text.vocab_size:
-            fix = "set its vocab_size to ${data.vocab_size}"
-            yield f"model: it knows {size} tokens, and the tokenizer has {text.vocab_size} · fix: {fix}"
+            what = f"expected a vocabulary of at least the tokenizer's {text.vocab_size} tokens, got {size}"
+            yield f"model: {what} · fix: set its vocab_size to ${{data.vocab_size}}"
         if longest is not None and longest < text.seq_length:
             fix = "lower data.seq_length, or lengthen the model"
-            yield f"model: it knows {longest} positions, and data.seq_length is {text.seq_length} · fix: {fix}"
+            yield f"model: expected at least data.seq_length={text.seq_length} positions, got {longest} · fix: {fix}"
 
 
 def summed(mean: Tensor, count: Tensor | int) -> Tensor:

@@ -153,7 +153,7 @@ class MaskedLM(TextTask):
             yield f"data.seq_length: expected 8 or more (two texts and three special tokens), got {text.seq_length}"
         if text.train.num_documents < 2 and self.random_fraction:
             fix = "name several files, or set task.random_fraction=0"
-            yield f"data: there is one document, and no second text from another · fix: {fix}"
+            yield f"data: expected several documents, of which the second text of a pair is drawn, got one · fix: {fix}"
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
