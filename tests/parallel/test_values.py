@@ -92,8 +92,15 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("handling", ["raised", "caught"])
+@pytest.mark.parametrize(
+    ("wrap", "handling"),
+    [
+        ("ddp", "raised"),
+        pytest.param("ddp", "caught", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "raised", marks=pytest.mark.slow),
+        ("fsdp2", "caught"),
+    ],
+)
 def test_an_error_on_one_rank_ends_the_other(wrap: str, handling: str, tmp_path: Path) -> None:
     """Under torchrun, within seconds; where it is caught, as soon as the process group is destroyed."""
     (tmp_path / "script.py").write_text(SCRIPT)

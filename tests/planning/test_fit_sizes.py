@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.layer_stacks import ReLULayer
+from helpers.thinning import slow_unless
 from torch import nn
 
 import graphckpt
@@ -87,7 +88,7 @@ class Limited:
 
 
 @pytest.mark.parametrize("device", [None, "h200"])
-@pytest.mark.parametrize("unit", [2, 4, 5, 12, 32])
+@pytest.mark.parametrize("unit", [pytest.param(unit, marks=slow_unless(unit in (2, 5))) for unit in (2, 4, 5, 12, 32)])
 def test_a_search_finds_the_largest_multiple_at_which_the_step_runs(unit, device):
     make_step = Limited(lambda size: size % unit == 0)
     budget = {"memory_budget": "66MiB" if device else "34MiB", "candidates": ["full"]}  # 64 MiB are cuBLAS workspaces
