@@ -22,6 +22,30 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 
+# Note [What a first call teaches]
+#
+# The first call of a block in each combination of train and eval modes copies all that a call can change, compares it
+# afterwards, and is recomputed to its end. Later calls copy what it has shown:
+#
+#   what a first call shows                  noted in                        a later call that does otherwise
+#   arguments are modified in place          `mutated`                       is refused: no copy of the argument exists
+#   buffers and attributes change            `ModuleState._scopes`           has copies of small buffers anyway; for a
+#                                                                            large one it is refused, and the next call
+#                                                                            is a first one again
+#   Python's or NumPy's generator is used    `ModuleState.host_rng_modes`    is recomputed with other numbers
+#   which ops run (of `selective`)           `schedules`, by shapes          keeps what the policy says, and skips no op
+#   the last op saves its output             `ends_with_saved`               takes 25 us more, or runs an op more
+#
+# An example: a linear layer, a BatchNorm and a buffer of 80 KB. `CallState.tensors` are the parameters 0 to 3
+# (linear.weight, linear.bias, norm.weight, norm.bias), the large buffer 4, and 5 to 7: running_mean, running_var,
+# num_batches_tracked.
+#
+# call 1   copies 4 to 7. Then 4 has not changed, and is large: its copy goes, and a later modification is refused, as
+#          its version counter shows it. 5 to 7 are small, so that every later call copies them: `scope.copied` is
+#          [5, 6, 7]. `left_alone` is {5, 6}: BatchNorm's kernel writes its statistics without counting a version
+#          (pytorch#13402), whereas num_batches_tracked counts one for its `add_`.
+# call 2   copies 5 to 7. The recomputation updates clones of the copies, so that statistics count one forward.
+
 
 @final
 class BlockContext:
@@ -90,7 +114,7 @@ class BlockContext:
         self.on_recomputed: Callable[[], object] | None = None
         """Called at the end of each recomputation, when all that backward needs is there."""
         self.notes: dict[str, None] = {}
-        """What ``explain()`` must say about this block, in order, each once."""
+        """Lines of ``explain()`` about this block, in order, each once."""
         self._parts: dict[object, BlockContext] = {}
 
     @property
@@ -100,6 +124,7 @@ class BlockContext:
     def part(self, key: object, children: Iterable[object]) -> BlockContext:
         """Returns the context of some consecutive children of the block, with the same name, store and recorder."""
         roots = [child for child in children if isinstance(child, nn.Module)]
+        # The children may have been replaced since, as adapters do: another part then, which has learnt nothing yet.
         part = self._parts.get(key)
         if part is None or [ref() for ref in part._roots] != roots:
             part = self._parts[key] = BlockContext(
