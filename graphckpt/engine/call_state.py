@@ -153,7 +153,7 @@ class _Reached(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class _Scope:
-    """Contents of the copies that later calls in these train and eval modes make, beside attributes of modules."""
+    """The copies of later calls in these train and eval modes: see Note [Attributes in later calls] in block.py."""
 
     names: list[_Attribute]
     """The attributes that are tensors."""

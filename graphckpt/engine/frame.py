@@ -255,6 +255,7 @@ class Frame(Execution, Call):
             previous = last_output.get() if self._is_joined and self.outer_hooks is None else None
             arguments.keep(self, previous, learning=learning)
 
+        # Out of `engine_ops`, which is entered anew after forward: the modes of blocks around must see the block's ops.
         try:
             output = self._original_forward(args, kwargs)
         except Exception as error:  # if it is caught, backward may still come by an argument modified in place
@@ -322,6 +323,8 @@ class Frame(Execution, Call):
 
     @never_compiled
     def _pack_and_learn(self, tensor: torch.Tensor) -> Holder:
+        # A storage has one Python object as long as it lives, which identifies it (pytorch#91395). See
+        # Note [One storage, one object] in graphckpt/ledger/live_memory.py.
         if has_storage(tensor):
             self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
         return self.pack(tensor)

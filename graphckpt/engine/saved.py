@@ -251,6 +251,7 @@ def hooks_around(block: BlockContext, hooks: Any) -> Any:
         block.note("PyTorch's checkpoint is around it and recomputes it as well · fix: use one of the two")
     if hooks is None or not block.is_placed:
         return hooks
+    # A bound method is a new object at each access, so that it is compared by its function.
     is_kept_around = hooks[1] is KEEP_ON_DEVICE[1] or getattr(hooks[1], "__func__", None) is StoredCall.unpack
     return None if is_kept_around else hooks
 
@@ -519,6 +520,7 @@ class Arguments:
         self, state: ModuleState, call_state: CallState, originals: Sequence[_OriginalArgument]
     ) -> list[str] | None:
         """Returns the names of two that share memory, arguments or buffers, if forward has modified one in place."""
+        # Views of one storage count as sharing although they may not overlap: to tell these apart would take strides.
         owners: dict[int, list[int]] = {}
         mutated: set[int] = set()
         for each in originals:

@@ -58,6 +58,7 @@ def begin_check(
     A call ``is_nested`` in a recomputation of a block around it: that one compares its arguments, and nothing
     recomputes the call itself.
     """
+    # Reports of earlier backwards. A forward may read them: it comes late enough for most of them to be complete.
     if reports:
         _report_finished()
     if determinism_check == "none" or is_nested or is_paused.get():
@@ -346,6 +347,7 @@ class ValueCheck:
             self._num_bytes = sum(sketch.values.nbytes for sketch in self.sketches if sketch is not None)
         self.block.sampler.count_bytes(self._num_bytes)
 
+    # With the graph, whose frame holds this: each call that waits for its backward has its sketches.
     def __del__(self) -> None:
         self.block.sampler.count_bytes(-self._num_bytes)
 
