@@ -35,7 +35,7 @@ else:
     yaml = LazyPackage("yaml", "plan")
 
 Policies: TypeAlias = Mapping[Selector, Any] | Iterable[Selector] | Selector | Rule | bool | str | PathLike[str]
-"""What :func:`apply` accepts."""
+"""Policies, in all forms in which :func:`apply` takes them."""
 
 _FILES = (".yaml", ".yml", ".json")
 _KEEP_ALL = {"activation_checkpointing": False, "offload": False, "partition": False, "contiguous": False}
@@ -52,6 +52,7 @@ class Handle:
         self._watcher = StepRecorder(type(model).__name__, [("", model)], policies)
         for wrapper in self._wrappers:
             wrapper.install()
+        # Last: a policy on the model itself would not call a watcher below it.
         self._watcher.watch_next_forward()
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
@@ -188,6 +189,7 @@ def apply(
     if faults or plan is None:
         lines = without_repeats(faults)
         raise ConfigError("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])
+    # Only now: a call with faults leaves the present policies as they are.
     if replace:
         remove(model)
     handle = Handle(model, plan)
@@ -206,6 +208,7 @@ def _as_selectors(exclude: Any) -> list[Selector]:
 
 def _exclude(model: nn.Module, selectors: Iterable[Selector], configs: dict[nn.Module, BlockConfig]) -> Iterator[str]:
     """Makes the selected modules keep everything, with the blocks inside of them; yields the faults."""
+    # Before any selector acts: two of them may name the same block, and both have an effect.
     had_policy = {module for module, config in configs.items() if config.fields()}
     within_policy = {inner for module in had_policy for inner in module.modules()}
     for selector in selectors:

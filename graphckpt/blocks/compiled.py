@@ -1,7 +1,7 @@
-"""``torch.compile`` of one block, which may be told how much of what it saves for backward it may save.
+"""Compiles one block with ``torch.compile``, and limits the share of intermediate results that it saves for backward.
 
-The compiler's own knob holds for a process, and so for all that is compiled in it. A backend of its own for each share
-makes it one of a block.
+The compiler's own setting of that share is one of the process, and so of all that is compiled in it. Here each share
+has a backend of its own, so that it is a setting of the block.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class CompiledForward:
         if SHARE not in options:
             self._run = torch.compile(self._function, **options)
             return
+        # Mode and options are settings of the compiler, which is called by a backend that has none.
         rest = {key: value for key, value in options.items() if key not in (SHARE, "backend", "mode", "options")}
         backend = options.get("backend") or "inductor"
         compiler = compiler_of(backend, options.get("mode"), options.get("options"), options.get("dynamic"))
@@ -98,9 +99,10 @@ _twins: WeakKeyDictionary[FunctionType, dict[_WithinBudget, FunctionType]] = Wea
 def _with_own_code(function: Callable[..., Any], backend: _WithinBudget) -> Callable[..., Any]:
     """Returns the same method with a code of its own for each backend.
 
-    The compiler gives up on a code of which it has made eight variants, and layers that save different shares, each of
-    them in training and evaluation, are soon that many.
+    The compiler gives up on a code object of which it has compiled eight variants, its ``recompile_limit``. Layers of
+    one class share their code: with four shares, each in training and evaluation, they reach it.
     """
+    # https://docs.pytorch.org/docs/stable/compile/programming_model.recompilation.html
     if not isinstance(function, MethodType) or not isinstance(function.__func__, FunctionType):
         return function
     plain = function.__func__
@@ -134,4 +136,5 @@ class _WithinBudget:
         return f"{type(self.compiler).__name__} at {SHARE} {self.share:g}"
 
     def __hash__(self) -> int:
+        # Not of the compiler itself, which has its options in a dictionary: of equal backends this is equal too.
         return hash((type(self.compiler), self.share))

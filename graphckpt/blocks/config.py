@@ -33,7 +33,7 @@ OTHER_NAMES = {
     "contiguous_checkpointing": "contiguous",
     "contiguous_memory_optimization": "contiguous",
 }
-"""What OSLO and DeepSpeed call these fields."""
+"""Names of these fields in OSLO and DeepSpeed."""
 
 
 @final
@@ -91,6 +91,7 @@ class BlockConfig:
             own: The module's own ``config``, as Hugging Face models have one; attributes that this one lacks are read
                 and set there.
         """
+        # `__setattr__` of the class sets fields of the policy.
         set_slot = object.__setattr__
         set_slot(self, "_own", own)
         set_slot(self, "block", block)
@@ -120,7 +121,7 @@ class BlockConfig:
 
     @property
     def compile_options(self) -> dict[str, Any] | None:
-        """What ``torch.compile`` of the block is called with; ``None`` if it is not compiled."""
+        """Arguments of ``torch.compile`` for the block; ``None`` if it is not compiled."""
         value = self._values.get("compile")
         return dict(value) if isinstance(value, dict) else {} if value else None
 
@@ -130,6 +131,7 @@ class BlockConfig:
 
     def update(self, fields: dict[str, Any]) -> None:
         """Sets several fields at once, or, if one of them is wrong, none."""
+        # Fields are checked together, as `tiles` and `segments` exclude each other, and nothing is set before.
         values = {**self._values, **fields}
         rule = _combine(self.block, values)
         object.__setattr__(self, "_values", {k: v for k, v in values.items() if v is not None})

@@ -76,7 +76,7 @@ class StepRecorder:
         live = StorageLog(counts_fake=self._is_meta())
         recorder = Recorder((*self._state(), *inputs), live)
         self._log_state(live, inputs)
-        new: list[torch.optim.Optimizer] = []
+        new: list[torch.optim.Optimizer] = []  # whose states are created by this step, and so only labelled after it
 
         def see_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
             state = _state_of(optimizer)
@@ -168,6 +168,7 @@ class StepRecorder:
                 wrapper.context.recorder = recorder
             while plain:  # emptied: what waits here for the end of the step must not keep the model alive
                 name, module = plain.pop()
+                # Begin first and end in any case: other hooks may run ops, or raise, and calls that nest must pair up.
                 begin = ModuleHook(partial(_ignoring_arguments, recorder.enter_plain, name))
                 end = ModuleHook(partial(_ignoring_arguments, recorder.leave_plain, name))
                 hooks.append((name, module.register_forward_pre_hook(begin, prepend=True)))
@@ -176,7 +177,7 @@ class StepRecorder:
             yield end_forward
         finally:
             for wrapper in wrappers:
-                if wrapper.module is not None:
+                if wrapper.module is not None:  # or `context` would be created for a module that was freed
                     wrapper.context.recorder = None
             for _, hook in hooks:
                 hook.remove()

@@ -49,6 +49,23 @@ _disabled = _Disabled()
 # the compiler gives up on a frame for good, it is called as it is, so `_run` is marked too.
 
 
+# Note [Wrappers of other libraries]
+#
+# A wrapper is the module's `__dict__["forward"]`. Other libraries put theirs there as well, as accelerate's hooks do:
+#
+#   event                                 `forward` of the module       the wrapper W
+#   W.install()                           W -> that of the class        acts
+#   another library wraps the module      X -> W -> that of the class   acts
+#   W.uninstall()                         X -> W -> that of the class   is beneath: X refers to it, so it stays and only
+#                                                                       passes calls on
+#   W.install()                           X -> W -> that of the class   acts from its place: over X, which calls it, it
+#                                                                       would call itself without end
+#   X goes, then W.uninstall()            that of the class             is out
+#
+# Among wrappers of this package, a BlockForward calls what lies below all of them (`_unwrapped`): of two policies on a
+# module, the later one acts alone. So what must see all calls, a WatchedForward, is installed after the policies.
+
+
 class ForwardWrapper(ABC):
     """The ``forward`` of a module instance, not of its class: type, hooks and ``state_dict`` keys do not change.
 
@@ -70,12 +87,12 @@ class ForwardWrapper(ABC):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What ``inspect.signature`` reads, as trainers do to see which arguments a model takes."""
+        """The plain forward, for ``inspect.signature``, by which trainers see which arguments a model takes."""
         return self._function()
 
     @property
     def __code__(self) -> Any:
-        """What ``torch.export`` names its guards after."""
+        """The code of the plain forward, after which ``torch.export`` names its guards."""
         return self._function().__code__
 
     @property
@@ -106,7 +123,7 @@ class ForwardWrapper(ABC):
 
     def install(self) -> None:
         module = self._module()
-        if self._is_beneath or module is None:
+        if self._is_beneath or module is None:  # see Note [Wrappers of other libraries]
             return
         fields = module.__dict__
         covered = fields.get("forward")
@@ -155,11 +172,15 @@ class BlockForward(ForwardWrapper):
         self.placement = placement
         """Its placement; ``None`` if the blocks around it decide."""
         self.compile_options = compile_options
-        """What ``torch.compile`` of its forward is called with; ``None`` if it is not compiled."""
+        """Arguments of ``torch.compile`` for its forward; ``None`` if it is not compiled."""
         self.determinism_check = determinism_check
-        """What is compared in its recomputations."""
+        """The comparison that its recomputations make: see :mod:`graphckpt.engine.sampling`."""
         self.is_part = is_part
-        """Whether it has no rule of its own and is recomputed, if at all, as a part of the block around it."""
+        """Whether it has no rule of its own and is recomputed, if at all, as a part of the block around it.
+
+        Such a wrapper is there to compile its module. :meth:`BlockContext.part` is something else: some children of a
+        block that are recomputed as one.
+        """
         self.is_excluded = is_excluded
         """Whether it is a child of a recomputed block that is not recomputed with it."""
         self.is_in_graph = False
@@ -195,6 +216,8 @@ class BlockForward(ForwardWrapper):
         function = self._function()
         run = running.get()
         # A recomputation follows the policies of its original forward, whatever has been switched off since.
+        # With `disable_checkpointing` around backward alone, an excluded child would run as a part, and fill holders
+        # that are not its own.
         is_again = run is not None and run.is_recomputation
         is_on = self._is_on or is_again
         if self.compile_options is not None and is_on:
@@ -277,7 +300,9 @@ class BlockForward(ForwardWrapper):
         if not modules:
             return function
         owner = getattr(function, "__self__", None)
-        if owner in modules and type(owner).__call__ is not nn.Module.__call__:  # it is active already
+        # Layers of older Transformers checkpoint in `__call__`, which has called this by then. Newer ones do so in the
+        # `forward` of their class, which this calls: there `_Suspended` is in time.
+        if owner in modules and type(owner).__call__ is not nn.Module.__call__:
             context.note("its own gradient checkpointing replaces this policy: disable it on the model")
             return None
         context.note("the model's own gradient checkpointing is on as well: this policy replaces it")
@@ -294,6 +319,7 @@ class BlockForward(ForwardWrapper):
         super().uninstall()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
+        # `deepcopy` notes the copy of a module before it copies what the module holds.
         twin = memo.get(id(self._module()))
         if twin is None:
             return self

@@ -154,7 +154,7 @@ class _GivenContexts(Contexts):
 
     def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
         self._first, self._second = first, second
-        if hasattr(first, "respect_saved_tensors_hooks"):  # torch 2.14 warns of the frame's own hooks
+        if hasattr(first, "respect_saved_tensors_hooks"):  # 2.14 warns of the frame's hooks (pytorch#190581)
             first.respect_saved_tensors_hooks = False
 
     def original_forward(self, frame: Frame) -> AbstractContextManager[Any]:
@@ -241,6 +241,7 @@ _IN_HOST_MEMORY = Placement(offload=Host())
 
 def is_recomputing() -> bool:
     """Whether the calling code is part of a recomputation, in this thread."""
+    # All around it: each of them may be recomputed with this code, and then runs other code than in its forward.
     run = innermost = running.get()
     while run is not None:
         run.frame.asks_for_recomputation = True
@@ -251,7 +252,8 @@ def is_recomputing() -> bool:
 _Site = tuple[str, tuple[weakref.ref[nn.Module], ...]]
 """The place of a function, and the modules that it runs: two functions may do different things with a module."""
 _SITES: weakref.WeakKeyDictionary[nn.Module, dict[_Site, BlockContext]] = weakref.WeakKeyDictionary()
-# What first calls have taught about modules: a cache, which changes no result.
+# What first calls have taught about modules: a cache, which changes no result. Its values refer to modules weakly, or
+# its keys would never go.
 
 
 def _context(function: Any, *arguments: Any) -> BlockContext:
@@ -265,6 +267,7 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
     sites = _SITES.setdefault(modules[0], {})
     key = place, tuple(weakref.ref(module) for module in modules)  # not ids: those of the dead are given anew
     if key not in sites:
+        # A dead reference equals itself alone: no call can find such a key again.
         for other in [other for other in sites if any(ref() is None for ref in other[1])]:
             del sites[other]
         sites[key] = BlockContext(name, modules)
@@ -335,6 +338,7 @@ def _reached(value: Any) -> Iterable[Any]:
     cells = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())  # which has no value yet
     defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     named = [in_module[name] for name in names if name in in_module]
+    # Functions of other modules are not followed: `F.linear` would lead to all of torch.
     helpers = (each for each in named if not isinstance(each, FunctionType) or each.__globals__ is in_module)
     return (
         *(each for owner in (*cells, *defaults, *helpers) for each in _used(owner, names)),

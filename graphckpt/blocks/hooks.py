@@ -37,4 +37,4 @@ class ModuleHook:
 
 
 def do_nothing(*_: object) -> None:
-    """Is what the hooks of a copied module call."""
+    """Does nothing, for the hooks of a copied module."""

@@ -42,6 +42,7 @@ class BlockTree:
         return map(self.wrap, value) if isinstance(value, Iterator) else value
 
     def _block(self, module: nn.Module) -> Any:
+        # All paths at once: a walk of the tree for each of n layers would take n times as long.
         if module not in self._paths:
             for root, top in self._roots.items():
                 for path, each in top.named_modules():
@@ -91,6 +92,7 @@ class Block:
         for slot, value in (("_origin", origin), ("_path", path), ("_tree", tree)):
             object.__setattr__(self, slot, value)
 
+    # `isinstance(block, nn.Linear)` asks for it, and is true.
     @property
     def __class__(self) -> type:
         return type(self._origin)
@@ -140,6 +142,7 @@ class Block:
         if not isinstance(value, MethodType) or value.__self__ is not self._origin:
             return self._tree.wrap(value) if isinstance(value, nn.Module) else value
 
+        # A method such as `append` changes the tree, and takes and returns blocks in the place of modules.
         @wraps(value)
         def method(*args: Any, **kwargs: Any) -> Any:
             modules = list(self._origin.modules())
@@ -170,7 +173,7 @@ class Block:
     __repr__, __copy__, __deepcopy__ = map(_delegate, (repr, copy.copy, copy.deepcopy))
 
     def __bool__(self) -> bool:
-        return True
+        return True  # by `__len__`, a block of an empty container would be false
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._origin.__reduce_ex__(protocol)

@@ -49,7 +49,7 @@ def resolve_policies(
 
 @dataclass(frozen=True, slots=True)
 class _Inherited:
-    """What a module inherits from the blocks around it."""
+    """Settings that a module inherits from the blocks around it."""
 
     determinism_check: str
     rule: Rule | None = None
@@ -69,6 +69,7 @@ class _Resolver:
         self._placements: list[Placement] = []
 
     def visit(self, name: str, module: nn.Module, outer: _Inherited) -> None:
+        # A module with two paths, as tied layers have, has one forward: the policy of its first path holds for both.
         if module in self._visited:
             return
         self._visited[module] = None
@@ -83,7 +84,7 @@ class _Resolver:
         own_check = config.fields().get("determinism_check") if config is not None else None
         if own_check is not None:
             outer = replace(outer, determinism_check=own_check)
-        first = len(self.plan.wrappers)
+        first = len(self.plan.wrappers)  # from here on, they are those of the module and of all below it
         inside = self._decide(name, module, config, outer)
         for key, child in module.named_children():
             self.visit(f"{name}.{key}" if name else key, child, inside)
@@ -129,6 +130,8 @@ class _Resolver:
     def _decide_kept(
         self, name: str, module: nn.Module, config: BlockConfig | None, placement: Placement | None, outer: _Inherited
     ) -> _Inherited:
+        # A module without a rule that recomputes needs a wrapper if it is excluded from the block around it, if it has
+        # another store than that block, or if it is compiled.
         is_hole = config is not None and config.rule is not None and outer.rule is not None
         options = config.compile_options if config is not None else None
         if outer.rule is not None and not is_hole:

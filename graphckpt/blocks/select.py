@@ -27,6 +27,7 @@ def select(model: nn.Module, selector: Selector) -> list[tuple[str, nn.Module]]:
     Raises:
         ConfigError: The selector has another type, is not a valid expression, or matches nothing.
     """
+    # With duplicates: a shared module has several names, and each of them selects it.
     named = list(model.named_modules(remove_duplicate=False))
     if isinstance(selector, nn.Module):
         matches = [(name, module) for name, module in named if module is selector][:1]
@@ -167,7 +168,7 @@ def _flagged(model: nn.Module) -> list[str]:
 
 
 def _without_nested(model: nn.Module, layers: list[str]) -> list[str]:
-    """Drops a layer that is little but a container of others, and of any other those that are in it."""
+    """Leaves one level of nested layers: the inner ones if they make up most of the outer one, and else that."""
     dropped: set[str] = set()
     for name in layers:
         inner = [other for other in layers if other.startswith(f"{name}.")]

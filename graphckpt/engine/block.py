@@ -22,6 +22,51 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 
+# Note [What a first call teaches]
+#
+# The first call of a block in each combination of train and eval modes copies all that a call can change, compares it
+# afterwards, and is recomputed to its end. Later calls copy what it has shown:
+#
+#   what a first call shows                  noted in                        a later call that does otherwise
+#   arguments are modified in place          `mutated`                       is refused: no copy of the argument exists
+#   buffers and attributes change            `ModuleState._scopes`           has copies of small buffers anyway; for a
+#                                                                            large one it is refused, and the next call
+#                                                                            is a first one again
+#   Python's or NumPy's generator is used    `ModuleState.host_rng_modes`    is recomputed with other numbers
+#   which ops run (of `selective`)           `schedules`, by shapes          keeps what the policy says, and skips no op
+#   the last op saves its output             `ends_with_saved`               takes 25 us more, or runs an op more
+#
+# An example: a linear layer, a BatchNorm and a buffer of 80 KB. `CallState.tensors` are the parameters 0 to 3
+# (linear.weight, linear.bias, norm.weight, norm.bias), the large buffer 4, and 5 to 7: running_mean, running_var,
+# num_batches_tracked.
+#
+# call 1   copies 4 to 7. Then 4 has not changed, and is large: its copy goes, and a later modification is refused, as
+#          its version counter shows it. 5 to 7 are small, so that every later call copies them: `scope.copied` is
+#          [5, 6, 7]. `left_alone` is {5, 6}: BatchNorm's kernel writes its statistics without counting a version
+#          (pytorch#13402), whereas num_batches_tracked counts one for its `add_`.
+# call 2   copies 5 to 7. The recomputation updates clones of the copies, so that statistics count one forward.
+
+# Note [Attributes in later calls]
+#
+# Attributes of the user's modules, and of PyTorch's if the first call has changed some or a policy is on the module. Of
+# other modules of PyTorch's, only the numbers are read, such as the probability of a dropout.
+#
+#   attribute                         what a later call does                     what the recomputation gets
+#   number, string, flag, `forward`   reads it (`layout.plain`)                  its value, whoever has changed it since
+#   tensor (`scope.names`)            clones it if the first call has modified   the tensor or a clone
+#                                     it (`scope.moved`)
+#   list, dict, set, deque            copies its items (`scope.objects`), and    the same object with these items
+#                                     what small ones reach
+#   object that the first call has    copies all that it reaches                 the same object with these contents
+#   changed
+#   object that reaches tensors, or   copies the same, if that is at most 256    likewise, with stand-ins for tensors
+#   None, which may become one        objects (`scope.open`)                     that were modified since
+#   any other object                  compares its identity (`layout.others`)    the object of the call, if the call has
+#                                                                                replaced it
+#
+# An object without tensors is looked into once, and then known by a weak reference (`_inert`): it is not held, because
+# it may come to hold an output. See Note [Lifetime of a call] in frame.py.
+
 
 @final
 class BlockContext:
@@ -90,7 +135,7 @@ class BlockContext:
         self.on_recomputed: Callable[[], object] | None = None
         """Called at the end of each recomputation, when all that backward needs is there."""
         self.notes: dict[str, None] = {}
-        """What ``explain()`` must say about this block, in order, each once."""
+        """Lines of ``explain()`` about this block, in order, each once."""
         self._parts: dict[object, BlockContext] = {}
 
     @property
@@ -100,6 +145,7 @@ class BlockContext:
     def part(self, key: object, children: Iterable[object]) -> BlockContext:
         """Returns the context of some consecutive children of the block, with the same name, store and recorder."""
         roots = [child for child in children if isinstance(child, nn.Module)]
+        # The children may have been replaced since, as adapters do: another part then, which has learnt nothing yet.
         part = self._parts.get(key)
         if part is None or [ref() for ref in part._roots] != roots:
             part = self._parts[key] = BlockContext(

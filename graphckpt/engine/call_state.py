@@ -3,9 +3,10 @@
 Before a call, the state of the block's modules is copied; for the recomputation, the copy is put in place; after it,
 what was there is put back. Tensors that can change are cloned, so that the recomputation modifies clones alone.
 
-The first call in each mode copies all and compares afterwards. Later calls read the attributes of the modules, and copy
-the containers in them, small buffers, the statistics of norms, and what has changed in the first call. Modifications of
-other tensors are seen by their version counters, and refused.
+The first call in each mode copies all and compares afterwards: see Note [What a first call teaches] in
+:mod:`graphckpt.engine.block`. Later calls read the attributes of the modules, and copy the containers in them, small
+buffers, the statistics of norms, and what has changed in the first call. Modifications of other tensors are seen by
+their version counters, and refused.
 
 A later call touches as little memory as it can, in C: between the kernels of a model, none of it is in a cache, so that
 the same work takes five times as long as in a loop. What has not changed is compared by identity, and not copied.
@@ -63,15 +64,6 @@ from graphckpt.thread_state import rng_devices
 from graphckpt.tree import tensors_in
 from graphckpt.undo import Undo
 
-# Note [An example: a linear layer, a BatchNorm, and a buffer of 80 KB]
-# `tensors` are the parameters 0 to 3 (linear.weight, linear.bias, norm.weight, norm.bias), the large buffer 4, and 5 to
-# 7: running_mean, running_var, num_batches_tracked.
-#
-# call 1   copies 4 to 7. Then 4 has not changed, and is large: its copy goes, and a later modification is refused, as
-#          its version counter shows it. 5 to 7 are small, so that every later call copies them: `scope.copied` is
-#          [5, 6, 7]. `left_alone` is {5, 6}: BatchNorm's kernel writes its statistics without counting a version.
-# call 2   copies 5 to 7. The recomputation updates clones of the copies, so that statistics count one forward.
-
 _OWN = frozenset(nn.Module().__dict__)  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
 _NONE: frozenset[int] = frozenset()
@@ -86,7 +78,7 @@ Modes: TypeAlias = tuple[bool | None, ...]
 _Attribute: TypeAlias = tuple[int, str]
 """The number of a module among those of the block, and the name of an attribute."""
 _Values: TypeAlias = list[tuple[Any, ...]]
-"""What readers of attributes have read."""
+"""Values of attributes, by reader."""
 _SET_UP: Final = object()
 """Stands for the value of an attribute that a call has set up, which a recomputation leaves as it is."""
 
@@ -161,7 +153,7 @@ class _Reached(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class _Scope:
-    """What later calls in these train and eval modes copy, beside the attributes of modules."""
+    """The copies of later calls in these train and eval modes: see Note [Attributes in later calls] in block.py."""
 
     names: list[_Attribute]
     """The attributes that are tensors."""
@@ -187,9 +179,10 @@ class CallState:
     """Of the modules; nothing after the call."""
     modes: Modes
     is_first: bool
-    """Whether no call in these modes has shown yet what later ones copy, so that this is all."""
+    """Whether it is a first call, which copies all."""
     tensors: tuple[Any, ...]
-    """Parameters, buffers, and the tensors among the attributes, which hooks and recurrent layers set."""
+    """Parameters, then buffers, then the attributes ``names``, as hooks and recurrent layers set them: all indices
+    count so, and those from ``len(ModuleState._slots)`` on are attributes."""
     versions: tuple[int, ...]
     copies: dict[int, torch.Tensor]
     """Of buffers and attributes, by their index in ``tensors``."""
@@ -197,14 +190,14 @@ class CallState:
     """Of the attributes in ``tensors``."""
     layout: _AttributeLayout
     plain: _Values
-    """What the readers ``layout.plain`` have read."""
+    """Values that the readers ``layout.plain`` have read."""
     others: _Values
-    """What the readers ``layout.others`` have read; nothing after the call."""
+    """Values that the readers ``layout.others`` have read; nothing after the call."""
     reached: list[_Reached]
     """Nothing after the call."""
     policy_changes: int
     scope: _Scope
-    """What later calls copy."""
+    """The copies that later calls make."""
     trainable: tuple[bool, ...]
     """``requires_grad`` of each parameter."""
     hooks: list[HookCopies]
@@ -215,7 +208,7 @@ class CallState:
     changed: frozenset[int] = _NONE
     """The ids of the modules' ``__dict__`` that the call has changed."""
     changed_tensors: Sequence[torch.Tensor] = ()
-    """What the call has modified in place and only a container or an object holds, so that no copy of it exists."""
+    """Tensors that the call has modified in place and only a container or an object holds: no copy of them exists."""
     left_alone: frozenset[int] = _NONE
     """Of ``copies``, those of tensors that the call has not modified, as far as version counters show."""
 
@@ -328,6 +321,7 @@ class ModuleState:
             plain,
             others,
             reached,
+            # -1 differs from any number: the block around takes the present forwards away, and does not count that.
             -1 if is_nested else policy_changes.number,
             scope,
             trainable,
@@ -345,7 +339,7 @@ class ModuleState:
         self._layout = _AttributeLayout.of(fields, names, complete)
         first = len(self._slots)
         tensors = [(at, key) for at, keys in enumerate(names) for key in keys if is_plain(fields[at][key])]
-        for scope in self._scopes.values():
+        for scope in self._scopes.values():  # attributes have other indices now: their positions in the new `names`
             scope.names = tensors
             scope.copied = [index for index in scope.copied if index < first]
             scope.copied += [index for index, name in enumerate(tensors, first) if name in scope.moved]
@@ -436,7 +430,7 @@ class ModuleState:
             )
             is_bounded = len(entries) <= _MAX_REACHED
             if is_deep or is_container or (is_bounded and is_held):
-                entries = entries if is_deep or is_bounded else entries[:1]
+                entries = entries if is_deep or is_bounded else entries[:1]  # of a large container its own items alone
                 reached.append(
                     each._replace(objects=entries, is_held=holds_tensors(entries) or is_plain_container(entries))
                 )
@@ -481,6 +475,7 @@ class ModuleState:
         One-time initialization stays. With ``learning``, which is a first call, it also decides what later calls copy.
         """
         fields, layout, state.fields = state.fields, state.layout, []
+        # First, while `state` has all: its `reached` and `copies` are those of a later call from here on.
         if learning:
             self._narrow(state, fields)
         changed: set[int] = set()
@@ -543,6 +538,7 @@ class ModuleState:
                 undo.append((restore, (owner, owner.copy())))
             return owner
 
+        # Tensors first: `requires_grad`, at the end, is set on the parameters that are in the slots by then.
         fields = self._fields()
         tensors = self._tensors()
         if state.names or state.copies or len(tensors) != len(self._slots) or not all(map(is_, tensors, state.tensors)):
@@ -602,6 +598,7 @@ class ModuleState:
         borrowed = set()
         copies = state.copies
         if copies:
+            # Clones of the clones: a second recomputation (`retain_graph`) starts from the same values.
             copies = clones_of(copies, copies, shares_memory=state.scope.shares_memory)
         for index, clone in copies.items():
             owner, key = slots[index]

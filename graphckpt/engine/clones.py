@@ -20,7 +20,7 @@ def clones_of(
     """Clones tensors. With ``shares_memory``, the clones share it where the tensors do."""
     present = [index for index in indices if tensors[index] is not None]
     memory = memory_of_several(tensors[index] for index in present) if shares_memory else {}
-    clones: dict[int, torch.Tensor] = {}  # by what they are copies of: modules may share a buffer
+    clones: dict[int, torch.Tensor] = {}  # by the ids of the originals: modules may share a buffer
     copies = {}
     for index in present:
         tensor = tensors[index]
@@ -52,6 +52,7 @@ def memory_of_several(tensors: Iterable[torch.Tensor | None]) -> dict[int, torch
 
 
 def _clone(tensor: torch.Tensor, memory: Mapping[int, torch.UntypedStorage]) -> torch.Tensor:
+    # The clone of a view of shared memory is the same view of the memory's clone: an edit of one shows in the others.
     storage = memory.get(id(storage_of(tensor))) if memory else None
     if storage is not None:
         place = tensor.storage_offset(), tensor.size(), tensor.stride()

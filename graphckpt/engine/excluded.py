@@ -44,10 +44,10 @@ class ExcludedCall:
         self, block: BlockContext, output: Any, call: Call, random: RNGState, *, is_repeated: bool = False
     ) -> None:
         self.block = block
-        self.random = random  # the RNG state after it
+        self.random = random  # after the call: an answered call draws nothing, and what follows must draw as in forward
         leaves, self._spec = flatten_value(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        # Code may depend on which object such a tensor is: the recomputation gets another one.
+        # Code may depend on which object such a tensor is, and an answer is another object.
         self.is_repeated: bool = is_repeated or any(isinstance(t, nn.Parameter) or has_attributes(t) for t in tensors)
         self._leaves: list[Any] = []
         self._handles: list[Any] = []
@@ -62,6 +62,7 @@ class ExcludedCall:
 
         # A backward within the forward of the block around, through the child alone, reaches none of its holders.
         self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
+        # Detached tensors share the version counters, and do not hold the graph, which holds this.
         self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
         self._leaves = [SavedTensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
 
@@ -95,6 +96,8 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
 
     Blocks may nest: the child is excluded from every block around it, up to the one that is being recomputed.
     """
+    # In the original forward of a `selective` block in a `full` one, the child runs once, and both frames log the call,
+    # as each may be recomputed by itself.
     runs = _runs_around()
     if not runs:
         return _run_alone(block, function, args, kwargs)
@@ -102,6 +105,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
     with engine_ops():  # copies of a store, or of hooks, are no ops of the block
         is_answered, output = _answer(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
         inputs = [*args, *kwargs.values()] if originals and not is_answered else []
+        # The arguments and their leaves: the child may modify a list itself, or the tensors in it.
         inputs += flatten_call(args, kwargs)[0] if inputs else []
         versions, objects = versions_of(inputs), copy_objects(inputs)
     is_done = is_answered
@@ -111,6 +115,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
             output = _run_kept(hooks, block, function, args, kwargs)
             is_done = True
     finally:
+        # Also where the child has raised, which forward may catch: a recomputation finds calls by their positions.
         with engine_ops():
             mutated = [tensor for tensor, version in versions if tensor._version != version]
             is_repeated = not is_done or bool(mutated) or any(differs(owner, then) for owner, then in objects)
@@ -194,6 +199,7 @@ def _run_kept(
     recorder = block.recorder
     if recorder is not None:
         keep = recorder.original_forward_began(block.name, *keep, is_kept=True, is_stored=stored is not None)
+    # A block within it belongs to none around it: it is recomputed by itself, and its modes act. See `_ModesPaused`.
     outer = running.get()
     with engine_ops():
         running.set(None)

@@ -1,7 +1,7 @@
-"""Executions of a block's forward that are going on in a thread: the original one, or a recomputation.
+"""The executions of a block's forward that are active in a thread: original ones and recomputations.
 
-An execution is a scope for what autograd saves. A recomputation fills the holders of its call, in the order in which
-they were made, and ends when the last one that is alive is filled.
+An execution is a scope for the tensors that autograd saves. A recomputation fills the holders of its call in the order
+in which the original forward created them, and ends when the last one that is alive is filled.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 Frame: TypeAlias = Any
 """The frame of a call: a :class:`graphckpt.engine.frame.Frame`, whose module imports this one."""
 
+# A ContextVar: forwards in several threads do not see each other's. The backward of an accelerator runs in threads of
+# the autograd engine, in which it is None until a recomputation sets it. So what a recomputation must know is in the
+# frame, to which the unpack hook is bound, and never in the thread. See
+# https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.set_multithreading_enabled.html
 running: ContextVar[Execution | None] = ContextVar("running", default=None)  # the innermost of this thread
 
 
@@ -40,18 +44,20 @@ running: ContextVar[Execution | None] = ContextVar("running", default=None)  # t
 class Holder:
     """Placeholder in the autograd graph for a tensor that the recomputation will fill in."""
 
-    # Every saved tensor comes by here, so the attributes are set where it is made: an `__init__` takes 80 ns.
+    # One for every saved tensor, so that `Frame.pack` sets the attributes: a call of `__init__` takes 80 ns.
     __slots__ = ("__weakref__", "dtype", "shape", "value", "version")
 
     shape: torch.Size
     dtype: torch.dtype
     value: torch.Tensor | None
     version: int
-    """Of ``value``, once that is there."""
+    """Version of ``value`` when the recomputation stored it; unset before."""
 
 
 def may_be_filled_later(tensor: torch.Tensor) -> bool:
     """Whether the op that saves ``tensor`` may write its values only after that, as ``rrelu`` does with its noise."""
+    # `rrelu` allocates its noise by `empty_like`, and `rrelu_with_noise` writes it as a side effect (pytorch#82434).
+    # Autograd saves inputs before the kernel runs. So the noise is then a new tensor: no view, no gradient, version 0.
     return (
         not tensor.requires_grad
         and type(tensor) is torch.Tensor
@@ -69,11 +75,11 @@ class Execution:
     outer: Execution | None
     """The one around it in this thread."""
     is_recomputation: bool
-    """Whether it is one, or is a part of one."""
+    """Whether it is a recomputation, or runs within one."""
     backward: int
     """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
     is_active: bool
-    """Whether it is going on."""
+    """Whether its forward is running."""
 
     @property
     def frame(self) -> Frame:
@@ -126,8 +132,9 @@ class Recomputation(Execution):
             if tensor.error_class is MutatedError:
                 raise MutatedError(tensor.message)
             raise ScheduleMismatch(f"{self.frame.block.title}: tensor {position} is saved, but its op was skipped")
-        if position < len(self._holders):
+        if position < len(self._holders):  # a first call's runs to its end, and may save more; see `fault`
             holder = self._holders[position]()
+            # A full holder was filled for a backward that has not read it, such as `autograd.grad` of some inputs.
             if holder is not None and holder.value is None:
                 try:
                     shape = tensor.shape
@@ -138,9 +145,12 @@ class Recomputation(Execution):
                     kinds = (holder.dtype, holder.shape), (dtype, shape)
                     self._first_fault = self._first_fault or mismatch.Fault(position, *kinds)
                 if not tensor.is_leaf:
-                    tensor = tensor.detach()  # its graph, which is that of the recomputation, need not live as long
+                    # Without its history: the graph of the recomputation is freed when that ends. PyTorch's own
+                    # checkpoint leaked by holding it (pytorch#82776).
+                    tensor = tensor.detach()
                 elif id(tensor) in self.borrowed:
-                    tensor = tensor.data  # stays with the copy
+                    # When the recomputation ends, the buffer gets its own memory back; this alias stays with the copy.
+                    tensor = tensor.data
                 holder.value = tensor
                 holder.version = tensor._version
         if position >= self._stops_from and not self._is_followed(position):
@@ -189,6 +199,7 @@ class Recomputation(Execution):
     def fault(self) -> mismatch.Fault | None:
         if self._first_fault is not None:
             return self._first_fault
+        # One that has stopped at the last holder has not run far enough to show that it would save too many.
         short = self.cursor <= self._last
         long = not self._early_stop and self.cursor > len(self._holders)
         return mismatch.Fault(self.cursor - 1, len(self._holders), self.cursor) if short or long else None
@@ -216,13 +227,15 @@ class CallMismatch(ScheduleMismatch):
 
 
 class _ModesPaused(threading.local):
-    """A context in which the dispatch modes of the executions that are going on in this thread ignore ops.
+    """A context in which the dispatch modes of the executions that are active in this thread ignore ops.
 
     It is for ops that do not belong to those blocks: the engine's own, such as copies of arguments. Modes that are
     entered within it are those of other executions, and active.
     """
 
     def __init__(self) -> None:
+        # A depth rather than a flag: a mode acts at the depth at which it was entered. An excluded child runs at depth
+        # 1, where the mode of a `selective` block inside of it acts, and that of the block around it does not.
         self.depth = 0
 
     def __enter__(self) -> None:

@@ -84,6 +84,56 @@ _MAX_IN_CONTEXT = 256  # a context variable may hold a whole program; a walk of 
 _NO_MODES: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
 
+# Note [Two executions]
+#
+# original forward   state.take -> arguments.keep -> forward, for whose saved tensors `pack` returns empty holders
+#                    -> state.finish -> arguments.after_forward
+# backward           `unpack` of the first holder starts the recomputation
+# recomputation      arguments.take -> state.put_in_place -> arguments.assemble -> forward, whose saved tensors fill the
+#                    holders in `Recomputation.pack` -> put_back
+# backward goes on   `unpack` of each holder returns its tensor, and empties it
+
+# Note [Blocks within blocks]
+#
+# Within a recomputed block A, a `full` block is simply a part of A. Other rules have frames there too, say B:
+#
+# forward of A         What B keeps, its arguments and op results, passes to the hooks of A, which return holders of A.
+#                      The tensors that the ops of B save have holders of B.
+# backward reaches B   B.unpack -> B takes its arguments -> A.unpack -> A is recomputed
+# recomputation of A   B runs again, as a new frame, and what that keeps fills the holders of A. They are matched by
+#                      their order alone, so that all calls of B must keep the same tensors.
+# recomputation of B   runs with the arguments from the holders of A, and fills the holders of B
+
+# Note [Lifetime of a call]
+#
+#   output.grad_fn -> saved variable -> Holder                    to which the frame refers weakly
+#                                    -> Frame.unpack -> Frame -> arguments, call state, context
+#   module -> its `forward` -> BlockContext -> ModuleState        which refers to the modules weakly
+#
+# The graph holds the frame, by the hook that it has registered, until the last saved variable of the call is freed. So
+# a frame must not refer to what leads back to that graph: outputs of its call, and attributes or objects that may come
+# to hold one. Python's garbage collector does not follow the edges within a graph: where backward does not run, such a
+# cycle is never freed. pytorch#189025 describes it for pack hooks.
+
+# Note [Order of a recomputation]
+#
+#   step of `_recompute_once`                  why it comes there
+# 1 read RNG, autocast and grad mode           After step 5 they are those of the call, and backward would go on with
+#   of backward                                them: its next dropout would draw other numbers.
+# 2 take the arguments                         This may raise, wait for a store, or recompute the block around this one:
+#                                              all of them must find the modules as they are.
+# 3 put the modules in their state of the      Parameters are hidden after the modules' state is in place, which puts
+#   call, hide parameters, assemble the        every parameter into its slot. An object that a module and an argument
+#   arguments                                  hold is filled twice: forward sees the stand-ins of the second time.
+# 4 copy what context variables hold
+# 5 set RNG and autocast of the call           From here on the engine itself neither draws nor casts.
+# 6 enter modes of the call                    A mode of the user's would take ops of steps 2 to 4 for the block's.
+# 7 run forward
+# 8 undo 6 to 3, the last first                Modes must be left before they see the restorations, and of an object
+#                                              that was filled twice the contents before step 3 must win.
+# 9 set RNG and grad mode of backward          See 1.
+
+
 class Contexts:
     """Contexts around the original forward and the recomputation of a call, such as those that keep op results."""
 
@@ -137,7 +187,7 @@ class Frame(Execution, Call):
     _modes: tuple[tuple[Any, ...], tuple[Any, ...]]
     _context: KeptContext
     devices: tuple[torch.device, ...]
-    """Those whose RNG state the call may use, beside that of the CPU."""
+    """Devices beside the CPU whose RNG state the call may use."""
 
     def __init__(
         self,
@@ -154,7 +204,7 @@ class Frame(Execution, Call):
         self.group = None
         self.values: ValueCheck | None = None
         self.outputs: list[torch.Tensor] | None = None
-        """What a recomputation for the joined block right behind it has returned."""
+        """Outputs of a recomputation that ran for the joined block right behind this one."""
         self.excluded: list[ExcludedCall] = []
         self.asks_for_recomputation = False
         """Whether forward calls ``is_recomputing()``, to modify something in the original forward alone."""
@@ -180,7 +230,7 @@ class Frame(Execution, Call):
         outer = self.outer = running.get()
         is_nested = self.is_recomputation = outer is not None and outer.is_recomputation
         self.backward = current_backward()
-        hooks = active_saved_tensor_hooks()
+        hooks = active_saved_tensor_hooks()  # those around the call, as the frame's own are pushed later
         self.outer_hooks = None if hooks is None else hooks_around(block, hooks)
         if self.outer_hooks is None and not block.keeps_on_device:
             self.group = block.open_group()
@@ -189,6 +239,7 @@ class Frame(Execution, Call):
         with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
             call_state = self._call_state = state.take(is_nested=is_nested)
             learning = self._learning = block.learns and call_state.is_first
+            # Nearly no call is due, and counts itself here: `begin_check` would cost each a call.
             sampler = block.sampler
             if self._determinism_check == "default" and sampler.number < sampler.due and not (learning or reports):
                 sampler.number += not (is_nested or is_paused.get())
@@ -198,18 +249,20 @@ class Frame(Execution, Call):
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
             self._modes = foreign_modes() if is_watched() or num_function_modes() else _NO_MODES
+            # Before `running` is this frame: a context with the frame in it would make the frame hold itself.
             self._context = keep_context()
             self._early_stop &= not learning  # a first call's runs to its end, to detect extra saved tensors
             previous = last_output.get() if self._is_joined and self.outer_hooks is None else None
             arguments.keep(self, previous, learning=learning)
 
+        # Out of `engine_ops`, which is entered anew after forward: the modes of blocks around must see the block's ops.
         try:
             output = self._original_forward(args, kwargs)
         except Exception as error:  # if it is caught, backward may still come by an argument modified in place
             self._failure = type(error)
             try:
                 self._after_forward(previous)
-            except Exception as other:
+            except Exception as other:  # the program gets its own error; a recomputation raises this one
                 arguments.drop(str(other))
             raise
         except BaseException:  # the end of a recomputation of a block around it, or an interrupt
@@ -262,6 +315,7 @@ class Frame(Execution, Call):
             holder.shape = shape_of(tensor)
         holder.dtype = tensor.dtype
         holder.value = None
+        # Autograd frees a holder with its saved variable, and a recomputation stops at the last one that is alive.
         self.holders.append(_weak(holder))
         if self.contexts is not None:
             self.contexts.saves(tensor)
@@ -269,12 +323,16 @@ class Frame(Execution, Call):
 
     @never_compiled
     def _pack_and_learn(self, tensor: torch.Tensor) -> Holder:
+        # A storage has one Python object as long as it lives, which identifies it (pytorch#91395). See
+        # Note [One storage, one object] in graphckpt/ledger/live_memory.py.
         if has_storage(tensor):
             self._last_saved = autograd_sequence_number(), weakref.ref(tensor.untyped_storage())
         return self.pack(tensor)
 
     def _ends_with_saved(self, output: Any) -> bool:
         """Whether the last op that autograd has recorded saves its result, and that is an output of the block."""
+        # Such as `tanh`: the recomputation has to run it, and an exception to stop there would spare nothing. Where the
+        # last op is `linear`, which saves its input, it spares the product.
         number, saved = self._last_saved
         if number != autograd_sequence_number():
             return False
@@ -284,6 +342,7 @@ class Frame(Execution, Call):
         block, state, learning = self.block, self._state, self._learning
         with _NOTHING if block.recorder is None and not is_watched() else engine_ops(block.recorder, block.name):
             call_state = self._call_state
+            # First: all below reads what it finds out, namely which copies are left, and what the call has changed.
             state.finish(call_state, learning=learning)
             if block.recorder is not None:
                 block.recorder.state_kept(block.name, state.replaced(call_state), self)
@@ -315,6 +374,7 @@ class Frame(Execution, Call):
                 self.contexts.after_forward(self, has_failed=self._failure is not None)
             if self.group is not None:
                 block.store.close_group(self.group)
+            # Last: after an error above, or in forward, the next call is a first one again.
             if learning and self._failure is None:
                 state.remember(call_state)
 
@@ -332,6 +392,7 @@ class Frame(Execution, Call):
         return get_rng_state(self.devices, host=self._random[2] is not None)
 
     def _unread_parameters(self) -> frozenset[int]:
+        """Returns the ids of parameters that the recomputation does not read: those of calls that are not repeated."""
         tensors = (tensor for call in self.excluded if not call.is_repeated for tensor in call.block.state.tensors())
         return frozenset(id(tensor) for tensor in tensors if isinstance(tensor, torch.nn.Parameter))
 
@@ -349,17 +410,23 @@ class Frame(Execution, Call):
             self._recompute()
             value = holder.value
             assert value is not None
+        # Not held until the graph is freed: each tensor goes with the op that has read it, as in a plain step. A second
+        # backward (`retain_graph`) recomputes the block.
         holder.value = None
+        # Autograd leaves this check to hooks: "If user provides hooks, we can't track versions through the hooks"
+        # (torch/csrc/autograd/saved_variable.cpp).
         if value._version != holder.version:
             raise MutatedError(mismatch.modified_in_place(self.block.title, "a tensor that one of its ops saves"))
         return value
 
     def _refuse_backward_inside(self) -> None:
-        """Raises an error if the backward that asks is running inside of a forward of a block.
+        """Raises an error if the backward that asks for a tensor was started inside of a forward of a block.
 
-        A recomputation would repeat it. Autograd may do its work in a thread of its own, whose context variables know
-        nothing of the caller: then it shows if the tensors are those of the block itself.
+        A recomputation would repeat it. Autograd may do its work in a thread of its own, where ``running`` says nothing
+        of the caller: there it is noticed only if the tensor belongs to the block itself.
         """
+        # allowed   backward 7 -> recomputation of A (7) -> asks for a result that A has passed to the block around (7)
+        # refused   backward 7 -> recomputation of A (7) -> its forward calls backward 8, which asks for a tensor of B
         # Check both: inside of an excluded child, `running` is None.
         for innermost in (running.get(), self):
             run: Execution | None = innermost
@@ -370,6 +437,7 @@ class Frame(Execution, Call):
 
     def _recompute_before(self) -> None:
         """Recomputes the blocks that this one is joined to, from the first on, each up to its outputs."""
+        # In a loop: a run of a thousand blocks would exceed Python's recursion limit.
         frames, frame = [], self.before
         while frame is not None and frame.outputs is None:
             frames.append(frame)
@@ -381,6 +449,7 @@ class Frame(Execution, Call):
         before = self.before
         if before is None:
             return ()
+        # Handed over: this recomputation is their only reader.
         outputs, before.outputs = before.outputs, None
         return outputs or ()
 
@@ -401,13 +470,16 @@ class Frame(Execution, Call):
         recorder = self.block.recorder
         if recorder is not None:
             recorder.recomputation_began(self.block.name)
+        # The outputs of a joined block come after its last saved tensor.
         early_stop = not returns_output and self._early_stop
         try:
             try:
                 try:
                     run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
                 except (Exception, ScheduleMismatch) as error:
-                    # A kernel that is not dispatched may have read a skipped result: the next time all ops run.
+                    # The first of two tries may skip ops, and calls of excluded children. Any error may come from
+                    # that: a kernel that is not dispatched may have read a skipped result. What was skipped wrongly
+                    # runs in the second try.
                     can_run_all = self.contexts is not None and self.contexts.run_all(self)
                     if not can_run_all and not isinstance(error, CallMismatch):
                         raise
@@ -426,6 +498,7 @@ class Frame(Execution, Call):
 
     def _check(self, run: Recomputation) -> None:
         """Refuses a recomputation that did otherwise than the original forward."""
+        # From cause to effect: a modified argument changes shapes and values behind it, another shape changes values.
         for position, tensor, version in run.versions:
             if tensor._version != version:
                 title = self.block.title
@@ -434,6 +507,7 @@ class Frame(Execution, Call):
                     if position is None
                     else mismatch.mutates_argument(title, self._arguments.name(position))
                 )
+        # Other numbers of tensors are an error even with "none": a holder that was not filled has nothing to return.
         fault = run.fault()
         if fault is not None and (self._determinism_check != "none" or isinstance(fault.first, int)):
             raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
@@ -448,6 +522,7 @@ class Frame(Execution, Call):
             error.add_note(mismatch.raised_in_recomputation(self.block.title))
 
     def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
+        # Full holders stay as they are, until `_recompute` empties all of a call that is refused.
         with suppress(ScheduleMismatch):  # an op behind the tensor that is looked for
             self._recompute_once(on_pack)
 
@@ -456,9 +531,7 @@ class Frame(Execution, Call):
     ) -> Recomputation:
         """Runs forward in the state in which it was called, and puts back what is there now.
 
-        The order matters. What backward needs again, RNG and thread state, is read before anything changes. Arguments
-        are taken before the ``try``: if one of them was modified, nothing has to be restored. Modules get their state
-        before the arguments are assembled, as both may hold the same objects, which then have one stand-in.
+        The order of its steps matters: see Note [Order of a recomputation].
         """
         if self._is_joined:
             self._recompute_before()  # in a second try again, as the first has used up their outputs
@@ -502,11 +575,13 @@ class Frame(Execution, Call):
     def _run_again(
         self, run: Recomputation, on_pack: Callable[[int], None] | None, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
+        # Not from `running`, which in this context has the value of the time of the call.
         outer = run.outer
         running.set(run)
         run.is_active = True
         push_saved_tensor_hooks(*run.hooks(on_pack))
         try:
+            # Backward has turned gradients off, unless it was called with `create_graph`.
             if self.contexts is None:
                 set_grad_enabled(True)
                 return self._function(*args, **kwargs)
@@ -547,7 +622,7 @@ class Frame(Execution, Call):
 
     def _stand_in_for(self, tensor: torch.Tensor, what: str) -> WithoutValues:
         message = mismatch.modified_in_place(self.block.title, what)
-        if not has_storage(tensor):
+        if not has_storage(tensor):  # a stand-in has strides, which sparse and nested tensors have not
             raise MutatedError(message)
         return WithoutValues.like(tensor, MutatedError, message)
 

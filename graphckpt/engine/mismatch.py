@@ -42,6 +42,7 @@ class Fault:
 
     def located(self, recompute: Callable[[Callable[[int], None]], None]) -> Fault:
         """Returns the fault with its op and line. ``recompute`` passes the number of each saved tensor on."""
+        # Errors are suppressed: the fault is certain, and a failed search for its line must not hide it.
         finder = _OpFinder(self.position)
         with suppress(Exception), finder:
             recompute(finder.on_pack)
@@ -71,7 +72,7 @@ class _OpFinder(TorchFunctionMode):
     def on_pack(self, position: int) -> None:
         if position != self._position:
             return
-        func = self._running[0] if self._running else None
+        func = self._running[0] if self._running else None  # the outermost: the function that the program has called
         self.op = "an op" if func is None else resolve_name(func) or getattr(func, "__name__", repr(func))
         self.line = calling_line(sys._getframe(1))  # inspect.stack() reads every source file on the way
 

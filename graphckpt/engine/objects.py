@@ -29,7 +29,7 @@ ABSENT: Final = object()
 """Stands for a key that did not exist."""
 
 CONTAINERS: Final = (list, dict, set, deque)
-"""What can be emptied and filled again."""
+"""Types that can be emptied and filled again."""
 
 _CODE = (nn.Module, type, FunctionType, ModuleType)
 _STAND_INS = (*ProxyTypes, MethodType)
@@ -85,13 +85,14 @@ class FreedObject:
     def __init__(self, message: str) -> None:
         object.__setattr__(self, "message", message)
 
+    # Python looks special methods up on the type, and not by `__getattribute__`.
     __getattribute__ = __setattr__ = __delattr__ = _raise_freed
     __call__ = __bool__ = __len__ = __iter__ = __next__ = __contains__ = __eq__ = __hash__ = _raise_freed
     __getitem__ = __setitem__ = __delitem__ = __enter__ = __exit__ = __float__ = __int__ = __index__ = _raise_freed
 
 
 class _Layout(NamedTuple):
-    """What is known of the objects of a type."""
+    """How objects of one type are read and filled."""
 
     container: Any
     """The built-in type, for its methods: ``Counter.update`` adds, and a subclass may do anything."""
@@ -107,8 +108,9 @@ def _layout_of(value: Any) -> _Layout:
     return _layout(value.__class__ if kind in ProxyTypes else kind)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # bounded, as it holds the types: a program may create classes in each step
 def _layout(kind: Any) -> _Layout:
+    # OrderedDict first, as it is a dict too: the methods of `dict` would corrupt its order.
     container = next((each for each in (OrderedDict, *CONTAINERS) if issubclass(kind, each)), None)
     accessors = _accessors_of_types(has_numpy="numpy" in sys.modules)
     own = None if container else next((accessors[each] for each in kind.__mro__ if each in accessors), None)
@@ -120,7 +122,9 @@ def _layout(kind: Any) -> _Layout:
     return _Layout(container, own, () if container else slots, is_closed)
 
 
-@cache
+# Generators and small arrays that modules and arguments have as attributes. The global generators of Python and NumPy
+# are settings of the thread: see `graphckpt.thread_state.HostRNGState`.
+@cache  # by `has_numpy`: a program may import NumPy after the first call
 def _accessors_of_types(*, has_numpy: bool) -> dict[type, _Accessors | None]:
     accessors: dict[type, _Accessors | None] = {
         torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
@@ -173,7 +177,7 @@ def contents(owner: Any) -> Any:
         return accessors[0](owner)  # type: ignore[index]
     if type(owner) is container:
         return container(owner)
-    # What a subclass iterates over may be anything, such as items that are made anew each time.
+    # A subclass may iterate over anything, such as items that it creates anew each time.
     return container(container.items(owner) if issubclass(container, dict) else container.__iter__(owner))
 
 
@@ -266,7 +270,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MA
     if not deeply:
         objects = [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
         return objects + _versions(item for owner, own in objects for item in items_of(owner, own))
-    ids: set[int] = set()
+    ids: set[int] = set()  # of what `objects` holds, so that none of them is freed and its id given to another
     objects, tensors = [], []
     todo = [value for value in values if _is_mutable(value)]
     while todo and len(objects) < limit:
@@ -412,6 +416,10 @@ def sets_up(before: Any, after: Any) -> bool:
 
     Transformers installs hooks on the first call and notes that in a flag.
     """
+    #   False -> True, None -> a handle    set up: left as it is, or a recomputation would install a second hook
+    #   None -> 1, 3 -> 4                  a counter, of forwards say: the recomputation must not count one more
+    #   True -> False, "a" -> "b"          a state that the next forward reads: the recomputation must see the old one
+    #   None -> a tensor                   computed by the call, and maybe read by it: likewise
     is_number = isinstance(after, (int, float)) and not isinstance(after, bool)
     if is_number or not any(before is nothing for nothing in (None, False, ABSENT)):
         return False  # a number is a counter
@@ -446,6 +454,7 @@ def set_or_remove(owner: dict[str, Any], key: str, value: Any) -> None:
 
 
 def mutated_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that an op writes to by its schema, such as ``Tensor(a!) self``."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return
@@ -465,9 +474,9 @@ class HookCopies(NamedTuple):
     """The forward pre-hooks of a module, or its forward hooks, by their numbers."""
 
     owners: list[dict[int, Any]]
-    """The hooks, and what torch notes of some of them, such as that they take keywords."""
+    """The hooks, and torch's notes about some of them, such as that they take keywords."""
     before: list[dict[int, Any]]
-    """What ``owners`` held before the call."""
+    """Contents of ``owners`` before the call."""
     added: frozenset[int] = frozenset()
     """The hooks that the call has added."""
 
@@ -512,6 +521,7 @@ class ModuleHooks:
         before = {id(each.owners[0]): each for each in copies}
         for owner, notes in zip(self.all, self._notes, strict=True):
             each = before.get(id(owner)) or HookCopies([owner, *notes], [{} for _ in (owner, *notes)])
+            # Hooks are compared by number: PyTorch counts handles over all modules, and gives no number twice.
             for present, then in zip(each.owners, each.before, strict=True):
                 wanted = OrderedDict(then) | {number: v for number, v in present.items() if number in each.added}
                 if present.keys() != wanted.keys():

@@ -1,4 +1,4 @@
-"""Which calls the value check compares: the setting ``determinism_check``, and the choice of calls by default.
+"""Chooses the calls that the value check compares, by the setting ``determinism_check``; by default, one in 64.
 
 ::
 

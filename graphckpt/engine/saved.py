@@ -106,7 +106,8 @@ class SavedTensor:
         self._entry: Any = None
         value = tensor if copied is None else copied
         recorder = block.recorder
-        # A parameter is not moved: its module keeps it alive. Neither are Python attributes.
+        # A parameter stays on its device, where its module holds it anyway. A tensor with Python attributes stays too:
+        # neither a store nor hooks would return them.
         if is_argument and (
             (outer_hooks is None and block.keeps_on_device)
             or isinstance(tensor, nn.Parameter)
@@ -157,7 +158,7 @@ class SavedTensor:
             return None
         if tensor is None or (self._version is not None and tensor._version != self._version):
             return None
-        if self._is_itself and tensor.requires_grad is self._requires_grad:
+        if self._is_itself and tensor.requires_grad is self._requires_grad:  # which the caller may have switched since
             return tensor
         return _leaf(tensor, self._cls, requires_grad=self._requires_grad)
 
@@ -223,6 +224,7 @@ class StoredCall(Call):
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
+        # A store would copy the noise of `rrelu` before it is written.
         if self.block.has_rrelu and may_be_filled_later(tensor):
             return tensor
         return SavedTensor(tensor, self)
@@ -249,6 +251,7 @@ def hooks_around(block: BlockContext, hooks: Any) -> Any:
         block.note("PyTorch's checkpoint is around it and recomputes it as well · fix: use one of the two")
     if hooks is None or not block.is_placed:
         return hooks
+    # A bound method is a new object at each access, so that it is compared by its function.
     is_kept_around = hooks[1] is KEEP_ON_DEVICE[1] or getattr(hooks[1], "__func__", None) is StoredCall.unpack
     return None if is_kept_around else hooks
 
@@ -256,6 +259,8 @@ def hooks_around(block: BlockContext, hooks: Any) -> Any:
 @final
 class BlockOutput:
     """The tensors that a recomputed block has returned. It keeps neither them nor the call alive."""
+
+    # `last_output` would hold the last block of a step, and its graph, until the next step.
 
     __slots__ = ("_tensors", "call")
 
@@ -306,7 +311,7 @@ class _OriginalArgument(NamedTuple):
 #                 first call in a mode (`learning`)         later calls
 # keep            copies every tensor, and keeps none       keeps each tensor; copies those that an earlier call
 #                                                           has modified in place
-# forward         runs on the caller's own tensors
+# forward         runs on the caller's own tensors: outputs must have their history, and in-place ops must reach them
 # after_forward   learns which ones were modified: keeps    refuses a tensor that is modified for the first time:
 #                 the copies of those, else the tensors     no copy of it exists
 # take            in backward: reloads each and checks its version; clones those that forward modifies
@@ -350,6 +355,8 @@ class Arguments:
             if isinstance(leaf, torch.Tensor):
                 first = first_of.setdefault(id(leaf), position)
                 if first == position:
+                    # In a first call any may turn out to be modified, and only a copy from before can tell what it
+                    # was: until `after_forward`, this call takes its inputs twice.
                     is_copied = learning or position in call.block.mutated
                     copied = leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_copied else None
                     version = None if leaf.is_inference() else leaf._version
@@ -367,8 +374,9 @@ class Arguments:
             self._objects = copy_objects(leaves)
         self._originals, self._mutated = originals, call.block.mutated
         if not learning or call.outer_hooks is not None:
-            # Otherwise `after_forward` keeps them, when it knows which ones forward modifies. Outer hooks must see the
-            # same tensors in the same order in each call.
+            # Otherwise `after_forward` keeps them, when it knows which ones forward modifies. Not with outer hooks: the
+            # block around counts what passes through them, so that its original forward and its recomputation, in which
+            # this may be a later call, must pass the same tensors in the same order.
             for each in originals:
                 leaves[each.position] = self._keep(call, each, each.copied, previous)
         if self._first_of:
@@ -426,6 +434,8 @@ class Arguments:
                 elif not is_mutated and leaf.stays:
                     leaf.hold(each.tensor, is_itself=True)
         self._changed = changed = [*changed, *call_state.changed_tensors]
+        # What shares its version counter with an argument or a buffer is a view of it, and of these a copy exists, or
+        # an error was raised above. Other memory cannot be restored; `take` raises, as only backward needs it.
         if changed and not is_guarded:
             own = [t for t in chain(call_state.tensors, (each.tensor for each in originals)) if t is not None]
             own = [tensor for tensor in own if not tensor.is_inference()]
@@ -475,6 +485,7 @@ class Arguments:
             else:
                 continue
             leaves[position] = leaf
+            # The recomputation may take another branch than forward has, and modify a tensor that that left alone.
             if position not in self._mutated and not leaf.is_inference():
                 versions.append((position, leaf, leaf._version))
         for position, first in self._first_of.items():
@@ -509,6 +520,7 @@ class Arguments:
         self, state: ModuleState, call_state: CallState, originals: Sequence[_OriginalArgument]
     ) -> list[str] | None:
         """Returns the names of two that share memory, arguments or buffers, if forward has modified one in place."""
+        # Views of one storage count as sharing although they may not overlap: to tell these apart would take strides.
         owners: dict[int, list[int]] = {}
         mutated: set[int] = set()
         for each in originals:

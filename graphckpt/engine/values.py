@@ -58,6 +58,7 @@ def begin_check(
     A call ``is_nested`` in a recomputation of a block around it: that one compares its arguments, and nothing
     recomputes the call itself.
     """
+    # Reports of earlier backwards. A forward may read them: it comes late enough for most of them to be complete.
     if reports:
         _report_finished()
     if determinism_check == "none" or is_nested or is_paused.get():
@@ -164,6 +165,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 def _refuses_products() -> bool:
     """Whether cuBLAS raises an error for want of a deterministic workspace: a model without products needs none."""
+    # https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
     is_strict = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
@@ -230,6 +232,7 @@ def _project_flat(flat: torch.Tensor) -> torch.Tensor:
         return torch.mv(flat.view(rows, row), weights)
     flat = flat.view(-1)
     values = torch.mv(flat[:-rest].view(rows, row), weights)
+    # The rest has weights of its own: with those of a row, values that trade places with the first row would not show.
     values[0].add_(torch.dot(flat[-rest:], _weights(row, row + rest, flat.dtype, flat.device)))
     return values
 
@@ -258,6 +261,7 @@ def relative_differences(pairs: Sequence[_Pair]) -> torch.Tensor:
     lengths = [pair.original.numel() for pair in pairs]
     one = torch.cat([pair.original for pair in pairs]).to(wide)
     other = torch.cat([pair.recomputed for pair in pairs]).to(wide)
+    # Equal infinities and NaNs differ by 0, not by NaN. Against a number they differ by infinity, whatever the norm.
     is_same = (one == other) | (one.isnan() & other.isnan())
     gaps = norms_of(torch.where(is_same, 0.0, one - other).split(lengths))
     largest = torch.maximum(one.abs(), other.abs())
@@ -306,11 +310,12 @@ class ValueCheck:
         return sketch_and_pack
 
     def _see(self, tensor: torch.Tensor, frame: FrameType) -> None:
+        # Another number than before: the op that saved the unsettled tensors is over, and they have their last values.
         number, position = autograd_sequence_number(), len(self.sketches)
         if self._unsettled and number != self._number:
             self._settle()
         may_move = not tensor.requires_grad and tensor.is_floating_point()
-        # It saves its noise, of which it writes nothing in evaluation.
+        # `rrelu` saves its noise, which it leaves uninitialized in evaluation (pytorch#188260).
         is_noise = may_move and mismatch.calling_code(frame) is _RRELU
         self.sketches.append(None if is_noise else sketch_of(tensor))
         if tensor.is_cuda:
@@ -342,6 +347,7 @@ class ValueCheck:
             self._num_bytes = sum(sketch.values.nbytes for sketch in self.sketches if sketch is not None)
         self.block.sampler.count_bytes(self._num_bytes)
 
+    # With the graph, whose frame holds this: each call that waits for its backward has its sketches.
     def __del__(self) -> None:
         self.block.sampler.count_bytes(-self._num_bytes)
 
@@ -376,6 +382,7 @@ class Comparison:
 
         @never_compiled
         def compare_and_pack(tensor: torch.Tensor) -> torch.Tensor:
+            # Before `pack`, which ends the recomputation at its last tensor by an exception.
             with unobserved():
                 self._see(next(positions), tensor)
             return pack(tensor)
@@ -433,9 +440,10 @@ class _Report:
             for pair in pairs
         ]
         differences = relative_differences(pairs)
-        if check.later:
+        if check.later:  # the op has modified the tensor after saving it: its two sketches differ, and nothing is told
             settled = [pair._replace(recomputed=check.later.get(pair.position, pair.original)) for pair in pairs]
             differences = torch.where(relative_differences(settled) == 0, differences, 0.0)
+        # From pageable memory the host would wait for the copy. Until the event is over, the numbers are undefined.
         self._on_host = torch.empty(len(pairs), dtype=differences.dtype, pin_memory=True)
         self._on_host.copy_(differences, non_blocking=True)
         self.is_copied = torch.cuda.Event()
@@ -457,6 +465,7 @@ reports: deque[_Report] = deque()
 
 
 def _post(report: _Report, *, waits: bool) -> None:
+    # Registered anew, as `atexit` goes backwards: the reports are read before earlier handlers shut anything down.
     if not reports:
         atexit.unregister(report_differences)
         atexit.register(report_differences)
@@ -467,7 +476,8 @@ def _post(report: _Report, *, waits: bool) -> None:
 
 def _report_finished() -> None:
     """Reads what the devices have copied by now, without waiting for them."""
-    if _is_capturing():  # which forbids queries
+    # A capture forbids queries of events: https://docs.nvidia.com/dl-cuda-graph/torch-cuda-graph/quick-checklist.html
+    if _is_capturing():
         return
     while reports and reports[0].is_copied.query():
         reports.popleft().read()

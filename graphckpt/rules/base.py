@@ -83,6 +83,7 @@ def rule_classes() -> dict[str, type[Rule]]:
     return Rule._registry.classes()
 
 
+# On first use and not at import: the modules of this folder import this one.
 @cache
 def _import_folder() -> None:
     package = __name__.rpartition(".")[0]

@@ -52,6 +52,7 @@ class Full(Rule):
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will recompute it once. Within a recomputed block, it is a part of that one."""
+        # With a frame of its own it would be recomputed twice: with the block around it, and by itself.
         return function(*args, **kwargs) if running.get() is not None else Frame(block, function).run(args, kwargs)
 
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -32,6 +32,17 @@ from graphckpt.engine.saved import SavedTensor, are_mutated, take_all
 from graphckpt.errors import RecomputeError
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 
+# Note [How an op is recognized]
+#
+# The original forward and the recomputation are two runs of the user's code, and only the order of ops ties them:
+#
+#   with a schedule, which a first call has recorded        by position: op number 7 must be the `addmm` of number 7
+#   without one: a policy function, DTensors, a mismatch    by count: the second `addmm` of each, whatever runs between
+#
+# So both runs must agree on which ops count (`is_counted`). A position is the stricter key. Only under it may ops be
+# skipped, as an op that runs in one of the two alone would shift the meaning of all positions behind it: each run
+# compares every op, and the first that differs ends the skipping (`leave_schedule`, ScheduleMismatch).
+
 _MAX_SCHEDULES = 16  # of a block: one for each set of argument shapes
 _MAX_MISMATCHES = 16  # calls of a block that did not follow their schedule, before schedules are disabled for it
 _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
@@ -125,6 +136,8 @@ class OpGraph:
         call = OpCall(func, number, producers, tuple(map(_meta, leaves)), spec)
         own = len(self.calls)
         if schema.is_mutable:
+            # `y.add_(1)` on a `y` of the block can be skipped with `y`. An op that writes to other arguments, or to a
+            # tensor from before the block, has an effect that outlives the recomputation: it must run.
             written = list(mutated_by(func, args, kwargs))
             call.mutates = len(written) == 1 and written[0] is output and args[0] is output
             call.must_run = not call.mutates or output.untyped_storage() not in self._producer
@@ -134,6 +147,7 @@ class OpGraph:
                     self.calls[producer].is_mutated = True
                 self._producer[storage] = own
         else:
+            # By memory, not by schema: `_unsafe_view` and `unsafe_split` return views that theirs do not declare.
             input_storages = {id(tensor.untyped_storage()) for tensor in inputs}
             call.is_view = any(id(result.untyped_storage()) in input_storages for result in results)
         call.is_random = torch.Tag.nondeterministic_seeded in func.tags
@@ -163,7 +177,7 @@ class OpGraph:
             self.saved.add(producer)
 
     def close(self) -> None:
-        """Is called after the forward, when storages can no longer be identified by their ids."""
+        """Forgets storages: after the forward they may be freed, and their ids given to others."""
         self._producer.clear()
         self._saved_storages.clear()
 
@@ -289,6 +303,7 @@ def make_schedule(graph: OpGraph, kept_keys: set[Key], num_saved: int) -> OpSche
     schedule = OpSchedule([(call.func, call.number) for call in graph.calls], set(), {}, num_saved)
     needed = graph.needed(lambda call: (call.func, call.number) in kept_keys)
     for position, call in enumerate(graph.calls):
+        # A view costs nothing: it runs unless its base was skipped, which has no memory to view.
         is_unused = not call.inputs.isdisjoint(schedule.skipped) if call.is_view else position not in needed
         if is_unused or position >= graph.num_saving:  # no recomputation comes this far
             schedule.skipped[position] = call
@@ -364,6 +379,7 @@ class SelectiveContexts(Contexts):
 
     def keep(self, key: Key, output: Any, frame: Frame) -> None:
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
+        # Aliases: when this mode has returned, autograd gives `output` its history, which would hold the frame.
         aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
         entries = [SavedTensor(x, frame) if isinstance(x, torch.Tensor) else x for x in aliases]
@@ -402,7 +418,7 @@ class SelectiveContexts(Contexts):
 
     def after_forward(self, frame: Frame, *, has_failed: bool) -> None:
         """Drops what the recomputation does not need, and records or checks the schedule of the ops."""
-        self.storages.clear()
+        self.storages.clear()  # by ids, which are given anew from here on
         self._release(self._keys[self._num_used :], frame)
         for key, result in list(self._results.items()):
             if are_mutated(result.versions):
@@ -427,6 +443,7 @@ class SelectiveContexts(Contexts):
 
     def _record(self, graph: OpGraph, frame: Frame) -> None:
         schedule = make_schedule(graph, set(self._results), self._num_saved)
+        # The ops of excluded children pass no mode of this block: a result that only they read would look unused.
         schedule.is_valid = graph.is_complete and not frame.excluded
         schedules = frame.block.schedules
         schedules[self._signature] = schedule
@@ -441,7 +458,7 @@ class SelectiveContexts(Contexts):
             frame.block.note(f"selective: the block does not run {name}, so no result of it is kept")
 
     def leave_schedule(self, frame: Frame) -> None:
-        """Is called when a call does not follow its schedule: all that is not kept will be recomputed."""
+        """Goes on without the schedule, which the call does not follow: all that is not kept will be recomputed."""
         block, schedule = frame.block, self.schedule
         if schedule is not None and block.schedules.get(self._signature) is schedule:
             block.num_mismatches += 1
@@ -477,7 +494,7 @@ class OpMode(DispatchMode):
         self._contexts = contexts
         self._frame = frame
         self._numbers: Counter[Op] = Counter()
-        self._depth = modes_paused.depth
+        self._depth = modes_paused.depth  # see `_ModesPaused`
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -558,7 +575,7 @@ class RecomputationMode(OpMode):
         if schedule is None:
             key, is_kept = self._count(func), contexts.is_found_by_number(func)
         elif not schedule.has(position, func):
-            raise ScheduleMismatch(f"{func} is not the op of the original forward")  # no op is skipped then
+            raise ScheduleMismatch(f"{func} is not the op of the original forward")  # no op is skipped in the next try
         elif self._skips and position in schedule.skipped:
             return schedule.without_values(position, args)
         else:
@@ -566,6 +583,7 @@ class RecomputationMode(OpMode):
         output = contexts.take(key, self._frame) if is_kept else None
         if output is not None:
             return output
+        # Its input was skipped, and the op needs no more of it than its size and strides.
         if func in METADATA_ONLY_OPS and isinstance(args[0], WithoutValues):
             like = args[0]
             empty = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
@@ -580,6 +598,7 @@ def is_counted(func: Op, args: Any, kwargs: dict[str, Any]) -> bool:
     which query the device of a fake tensor. Nor is the cast of a float32 leaf that requires grad to the dtype of an
     autocast, which caches it until its region ends, so that a parameter may be cast in only one of the two.
     """
+    # pytorch#193338: PyTorch's selective checkpoint counts these casts, and so fails where two blocks share a weight.
     if func is CAST and kwargs.get("dtype") in _AUTOCAST_DTYPES:
         tensor = args[0]
         return not (tensor.requires_grad and tensor.is_leaf and tensor.dtype is torch.float32)

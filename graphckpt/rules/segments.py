@@ -121,6 +121,8 @@ class _Chain(NamedTuple):
         return Frame(block, self.wrap(function)).run((value,), {})
 
     def run_halves(self, first: int, end: int, value: Any) -> Any:
+        # Each half runs this for its own children, as frames within its frame: forward does not keep their inputs, the
+        # recomputation of the half does. See Note [Blocks within blocks] in graphckpt/engine/frame.py.
         while end - first > 1:
             middle = (first + end) // 2
             value = self.recompute(first, middle, partial(self.run_halves, first, middle), value)

@@ -80,12 +80,13 @@ class Selective(Rule):
         object.__setattr__(self, "_contexts_in_graph", contexts_of(in_graph))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Selective, (self.save, self.label)  # the policy made from `save` need not be picklable
+        return Selective, (self.save, self.label)  # the policy that is derived from `save` cannot always be pickled
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will recompute it, except for the chosen ops."""
         policy: Policy = self._policy  # type: ignore[attr-defined]
         signature = None
+        # Whether gradients are required too: autograd saves other tensors for a frozen input.
         if isinstance(policy, NamedOps):  # what calls that run the same ops have in common, as a rule
             leaves, _ = flatten_call(args, kwargs)
             tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -121,6 +122,7 @@ def _policy(save: Any) -> Policy:
     if isinstance(save, _FUNCTIONS) or getattr(save, "__module__", None) == nn.functional.__name__:
         what = "expected a list of ops or a policy function"
         raise ConfigError(f"selective.save: {what}, got {save!r} · fix: use a list such as [torch.ops.aten.mm.default]")
+    # The policy function is asked in the original forward alone; a recomputation takes what was kept, by count.
     if callable(save) and not isinstance(save, str):
 
         def saves(output: Any, func: Op, args: Any, kwargs: dict[str, Any], _: int) -> bool:

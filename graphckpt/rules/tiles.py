@@ -87,6 +87,7 @@ class Tiles(Rule):
                 return run(args, kwargs)
             what = "expected arguments that can be cut into slices, got a nested tensor"
             raise ConfigError(f"{name}: tiles: {what} · fix: use activation_checkpointing = True on this block")
+        # Dimension -2 exists in tensors of 2 dimensions or more, dimension 1 likewise.
         dims = range(-self.tile_dim, 1 << 30) if self.tile_dim < 0 else range(self.tile_dim + 1, 1 << 30)
         able = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() in dims]
         size = leaves[able[0]].shape[self.tile_dim] if able else 0
@@ -103,6 +104,7 @@ class Tiles(Rule):
         cuts = {i: torch.tensor_split(leaves[i], num_tiles, self.tile_dim) for i in tiled}
         outputs: Any = []
         sizes: list[int] = []
+        # A cache that each slice extends: slices 2 to n would attend to the keys of those before.
         shared = copy_objects(leaves)
         for number in range(num_tiles):
             slices = [cuts[i][number] if i in cuts else leaf for i, leaf in enumerate(leaves)]
@@ -129,6 +131,7 @@ class Tiles(Rule):
                     f"activation_checkpointing = Tiles({self.num_tiles}, reduce='sum') for a summed loss, 'mean' for a "
                     "mean"
                 )
+            # 10 rows in slices of 4, 3 and 3: their means count 0.4, 0.3 and 0.3.
             if self.reduce == "mean":
                 leaves = tuple(leaf * (size / sum(sizes)) for leaf, size in zip(leaves, sizes, strict=True))
             return torch.stack(leaves).sum()
