@@ -215,6 +215,7 @@ class Graph:
         step = fields["_step"]
         config = fields["config"]
         replans = config.on_out_of_memory == "replan" and config.training
+        # The fast path, of all calls but the first few: no object is made for it.
         if step.setup.is_done and running_graph.get() is None and not replans:
             return step.call(fields, self.build, args, kwargs)
         call = StepCall(fields, self.build, args, kwargs)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graphckpt.graph.step import Step
 
 Values: TypeAlias = dict[str, dict[str, Any]]
-"""What a step leaves behind: by kind, and by the name in messages."""
+"""The results of a step, by kind and by the name in messages."""
 
 
 @final
