@@ -72,12 +72,12 @@ class Recorder:
         """The log of live bytes, if they are counted."""
         self.has_optimizer_states = True
         """Whether the states of all optimizers existed before the step."""
-        self._running: list[tuple[str, float]] = []
+        self._running: list[tuple[str, float]] = []  # blocks whose forward or recomputation runs, and since when
         self._recompute_depth = 0
         self._is_passing_on = False
-        self._outer: Any = None
+        self._outer: Any = None  # the hooks around those of this recorder
         self._suspension = ExitStack()
-        self._own: list[str] = []
+        self._own: list[str] = []  # the part of `own_checkpointing` that is being recomputed
         self.own_checkpointing: set[str] = set()
         """Modules that the model's own gradient checkpointing recomputes."""
         self.weightless: set[str] = set()

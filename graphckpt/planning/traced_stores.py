@@ -75,6 +75,7 @@ class TracedStore(RecordingStore):
             return HeldKey(tensor.detach(), [tensor], trace)
         storage = tensor.untyped_storage()  # which sparse tensors lack
         reference = self._offloaded.get(id(storage))
+        # Several blocks may save one storage, which is offloaded once; an id may be that of a later storage.
         copy = reference() if reference is not None else None
         if copy is None or copy.storage() is not storage:
             copy = _OffloadedStorage(tensor)
