@@ -235,6 +235,7 @@ def input_key(leaves: Sequence[Any], shape: CallShape, device: torch.device | No
                 return None, f"input {position} is a {type(leaf).__name__} of layout {leaf.layout} · {_FIX}"
             if device is not None and not is_on(leaf.device, device):  # its value would be baked in
                 return None, f"input {position} is on {leaf.device} · fix: pass tensors on {device}"
+            # A tensor that is passed twice has one static buffer, and two equal ones have two: another capture.
             first = first_positions.setdefault(id(leaf), position)
             key.append((first, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
         elif type(leaf) in ATOMS:

@@ -54,6 +54,8 @@ def _uncapturable_groups(optimizer: torch.optim.Optimizer) -> list[str | None]:
 
 
 def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
+    # Hooks are Python, which a replay does not run. With a scaler the step is skipped on the device, by optimizers that
+    # take `found_inf`, such as fused ones; the others need the host to decide.
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)
     return not _uncapturable_groups(optimizer) and not hooks and (skips or not scaled)
@@ -120,6 +122,7 @@ class CapturedUpdate:
         gradients = [
             (p, p.grad) for o in self.outside for group in o.param_groups for p in group["params"] if p.grad is not None
         ]
+        # `after` attaches them in each replay. If they stayed, the next capture would add to them.
         for parameter, _ in gradients:
             parameter.grad = None
         return gradients, scale

@@ -85,6 +85,7 @@ class Graph:
 
     def _begin(self, roots: dict[str, nn.Module], settings: dict[str, Any] | None = None) -> None:
         name = f"{type(self).__name__}_{next(Graph._numbers.setdefault(type(self), count()))}"
+        # Past `__setattr__`, which takes what a user assigns.
         fields, setup = self.__dict__, Setup()
         fields["config"] = GraphConfig(setup.mark_stale, **(settings or {}))
         fields["_name"] = name

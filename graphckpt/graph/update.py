@@ -68,6 +68,7 @@ class Update:
                     if parameter.grad is not None:
                         zero(optimizer)
                         break
+        # A group or a key was added since the last check: counting them in each step takes less time than a check.
         if num_keys != self._num_keys:
             for optimizer in self.optimizers:
                 if (fault := _clipping_fault(optimizer)) is not None:

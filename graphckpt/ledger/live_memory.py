@@ -153,6 +153,7 @@ class LiveBytes(DispatchMode):
 
     def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Counts tensors that were alive all the time: every level so far is raised by their bytes."""
+        # Without a log meanwhile: events would say that the tensors are allocated now.
         before, changes, self._changes = self.live_bytes, self._changes, None
         peak = self.peak_bytes
         self.track(tensors)

@@ -94,6 +94,10 @@ class AllocationLog:
         What it frees of the step before it, such as gradients that the next step sets to ``None``, its repetitions free
         of the steps before them.
         """
+        # The gradient g is freed in the next step, which leaves one of its own:
+        #
+        #     logged      step 1: g1        step 2: free g1, g2
+        #     repeated    step 3: free g2, g3        step 4: free g3, g4
         yield from self.steps[: num_steps + 1]
         if len(self.steps) < 3:
             return

@@ -114,6 +114,7 @@ class FakeDevice:
             yield
 
     def _swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        # `swap_tensors` refuses tensors with weak references, which the fake mode holds to all that it has converted.
         forget_fake(self._tensors, one, other)
         swap_tensors(one, other)
 

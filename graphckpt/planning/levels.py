@@ -400,6 +400,7 @@ class LevelTable:
         for first, end in runs:
             for call, block in enumerate(self.block_of_call):
                 if block == first:
+                    # The blocks of a run are called one after another, or they could not be joined.
                     yield range(call, call + end - first)
 
     def _retained(self, calls: Calls, options: Sequence[int], call: int) -> int:
@@ -523,12 +524,16 @@ class LevelTable:
         order = list(excess)
         for place, call in enumerate(order[:-1]):
             neighbours = [*order[:place][-1:], order[place + 1]]
+            # Between recomputed calls, which are never late, the excess changes by what this one adds.
             if options[call] == KEEP_NUMBER and all(options[other] == self.base_option for other in neighbours):
                 before = excess[order[place - 1]] if place else 0
                 self.late.add(calls, call, KEEP_NUMBER, excess[order[place + 1]] - before)
 
     def _read_kept(self, spans: LevelLog, options: Sequence[int], batch: Batch) -> None:
         """Reads what is shared, and what is inside of it, from the run with all blocks kept."""
+        # With all blocks kept, what is left of the excess without `late` and `output` is the sum of `inside - shared`
+        # over the open calls. So the difference between a call and the one before it is one of the two, and the other
+        # counts as 0. The first call has none before it: it is taken to have as much `inside` as an equal call.
         calls, total = self.calls, 0
         rest: dict[int, int] = {}
         for call, num_bytes in self._excess(spans, options, calls, batch).items():

@@ -63,6 +63,18 @@ _CHECKS = 2  # another plan may run other ops at its peak
 _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 
 
+# Note [The states of a live plan]
+#
+#     plan     handle    policies of the blocks                 an update is
+#     None     None      `_installed`, the options of `_turn`   measured, and added to the table
+#     a plan   applied   those of the plan                      compared with it while `_checks_left`, else not measured
+#     a plan   None      `_installed`, all recomputed           of a larger batch, which was noticed before its first
+#                                                               block: measured, and held in `_larger`
+#
+# After the last, `end_step` applies the plan again. It alone makes plans, from what `_exchanged` returns on all
+# processes alike: one whose update had no backward has nothing to add, but takes part.
+
+
 class _Limit(NamedTuple):
     num_bytes: int | None
     """``None`` is the lowest possible peak, or not known yet."""

@@ -347,6 +347,7 @@ def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
         sharers: The number of processes that share the free bytes.
     """
     if device.type == "cuda":
+        # Memory that the allocator caches is not free for CUDA, but for the steps of this process.
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - _unused_in_pools(device)
         return free // sharers + unused + alive

@@ -257,7 +257,10 @@ def measure_all(
     notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Planners:
-    """Measures every candidate on every block, once for each way in which the head may run."""
+    """Measures every candidate on every block, once for each way in which the head may run.
+
+    ``options`` are those of the user. The options of a block, its possible policies, are ``candidates`` here.
+    """
     require("plan", "numpy", "networkx")  # before minutes of measuring
 
     def on_run(done: int, total: int) -> None:

@@ -73,6 +73,7 @@ def schedule_copies(timing: CopyTiming, plan: Sequence[int]) -> CopySchedule:
     moving = [block for block in range(num_blocks) if sizes[block] > 0]
     now = engine = 0.0
     forward_ends, out_ends, in_flight, done = [], {}, [], 0
+    # `done` counts the blocks in `moving` whose forward is over; in backward those whose backward has not begun.
     for block, option in enumerate(plan):
         in_flight.append(sizes[moving[done - 1]] if done else 0)
         now += timing.forward_seconds[block][option]
@@ -266,6 +267,13 @@ _Fronts: TypeAlias = "list[tuple[StepChain, Frontier]]"
 
 @final
 class PolicySearch:
+    """The fastest policies of a measured step, for any budget. The table of levels judges each choice.
+
+    Without ``rates`` the frontiers of the chains have the choice for every budget. With them copies are scheduled,
+    which these chains cannot express: then no plan of a frontier offloads, and :func:`search_offload` looks for one
+    that does, for each budget anew.
+    """
+
     def __init__(
         self,
         measured: MeasuredStep,
@@ -335,6 +343,7 @@ class PolicySearch:
             moved = [self.measured.far_bytes[block][option] for block, option in enumerate(choice.plan)]
             if sum(moved) <= self._host_budget:
                 break
+            # Greedy, and the same on all processes: each round is a search, and bans all offloads of one block.
             largest = max(range(len(moved)), key=lambda block: (moved[block], block))
             banned |= {pair for pair in self._offloading if pair[0] == largest}
         return choice
@@ -359,6 +368,7 @@ class PolicySearch:
         if self.rates is not None and candidates:
             low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
             count = min(count, _BUDGETS_WITH_COPIES)
+            # Offloads may go below the lowest peak without them: from a quarter of the range below it.
             steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * count) for n in range(count + 1)]
             candidates += [choice for budget in steps if (choice := self.fastest(budget)) is not None]
         front: list[PolicyChoice] = []

@@ -71,6 +71,8 @@ class StepRun(NamedTuple):
 
 
 class RealStep:
+    """A user's step on the device of its model."""
+
     is_simulated = False
     world_size, rank = 1, 0
     assumptions: tuple[str, ...] = ()
@@ -258,6 +260,7 @@ class RealStep:
                 yield
         finally:
             with torch.no_grad():
+                # The same tensors, with their old values: the memory may be that of DDP's buckets.
                 for parameter, grad, old in gradients:
                     parameter.grad = grad
                     if grad is not None and old is not None:
@@ -383,6 +386,7 @@ class FakeStep:
         """The kernels and settings of the first step that was sampled: see :class:`StepObserver`."""
         with device:
             self._workspaces = [torch.empty(device.machine.workspace_bytes, dtype=torch.uint8) for _ in _CUBLAS_HANDLES]
+            # The states exist before the first trace, as in all steps of a training but one; `run` begins without them.
             for each in self._optimizers:
                 if each.state:
                     continue
@@ -580,6 +584,7 @@ class FakeStep:
         children = [(each, dict(each._modules)) for each in lists]
         try:
             for each, modules in children:
+                # Numbered anew: a list looks its children up by position.
                 rest = [module for module in modules.values() if id(module) not in others]
                 each._modules.clear()
                 each._modules.update({str(number): module for number, module in enumerate(rest)})

@@ -110,7 +110,7 @@ def _excerpt(classes: Sequence[int], limit: int) -> list[int]:
 def _classes(log: StepLog, blocks: Blocks) -> list[int]:
     """Returns the class of each block: blocks of one class are called with and allocate the same, byte by byte.
 
-    Policies copy buffers, of which a step without them shows nothing.
+    Buffers have to be equal as well: policies copy them, which a step without policies does not show.
     """
     classes: dict[Any, int] = {}
     marks: list[list[Any]] = [[] for _ in blocks.names]
@@ -281,6 +281,7 @@ class TraceCollector:
                 # times: noise would otherwise make one of them seem faster.
                 pools.setdefault(self._doing(kind, option), []).extend(seconds)
             extra = {option: median(pools[self._doing(kind, option)]) for option in others}
+            # Times of an absent device are computed: they have no noise to smooth.
             if all((kind, option, phase) in self._extra for option in others):
                 extra |= _smoothed(own[kind], extra, phase)
             by_class[kind] = (keep, *(keep + max(0.0, extra[option]) for option in others))  # less than that is noise

@@ -176,6 +176,7 @@ class Timeline:
         """Returns the seconds of an op: 0 for a collective that is asynchronous, whose time is not that of a block."""
         in_backward = current_backward() >= 0
         if self._in_backward and not in_backward:
+            # The end of a backward, where FSDP2 waits for its reductions in a callback.
             self._wait(self._reduction_end)
             self._copied_out = None
             self._first = self._first or StepSeconds(self._now, self._communication, self._exposed)

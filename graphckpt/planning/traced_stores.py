@@ -194,7 +194,7 @@ class PartitionStore(RecordingStore):
         parts = _pieces(group, is_cut=True)
         sizes = [p.store.gathered_bytes(p.handle.num_bytes) for p in parts if isinstance(p.store, ShardedStore)]
         if len(sizes) > 1:
-            sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # as one buffer
+            sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # copied into one buffer
         if sizes and self.trace is not None:
             self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
 
