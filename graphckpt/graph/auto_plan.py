@@ -137,6 +137,8 @@ class AutoPlan:
         device = next(model.parameters()).device
         try:
             with fake_training(step, model, call) as fake:
+                # First as it failed: its simulated peak is comparable with those of plans, where that of the device is
+                # not.
                 with step.with_policies(resolved.wrappers):
                     failed = fake.run().peak_bytes
                 with step.with_policies([]):
@@ -290,6 +292,8 @@ def fake_training(
         with device:
             fakes = _Fakes()
             for module in model.modules():
+                # Into the dictionaries, since `setattr` runs code of modules, which may compute with the tensor. A tied
+                # parameter is one fake, as `_Fakes` returns the same one for it.
                 owners: list[dict[str, Any]] = [vars(module), vars(module)["_parameters"], vars(module)["_buffers"]]
                 for owner in owners:
                     owner.update({key: fakes.of(v) for key, v in owner.items() if isinstance(v, torch.Tensor)})
@@ -301,6 +305,7 @@ def fake_training(
                 fake.param_groups = [to_fake(dict(group)) for group in fake.param_groups]
                 states = {fakes.of(p): to_fake(dict(state)) for p, state in fake.state.items()}
                 fake.state = defaultdict(dict, states)
+        # Without schedulers and scaler: a schedule would move, and a fake scale has no value to compare.
         update.take_over((optimizers, [None] * len(optimizers), None, 0))
         step.sort_parameters()
 

@@ -116,6 +116,8 @@ class CudaGraphBackend(CaptureBackend):
     @contextmanager
     def warmup(self) -> Iterator[None]:
         """Runs on the stream of the capture: autograd nodes remember the stream they were created on."""
+        # Backward runs each node on that stream. A node that outlives its step, as those that accumulate gradients do
+        # while something refers to them, would otherwise lead the capture to a stream that is not captured.
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         try:
@@ -146,7 +148,7 @@ class CudaGraphBackend(CaptureBackend):
         gc.collect()  # memory freed during a capture may belong to another one
         was_collecting = gc.isenabled()
         try:
-            gc.disable()
+            gc.disable()  # see Note [Nothing is unpinned in a capture] in stores/pinned.py
             torch.cuda.synchronize(self.device)  # raises what an earlier kernel has failed with
             clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
             torch.cuda.empty_cache()  # the capture has its own pool; cached memory of earlier steps is released for it
@@ -172,6 +174,8 @@ class CudaGraphBackend(CaptureBackend):
         with override_stale_capture_stream(), torch.cuda.stream(self._stream):
             has_begun = False
             try:
+                # With "global", the default, what another thread does would make the capture fail: a data loader that
+                # pins memory, a thread of a disk store.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 has_begun = True
                 output = step()
@@ -231,6 +235,7 @@ def input_key(leaves: Sequence[Any], shape: CallShape, device: torch.device | No
                 return None, f"input {position} is a {type(leaf).__name__} of layout {leaf.layout} · {_FIX}"
             if device is not None and not is_on(leaf.device, device):  # its value would be baked in
                 return None, f"input {position} is on {leaf.device} · fix: pass tensors on {device}"
+            # A tensor that is passed twice has one static buffer, and two equal ones have two: another capture.
             first = first_positions.setdefault(id(leaf), position)
             key.append((first, leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
         elif type(leaf) in ATOMS:

@@ -31,7 +31,9 @@ from graphckpt.thread_state import take_ambient
 from graphckpt.tree import CallShape, build_value, flatten_call, flatten_value
 from graphckpt.units import format_bytes
 
-WARM_UP, _WARM_UP_DDP = 3, 11  # calls before a capture; DDP settles its buckets and communicators in its first ten
+# Calls before a capture, as in the documentation of `torch.cuda.make_graphed_callables`: DDP settles its buckets and
+# communicators in its first ten.
+WARM_UP, _WARM_UP_DDP = 3, 11
 _MIN_REPLAYS = 3  # a capture takes the time of about ten steps: with fewer replays it was not worth it
 _MAX_WASTED = 3  # captures in a row
 _CUDA = (torch.device("cuda"),)
@@ -52,6 +54,8 @@ def _uncapturable_groups(optimizer: torch.optim.Optimizer) -> list[str | None]:
 
 
 def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
+    # Hooks are Python, which a replay does not run. With a scaler the step is skipped on the device, by optimizers that
+    # take `found_inf`, such as fused ones; the others need the host to decide.
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)
     return not _uncapturable_groups(optimizer) and not hooks and (skips or not scaled)
@@ -89,6 +93,10 @@ class CapturedUpdate:
             for position, group in enumerate(optimizer.param_groups):
                 if "lr" not in group:
                     continue
+                # A tensor from the first call on, and not from the capture on: fused and capturable optimizers round a
+                # rate in a tensor differently from a float, and all calls must be one sequence. A scheduler either
+                # fills the tensor or replaces it, such as by a float: then its value is copied into the one whose
+                # address a capture has.
                 rate, tensor = group["lr"], self._rates.get((number, position))
                 if tensor is None:
                     device = next((p.device for p in group["params"]), torch.device("cpu"))
@@ -114,6 +122,7 @@ class CapturedUpdate:
         gradients = [
             (p, p.grad) for o in self.outside for group in o.param_groups for p in group["params"] if p.grad is not None
         ]
+        # `after` attaches them in each replay. If they stayed, the next capture would add to them.
         for parameter, _ in gradients:
             parameter.grad = None
         return gradients, scale
@@ -186,6 +195,8 @@ class _CallKind:
 
     def count_capture(self) -> bool:
         """Counts a capture that is needed now. Returns whether to make it, which depends on those before."""
+        # With `max_captures = 1` and inputs of shapes A, B, A, B, ... each call would need a capture of its own, which
+        # takes the time of ten steps. The first capture of a kind is never wasted: nothing could be replayed before.
         is_wasted = self.num_captures > 0 and self.num_replays < _MIN_REPLAYS
         self.num_wasted = self.num_wasted + 1 if is_wasted else 0
         self.num_captures += 1
@@ -277,6 +288,7 @@ class CapturedStep:
         """
         if self.reason is not None:
             return run(args, kwargs), False
+        # Before the key is known: rates are tensors in each call, captured or not.
         self._update.before()
         leaves, shape = flatten_call(args, kwargs)
         inputs, cannot = input_key(leaves, shape, self.backend.device)
@@ -369,6 +381,8 @@ class CapturedStep:
             with kind.masks.capturing():
                 return self._capture(forward_backward, StaticInputs(*call), constants)
         except Exception as error:  # any error of the step or the device
+            # The eager call that follows draws the numbers that the attempt has drawn on the host; on the device a
+            # failed capture draws none.
             torch.set_rng_state(rng_state)
             self._update.abandon()
             self._give_up(capture_failure(error, self._roots), error)
@@ -404,6 +418,7 @@ class CapturedStep:
         kind.num_replays += 1
         output, result = entry.capture.output
         leaves, spec = flatten_value(output)
+        # The next replay overwrites the output, which the caller may still hold then.
         fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._update.after(result)
         return build_value(spec, fresh)

@@ -23,7 +23,7 @@ _METHOD_FOR = {
         ("gradient_accumulation_steps", "accumulation_steps", "micro_batches"), "set_gradient_accumulation_steps(4)"
     ),
 }
-"""What others call these settings, and the method that sets them."""
+"""Names of these settings elsewhere, and the method that sets them."""
 _IMPOSSIBLE = {
     "enable_auto_parallel": "set torch.distributed's parallelism on the module",
     "enable_zero": "use fully_shard or ZeroRedundancyOptimizer",

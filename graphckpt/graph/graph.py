@@ -85,6 +85,7 @@ class Graph:
 
     def _begin(self, roots: dict[str, nn.Module], settings: dict[str, Any] | None = None) -> None:
         name = f"{type(self).__name__}_{next(Graph._numbers.setdefault(type(self), count()))}"
+        # Past `__setattr__`, which takes what a user assigns.
         fields, setup = self.__dict__, Setup()
         fields["config"] = GraphConfig(setup.mark_stale, **(settings or {}))
         fields["_name"] = name
@@ -215,6 +216,7 @@ class Graph:
         step = fields["_step"]
         config = fields["config"]
         replans = config.on_out_of_memory == "replan" and config.training
+        # The fast path, of all calls but the first few: no object is made for it.
         if step.setup.is_done and running_graph.get() is None and not replans:
             return step.call(fields, self.build, args, kwargs)
         call = StepCall(fields, self.build, args, kwargs)

@@ -80,6 +80,7 @@ class StepBackup:
             step.module_tree = ModuleTree(roots)
         tree = step.module_tree
         tensors = [value for value in tree.attributes() if issubclass(type(value), torch.Tensor)]
+        # An embedding with `max_norm` changes its weight in forward.
         copied = [*tree.buffers(), *tensors, *(m.weight for m in tree.renormalized)]
         self._state = TrainingState(copied, tree=tree, fields=call.fields)
         constant = [*tree.parameters(), *tensors_in((call.args, call.kwargs))]

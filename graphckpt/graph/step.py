@@ -33,12 +33,34 @@ _NO_SCALER = (
     "fix: set_grad_scaler(torch.amp.GradScaler()), or enable_amp(dtype=torch.bfloat16)"
 )
 
+# Note [One call of a Graph]
+#
+#     Graph.__call__                 goes straight to `call`, unless there is something to set up, to check or to replan
+#       call_or_replan               with `on_out_of_memory = "replan"`: repeats what is below under another plan
+#         call_with_setup            prepares after a change, compares inputs, records the step
+#           call                     installs the policies; the attributes of the Graph become the real modules
+#             CapturedStep.call      replays a capture, or makes one, or runs what is below eagerly
+#               _train               before and after: the update
+#                 _forward_backward  micro-batches and the mean of their gradients: what is captured
+#                   _build           one micro-batch: gradients of other steps are set aside, losses are scaled
+#                     _evaluate      autocast, and the user's `build`
+#             _evaluate_only         in place of `_train` without an optimizer: `_evaluate` without gradients
+
 running_graph: ContextVar[str | None] = ContextVar("running_graph", default=None)
 
 
 @final
 class Setup:
-    """Whether the next call needs set-up first. Holds no references, so it cannot keep a Graph alive."""
+    """Whether the next call needs set-up first. Holds no references, so it cannot keep a Graph alive.
+
+    ======= ======== ==================================================================================
+    is_done is_stale the next call
+    ======= ======== ==================================================================================
+    no      yes      resolves policies, drops captures, then sets up: at first, and after :meth:`mark_stale`
+    no      no       sets up: it is recorded, compared with the first one, or planned for
+    yes     no       runs the step and nothing else
+    ======= ======== ==================================================================================
+    """
 
     __slots__ = ("is_done", "is_stale")
 
@@ -74,6 +96,15 @@ def _advice(names: Sequence[str]) -> str:
 
 @final
 class Step:
+    """The step of one Graph: the state between its calls. See Note [One call of a Graph].
+
+    :meth:`prepare` sets ``captured``, ``_prepared``, ``_policies`` and ``_wrappers``, and through
+    :meth:`sort_parameters` ``_trains``, ``_is_plain``, ``_num_groups`` and ``_unmanaged_parameters`` (those that no
+    optimizer of the Graph updates). ``inputs`` are those of the first call. ``watcher`` records the first calls under
+    the present policies, of which ``_num_watched`` counts how many, and those within :meth:`measure`
+    (``_is_measured``); ``_is_watched`` says that the present call runs in Python to be recorded.
+    """
+
     def __init__(
         self,
         name: str,
@@ -100,7 +131,7 @@ class Step:
         self._unmanaged_parameters: list[torch.Tensor] = []
         self.captured: CapturedStep | None = None
         self.module_tree: ModuleTree | None = None
-        """The modules, as the last backup of a step has found them."""
+        """The modules at the last backup of a step."""
         self._is_measured = False
         self._is_watched = False
         self._is_plain = False
@@ -151,6 +182,7 @@ class Step:
         self._num_watched += is_watched
         setup = self.setup
         has_more = is_watched or config.strict_static or config.memory_budget is not None or self._debug.level >= 0
+        # `build` may have set a flag or an attribute in this call: then the next one prepares.
         setup.is_done = not (has_more or setup.is_stale)
         return output
 
@@ -163,6 +195,8 @@ class Step:
         try:
             for wrapper in wrappers:
                 wrapper.install()
+            # Entries of `__dict__` come before `Graph.__getattr__`, which returns proxies: `self.model` in `build` is
+            # the real module, at the cost of a plain attribute.
             fields.update(roots)
             run = self._train if self._trains else self._evaluate_only
             if self.captured is None:
@@ -322,7 +356,7 @@ class Step:
             return build(*args, **kwargs)
 
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
-        """Where the step's inputs and the modules' own tensors lie, which no output may be."""
+        """Returns the addresses of the step's inputs and of the modules' own tensors, which no output may share."""
         tensors = tensors_in((args, kwargs))
         for root in self.roots.values():
             for module in root.modules():
@@ -384,5 +418,7 @@ def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
 
 
 def is_new(tensor: torch.Tensor) -> bool:
-    """Whether an op has made the memory of ``tensor``; where this is not sure, it returns False."""
+    """Whether an op has allocated the memory of ``tensor``; where this is not sure, it returns False."""
+    # An op that works in place raises the version, and one that returns a part of its input makes a view. Such an
+    # output may be a parameter's memory, which the next update overwrites while the caller still has it.
     return tensor.grad_fn is not None and not tensor._version and not tensor._is_view()

@@ -68,6 +68,7 @@ class Update:
                     if parameter.grad is not None:
                         zero(optimizer)
                         break
+        # A group or a key was added since the last check: counting them in each step takes less time than a check.
         if num_keys != self._num_keys:
             for optimizer in self.optimizers:
                 if (fault := _clipping_fault(optimizer)) is not None:
@@ -103,6 +104,8 @@ class Update:
         scaler = self.scaler
         if scaler is not None and scaler.is_enabled():
             step_scaled(scaler, optimizers)
+            # `GradScaler.step` does not return whether it has skipped the step (pytorch#152279). `update` lowers the
+            # scale after a skipped one, and never after another.
             scale = scaler.get_scale()
             scaler.update()
             if scaler.get_scale() < scale:
@@ -184,6 +187,11 @@ class Update:
 
 @final
 class ScaledBackward(TorchFunctionMode):
+    """Scales each loss whose ``backward()`` is called within it, and counts them."""
+
+    # A mode and not a patch of `Tensor.backward`: it acts in this thread alone, and ends with the `with` block whatever
+    # `build` raises. `torch.autograd.backward(loss)` does not pass through it; `Step` raises if it has counted nothing.
+
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         super().__init__()
         self.count = 0

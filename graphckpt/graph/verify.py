@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graphckpt.graph.step import Step
 
 Values: TypeAlias = dict[str, dict[str, Any]]
-"""What a step leaves behind: by kind, and by the name in messages."""
+"""The results of a step, by kind and by the name in messages."""
 
 
 @final
@@ -70,6 +70,7 @@ def verify_graph(graph_step: Step, call: Callable[[], Any], steps: int) -> Verif
         num_replays = 0
         if captures is not None:
             captures.until_replayed(call)
+            # Negative: at the end it is the number of compared steps that were replays, as plain ones are not.
             num_replays = -captures.num_replays
         result = compare(
             f"{graph_step.name}.verify",
@@ -120,6 +121,7 @@ def compare(
             expected = run()
         if (difference := _difference(ours, expected)) is not None:
             before.put_back()
+            # Only now, as it takes a step: whether the policies are the cause, or the step itself varies.
             with plain():
                 repeated = run()
             what = f"{difference} · {_FIX}"
@@ -173,6 +175,7 @@ class ModelState:
         attributes = [value for value in tree.attributes() if isinstance(value, torch.Tensor)]
         self.state = TrainingState([*parameters.values(), *buffers.values(), *attributes], optimizers, tree=tree)
         copies = [copied for _, copied in self.state.tensors]
+        # In the order in which they were passed: parameters, buffers, attributes.
         self._parameters = dict(zip(parameters, copies, strict=False))
         self._buffers = dict(zip(buffers, copies[len(parameters) :], strict=False))
         self._names = {tensor: name for name, tensor in parameters.items()}

@@ -153,6 +153,7 @@ class LiveBytes(DispatchMode):
 
     def track_as_old(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Counts tensors that were alive all the time: every level so far is raised by their bytes."""
+        # Without a log meanwhile: events would say that the tensors are allocated now.
         before, changes, self._changes = self.live_bytes, self._changes, None
         peak = self.peak_bytes
         self.track(tensors)
@@ -236,7 +237,11 @@ class Hold:
     saved_by: str | None = None
     """The block that saves the tensor under the present policies; ``None`` if the plain step alone would."""
     ends_early: bool = False
-    """Whether its owner holds several tensors, which are freed one by one after its end."""
+    """Whether its owner holds several tensors, which are freed one by one after its end.
+
+    The owner of three tensors ends before change 7, and they are freed by changes 7, 8 and 9. As nothing is allocated
+    meanwhile, the hold of each is extended to the change that frees it.
+    """
 
 
 @dataclass(slots=True)
@@ -253,11 +258,11 @@ class StorageLife:
     is_resized: bool = False
     """Whether it ended because its size changed, so that nothing could have held it."""
     saved: list[Hold] = field(default_factory=list)
-    """What holds it in the plain step."""
+    """Its holders in the plain step."""
     for_recomputation: list[Hold] = field(default_factory=list)
     """The blocks that keep it for a recomputation."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """What allocated it, as fields of :class:`TensorLife`; empty until a tensor is seen that uses it."""
+    """The op and the block that allocated it, as fields of :class:`TensorLife`; empty until a tensor uses it."""
     kind: str = ""
     """See :attr:`graphckpt.ledger.record.TensorLife.kind`."""
     is_old: bool = False
@@ -466,6 +471,18 @@ def when_gone(
 
 # ---- other policies
 
+# Note [A step that was recorded, under other policies]
+# This is the reverse of what plans do: `planning/levels.py` predicts policies from a step in which every block is
+# recomputed, and this predicts blocks that keep everything from a step under any policies. It has one step, and so the
+# life of each storage in place of sums. If a block kept everything,
+#
+# 1. what its recomputation allocates would not exist: such lives are left out,
+# 2. what it holds for the recomputation alone would end with its last use, or with another holder,
+# 3. what the plain step saves of it would live until its backward has read it.
+#
+# The second comes before the third, which may extend what the second has cut: a block that keeps everything may save
+# its argument, which `full` holds too.
+
 
 def levels_if_kept(lives: Iterable[StorageLife], num_changes: int, is_kept: Callable[[str], bool]) -> list[int]:
     """Returns the live bytes after each change of the step if the blocks in ``is_kept`` kept everything.
@@ -497,5 +514,6 @@ def _end(life: StorageLife, is_kept: Callable[[str], bool], num_changes: int) ->
     if dropped and end <= max(ends(dropped)):  # it was alive for the recomputation alone
         others = [hold for hold in life.for_recomputation if not is_changed(hold)]
         real = [hold for hold in life.saved if hold.block is None]
+        # Its last reader has to have run: it ends at the change after that.
         end = min(end, max([life.last_use + 1, *ends(others), *ends(real)]))
     return max([end, *ends(hold for hold in life.saved if is_changed(hold))])

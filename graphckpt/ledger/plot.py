@@ -168,7 +168,7 @@ def unit_of(num_bytes: int) -> tuple[int, str]:
 
 
 class StepLevels:
-    """What a picture of a step shows, with at most ``limit`` points: the highest level between two of them."""
+    """The curves and bands of a picture of a step, of at most ``limit`` points: the highest level between two."""
 
     def __init__(self, record: StepRecord, limit: int) -> None:
         self.record = record

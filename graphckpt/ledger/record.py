@@ -98,7 +98,7 @@ class TensorLife:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What was seen of a step: one row per block, the totals and the warnings."""
+    """The record of a step: one row per block, the totals and the warnings."""
 
     title: str
     """The name of the Graph or the class of the model."""
@@ -145,7 +145,7 @@ class StepRecord:
 
     @property
     def peak_at(self) -> str:
-        """What runs at the peak, such as ``"backward of h.3"``; empty without :attr:`timeline`."""
+        """The part of the step that runs at the peak, such as ``"backward of h.3"``; empty without :attr:`timeline`."""
         if not self.timeline:
             return ""
         at = max(range(len(self.timeline)), key=lambda number: self.timeline[number].live_bytes)

@@ -34,19 +34,31 @@ REST = "(outside of blocks)"
 """The row for tensors saved while no block of the table runs."""
 
 
+# Note [Counts of one step]
+#
+#     plain_total   saved for backward by the plain step    `_plain` adds to it, by block: "before" in the table
+#     totals        saved for backward by this step         by tier: `_saved` adds what stays on the device,
+#                                                           `traffic` what stores hold: "after" and "offloaded"
+#     live          all storages that are alive             the peak, the timeline and the plot
+#     live's        the same, if some blocks kept all       `levels_if_kept`: the predicted peak without policies
+#
+# The first two count a storage once, from its first owner to its last: the objects that autograd or a block holds in
+# its place. Only original forwards count: what a recomputation saves is freed by the same backward.
+
+
 @final
 class Recorder:
     """Receives events from the rules during one step.
 
     A storage counts once, for the block that saves it first. Storages of ``alive_anyway`` (parameters, buffers, the
-    step's inputs) are not counted: no policy could free them.
+    step's inputs) are not counted: no policy could free them. See Note [Counts of one step].
     """
 
     def __init__(self, alive_anyway: Iterable[torch.Tensor] = (), live: StorageLog | None = None) -> None:
         self.totals = {tier: Total() for tier in TIERS}
-        """What the step saves at each tier."""
+        """The bytes that the step saves at each tier."""
         self.plain_total = Total()
-        """What the plain step saves."""
+        """The bytes that the plain step saves."""
         self.traffic: defaultdict[str, Traffic] = defaultdict(lambda: Traffic(self.totals))
         self.runs: Counter[str] = Counter()
         self.reruns: Counter[str] = Counter()
@@ -60,12 +72,12 @@ class Recorder:
         """The log of live bytes, if they are counted."""
         self.has_optimizer_states = True
         """Whether the states of all optimizers existed before the step."""
-        self._running: list[tuple[str, float]] = []
+        self._running: list[tuple[str, float]] = []  # blocks whose forward or recomputation runs, and since when
         self._recompute_depth = 0
         self._is_passing_on = False
-        self._outer: Any = None
+        self._outer: Any = None  # the hooks around those of this recorder
         self._suspension = ExitStack()
-        self._own: list[str] = []
+        self._own: list[str] = []  # the part of `own_checkpointing` that is being recomputed
         self.own_checkpointing: set[str] = set()
         """Modules that the model's own gradient checkpointing recomputes."""
         self.weightless: set[str] = set()
@@ -100,6 +112,8 @@ class Recorder:
 
     def begin(self) -> None:
         self._outer = active_saved_tensor_hooks()
+        # Only the innermost pair of hooks acts in PyTorch: these are for tensors saved outside of blocks, and pass them
+        # on to the pair that was active, such as `save_on_cpu`.
         push_saved_tensor_hooks(self._save_plainly, self._give_back)
         self._suspension.enter_context(suspended_in_transforms(self._save_plainly, self._give_back))
         for saved in (self._plain, self._saved):
@@ -299,7 +313,7 @@ class _AttributedUnpack:
 
 
 class _PlainlySaved:
-    """What autograd holds in place of a tensor saved outside of every block with a policy."""
+    """Stands for a tensor saved outside of every block with a policy; autograd holds it."""
 
     __slots__ = ("__weakref__", "block", "packed")
 
@@ -309,10 +323,8 @@ class _PlainlySaved:
 
 
 def _now() -> float:
-    is_captured = (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    )  # and so cannot be waited for
-    if torch.accelerator.is_available() and not is_captured:
+    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if torch.accelerator.is_available() and not is_captured:  # a capture cannot be waited for
         torch.accelerator.synchronize()
     return perf_counter()
 
@@ -322,9 +334,10 @@ class _Saved:
     block: str
     num_bytes: int
     ends: list[weakref.finalize[Any, Any]] = field(default_factory=list)
-    """Those of its owners: what autograd or a block holds while it is saved."""
+    """Finalizers of its owners: of the objects that autograd or blocks hold while it is saved."""
 
     def is_owned(self) -> bool:
+        # A finalizer that runs is not alive any more, so `_drop` of the last owner finds none.
         self.ends = [end for end in self.ends if end.alive]
         return bool(self.ends)
 

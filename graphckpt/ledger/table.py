@@ -91,7 +91,7 @@ def bullet(text: str, mark: str = "-") -> Table:
 
 
 def prefix_note(prefix: str) -> str:
-    """Says once which prefix the paths of a table lack; empty if there is none."""
+    """Returns a line about the prefix that the paths of a table lack; empty without one."""
     return f"Names of blocks are relative to {prefix[:-1]}." if prefix else ""
 
 

@@ -56,7 +56,7 @@ class AllocationLog:
     steps: list[list[Allocation]] = field(default_factory=lambda: [[]])
     """The allocations before the first step, those of the first step, and so on."""
     kinds: dict[int, StorageKind] = field(default_factory=dict)
-    """What storages are; those without an entry are activations."""
+    """The kinds of storages; those without an entry are activations."""
 
     def begin_step(self) -> None:
         self.steps.append([])
@@ -94,6 +94,10 @@ class AllocationLog:
         What it frees of the step before it, such as gradients that the next step sets to ``None``, its repetitions free
         of the steps before them.
         """
+        # The gradient g is freed in the next step, which leaves one of its own:
+        #
+        #     logged      step 1: g1        step 2: free g1, g2
+        #     repeated    step 3: free g2, g3        step 4: free g3, g4
         yield from self.steps[: num_steps + 1]
         if len(self.steps) < 3:
             return
@@ -130,7 +134,7 @@ def _replacements(before: Sequence[Allocation], last: Sequence[Allocation]) -> d
 @final
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What an allocator did for the first steps of a process, in bytes."""
+    """The figures of an allocator for the first steps of a process, in bytes."""
 
     reserved_bytes: int
     """The most that it reserved."""
@@ -174,6 +178,8 @@ def replay(
     for number, step in enumerate(log.repeated(num_steps)):
         before, private_pool, main_stream = allocator.num_retries, 0, 0
         if capture_after is not None and number:
+            # Warm-up steps run on the stream of the capture, whose blocks no other stream reuses; the capture itself
+            # has a private pool, and begins with an emptied cache.
             main_stream = -1
             if number > capture_after:
                 allocator.release_free_segments()
@@ -278,7 +284,7 @@ class AllocationTrace(LiveBytes):
         self.total_seconds = 0.0
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: StorageKind) -> None:
-        """Says what the storages of tensors are, as far as they are counted."""
+        """Sets the kind of the storages of tensors, as far as they are counted."""
         for tensor in tensors:
             for storage in () if tensor is None else storages_of(tensor):
                 if (number := self._numbers.get(id(storage))) is not None:

@@ -11,6 +11,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Self, final
 
+# Note [Where the rules are]
+# In CUDACachingAllocator.cpp, to compare with another release:
+#
+#     allocate                 malloc: the order of attempts
+#     _best_fit                get_free_block, with the exceptions for blocks that are not split
+#     _new_block               get_allocation_size and alloc_block
+#     _splits                  should_split
+#     _add_merged              free_block and try_merge_blocks
+#     _release_oversized       release_available_cached_blocks
+#     release_free_segments    release_cached_blocks
+#     _expanded, _lowest_room  try_allocate_expandable_block and find_expandable_block (pytorch#96995)
+#     _map, _unmap             map_block and unmap_block
+
 _MiB = 2**20
 MIN_BLOCK = 512  # kMinBlockSize: sizes are rounded up to multiples of it
 SMALL = 1 * _MiB  # kSmallSize: up to here from segments of SMALL_SEGMENT
@@ -18,7 +31,7 @@ SMALL_SEGMENT = 2 * _MiB  # kSmallBuffer
 MIN_LARGE = 10 * _MiB  # kMinLargeAlloc: below it from segments of LARGE_SEGMENT
 LARGE_SEGMENT = 20 * _MiB  # kLargeBuffer
 ROUND_LARGE = 2 * _MiB  # kRoundLarge: larger segments are rounded up to multiples of it
-_ENDLESS = 1 << 60  # bytes of addresses of an expandable segment; on a device 9/8 of its memory
+_ENDLESS = 1 << 60  # bytes of addresses of an expandable segment; PyTorch reserves 9/8 of the memory (pytorch#192269)
 
 _ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the name before torch 2.9
 

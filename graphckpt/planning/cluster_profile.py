@@ -37,7 +37,7 @@ _OF_OTHERS = "pcie"
 @final
 @dataclass(frozen=True)
 class Link:
-    """What one rank sends to another, and receives at the same time."""
+    """The rates between two ranks, which send and receive at the same time."""
 
     bandwidth: float
     """Bytes per second that a rank sends."""
@@ -115,7 +115,7 @@ class ClusterProfile:
 
 
 Cluster: TypeAlias = str | Path | ClusterProfile | None
-"""What functions take as ``cluster``: the name of a profile, a file, a profile, or ``None`` for that of the device."""
+"""The values of ``cluster``: the name of a profile, a file, a profile, or ``None`` for that of the device."""
 
 
 def load_cluster(name_or_path: str | Path | ClusterProfile) -> ClusterProfile:

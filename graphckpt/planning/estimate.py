@@ -184,7 +184,7 @@ class _Estimation:
         self._cluster_notes = notes
         self._notes: list[str] = []
         self._steady: set[tuple[str, ...]] = set()
-        """Those for whose allocations the device has enough memory."""
+        """The plans for whose allocations the device has enough memory, by their policies."""
         parameters = list(module.parameters())
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self._weight_bytes = self._bytes_of([*parameters, *module.buffers()])

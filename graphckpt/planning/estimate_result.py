@@ -33,9 +33,9 @@ class PolicyEstimate:
     allocated_bytes: int
     """The peak of the bytes of all tensors."""
     reserved_bytes: int
-    """What PyTorch's caching allocator reserves; 0 if it is not known."""
+    """Bytes that PyTorch's caching allocator reserves; 0 if they are not known."""
     nvidia_smi_bytes: int
-    """What ``nvidia-smi`` shows: the reserved bytes, the CUDA context and the buffers of NCCL; 0 if not known."""
+    """Bytes that ``nvidia-smi`` shows: reserved bytes, the CUDA context and the buffers of NCCL; 0 if not known."""
     seconds: float
     """The time of one step, from the rates of the device profile."""
     samples_per_second: float
@@ -46,7 +46,7 @@ class PolicyEstimate:
     binding: str
     """The interval of the step that sets the peak."""
     parts: PeakParts
-    """What the allocated bytes consist of."""
+    """The allocated bytes by kind."""
     policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The policies by block, as :func:`graphckpt.apply` takes them."""
 
@@ -105,7 +105,7 @@ class Estimate:
     seq: int | None
     """Tokens of a sample; ``None`` for images."""
     num_parameters: int
-    """Those of all ranks."""
+    """Parameters of all ranks."""
     num_trainable: int
     """Parameters that are trained: with LoRA those of its adapters."""
     weight_bytes: int
@@ -123,9 +123,9 @@ class Estimate:
     devices: tuple[str, ...] = ()
     """The packaged profiles whose memory suffices for the least of the estimates, smallest first."""
     assumptions: tuple[str, ...] = ()
-    """What was assumed."""
+    """The assumptions about the step."""
     notes: tuple[str, ...] = ()
-    """What a reader should know about the figures."""
+    """Notes on the figures."""
 
     @property
     def apply_line(self) -> str:

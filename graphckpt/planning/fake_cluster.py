@@ -71,7 +71,7 @@ class FakeCluster:
         self.rank = rank
         self.profile = default_cluster("") if profile is None else profile
         self.notes = (cluster_note(self.profile),) if world_size > 1 else ()
-        """What plans should mention."""
+        """Notes for the plans."""
         self.bubble_share = 0.0
         """The idle time of a pipeline stage on the rank, as a share of the rest of its time; stages count as equal."""
         self._stack = ExitStack()

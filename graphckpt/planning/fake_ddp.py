@@ -59,7 +59,7 @@ def simulated_ddp() -> Iterator[None]:
 class _Bucket:
     flat: Tensor
     numbers: list[int]
-    """Those of the parameters, in the order of their gradients in ``flat``."""
+    """The numbers of the parameters, in the order of their gradients in ``flat``."""
     views: list[Tensor]
     num_pending: int = 0
     work: Any = None
@@ -72,6 +72,10 @@ class FakeReducer:
     The parameters and the methods without a docstring are those of ``dist.Reducer``, which the class
     ``DistributedDataParallel`` passes and calls.
     """
+
+    # To compare with torch/csrc/distributed/c10d/reducer.cpp of another release: `gradient_is_ready` is `autograd_hook`
+    # there, `_mark_ready` is `mark_variable_ready` with `mark_bucket_ready`, `_copy_in` is `mark_variable_ready_dense`,
+    # `_delay_all_reduce` is `delay_all_reduce`, and `_finalize` is `finalize_backward`.
 
     def __init__(
         self,
@@ -109,8 +113,8 @@ class FakeReducer:
         for number, accumulator in enumerate(self._accumulators):
             accumulator.register_hook(partial(_gradient_is_ready, this, number))
         self._is_used = [self._new_map() for _ in range(2 * find_unused_parameters)]
-        """Which parameters have a gradient: one tensor on the host, and one that is reduced. A static graph reduces it
-        only once."""
+        """Marks of parameters with a gradient: one tensor on the host, and one that is reduced. A static graph reduces
+        it only once."""
         self._unused: set[int] = set()
         self._absent: set[int] = set()
         """Parameters that the module does not have at present: the planner takes layers out, to run the rest."""

@@ -86,6 +86,8 @@ class FakeDevice:
             # It draws once, as a fake tensor has no values to compare with the bounds.
             normal = torch.no_grad()(lambda tensor, *_, **__: tensor.normal_())
             stack.enter_context(swapped(torch.nn.init, {TRUNCATED_NORMAL: normal}))
+            # Function modes are called before dispatch modes: the overrides choose kernels, and the ops of these run on
+            # fake tensors.
             stack.enter_context(self._tensors)
             stack.enter_context(self._functions)
             stack.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
@@ -112,6 +114,7 @@ class FakeDevice:
             yield
 
     def _swap(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        # `swap_tensors` refuses tensors with weak references, which the fake mode holds to all that it has converted.
         forget_fake(self._tensors, one, other)
         swap_tensors(one, other)
 
@@ -382,9 +385,8 @@ class _AttentionCall:
             return is_enabled and is_half and not is_wide and self.attn_mask is None
         if kernel == "cudnn":
             is_enabled = torch.backends.cuda.cudnn_sdp_enabled() and capability >= (8, 0)
-            has_mask_gradient = (
-                self.attn_mask is not None and self.attn_mask.requires_grad
-            )  # its backward computes none
+            # Its backward computes no gradient of the mask.
+            has_mask_gradient = self.attn_mask is not None and self.attn_mask.requires_grad
             return is_enabled and is_half and width <= 128 and width % 8 == 0 and not has_mask_gradient
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()

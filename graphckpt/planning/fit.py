@@ -147,7 +147,7 @@ def _search(rows: _SizedRows, low: int, high: int | None, global_batch: int | No
 
 
 class _Memory(NamedTuple):
-    """What the first measurement of a step says about all sizes, in bytes."""
+    """The figures of the first measurement of a step that hold for all sizes, in bytes."""
 
     device: str
     static: int
@@ -155,6 +155,18 @@ class _Memory(NamedTuple):
     """Bytes of gradients, which exist in every forward but that of the first micro-batch."""
     total: DeviceMemory
     limit: int
+
+
+# Note [How a row comes about]
+#
+#     nearest(size)     the row of `size`, or of a smaller size at which the step runs
+#       row(size)       once for each size; a ValueError of the step puts the size into `errors`
+#         _new_row      1. a real step, and a smaller size does not fit: neither does this one, and nothing runs
+#                       2. an absent device, or no smaller size that fits was measured: `_measure`
+#                       3. a real step that is predicted to fit with everything kept: `_measure`
+#                       4. it is not, or memory ran out in 3: `_run_under_plans_of` the next smaller measured size
+#
+# An error that is not a ValueError is one of the program, and ends the search.
 
 
 @final
@@ -172,7 +184,7 @@ class _SizedRows:
     can_accumulate: bool
     rows: dict[int, BatchFit] = field(default_factory=dict)
     errors: dict[int, ValueError] = field(default_factory=dict)
-    """Those of sizes at which the step cannot run, as with BatchNorm and one sample."""
+    """By size at which the step cannot run: its error, as with BatchNorm and one sample."""
     end: float = inf
     """A size from which on the step cannot run, if one is known."""
     memory: _Memory = field(init=False)
@@ -254,6 +266,8 @@ class _SizedRows:
         """
         candidates: Iterable[int] = range(size, size - _MAX_STEP, -1)
         if sizes := self.measured_sizes:
+            # A step that has run at 24 and 36 may need multiples of 12, or of a divisor of it. An error between them at
+            # a multiple of a candidate speaks against that candidate; a single one may have another cause.
             common = gcd(*sizes)
             gaps = [error for error in self.errors if sizes[0] < error < sizes[-1]]
             units = [unit for unit in range(1, _MAX_STEP + 1) if common % unit == 0]

@@ -157,6 +157,7 @@ class Frontier:
         needs, ticks = self._labels[0][chain.start]
         if not len(needs):
             raise ConfigError("no plan of the chain is allowed · fix: let each block have one option that always is")
+        # Each plan needs the fixed peak as well: labels below it become one, the fastest of them.
         self._labels[0][chain.start] = _merge([(np.maximum(needs, chain.fixed_peak - chain.base), ticks)])
 
     def fastest(self, budget: int) -> ChainPlan | None:
@@ -196,6 +197,7 @@ class Frontier:
                 after = level + move.change
                 if max(level + move.forward_peak, after + move.backward_peak) > limit:
                     continue
+                # Needs rise and ticks fall along the labels: `searchsorted` takes them in reverse.
                 needs, all_ticks = self._labels[len(plan) + move.length][move.state]
                 position = len(needs) - 1 - int(np.searchsorted(all_ticks[::-1], remaining - ticks))
                 if position >= 0 and all_ticks[position] == remaining - ticks and after + needs[position] <= limit:
@@ -250,6 +252,7 @@ def _merge(parts: list[_Labels]) -> _Labels:
     ticks = np.concatenate([part[1] for part in parts])
     if not len(needs):
         return np.empty(0, np.int64), np.empty(0, np.int64)
+    # A label stays if no label of less need is as fast, and of equal needs the fastest.
     order = np.argsort(needs)
     needs, ticks = needs[order], ticks[order]
     better = np.ones(len(needs), np.bool_)

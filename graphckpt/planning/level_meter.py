@@ -136,6 +136,9 @@ class _AllocatedBytes:
 class _GraphEnd:
     """A hook on the outputs of a call, which reports that their graph is freed."""
 
+    # Autograd does not report that a graph is dropped, but a graph holds the hooks of its tensors: this one is freed
+    # with it. The reference to the meter is weak, as a graph may outlive the update.
+
     def __init__(self, meter: LevelMeter, call: int) -> None:
         self._meter = ref(meter)
         self._call = call
@@ -180,6 +183,8 @@ class LevelMeter(StepMarks):
             stack.enter_context(blocks.marked(self))
             stack.enter_context(self._gauge)
             for context in [wrapper.context for wrapper in map(policy_of, blocks.modules) if wrapper is not None]:
+                # The level right after a recomputation is the most that any policy can retain of the block: it bounds
+                # options that no update has shown yet.
                 context.on_recomputed = self._end_recomputation
                 stack.callback(setattr, context, "on_recomputed", None)
             self._is_on = True

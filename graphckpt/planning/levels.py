@@ -92,7 +92,7 @@ class Rise(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What matters of the call before another one."""
+    """The effect of a call on the one after it; see Note [Neighbouring blocks]."""
 
     is_kept: bool = False
     holds_output: bool = False
@@ -194,6 +194,9 @@ def _calls_of(base: StepLog, classes: Sequence[int]) -> Calls:
 class _Readings(Generic[_Value]):
     """Values by call and option. A call without its own reading has that of an equal call."""
 
+    # The last call of a batch is not typical: its forward is read up to its own end, since the head follows and not a
+    # block. Its reading stands for equal calls only as long as none of theirs is read.
+
     def __init__(self, default: _Value) -> None:
         self._default = default
         self._of_call: dict[tuple[Calls, int, int], _Value] = {}
@@ -240,7 +243,7 @@ class LevelTable:
         self.head_shares: dict[Interval, float] = {}
         """By head: the share of the excess after it that is there at its peak; by default all."""
         self._all_kept: LevelLog | None = None
-        """Those of the run with all blocks kept, if there is one: of that plan nothing need be predicted."""
+        """The levels of the run with all blocks kept, if there is one: that plan is not predicted but read."""
 
     @classmethod
     def of_runs(
@@ -302,6 +305,8 @@ class LevelTable:
         retained: dict[int, int] = {}
         after_head: list[int] = []
         """The open calls whose head is over."""
+        # `total` is the sum of `retained`. `excess[n]` is the excess while n of the calls in `after_head` are open:
+        # looked up as long as backwards take the calls in reverse order, and computed anew after one that does not.
         total, excess = 0, [0]
         for interval, base in calls.base.items():
             call, rise = interval.call, base.peak - base.start
@@ -309,6 +314,8 @@ class LevelTable:
                 later = self.later.get(calls, before, options[before])
                 retained[before] += later
                 total += later
+            # Levels are read at the start of an interval: what a call adds or frees in it shows in the next one, and
+            # before that in the rise.
             level = base.start + total + excess[len(after_head)]
             if interval in heads and not interval.is_of_block:
                 rise += self._rise_of_head(calls, options, heads[interval])
@@ -321,6 +328,8 @@ class LevelTable:
             elif interval.phase is Phase.BACKWARD:
                 option = options[call]
                 rise = self.rises.get(calls, call, option).backward
+                # The last call of a joined run recomputes all of it; from then on the others are as kept ones, and only
+                # differ in that they hold their arguments.
                 if call in run_of and call not in calls.dropped:
                     if call == run_of[call][-1]:
                         rise = self.recompute(run_of[call], retained, rise)
@@ -391,6 +400,7 @@ class LevelTable:
         for first, end in runs:
             for call, block in enumerate(self.block_of_call):
                 if block == first:
+                    # The blocks of a run are called one after another, or they could not be joined.
                     yield range(call, call + end - first)
 
     def _retained(self, calls: Calls, options: Sequence[int], call: int) -> int:
@@ -411,6 +421,14 @@ class LevelTable:
 
     def _excess_after(self, calls: Calls, options: Sequence[int], opened: Sequence[int]) -> list[int]:
         """Returns the excess if the first n of ``opened`` are open, by n, without their own outputs."""
+        # Of a cache that calls 0, 1 and 2 have as an argument, 0 is the first to hold it (`shared[0]`):
+        #
+        #     options of 0, 1, 2    after the head                       excess with 3, 2, 1 open
+        #     full  full  full      held, as in the base                 0, 0, 0
+        #     keep  full  keep      held by 1 until its backward         0, 0, -shared + inside
+        #     keep  keep  keep      freed by the head                    -shared + inside, for each
+        #
+        # A recomputed call holds what calls up to it share, and nothing that first appears after it.
         late = shared = inside = largest = 0
         is_held, excess = False, [0]
         for call in opened:
@@ -428,6 +446,10 @@ class LevelTable:
 
     def _read(self, sampled: SampledRuns, calls: Calls) -> None:
         base_options = [self.base_option] * len(calls.kinds)
+        # Each reading subtracts the terms that are read before it, and `_Readings.add` leaves an earlier one in place.
+        # So what shows one term alone is read first: rises; calls beside recomputed ones, then pairs; what is late,
+        # from alternating runs; outputs from these, before the run with all blocks kept, whose excess is a sum of all
+        # terms; at last the share of the head, for which all of them are known.
         logs = [(calls.base, base_options)]
         logs += [(level_log(log), [plan[block] for block in calls.block_of_call]) for log, plan in sampled.runs]
         for spans, options in logs:
@@ -502,12 +524,16 @@ class LevelTable:
         order = list(excess)
         for place, call in enumerate(order[:-1]):
             neighbours = [*order[:place][-1:], order[place + 1]]
+            # Between recomputed calls, which are never late, the excess changes by what this one adds.
             if options[call] == KEEP_NUMBER and all(options[other] == self.base_option for other in neighbours):
                 before = excess[order[place - 1]] if place else 0
                 self.late.add(calls, call, KEEP_NUMBER, excess[order[place + 1]] - before)
 
     def _read_kept(self, spans: LevelLog, options: Sequence[int], batch: Batch) -> None:
         """Reads what is shared, and what is inside of it, from the run with all blocks kept."""
+        # With all blocks kept, what is left of the excess without `late` and `output` is the sum of `inside - shared`
+        # over the open calls. So the difference between a call and the one before it is one of the two, and the other
+        # counts as 0. The first call has none before it: it is taken to have as much `inside` as an equal call.
         calls, total = self.calls, 0
         rest: dict[int, int] = {}
         for call, num_bytes in self._excess(spans, options, calls, batch).items():

@@ -63,6 +63,18 @@ _CHECKS = 2  # another plan may run other ops at its peak
 _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 
 
+# Note [The states of a live plan]
+#
+#     plan     handle    policies of the blocks                 an update is
+#     None     None      `_installed`, the options of `_turn`   measured, and added to the table
+#     a plan   applied   those of the plan                      compared with it while `_checks_left`, else not measured
+#     a plan   None      `_installed`, all recomputed           of a larger batch, which was noticed before its first
+#                                                               block: measured, and held in `_larger`
+#
+# After the last, `end_step` applies the plan again. It alone makes plans, from what `_exchanged` returns on all
+# processes alike: one whose update had no backward has nothing to add, but takes part.
+
+
 class _Limit(NamedTuple):
     num_bytes: int | None
     """``None`` is the lowest possible peak, or not known yet."""
@@ -98,7 +110,7 @@ class LivePlan:
         self._optimizers: dict[int, Optimizer] = {}
         self._hooks = ExitStack()
         self._policies = ExitStack()
-        """Those of the plan, while there is a ``handle``."""
+        """The policies of the plan, while there is a ``handle``."""
         self._installed: dict[int, tuple[nn.Module, int, ExitStack]] = {}
         """The module, the option and the policy of each block while there is no ``handle``."""
         self._metering = ExitStack()
@@ -133,7 +145,7 @@ class LivePlan:
         self._turn_sizes: dict[str, int] = {}
         """The largest inputs that they are safe for."""
         self._chosen: Sequence[int] = self._turn
-        """Those of the plan."""
+        """The options of blocks under the plan."""
         self._watch()
         self._install(self._turn)
         report(f"plans from at most {self._most_updates} updates")
@@ -347,6 +359,7 @@ class LivePlan:
 
     def _plan_anew(self) -> bool:
         """Plans again after 4, 8, 16, ... updates, if a larger batch was seen: processes do so together."""
+        # Zero for powers of two alone: all processes reach them, whatever their batches are.
         if self._num_updates & (self._num_updates - 1):
             return False
         with planning_group(self._options.group) as group:
@@ -437,7 +450,7 @@ class _Head:
         self._policies = ExitStack()
         self._is_installed = False
         self.plain_peak: int | None = None
-        """That of the plain step, where the present policy is not the first."""
+        """The peak of the plain step, where the present policy is not the first."""
 
     @property
     def rows(self) -> tuple[PlanRow, ...]:

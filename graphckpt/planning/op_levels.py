@@ -159,6 +159,7 @@ def _cheapest(log: OpGraph, ticks: Sequence[int]) -> list[_KeptOps]:
         price = (other.ticks - one.ticks) / (one.num_bytes - other.num_bytes)
         middle = _cheapest_at(log, ticks, price)
         gain = (one.ticks - middle.ticks) + price * (one.num_bytes - middle.num_bytes)
+        # Prices are floats and ticks integers: a gain of one tick is rounding.
         if middle.results not in choices and gain > 1:
             choices[middle.results] = middle
             todo += [(one, middle), (middle, other)]
@@ -171,6 +172,8 @@ def _cheapest_at(log: OpGraph, ticks: Sequence[int], price: float) -> _KeptOps:
 
     graph = nx.DiGraph()
     roots = log.roots()
+    # Above the cost of recomputing everything, so that no minimum cut has such an edge; networkx takes an edge without
+    # a capacity as infinite.
     infinite = sum(ticks) + 1
     for number, took in enumerate(ticks):
         call = log.calls[number]

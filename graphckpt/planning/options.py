@@ -33,7 +33,7 @@ def _except(*surfaces: Surface) -> dict[str, Any]:
 @accepts_old_names(blocks="select")
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What the planner may use, and how it plans.
+    """Options of the planner: what it may use, and how it plans.
 
     The fields are the keyword arguments of :func:`graphckpt.plan` and :meth:`graphckpt.Graph.plan`, the keys of
     ``Graph.config.plan_options`` and of ``train.activation_checkpoint``, and the flags of ``graphckpt plan``.
@@ -211,9 +211,9 @@ class DeviceMemory:
 
     total: int
     available: int
-    """What a step may use."""
+    """Bytes that a step may use."""
     headroom: int
-    """What ``"max"`` leaves of that."""
+    """The part of these that ``"max"`` leaves free."""
 
 
 def check_budget(budget: Budget, *, for_fit: bool = False) -> Budget:
@@ -347,6 +347,7 @@ def available_bytes(device: torch.device, alive: int, sharers: int = 1) -> int:
         sharers: The number of processes that share the free bytes.
     """
     if device.type == "cuda":
+        # Memory that the allocator caches is not free for CUDA, but for the steps of this process.
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - _unused_in_pools(device)
         return free // sharers + unused + alive

@@ -25,13 +25,13 @@ class PeakParts:
     gradients: int
     optimizer_states: int
     workspaces: int
-    """Those of cuBLAS."""
+    """Workspaces of cuBLAS."""
     layers: int
-    """What layers keep for their backward."""
+    """Bytes that layers keep for their backward."""
     other: int
     """Everything else: embedding, head and loss, the running layer, temporaries of the optimizer."""
     saved_by_layers: Mapping[str, int] = field(default_factory=dict)
-    """What all layers of a list keep at the end of forward, by the name of the list and their number."""
+    """Bytes that all layers of a list keep at the end of forward, by the name of the list and their number."""
 
     @classmethod
     def of(cls, measured: MeasuredStep, plan: Plan) -> Self:

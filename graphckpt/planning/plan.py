@@ -30,7 +30,7 @@ else:
 
 
 class AppliedPolicies(Protocol):
-    """What :meth:`Plan.apply` returns."""
+    """The result of :meth:`Plan.apply`."""
 
     def remove(self) -> None:
         """Removes the policies."""

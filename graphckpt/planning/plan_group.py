@@ -60,7 +60,7 @@ class PlanGroup:
         self.leader = -1
         """The process whose traces all use; -1 before there is one."""
         self.notes: list[str] = []
-        """What plans should mention."""
+        """Notes for the plans."""
 
     def __enter__(self) -> Self:
         return self
@@ -73,6 +73,8 @@ class PlanGroup:
                 self._step_group._end(error)
 
     def _end(self, error: BaseException | None) -> None:
+        # Each `all_gather` has a number: a process that ends without an error takes part in one more, in which a
+        # process that has failed can report it. Without it, the error would be read in the next plan.
         if self._is_over or self.size == 1:
             return
         if error is None:

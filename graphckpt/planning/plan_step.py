@@ -172,6 +172,8 @@ def plan_step(
         planners = measure_all(step, model, blocks, options, group, notes, progress)
         on_measured(planners)
         progress.begin(f"choosing the policies of {len(blocks)} blocks")
+        # After measuring: only then are the peak of the plain step and the bytes that the step holds at its start
+        # known.
         limit, headroom = _limit_of(budget, planners.plain, step, group, num_sharing)
         choice = choose or choose_and_check
         plan = planners.best_of(lambda planner: choice(planner, limit), is_least=limit is None)
@@ -255,7 +257,10 @@ def measure_all(
     notes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Planners:
-    """Measures every candidate on every block, once for each way in which the head may run."""
+    """Measures every candidate on every block, once for each way in which the head may run.
+
+    ``options`` are those of the user. The options of a block, its possible policies, are ``candidates`` here.
+    """
     require("plan", "numpy", "networkx")  # before minutes of measuring
 
     def on_run(done: int, total: int) -> None:
@@ -287,6 +292,8 @@ def measure_all(
 
     planners: list[Planner] = []
     for rows in heads:
+        # A policy of the head changes levels at the borders of all blocks: each alternative is measured as another
+        # step.
         head = apply(model, {row.block: row.fields for row in rows}) if rows else nullcontext()
         with head, compiled_forwards(modules, code.options):
             try:

@@ -187,7 +187,7 @@ class Planners:
     def __init__(self, planners: Sequence[Planner]) -> None:
         self._planners = planners
         self.plain = planners[0]
-        """Of the step as it is."""
+        """The planner of the step as it is."""
 
     def floor_bytes(self) -> int:
         return min(planner.floor.peak for planner in self._planners)
@@ -241,6 +241,8 @@ def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, grou
     correction = 0
     while True:
         plan = planner.closest(limit, correction) if len(runs) < _MOST_CHECKS else None
+        # After three checks, or where the search returns a plan that has run already, the plan of the lowest peak is
+        # left.
         if plan is None or policies_key(plan) in runs:
             plan = planner.lowest(limit)
             if any(run.needed_bytes <= limit for run in runs.values()) or policies_key(plan) in runs:
@@ -261,6 +263,7 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
     The gaps between its blocks are another share of the peak for each plan, so that the bound of the peak is searched:
     by steps that double while plans do not fit, then by halves between one that fits and one that does not.
     """
+    # In twelve steps the memory that the allocator needs was 0.8 to 28.5 % above the peak: no margin would do.
     runs: dict[tuple[str, ...], CheckedPlan] = {}
     best: CheckedPlan | None = None
     bound, too_high, factor = limit, limit, 1

@@ -272,7 +272,7 @@ class DeviceProfile:
 
 
 Device: TypeAlias = str | Path | DeviceProfile | None
-"""What functions take as ``device``: the name of a profile, a file, a profile, or ``None`` for that of the model."""
+"""The values of ``device``: the name of a profile, a file, a profile, or ``None`` for that of the model."""
 
 
 def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:

@@ -153,11 +153,19 @@ class StepLog:
 # saves then dies with its graph, and how much that is depends on the option of its block. So the moment of the drop
 # becomes the BACKWARD interval of the call, in which it releases what it holds and computes nothing, and all that
 # handles backwards handles drops. A graph that is dropped in parts counts as dropped with the last of them.
+#
+#     forward of 0 (a born) | after it (op 7: a released, a gone)                    as traced
+#     forward of 0 (a born) | after it | backward of 0 (a released, a gone) | ...    as it is read
+#
+# All that one op frees carries the number of that op. Releases say which call is dropped and by which op; storages that
+# the same op frees belong to the drop if the call's forward has allocated them.
 
 
 def _with_drops(spans: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozenset[int]]:
     """Adds a backward for each call whose graph is dropped; returns these calls too. See Note [Dropped graphs]."""
     with_backward = {span.interval.call for span in spans if span.interval.phase is Phase.BACKWARD}
+    # By storage: the call whose forward has allocated it. By call without a backward: the ops that release a part of
+    # it.
     creator_of: dict[int, int] = {}
     ops: dict[int, set[int]] = {}
     for (phase, call), entries in ((span.interval, span.entries) for span in spans):
@@ -182,6 +190,7 @@ def _with_drops(spans: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozen
         result.append(TraceSpan(span.interval))
         for entry in span.entries:
             call = dropped_by(span.interval, entry)
+            # Parts that were released before are moved as well, to the last: `drops[call]` collects them.
             if call in pending and entry.op == max(ops[call]):  # what else this op frees, it frees in any order
                 pending.remove(call)
                 after = span.interval if span.interval.is_of_block else Interval(Phase.AFTER_BACKWARD, call)

@@ -45,14 +45,14 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted:
-    """What has a memory budget on a device: a plan, or a fit."""
+    """A result with a memory budget on a device: a plan, or a fit."""
 
     budget_bytes: int
     device: str = "cpu"
     is_simulated: bool = False
     """Whether the device is a profile, on which no step has run."""
     headroom_bytes: int = 0
-    """What the budget ``"max"`` leaves of the device's memory."""
+    """The part of the device's memory that the budget ``"max"`` leaves free."""
     world_size: int = 1
     """The ranks of the absent cluster of which one was simulated; 1 if there was none."""
     rank: int = 0
@@ -61,7 +61,7 @@ class Budgeted:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanData(Budgeted):
-    """What tables and pictures show of a plan."""
+    """The data of a plan that tables and pictures show."""
 
     rows: tuple[PlanRow, ...]
     stages: tuple[Stage, ...] = field(default=(), repr=False)
@@ -76,33 +76,33 @@ class PlanData(Budgeted):
     plain_peak_bytes: int
     """The peak when everything is kept."""
     predicted_reserved_bytes: int = 0
-    """What PyTorch's caching allocator reserves in the first steps of a process, at most; 0 if it is not known."""
+    """The most that PyTorch's caching allocator reserves in the first steps of a process; 0 if it is not known."""
     predicted_nvidia_smi_bytes: int = 0
-    """What ``nvidia-smi`` shows then: the reserved bytes, the CUDA context and the buffers of NCCL; 0 if not known."""
+    """Bytes that ``nvidia-smi`` shows then: reserved ones, the CUDA context and buffers of NCCL; 0 if not known."""
     measured_peak_bytes: int = 0
     """The peak of a step that ran under the plan, by the allocator of a CUDA device; 0 on other devices."""
     measured_reserved_bytes: int = 0
-    """What that allocator reserved then."""
+    """The bytes that the allocator reserved then."""
     expandable_reserved_bytes: int = 0
-    """What it reserves with ``expandable_segments:True``; 0 if it is not known."""
+    """The bytes that it reserves with ``expandable_segments:True``; 0 if they are not known."""
     peak_parts: Mapping[StorageKind, int] = field(default_factory=dict, repr=False, compare=False)
-    """What the bytes at the peak belong to: ``"weights"`` (and buffers), ``"gradients"``, ``"optimizer states"``,
+    """The bytes at the peak by kind: ``"weights"`` (and buffers), ``"gradients"``, ``"optimizer states"``,
     ``"workspaces"`` of cuBLAS, ``"activations"`` (all else). Empty if no simulated step has run under the plan."""
     plain_step_seconds: float
     communication_seconds: float = 0.0
     """Seconds of all collectives of a step, each as if it were alone; 0 if no step of a simulated rank has run under
     the plan."""
     exposed_seconds: float = 0.0
-    """Of ``predicted_step_seconds``, those in which computation waits for collectives."""
+    """The part of ``predicted_step_seconds`` in which computation waits for collectives."""
     bubble_seconds: float = 0.0
-    """Of ``predicted_step_seconds``, those in which a pipeline stage waits for others."""
+    """The part of ``predicted_step_seconds`` in which a pipeline stage waits for others."""
     correction_bytes: int = 0
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""
     memory_budget: Budget | None = field(default=None, compare=False)
     """The budget as it was given to this process, such as ``0.6`` or ``"50%"``."""
     assumptions: tuple[str, ...] = ()
-    """What the simulated step ran: ``("attention flash", "autocast bfloat16", "AdamW foreach")``; empty for a step that
-    ran on its device."""
+    """Settings of the simulated step: ``("attention flash", "autocast bfloat16", "AdamW foreach")``; empty for a step
+    that ran on its device."""
 
 
 def second_values(plan: PlanData) -> dict[str, float]:

@@ -46,9 +46,9 @@ class CopySchedule:
     forward_ends: tuple[float, ...]
     backward_ends: tuple[float, ...]
     out_ends: dict[int, float]
-    """Of the copies to the host, by block."""
+    """The ends of the copies to the host, by block."""
     back_ends: dict[int, float]
-    """Of the copies back. The last block that offloads has none: its bytes are still on the device."""
+    """The ends of the copies back. The last block that offloads has none: its bytes are still on the device."""
     in_flight: tuple[int, ...]
     """Bytes that other blocks hold on the device, in the order of :func:`~graphckpt.planning.frontier.levels`."""
     seconds: float
@@ -73,6 +73,7 @@ def schedule_copies(timing: CopyTiming, plan: Sequence[int]) -> CopySchedule:
     moving = [block for block in range(num_blocks) if sizes[block] > 0]
     now = engine = 0.0
     forward_ends, out_ends, in_flight, done = [], {}, [], 0
+    # `done` counts the blocks in `moving` whose forward is over; in backward those whose backward has not begun.
     for block, option in enumerate(plan):
         in_flight.append(sizes[moving[done - 1]] if done else 0)
         now += timing.forward_seconds[block][option]
@@ -204,6 +205,7 @@ def search_offload(
         return OffloadPlan(max(0, highest - budget), times.seconds, highest, candidate)
 
     starts: list[ChainPlan] = [] if plan is None else [tuple(plan)]
+    # Remaining times of copies are rounded to half of the shortest forward: each that differs is a state.
     quantum = min((second for row in timing.forward_seconds for second in row), default=0.0) / 2
     with suppress(ConfigError):  # no plan of the chain is allowed
         fastest = Frontier(OffloadChain(chain, timing, quantum=quantum), _LABELS).fastest(budget)
@@ -224,6 +226,8 @@ def search_offload(
 
 
 def _neighbours(plan: ChainPlan, chain: Chain) -> Iterator[ChainPlan]:
+    # Measured on 24 plans: without these changes one is 0.4 % slower; without the dynamic programme four are, by up to
+    # 3.8 %.
     for distance in (1, 2, 3):
         for block in range(len(plan) - distance):
             one, other = plan[block], plan[block + distance]
@@ -263,6 +267,13 @@ _Fronts: TypeAlias = "list[tuple[StepChain, Frontier]]"
 
 @final
 class PolicySearch:
+    """The fastest policies of a measured step, for any budget. The table of levels judges each choice.
+
+    Without ``rates`` the frontiers of the chains have the choice for every budget. With them copies are scheduled,
+    which these chains cannot express: then no plan of a frontier offloads, and :func:`search_offload` looks for one
+    that does, for each budget anew.
+    """
+
     def __init__(
         self,
         measured: MeasuredStep,
@@ -273,7 +284,7 @@ class PolicySearch:
     ) -> None:
         self.measured = measured
         self.joined_runs = JoinedRuns(measured) if joins else None
-        """Which blocks can be joined; ``None`` if none should be."""
+        """The blocks that can be joined; ``None`` if none should be."""
         self.rates = rates
         self._host_budget = host_budget
         offloading = [number for number, option in enumerate(measured.options) if option.is_far]
@@ -332,6 +343,7 @@ class PolicySearch:
             moved = [self.measured.far_bytes[block][option] for block, option in enumerate(choice.plan)]
             if sum(moved) <= self._host_budget:
                 break
+            # Greedy, and the same on all processes: each round is a search, and bans all offloads of one block.
             largest = max(range(len(moved)), key=lambda block: (moved[block], block))
             banned |= {pair for pair in self._offloading if pair[0] == largest}
         return choice
@@ -356,6 +368,7 @@ class PolicySearch:
         if self.rates is not None and candidates:
             low, high = min(c.peak for c in candidates), max(c.peak for c in candidates)
             count = min(count, _BUDGETS_WITH_COPIES)
+            # Offloads may go below the lowest peak without them: from a quarter of the range below it.
             steps = [low - (high - low) // 4 + (high - low) * 5 * n // (4 * count) for n in range(count + 1)]
             candidates += [choice for budget in steps if (choice := self.fastest(budget)) is not None]
         front: list[PolicyChoice] = []
@@ -401,7 +414,7 @@ class PolicySearch:
         model, ahead = self.measured.model, self.measured.ahead_bytes
         gathered: dict[Interval, int] = {}
         waiting: list[Interval] = []
-        """Those since the backward of the last block that keeps parts."""
+        """The intervals since the backward of the last block that keeps parts."""
         for interval in model.intervals if ahead else ():
             is_backward = interval.phase is Phase.BACKWARD and interval.call not in model.calls.dropped
             if is_backward and (num_bytes := ahead.get((interval.call, plan[model.block_of_call[interval.call]]))):
@@ -430,6 +443,7 @@ class PolicySearch:
             choice = self._evaluate(parts)
             if choice.peak <= budget:
                 return choice
+            # A frontier has all budgets, so that another try is a look-up.
             limit -= max(1, choice.peak - budget)
         return None
 
@@ -439,6 +453,8 @@ class PolicySearch:
         """Returns the fastest choice with copies that fits on the device."""
         best_moved = None
         for chain, *_ in self._chains(banned):
+            # The chain here joins no blocks: it cannot express the runs of `best`, which is compared with the result
+            # anyway.
             start = None if best is None or best.runs else [best.plan[block] for block in self._blocks]
             improved = search_offload(chain, self._timing, budget, start)
             if improved is not None and (best_moved is None or improved.seconds < best_moved.seconds):

@@ -18,12 +18,12 @@ from graphckpt.rules.basic import Full
 LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 """Possible lengths of runs. For n blocks, runs of about sqrt(n) take the least memory: these suffice for 250."""
 
-_MOST_SUMS = 1024  # of late bytes that are states of a chain
+_MOST_SUMS = 1024  # of late bytes that are states of a chain: 12 equal blocks have 13, 12 that all differ 4096
 
 
 @final
 class JoinedRuns:
-    """Which blocks can be joined, and the seconds that it takes.
+    """The blocks that can be joined, and the seconds that it takes.
 
     Only the first block of a run saves its input; each later one frees its input, which is the result of the one
     before::
@@ -58,23 +58,23 @@ class JoinedRuns:
 
 
 class ChainState(NamedTuple):
-    """What earlier blocks decide; terms of :class:`~graphckpt.planning.levels.LevelTable` in bytes.
+    """The effect of earlier blocks on later ones, in terms of :class:`~graphckpt.planning.levels.LevelTable`, in bytes.
 
-    It is what matters to later blocks alone, so that it has few values.
+    It has only what a later block can tell apart, since the frontier is computed once for each state.
     """
 
     late: int = 0
     shared: int = 0
-    """Of the calls after the last one that is recomputed."""
+    """Shared by the calls after the last one that is recomputed."""
     inside: int = 0
     is_held: bool = False
     """Whether a recomputed call holds what is shared, of which ``inside`` is a part."""
     later: int = 0
-    """What the last call retains from the end of the next one on."""
+    """Retained by the last call from the end of the next one on."""
     before: Before = Before()
     """The last call, if that changes what the next one retains."""
     output: int = 0
-    """What the last block of the chain holds of its output, or minus what it does not save of its argument."""
+    """Held by the last block of the chain of its output, or minus what it does not save of its argument."""
 
 
 @final
@@ -181,6 +181,9 @@ class StepChain:
         return self._levels[self._head].peak + self._table.rise_of_head(self._head, excess)
 
     def _move(self, block: int, option: int, state: Hashable) -> Move | None:
+        # The same sums as in `LevelTable.levels`, relative to the level before the block, for one block or one joined
+        # run. `PolicySearch` judges by the table: a term that is left out here costs another try, and no budget. Below,
+        # `states[n]` is the state before the n-th block of the run.
         assert isinstance(state, ChainState)
         table, length = self._table, self._length(block, option)
         chosen = option if length == 1 else self._full
@@ -225,6 +228,7 @@ class StepChain:
         inside = state.inside + (table.inside.get(table.calls, call, option) if is_kept else 0)
         before = table.before(call, option)
         if is_last or not any(table.pair_bytes(self._calls[block + 1], each, before) for each in self._numbers):
+            # The next block retains the same after any option of this one: one state in place of several.
             before = Before()
         return ChainState(
             late=state.late + self._late.get((call, option), 0),

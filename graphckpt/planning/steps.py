@@ -55,22 +55,24 @@ _AnyTrace = TypeVar("_AnyTrace", bound=AllocationTrace)
 
 
 class StepRun(NamedTuple):
-    """What a step took under the policies that were set when it ran."""
+    """The memory and the time of a step under the policies that were set when it ran."""
 
     peak_bytes: int
     """The peak of live bytes."""
     seconds: float
     allocations: AllocationLog | None = None
-    """Those of the first steps of a process, or on CUDA those of two steps; ``None`` for a step on a CPU."""
+    """Allocations of the first steps of a process, or on CUDA of two steps; ``None`` for a step on a CPU."""
     communication_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    """Of ``seconds``, those in which computation waits for collectives."""
+    """The part of ``seconds`` in which computation waits for collectives."""
     bubble_seconds: float = 0.0
-    """Of ``seconds``, those in which a pipeline stage waits for others. All three are 0 for a real step, where they are
-    not known."""
+    """The part of ``seconds`` in which a pipeline stage waits for others. All three are 0 for a real step, where they
+    are not known."""
 
 
 class RealStep:
+    """A user's step on the device of its model."""
+
     is_simulated = False
     world_size, rank = 1, 0
     assumptions: tuple[str, ...] = ()
@@ -85,7 +87,7 @@ class RealStep:
         """By option; each stores which tensors the ranks have compared, for all blocks that save equal ones."""
         self._copy_bytes = 0
         self.reserved_bytes = 0
-        """What the allocator reserved at most in the last step whose peak was measured on CUDA."""
+        """The most that the allocator reserved in the last step whose peak was measured on CUDA."""
         self._random: RNGState | None = None
         self.before_step: Callable[[], object] = int
         """Called before each run of the step, outside of what is timed."""
@@ -116,6 +118,9 @@ class RealStep:
         store = TracedStore(_far_blocks(blocks, options))
         parts = self._parts_of(options)
         stores = [parts[option.name] if option.is_part else store for option in options]
+        # In this order: the first step creates optimizer states and lets blocks learn what moves; ranks compare what
+        # they partition, and keep it in full until they have; from then on each step is like the next. Times are taken
+        # without the trace, which slows a step down.
         with on_optimizer_step(self.remember), blocks.under(options, stores) as without:
             self._step()
             settle(parts.values(), self._step)
@@ -178,6 +183,7 @@ class RealStep:
         """
         with on_optimizer_step(self.remember):
             if self.device.type == "cuda":
+                # The first step reserves what this one needs, the second is measured: its states and gradients exist.
                 torch.cuda.empty_cache()  # what is reserved from here on is due to this step
                 self._step()
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -254,6 +260,7 @@ class RealStep:
                 yield
         finally:
             with torch.no_grad():
+                # The same tensors, with their old values: the memory may be that of DDP's buckets.
                 for parameter, grad, old in gradients:
                     parameter.grad = grad
                     if grad is not None and old is not None:
@@ -317,6 +324,7 @@ def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[R
     optimizers: dict[int, Optimizer] = {}
     with device.building():
         model, step_fn = _checked_pair(make(), where)
+    # Counts what the step creates and leaves behind: later traces begin with it as alive.
     first = LiveBytes(record_timeline=False, counts_fake=True)
     with device, first, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
         step_fn()  # creates the state of the optimizers
@@ -373,11 +381,12 @@ class FakeStep:
         self._optimizer_seconds = 0.0
         self._comm_bytes = 0
         self._plain = StepSeconds(), StepSeconds()
-        """Of the last step in which every block kept everything: all of it, and until the end of its first backward."""
+        """Seconds of the last step in which every block kept everything: in all, and until its first backward ends."""
         self.assumptions: tuple[str, ...] = ()
-        """What the first step that was sampled has run: see :class:`StepObserver`."""
+        """The kernels and settings of the first step that was sampled: see :class:`StepObserver`."""
         with device:
             self._workspaces = [torch.empty(device.machine.workspace_bytes, dtype=torch.uint8) for _ in _CUBLAS_HANDLES]
+            # The states exist before the first trace, as in all steps of a training but one; `run` begins without them.
             for each in self._optimizers:
                 if each.state:
                     continue
@@ -485,6 +494,9 @@ class FakeStep:
         """Runs the first two steps of a process; the peak and the seconds are those of the second."""
         with self._device, self._from_start():
             timeline = self._device.new_timeline()
+            # From an empty process, as its allocator would see it: the first step puts optimizer states among
+            # activations, which leaves gaps that later steps have to live with. The second is the first step in which
+            # all of them exist, and all later ones are like it.
             trace = self._new(AllocationTrace, timeline.op_seconds)
             weights = [*self._model.parameters(), *self._model.buffers()]
             buckets = gradient_buckets(weights)
@@ -572,6 +584,7 @@ class FakeStep:
         children = [(each, dict(each._modules)) for each in lists]
         try:
             for each, modules in children:
+                # Numbered anew: a list looks its children up by position.
                 rest = [module for module in modules.values() if id(module) not in others]
                 each._modules.clear()
                 each._modules.update({str(number): module for number, module in enumerate(rest)})

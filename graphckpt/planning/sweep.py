@@ -23,7 +23,7 @@ from graphckpt.rules.selective import Selective
 
 _OF_BLOCKS = Phase.FORWARD, Phase.BACKWARD
 _MOST_TIMED = 16
-"""Of equal blocks, so many have their ops timed one by one: the fastest of each op counts."""
+"""The number of equal blocks whose ops are timed one by one: the fastest of each op counts."""
 
 
 def measure(
@@ -49,6 +49,8 @@ def measure(
         return replace(own, trace=TraceLog.from_message(message))
 
     run = shared(step.sample(blocks, [KEEP] * len(every)))
+    # First with everything kept, which shows which blocks are equal, and so how few runs show all options. Then the
+    # base of the table, with every block recomputed: where `full` is not an option, it is number -1, which no plan has.
     own_log = StepLog(run.trace)
     _check_calls(own_log)
     classes = _classes(own_log, blocks)
@@ -63,6 +65,7 @@ def measure(
         kinds = [classes[number] for number in numbers]
         timed = _excerpt(kinds, _MOST_TIMED)
         few = Blocks([(part.names[number], part.modules[number]) for number in timed])
+        # `some` has one option for each number, `own[kind]` those of a class, whose levels of `selective` are its own.
         some, own = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
         others = [number for number in range(1, len(some)) if number != base_option]
         if collector.needs_alternation(base_option):
@@ -107,7 +110,7 @@ def _excerpt(classes: Sequence[int], limit: int) -> list[int]:
 def _classes(log: StepLog, blocks: Blocks) -> list[int]:
     """Returns the class of each block: blocks of one class are called with and allocate the same, byte by byte.
 
-    Policies copy buffers, of which a step without them shows nothing.
+    Buffers have to be equal as well: policies copy them, which a step without policies does not show.
     """
     classes: dict[Any, int] = {}
     marks: list[list[Any]] = [[] for _ in blocks.names]
@@ -123,6 +126,8 @@ def _classes(log: StepLog, blocks: Blocks) -> list[int]:
 
 def _turns(classes: Sequence[int], others: Sequence[int]) -> Iterator[list[int]]:
     """Yields the option of each block in each run, until every class has had each of ``others``."""
+    # Five equal blocks and options 1 to 3 take one run: 1, 2, 3, 1, 2. A class with one block needs a run for each
+    # option: the smallest class sets the number of runs.
     if not others:
         return
     sizes = [classes.count(kind) for kind in range(max(classes) + 1)]
@@ -272,8 +277,11 @@ class TraceCollector:
                 seconds = self._extra.get((kind, option, phase))
                 if seconds is None:
                     seconds = [took - keep for took in self._seconds[kind, option, phase]]
+                # Options that do the same to the byte, such as `full` and a level that keeps nothing, share their
+                # times: noise would otherwise make one of them seem faster.
                 pools.setdefault(self._doing(kind, option), []).extend(seconds)
             extra = {option: median(pools[self._doing(kind, option)]) for option in others}
+            # Times of an absent device are computed: they have no noise to smooth.
             if all((kind, option, phase) in self._extra for option in others):
                 extra |= _smoothed(own[kind], extra, phase)
             by_class[kind] = (keep, *(keep + max(0.0, extra[option]) for option in others))  # less than that is noise
@@ -292,6 +300,8 @@ def _joinable(logs: Sequence[StepLog]) -> frozenset[int]:
     uses = Counter(s for call in log.calls for s in {*call.arguments, *call.outputs})
     for number, (before, here) in enumerate(pairwise(log.calls), start=1):
         inputs = {s for s in here.arguments if s in before.outputs and s not in before.arguments}
+        # A joined block frees the input that the one before it has returned. So they are neighbours in one pass, and
+        # nothing but these two calls reads that tensor, or has it when the second one is over, in any of the runs.
         if (
             before.block == here.block - 1
             and (number in log.dropped) == (number - 1 in log.dropped)

@@ -46,11 +46,11 @@ class StepSeconds(NamedTuple):
 
     total: float = 0.0
     communication: float = 0.0
-    """Of all collectives, each as if it were alone."""
+    """The seconds of all collectives, each as if it were alone."""
     exposed: float = 0.0
-    """Of ``total``, those in which computation waits for a collective."""
+    """The part of ``total`` in which computation waits for a collective."""
     bubble: float = 0.0
-    """Of ``total``, those in which a pipeline stage waits for others."""
+    """The part of ``total`` in which a pipeline stage waits for others."""
 
 
 @final
@@ -137,7 +137,7 @@ class Timeline:
         """Begins another step, with no collective under way."""
         self._now = self._communication = self._exposed = 0.0
         self._first: StepSeconds | None = None
-        """Of the first forward and backward, with what computation has waited for until their end."""
+        """The seconds of the first forward and backward, with what computation has waited for until their end."""
         self._ends: dict[str, float] = {}
         """When the last collective of each group ends."""
         self._works: dict[int, tuple[Any, float]] = {}
@@ -176,6 +176,7 @@ class Timeline:
         """Returns the seconds of an op: 0 for a collective that is asynchronous, whose time is not that of a block."""
         in_backward = current_backward() >= 0
         if self._in_backward and not in_backward:
+            # The end of a backward, where FSDP2 waits for its reductions in a callback.
             self._wait(self._reduction_end)
             self._copied_out = None
             self._first = self._first or StepSeconds(self._now, self._communication, self._exposed)
@@ -191,6 +192,9 @@ class Timeline:
 
     def _see_copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Sees FSDP2 copy the input of an all-gather or its result, or gradients to the input of a reduction."""
+        # FSDP2 has no ops for its collectives: they are those of c10d whose buffer one of these ops has just written.
+        # On a device they run on streams of their own, so that all-gathers overlap with computation in the usual order
+        # of the program (pytorch#117973).
         if name == "all_gather_copy_in":
             self._fsdp_buffer = _storage(result[1])
         elif name == "split_with_sizes_copy":

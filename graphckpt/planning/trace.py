@@ -156,6 +156,9 @@ class StepMarks:
         call = self.call
         self._mark(Phase.FORWARD, call)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Hooks on tensors and not on modules: a full backward hook would wrap the arguments, so that forward gets
+        # views. That of an argument runs when its gradient is complete, which is when the block's backward is over,
+        # unless others read it.
         with_history = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
         for tensor in with_history:
             tensor.register_hook(partial(self._end_backward, call))
@@ -183,12 +186,15 @@ class StepMarks:
             self._num_updates += 1
 
     def _begin_backward(self, call: int, output: int, gradient: torch.Tensor) -> None:
+        # A block with several outputs has a hook on each: the first one to run begins its backward.
         if call not in self._in_backward:
             self._in_backward.add(call)
             self._mark(Phase.BACKWARD, call)
         self._log_gradient(call, output, gradient)
 
     def _end_backward(self, call: int, _: torch.Tensor) -> None:
+        # The gradient of a mask or of an encoder's output is complete after all blocks that read it: another interval
+        # has begun by then.
         if self._interval == (Phase.BACKWARD, call):
             self._mark(Phase.AFTER_BACKWARD, call)
 
@@ -252,7 +258,7 @@ class Trace(StepMarks, AllocationTrace):
         AllocationTrace.__init__(self, *arguments, **options)
         self.seconds: dict[Interval, float] = defaultdict(float)
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
-        """What the last call has returned, and its versions."""
+        """The tensors that the last call has returned, with their versions."""
 
     def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Logs that a store holds a tensor for the present call; returns what :meth:`release` takes."""
@@ -277,6 +283,7 @@ class Trace(StepMarks, AllocationTrace):
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 call.arguments.append(self.storage_number(leaf))
+                # Joined blocks free their argument, so it has to be the very tensor of the block before, unmodified.
                 if are_passed_on and any(t() is leaf and version == leaf._version for t, version in self._returned):
                     call.returned_before.append(call.arguments[-1])
 

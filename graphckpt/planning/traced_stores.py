@@ -75,6 +75,7 @@ class TracedStore(RecordingStore):
             return HeldKey(tensor.detach(), [tensor], trace)
         storage = tensor.untyped_storage()  # which sparse tensors lack
         reference = self._offloaded.get(id(storage))
+        # Several blocks may save one storage, which is offloaded once; an id may be that of a later storage.
         copy = reference() if reference is not None else None
         if copy is None or copy.storage() is not storage:
             copy = _OffloadedStorage(tensor)
@@ -193,7 +194,7 @@ class PartitionStore(RecordingStore):
         parts = _pieces(group, is_cut=True)
         sizes = [p.store.gathered_bytes(p.handle.num_bytes) for p in parts if isinstance(p.store, ShardedStore)]
         if len(sizes) > 1:
-            sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # as one buffer
+            sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # copied into one buffer
         if sizes and self.trace is not None:
             self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
 

@@ -177,6 +177,8 @@ class UpdatePlanner:
     def _positions(self, kind: int) -> Iterator[int]:
         """Yields the blocks of a class for other options: first those with neighbours that are compared."""
         alike = self._alike(kind)
+        # From the last but one on every second block, so that both neighbours stay recomputed. Not the last one, whose
+        # forward ends before the head.
         yield from dict.fromkeys([*alike[-2::-2], *alike[-3::-2], *alike])
 
     def _alike(self, kind: int) -> list[int]:

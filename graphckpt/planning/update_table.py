@@ -36,7 +36,7 @@ InputSizes: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class UpdateRow(NamedTuple):
-    """What a call does to the level under an option, in bytes; see Note [Two borders]."""
+    """The effect of a call on the level under an option, in bytes; see Note [Two borders]."""
 
     retained: int
     """From its forward to the first backward, relative to ``full``; it may be negative."""
@@ -67,7 +67,7 @@ class _Kind(NamedTuple):
 @final
 @dataclass
 class _CallReadings:
-    """What calls of one kind did under one option, in bytes, by the blocks before and after them."""
+    """The readings of calls of one kind under one option, in bytes, by the blocks before and after them."""
 
     added: dict[_Border, list[int]] = field(default_factory=lambda: defaultdict(list))
     """To the level: from the start of the forward to that of the next block, or to its own end, which has no border."""
@@ -78,7 +78,7 @@ class _CallReadings:
     rises_forward: list[int] = field(default_factory=list)
     rises_backward: list[int] = field(default_factory=list)
     recomputed: list[int] = field(default_factory=list)
-    """What a recomputation has added."""
+    """Added by a recomputation."""
     forward_seconds: list[float] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
 
@@ -218,6 +218,8 @@ class UpdateTable:
         if key not in self._tables:
             base: dict[Interval, LevelSpan] = {}
             for update in self._updates[key]:
+                # A table over the measured levels predicts them plus what the terms of its options add: that is taken
+                # off again, which leaves the base of this update, with every block recomputed.
                 own = self._table_over(update, update.levels.spans)
                 for level, span in zip(own.levels(update.options), update.levels.spans.values(), strict=True):
                     beyond = level.start - span.start - self.start_bytes
@@ -268,6 +270,7 @@ class UpdateTable:
         kinds = self._kinds(update)
         borders = [i for i in levels.spans if i.is_of_block and not _is_drop(i, levels)]
         phases = [Phase.FORWARD, *(interval.phase for interval in borders)]
+        # The first backward of each batch: before it comes the head, whose gradient may take no memory.
         first = {
             i for i, phase in zip(borders, phases, strict=False) if (phase, i.phase) == (Phase.FORWARD, Phase.BACKWARD)
         }
@@ -328,6 +331,8 @@ class UpdateTable:
 
     def _read_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
         """Returns the row of an update of these sizes, or else one that is scaled."""
+        # From the most reliable reading to the least: these sizes and an equal call; another batch that shows the
+        # option and `full` together; another batch, beside a `full` that is scaled itself. Larger batches come first.
         alike = sorted(
             {other for _, other, _ in self._readings if other.block_class == kind.block_class},
             key=lambda other: (other != kind, other.place != kind.place, not other.is_typical, other.place),

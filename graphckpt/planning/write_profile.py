@@ -153,6 +153,8 @@ class CudaBenchmark(DeviceBenchmark):
         there = torch.zeros(self.block_bytes, dtype=torch.uint8, device=self.device)
         here = torch.zeros(self.block_bytes, dtype=torch.uint8, pin_memory=True)
         a = torch.zeros(self.sizes[1], self.sizes[1], dtype=torch.float16, device=self.device)
+        # The rates of copies that overlap with computation, as in a step: kernels and copies share the memory of the
+        # device.
         copies = torch.cuda.Stream(self.device)
         copy_seconds = self.time(lambda: here.copy_(there, non_blocking=True))
         num_products = min(_MAX_PRODUCTS, 1 + int(2 * copy_seconds / self.time(lambda: a @ a)))

@@ -1,4 +1,4 @@
-"""The contracts: a store holds tensors, and a byte store holds their bytes. Counts what they hold."""
+"""The base classes: a store holds tensors, a byte store holds their bytes. Counters of the bytes that they hold."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class TensorGroup:
     """Where to count, while the step is recorded."""
     number: int = 0
     """Position among the groups of the step."""
+    # Weak: a group lives as long as its block's graph, and would hold bytes that backward has released. An id may be
+    # that of a later piece, so what is looked up by id is compared by identity.
     pieces: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     """Weak references to its stored tensors, by ``id``; those of freed tensors may remain."""
     unmoved: frozenset[int] | None = None
@@ -101,10 +103,14 @@ class DeviceStore(Store):
 
 @final
 class KeptTensor:
-    """An alias of a saved tensor in autograd's place, without history: a node that holds its output is never freed.
+    """An alias without history, which a saved-tensor hook returns in place of the tensor.
 
     PyTorch does not check the versions of tensors that go through hooks, so this does.
     """
+
+    # Autograd saves an output of an op without its history, but a hook gets it with history. If the hook returned the
+    # tensor, then after `y = x.exp()` the node would hold `y`, and `y` the node, in C++, where the garbage collector
+    # sees no cycle: neither would be freed. So the documentation of `saved_tensors_hooks` asks pack hooks to detach.
 
     __slots__ = ("__weakref__", "_tensor", "_version")
 
@@ -221,12 +227,14 @@ class Total:
     @property
     def largest(self) -> int:
         """The largest sum at one time, as seen before each :meth:`drop` and now."""
+        # The shares are copied here, when a rise is over, and not in `add`, which runs for each saved tensor.
         if self._now > self._largest:
             self._largest, self._at_largest = self._now, self._shares.copy()
         return self._largest
 
     def share_of(self, key: object) -> int:
         """Returns one share of the largest sum."""
+        # The property is read first: it brings `_at_largest` up to date.
         return self._at_largest.get(key, 0) if self.largest else 0
 
     def add(self, key: object, amount: int) -> None:
@@ -236,6 +244,7 @@ class Total:
 
     def drop(self, key: object, amount: int) -> None:
         """Subtracts from a share what has ended."""
+        # Reading the property notes the sum as it is before this change.
         if self.largest:
             self.add(key, -amount)
 
@@ -272,6 +281,7 @@ class Traffic:
         """Counts bytes that are stored at ``tier`` while ``owner`` is alive."""
         self.has_moved = True
         self._totals[tier].add(self._key, num_bytes)
+        # Without this, those that are pending at exit would run then, for a count that nobody reads.
         weakref.finalize(owner, self._totals[tier].drop, self._key, num_bytes).atexit = False
 
 

@@ -306,6 +306,7 @@ class _OpenFile:
 
     def prefetch(self, handles: Sequence[_DiskHandle]) -> None:
         for handle in reversed(handles):  # backward needs first what was saved last
+            # See Note [The writer drops a tensor without a lock].
             handle.is_requested = True
             if handle.data is None and handle.read is None:
                 self._ahead.append(handle)
@@ -337,6 +338,7 @@ class _OpenFile:
 
     def _wait_for_room(self, num_bytes: int) -> None:
         while self._unwritten:
+            # One thread writes in order, so that no later write is over before this one.
             oldest = self._unwritten[0]
             if oldest.write is not None and not oldest.write.done():
                 if self._unwritten_bytes + num_bytes <= self._bound:
@@ -389,6 +391,13 @@ def _run(verb: str, handle: _DiskHandle, job: Callable[..., Any], *arguments: An
         if handle.traffic is not None:
             handle.traffic.copy_seconds += perf_counter() - started
     return None
+
+
+# Note [The writer drops a tensor without a lock]
+# Once its bytes are in the file, `save` drops `handle.data` unless `is_requested` is set. `prefetch` sets that before
+# it looks at `data`: either the tensor stays, and `get` returns it without a read, or its bytes are in the file. If
+# `save` had looked just before, the tensor is dropped after all, and `get` reads it. So `get` reads the attribute once,
+# into a variable: it may be None at a second look.
 
 
 # Note [Each step of a transfer is synchronous]
@@ -497,8 +506,8 @@ def in_blocks(num_bytes: int) -> int:
 class UnlinkedFile:
     """A file that is unlinked as soon as it is open, so that nothing is left behind, however the process ends.
 
-    Where the file system supports direct I/O, ``write`` and ``read`` bypass the page cache. Elsewhere ``flush`` writes
-    the cache back and drops it.
+    Where the file system supports direct I/O, ``write`` and ``read`` bypass the page cache, in which a copy of all that
+    is offloaded would take host memory. Elsewhere ``flush`` writes the cache back and drops it.
 
     Raises:
         OSError: The folder is missing, not writable, or full.
@@ -540,6 +549,7 @@ class UnlinkedFile:
 
     def flush(self, offset: int, num_bytes: int) -> None:
         if not self.is_direct:
+            # In this order: the advice has no effect on pages that are not written back yet.
             os.fdatasync(self._number)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._number, offset, num_bytes, os.POSIX_FADV_DONTNEED)

@@ -20,7 +20,7 @@ from graphckpt.stores.slab import FreeRanges, aligned
 from graphckpt.units import format_bytes
 
 _log = logging.getLogger("graphckpt")
-_MAX_VIEWS = 10_000  # of the slab that are held as tensors
+_MAX_VIEWS = 10_000  # slices of the slab to reuse; steps of ever new sizes would hold more and more of them
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,15 @@ class _HostHandle(ByteHandle):
 # The caching allocator reuses memory as soon as the last reference is gone, in the order of the compute stream. So a
 # tensor that a copy still reads is held until the compute stream waits for that copy. The moment is decided by counting
 # groups or bytes, never by querying an event: a capture forbids queries, and all steps should use the same memory at
-# the same moment. `record_stream` would delay every free to the end of a capture.
+# the same moment. `record_stream` would delay every free to the end of a capture (pytorch#158352).
+#
+#     compute    | A       | B       | C       | C back  | B back  | A back
+#     offload    |         | a>      | b>      | c>      |         |
+#     reload     |         |         |         | <b      | <a      |
+#     waits for  |         |      a> |      b> |         | <b c>   | <a
+#
+# When B ends, the compute stream waits for a>: from then on A's memory may be reused, in the order of that stream. The
+# bytes of C are still on the device when backward needs them, and c> is waited for when backward reaches B.
 
 
 class HostStore(ByteStore):
@@ -113,6 +121,7 @@ class HostStore(ByteStore):
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         with self._lock:
+            # A backward that has raised does not call what it has queued: each forward begins without a pending call.
             self._waits_at_end = False
             block = self._memory.put(data.numel(), group.block)
             handle = _HostHandle(data, block, group.number)
@@ -150,6 +159,8 @@ class HostStore(ByteStore):
         assert isinstance(handle, _HostHandle)
         with self._lock:
             self._wait_at_end_of_backward()
+            # The caller of an earlier group got the tensor's own memory, which a copy to the host may still read.
+            # Backward is done with that group: once the compute stream has waited for its copies, the memory may go.
             for number in [number for number in self._borrowed if number != group.number]:
                 borrowed = self._borrowed.pop(number)
                 self._release_sources([other for other in self._offloading if other in borrowed])
@@ -170,6 +181,9 @@ class HostStore(ByteStore):
     def free(self, handle: ByteHandle) -> None:
         assert isinstance(handle, _HostHandle)
         with self._lock:
+            # Both waits come before the range is free: the next `put` may get it at once, and a copy that it starts is
+            # behind all that the compute stream has waited for, see `CopyEngine._issue`. Freed first, the range could
+            # be overwritten while this reload still reads it.
             if handle in self._offloading:
                 self._release_sources([handle])
             if handle.reload_event is not None:
@@ -302,6 +316,7 @@ class PinnedPool:
         size = aligned(num_bytes)
         begin = self._ranges.allocate(size)
         fits = begin + size <= self.slab_bytes
+        # An error or an interrupt returns the range, too.
         memory = None
         try:
             memory = self._slab if fits else self._single_buffer(num_bytes, is_captured, block)
@@ -335,10 +350,13 @@ class PinnedPool:
         self._ranges = FreeRanges()
         if self._engine.is_capturing():
             return  # see Note [Captured buffers are not released]
+        # `_wanted_bytes` does not fall, so a slab that was refused is not tried again. Single buffers then serve all
+        # steps.
         wanted, old_bytes = self._wanted_bytes, self.slab_bytes
         grows = wanted > old_bytes and not 0 < self._refused <= wanted
         if not grows and (not self._buffers or self._refused):
             return
+        # The compute stream has waited for the copies of the last step, but the host has not.
         self._engine.synchronize()
         buffers, self._buffers, self._spare = self._buffers, [], {}
         if grows and self._slab is not None:
@@ -528,6 +546,7 @@ class CopyEngine:
             self._offload_stream.wait_stream(self._reload_stream)
             self._reload_stream.wait_stream(self._offload_stream)
         self._last = current
+        # One event for all copies: `wait_event` waits for what is recorded when it is called, not for later records.
         self._fork.record(current)
         stream.wait_event(self._fork)
         if is_captured:

@@ -47,6 +47,7 @@ def exchange(process_group: Any, members: list[int], message: bytes, *, topic: s
     store.set(keys[this_rank], message)
     deadline = time.monotonic() + seconds
     pause = _LONGEST_SLEEP / 100
+    # Not `store.wait(keys)`, whose error does not say which ranks are missing.
     while not store.check(keys):
         if time.monotonic() > deadline:
             raise RendezvousTimeout(
@@ -147,6 +148,7 @@ class PendingGather:
         if self._output is not None:
             rows = self._output.view(self._ranks.size, -1)
             self._output = None
+            # Of several runs each is a copy, as its rows are not adjacent, and the output is freed here.
             self._runs = [part.reshape(-1) for part in rows.split(self._lengths, dim=1)]
         run, self._runs[index] = self._runs[index], None
         assert run is not None
@@ -303,6 +305,7 @@ class ShardedStore(ByteStore):
         self._inner = inner
         self.label = "part" if inner is None else f"{inner.label} part"
         self._policy = f"{self.label} on {device.type} over ranks {ranks.members}"
+        # Hashes of strings differ between processes: they are keys of this rank's own, and are never sent.
         self._is_equal: dict[int, bool] = {}  # by the hash of a block and of the sizes of its pieces up to this one
         self._calls: weakref.WeakKeyDictionary[TensorGroup, _OpenCall] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -319,6 +322,8 @@ class ShardedStore(ByteStore):
 
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
         """Splits bytes known to be equal on all ranks; others stay as they are until the group is closed."""
+        # The key of a piece covers the sizes before it in the call: of calls that save 8 and 4 bytes, and 8 and 2, the
+        # first entry is the same, and the second is compared for each.
         handle = _ShardedHandle(data)
         call = self._calls.setdefault(group, _OpenCall(group.block))
         call.key = hash((call.key, handle.num_bytes))
@@ -332,6 +337,7 @@ class ShardedStore(ByteStore):
     def close_group(self, group: TensorGroup) -> None:
         """Compares the group's new sizes between ranks, then splits what is equal."""
         call = self._calls.pop(group, None)
+        # Bytes may be freed before the call is over, with a graph that forward drops.
         entries = [] if call is None else [entry for entry in call.handles if entry[1].data is not None]
         if entries:  # they hold no tensors: each is freed as soon as its slice is stored
             equal = self._compare_ranks([handle.data for _, handle in entries if handle.data is not None], group)

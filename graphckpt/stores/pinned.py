@@ -52,9 +52,11 @@ _postponed: list[Callable[[], None]] = []  # releases that wait until no capture
 class HostBuffer:
     """Host memory that asynchronous copies can use: ``flat`` is ``uint8``, and ``release`` runs once.
 
-    It runs when the buffer is garbage-collected at the latest. At exit, where finalizers run in reverse order, it is
-    left to the store, which waits for the copies first.
+    It runs when the buffer is garbage-collected at the latest. At exit it is left to the store.
     """
+
+    # Finalizers run at exit in the reverse order of their creation: that of a buffer before that of its store, which
+    # waits for the copies. Memory would be unpinned under a running one.
 
     __slots__ = ("__weakref__", "flat", "is_captured", "release")
 
@@ -88,6 +90,7 @@ def pin(
         MemoryError: The operating system cannot allocate it.
         RuntimeError: CUDA cannot pin it, in either way.
     """
+    # Those of now alone: in a capture a store's release postpones itself again, and `while` would not end.
     for _ in range(len(_postponed)):
         _postponed.pop()()
     try:

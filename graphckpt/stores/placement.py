@@ -34,6 +34,8 @@ class Placement:
     def is_plain(self) -> bool:
         return self.offload is None and self.partition is None and not self.contiguous
 
+    # A frozen dataclass permits this: `cached_property` writes to `__dict__`. Equality and hash compare the fields
+    # alone.
     @cached_property
     def store(self) -> Store:
         """The store of all blocks with this placement; created on first use."""
@@ -45,6 +47,7 @@ class Placement:
         return TensorStore(label, self._byte_store_for, min_elements=self.min_elements)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+        # Through `memo`, so that copies of blocks that share this store share one, too.
         copied: Placement = memo.setdefault(id(self), replace(self))
         return copied
 
@@ -53,6 +56,8 @@ class Placement:
         return Placement, (self.offload, self.partition, self.contiguous, self.min_elements)
 
     def _byte_store_for(self, device: torch.device, is_shard: bool, group: TensorGroup) -> ByteStore | None:
+        # Partition is the outermost: each rank passes its slice on to the store of `offload` or `contiguous`. The other
+        # way round every rank would offload all bytes before it drops most of them.
         store = self.offload.byte_store_for(device, group.note) if self.offload is not None else None
         if self.contiguous:
             if store is not None:

@@ -59,6 +59,7 @@ class FreeRanges:
         return self._free[-1][0]
 
     def allocate(self, size: int) -> int:
+        # The last range has no end, so that one always fits.
         at = next(at for at, (begin, end) in enumerate(self._free) if end - begin >= size)
         begin, end = self._free[at]
         self._free[at : at + 1] = [(begin + size, end)] if end - begin > size else []
@@ -88,7 +89,12 @@ class _SlabHandle(ByteHandle):
 # Note [Each use of a slab's range has its own storage]
 # What `get` returns may outlive the key: backward may keep a view of it, even as a gradient. A range must not be reused
 # while any view of it is alive, so each use of a range gets its own storage over the slab's memory (by DLPack, without
-# a copy), and the range is free when that storage is gone.
+# a copy), and the range is free when that storage is gone. A weak reference shows when that is: the Python object of a
+# storage lives as long as its memory, whoever refers to it (pytorch#103907).
+#
+#     key = put(x)            range in use
+#     y = get(key); del key   in use: y has the storage of this use
+#     del y                   the callback appends the range; the next `put` frees it
 
 # Note [Captured slabs are not freed]
 # A captured graph writes to the addresses of its capture at every replay. So a slab that was used in a capture is held
@@ -145,9 +151,13 @@ class SlabStore(ByteStore):
                 self._is_captured |= torch.cuda.is_current_stream_capturing()
             with unseen_by_modes():
                 copy = from_dlpack(to_dlpack(self._slab[begin : begin + num_bytes]))
+        # The callback runs where the last reference goes: in any thread, and also within `allocate` here, if the
+        # garbage collector starts in it. So it appends to a deque, which is atomic, and leaves the free ranges alone.
         number, self._num_puts = self._num_puts, self._num_puts + 1
         append = self._free.append  # holds no reference to the store
         storage = weakref.ref(copy.untyped_storage(), lambda _: append(number))
+        # Before the copy: if that fails or is interrupted, the range is freed with the storage. The weak reference is
+        # held too, since its callback runs only while it lives.
         self._in_use[number] = begin, begin + size, storage
         return _SlabHandle(copy.copy_(data))
 

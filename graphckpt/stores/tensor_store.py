@@ -74,7 +74,7 @@ class TensorStore(Store):
         self._last_number: int | None = None  # of the group that was requested last, in this step
         self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
         self._alive: set[int] = set()  # `id` of the handles that are not freed yet
-        self._lock = threading.RLock()  # backward runs in threads of its own, one for each device
+        self._lock = threading.RLock()  # backward runs in threads of its own, one for each device; `num_alive` nests it
 
     @property
     def label(self) -> str:
@@ -94,6 +94,8 @@ class TensorStore(Store):
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
         with self._lock:
+            # Stores are not told where a step begins: it does with the first group after all tensors of the last step
+            # are freed. An open group without tensors belongs to a step that has begun.
             if not self.num_alive and all((g := ref()) is None or g.is_closed for ref in self._groups):
                 self._groups.clear()
                 self._last_number = None
@@ -128,6 +130,9 @@ class TensorStore(Store):
                 tensor = tensor.detach().resolve_conj().resolve_neg()
             storage = tensor.untyped_storage()
             begin, end = _span(tensor)
+            # A piece stands for the tensor if it has its bytes, in the same store, and unmodified, and if it would show
+            # later modifications: results of `unsafe_chunk` (GRU) share a storage but no version counter. Else the
+            # storage gets another piece, such as one for each version of it that is saved.
             living = [one for ref in self._pieces.get(storage, ()) if (one := ref()) is not None]
             for piece in living:
                 if (
@@ -143,6 +148,7 @@ class TensorStore(Store):
                 piece = self._new_piece(tensor, storage, begin, end, store, group)
                 self._pieces[storage] = [weakref.ref(one) for one in (*living, piece)]
             ref = group.pieces.get(id(piece))
+            # The id may be that of a piece that is freed: see `TensorGroup.pieces`.
             if ref is None or ref() is not piece:
                 group.pieces.pop(id(piece), None)  # of a freed piece; the order is that of `put`
                 group.pieces[id(piece)] = weakref.ref(piece)
@@ -225,6 +231,7 @@ class TensorStore(Store):
         group: TensorGroup,
     ) -> Piece:
         begin -= begin % _ALIGN
+        # At most twice the bytes are stored, and all other views of the storage find this piece.
         if 2 * (end - begin) >= storage.nbytes():
             begin, end = 0, storage.nbytes()
         data = empty(torch.uint8, tensor.device).set_(storage, begin, (end - begin,), (1,))
@@ -233,6 +240,8 @@ class TensorStore(Store):
         piece = Piece(store, handle, VersionGuard(tensor), begin, end, self._freed)
         if group.traffic is not None:
             group.traffic.count(store.tier, store.stored_bytes(end - begin), piece)
+        # After the piece, whose destructor leads to the removal of the id. In the other order an interrupt between the
+        # two would leave the id of a handle that no piece frees.
         self._alive.add(id(handle))
         return piece
 
@@ -337,6 +346,8 @@ class TensorKey:
         self._is_read = False
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        # Exact for each dtype: pieces begin at multiples of 256 bytes, and stores return bytes that begin at multiples
+        # of 16.
         offset = (int(flat.storage_offset()) + self._offset) // self.dtype.itemsize
         return empty(self.dtype, flat.device).set_(flat.untyped_storage(), offset, self.size, self.stride)
 
@@ -410,6 +421,9 @@ class VersionGuard:
     __slots__ = ("_counter", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        # A copy does not show later modifications of its original, and an alias would hold its memory. An alias whose
+        # `.data` is replaced holds nothing, and shares the version counter still: assigning `.data` exchanges the
+        # memory alone.
         self._counter: torch.Tensor | None = None
         self._version = 0
         if not tensor.is_inference():  # those cannot be modified in place
