@@ -61,9 +61,25 @@ def _can_be_inside(optimizer: torch.optim.Optimizer, *, scaled: bool) -> bool:
     return not _uncapturable_groups(optimizer) and not hooks and (skips or not scaled)
 
 
+@final
+class _SameTensor:
+    """A tensor as a key, which is equal for this tensor alone: held, as another one could get its ``id`` otherwise."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __hash__(self) -> int:
+        return id(self._tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameTensor) and other._tensor is self._tensor
+
+
 def _value(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return id(value)
+        return _SameTensor(value)
     return tuple(value) if isinstance(value, (list, tuple)) else repr(value)
 
 
@@ -417,10 +433,11 @@ class CapturedStep:
         self.num_replays += 1
         kind.num_replays += 1
         output, result = entry.capture.output
-        leaves, spec = flatten_value(output)
-        # The next replay overwrites the output, which the caller may still hold then.
-        fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._update.after(result)
+        # Copied, as the next replay overwrites the output, which the caller may still hold then; after the update, as a
+        # step without a capture returns a parameter with its value after it.
+        leaves, spec = flatten_value(output)
+        fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return build_value(spec, fresh)
 
     def _stop_capturing(self, inputs: Hashable, modes: Hashable) -> None:

@@ -54,13 +54,14 @@ def measure(
     own_log = StepLog(run.trace)
     _check_calls(own_log)
     classes = _classes(own_log, blocks)
-    collector = TraceCollector(classes)
-    collector.add(run, every, [0] * len(every), own_log)
     recomputed = next((o for o in options if o.rule == Full() and not (o.is_far or o.is_part)), FULL)
     base_option = next((number for number, o in enumerate(options) if o is recomputed), -1)
-    collector.add(shared(step.sample(blocks, [recomputed] * len(every))), every, [base_option] * len(every))
+    base = shared(step.sample(blocks, [recomputed] * len(every)))
 
     def measure_options(numbers: Sequence[int], *, is_shorter: bool) -> MeasuredStep:
+        collector = TraceCollector(classes)  # of this try: options of another may have other numbers
+        collector.add(run, every, [0] * len(every), own_log)
+        collector.add(base, every, [base_option] * len(every))
         part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
         kinds = [classes[number] for number in numbers]
         timed = _excerpt(kinds, _MOST_TIMED)
@@ -91,7 +92,6 @@ def measure(
             except Exception:
                 if not isinstance(step, FakeStep):
                     raise  # a fake step may need all of its blocks
-                collector.drop_part()
     return measure_options(every, is_shorter=False)
 
 
@@ -175,9 +175,6 @@ class TraceCollector:
     @property
     def num_runs(self) -> int:
         return len(self._runs) + len(self._part)
-
-    def drop_part(self) -> None:
-        self._part = []
 
     def add(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -458,3 +459,27 @@ def test_a_change_between_calls_is_active_in_the_next_one(change: str) -> None:
     between, settings, num_captured = CHANGES[change]
     graph = both(between=between, **settings)
     assert num_captured in (None, captured(graph).num_captured)
+
+
+class WithWeight(Train):
+    def build(self, x: Tensor) -> Any:
+        return super().build(x), next(self.model.parameters())
+
+
+@pytest.mark.parametrize("make", [adamw, plain_sgd], ids=["inside", "outside"])
+def test_a_weight_that_is_returned_is_that_after_the_update(make: MakeOptimizer) -> None:
+    both(make=make, graph_class=WithWeight)
+
+
+def test_a_tensor_among_the_settings_lives_as_long_as_the_recordings_that_hold_it() -> None:
+    """Another tensor could get its id otherwise, and the recording would be replayed with the memory of the first."""
+    model = model_of()
+    optimizer = adamw(model)
+    graph = Train(model, optimizer)
+    for x in batches(4):
+        optimizer.param_groups[0]["note"] = setting = torch.ones((), device="cuda")
+        graph(x)
+        alive = weakref.ref(setting)
+        del setting
+        optimizer.param_groups[0]["note"] = None
+        assert alive() is not None or not captured(graph)._entries
