@@ -17,12 +17,12 @@ def enter(context: AbstractContextManager[Any], undo: Undo) -> None:
 
 
 def put_back(undo: Undo) -> None:
-    """Undoes all, from the last to the first, and empties the list; an error of one does not keep the others."""
+    """Undoes all, from the last to the first, and empties the list; an error in one does not keep the others."""
     while undo:
         function, args = undo[-1]
         try:
             function(*args)
-        except Exception:
+        except BaseException:
             undo.pop()
             put_back(undo)
             raise

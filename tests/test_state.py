@@ -232,7 +232,8 @@ def test_objects_among_the_arguments_are_put_back_too(case: str) -> None:
     change(argument)
     after = seen(argument)
     assert after != before
-    undo = swap(objects)
+    undo: Undo = []
+    swap(objects, undo)
     assert seen(argument) == before
     change(argument)
     put_back(undo)
@@ -269,3 +270,25 @@ def test_the_running_statistics_of_batch_norm_are_copied_in_training_alone(mode:
             assert [large[index] for index in copies if index in large] == ["running_mean", "running_var"]
         norm.eval()
         assert call(state, lambda: norm(image)).copies.keys().isdisjoint(large)
+
+
+def test_an_interrupt_between_two_objects_leaves_none_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = [1], [2]
+    objects = copy_objects([first, second])
+    first.append(3)
+    second.append(4)
+    calls = []
+
+    def fill_once(owner: Any, value: Any, *, fill: Callable[..., None] = graphckpt.engine.objects.fill) -> None:
+        calls.append(owner)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        fill(owner, value)
+
+    undo: Undo = []
+    with monkeypatch.context() as patch:
+        patch.setattr("graphckpt.engine.objects.fill", fill_once)
+        with pytest.raises(KeyboardInterrupt):
+            swap(objects, undo)
+    put_back(undo)
+    assert (first, second) == ([1, 3], [2, 4])

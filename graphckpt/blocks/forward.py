@@ -123,10 +123,12 @@ class ForwardWrapper(ABC):
 
     def install(self) -> None:
         module = self._module()
-        if self._is_beneath or module is None:  # see Note [Wrappers of other libraries]
+        if module is None:
             return
         fields = module.__dict__
         covered = fields.get("forward")
+        if self._is_beneath and covered is not None:  # see Note [Wrappers of other libraries]
+            return
         if covered is not self._wrapped:  # another library has wrapped or unwrapped the module since the last time
             self._cover(covered)
         fields["forward"] = self

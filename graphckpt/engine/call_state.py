@@ -550,7 +550,7 @@ class ModuleState:
             self._remove_tensors(edit)
         self._put_attributes(state, fields, edit)
         for objects in state.objects:
-            undo += swap(with_stand_ins(objects, stand_in))
+            swap(with_stand_ins(objects, stand_in), undo)
         if state.hooks or any(self._hooks.all):
             self._hooks.put_in_place(state.hooks, undo)
         if _trainable(tensors[: self._num_parameters]) != state.trainable:

@@ -537,11 +537,10 @@ class Frame(Execution, Call):
             self._recompute_before()  # in a second try again, as the first has used up their outputs
         run = Recomputation(self, early_stop=early_stop, returns_output=returns_output)
         state, call_state, arguments = self._state, self._call_state, self._arguments
-        undo: Undo = []
         with engine_ops() if is_watched() else _NOTHING:
             unread = self._modified_and_unread()
             random_now, ambient_now = self.rng_state(), take_ambient(self.devices)
-            grad_enabled = torch.is_grad_enabled()
+            undo: Undo = [(set_grad_enabled, (torch.is_grad_enabled(),)), (set_rng_state, (random_now,))]
             leaves, run.versions = arguments.take(self, self._take_outputs_before() if self._is_joined else ())
             try:
                 run.borrowed = state.put_in_place(call_state, self._stand_in_of_object, undo)
@@ -550,7 +549,8 @@ class Frame(Execution, Call):
                 args, kwargs = arguments.assemble(leaves, self._stand_in_of_object, undo)
                 context, objects, attributes = context_again(self._context, self._stand_in_of_context)
                 if objects or attributes:
-                    undo += [*swap(attributes), *restorations(copy_objects(objects, limit=_MAX_IN_CONTEXT))]
+                    swap(attributes, undo)
+                    undo += restorations(copy_objects(objects, limit=_MAX_IN_CONTEXT))
                 set_rng_state(self._random)
                 if ambient_now != self._ambient or is_autocast(ambient_now):
                     enter_ambient(undo, self._ambient, ambient_now)
@@ -566,10 +566,7 @@ class Frame(Execution, Call):
                 if type(error) is not self._failure:  # the caller has caught that of the original forward
                     raise
             finally:
-                if undo:
-                    put_back(undo)
-                set_rng_state(random_now)
-                set_grad_enabled(grad_enabled)
+                put_back(undo)
         return run
 
     def _run_again(

@@ -227,8 +227,8 @@ def differs(now: Any, then: Any) -> bool:
     return isinstance(now, OrderedDict) or any(key not in now or now[key] is not value for key, value in then.items())
 
 
-def swap(objects: Objects) -> Undo:
-    """Gives each object its contents in ``objects``. Returns what gives them back what they held.
+def swap(objects: Objects, undo: Undo) -> None:
+    """Gives each object its contents in ``objects``; ``undo`` gives them back what they held.
 
     Tensors are passed over: their versions can only be compared.
     """
@@ -242,9 +242,9 @@ def swap(objects: Objects) -> Undo:
             changed.append((owner, then))
         else:  # the recomputation may change it yet
             present.append((owner, then))
+    undo += restorations(present)  # before the first change, as Ctrl-C may come between two
     for owner, then in changed:
         fill(owner, then)
-    return restorations(present)
 
 
 def restorations(objects: Objects) -> Undo:

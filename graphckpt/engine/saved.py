@@ -502,7 +502,7 @@ class Arguments:
         Objects among the arguments hold what they held then; see :func:`with_stand_ins`.
         """
         if self._objects:
-            undo += swap(with_stand_ins(self._objects, stand_in))
+            swap(with_stand_ins(self._objects, stand_in), undo)
         return self._shape.assemble(leaves)
 
     def _keep(

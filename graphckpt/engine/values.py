@@ -479,15 +479,24 @@ def _report_finished() -> None:
     # A capture forbids queries of events: https://docs.nvidia.com/dl-cuda-graph/torch-cuda-graph/quick-checklist.html
     if _is_capturing():
         return
-    while reports and reports[0].is_copied.query():
-        reports.popleft().read()
+    while (report := _next_report()) is not None:
+        if not report.is_copied.query():
+            reports.appendleft(report)
+            return
+        report.read()
 
 
 def report_differences() -> None:
     """Reads all differences, and waits for the devices to copy them."""
     if _is_capturing():
         return
-    while reports:
-        report = reports.popleft()
+    while (report := _next_report()) is not None:
         report.is_copied.synchronize()
         report.read()
+
+
+def _next_report() -> _Report | None:
+    try:
+        return reports.popleft()
+    except IndexError:  # asked for afterwards: forwards in other threads read them too
+        return None

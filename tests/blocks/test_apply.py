@@ -479,6 +479,20 @@ def test_a_model_with_modules_of_checkpoint_wrapper_can_be_cleared_and_nothing_e
         graphckpt.remove([build()])  # type: ignore[arg-type]
 
 
+def test_a_policy_acts_again_once_the_wrapper_over_it_was_deleted() -> None:
+    """A library may end its wrapper by deleting it from the instance, and with it what lay beneath."""
+    model, log = build(), []
+    handle = graphckpt.apply(model, {"encoder.0": True})
+    (wrapper,) = handle._wrappers
+    accelerate_style(model.encoder[0], log)
+    wrapper.uninstall()  # as a Graph does after each call
+    del model.encoder[0].forward
+    wrapper.install()
+    assert recomputed(model) == ["encoder.0"]
+    handle.remove()
+    assert "forward" not in vars(model.encoder[0])
+
+
 def test_a_copy_keeps_the_wrapper_beneath() -> None:
     model, log = build(), []
     accelerate_style(model.encoder[0], log)
