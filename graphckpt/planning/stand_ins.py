@@ -16,9 +16,9 @@ from graphckpt.errors import ConfigError
 @contextmanager
 def swapped(owner: ModuleType | type | None, values: dict[str, Any]) -> Iterator[None]:
     before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
