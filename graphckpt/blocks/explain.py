@@ -418,7 +418,7 @@ def _ignoring_arguments(call: Callable[[str], None], name: str, *_: object) -> N
 def _rule(wrapper: BlockForward | None) -> str:
     if wrapper is None:
         return Keep.name
-    rule = "part" if wrapper.is_part else wrapper.rule.describe()
+    rule = "part" if wrapper.only_compiles else wrapper.rule.describe()
     if wrapper.compile_options is None:
         return rule
     return f"{rule}{share_of(wrapper.compile_options)}, compiled"

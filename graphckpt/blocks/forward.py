@@ -161,7 +161,7 @@ class BlockForward(ForwardWrapper):
         *,
         compile_options: dict[str, Any] | None = None,
         determinism_check: str = "default",
-        is_part: bool = False,
+        only_compiles: bool = False,
         is_excluded: bool = False,
     ) -> None:
         super().__init__(module)
@@ -177,12 +177,8 @@ class BlockForward(ForwardWrapper):
         """Arguments of ``torch.compile`` for its forward; ``None`` if it is not compiled."""
         self.determinism_check = determinism_check
         """The comparison that its recomputations make: see :mod:`graphckpt.engine.sampling`."""
-        self.is_part = is_part
-        """Whether it has no rule of its own and is recomputed, if at all, as a part of the block around it.
-
-        Such a wrapper is there to compile its module. :meth:`BlockContext.part` is something else: some children of a
-        block that are recomputed as one.
-        """
+        self.only_compiles = only_compiles
+        """Whether it only compiles its module, which is recomputed, if at all, with the block around it."""
         self.is_excluded = is_excluded
         """Whether it is a child of a recomputed block that is not recomputed with it."""
         self.is_in_graph = False
@@ -224,7 +220,7 @@ class BlockForward(ForwardWrapper):
         is_on = self._is_on or is_again
         if self.compile_options is not None and is_on:
             function = self._compiled = self._compiled or CompiledForward(function, self.compile_options)
-        if self.is_part or not is_on or (_disabled.is_on and not is_again):
+        if self.only_compiles or not is_on or (_disabled.is_on and not is_again):
             return function(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.rule.run_without_gradients(self._context or self.context, function, args, kwargs)
@@ -249,7 +245,7 @@ class BlockForward(ForwardWrapper):
         why = self._graph_break(torch.is_grad_enabled())
         if why:
             torch._dynamo.graph_break(msg=why)  # an error with `fullgraph=True`
-        if self.is_part or not torch.is_grad_enabled():
+        if self.only_compiles or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if self.is_excluded:
             return exclude_in_graph(function, args, kwargs)
@@ -271,14 +267,14 @@ class BlockForward(ForwardWrapper):
         reasons: list[str | None] = []
         if SHARE in (self.compile_options or ()):
             reasons.append(f"{SHARE} is its own")
-        if not self.is_part:
+        if not self.only_compiles:
             reasons.append(self.rule.graph_break(has_gradients=has_gradients))
-        if not self.is_part and has_gradients:
+        if not self.only_compiles and has_gradients:
             if self.placement is not None and not self.placement.is_plain:
                 reasons.append("it has a store")
             if self.is_excluded and running.get() is not None:  # that block is recomputed as it is
                 reasons.append("it is excluded from the block around it")
-            inner = [each for each in self._forwards_below() if not each.is_part and each.rule.name != "full"]
+            inner = [each for each in self._forwards_below() if not each.only_compiles and each.rule.name != "full"]
             is_other = any(f.rule.name != "keep" or not (f.placement is None or f.placement.is_plain) for f in inner)
             if is_other and not isinstance(self.rule, Keep):
                 reasons.append("a block within it has a policy")
@@ -338,7 +334,7 @@ class BlockForward(ForwardWrapper):
                 (module, self.name, Keep()),
                 (self._wrapped, False, None, False, False, self.determinism_check),
             )
-        flags = self.is_part, self.is_excluded, self.determinism_check
+        flags = self.only_compiles, self.is_excluded, self.determinism_check
         return (
             BlockForward,
             (module, self.name, self.rule, self.placement),
@@ -346,7 +342,7 @@ class BlockForward(ForwardWrapper):
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        wrapped, self._is_on, self.compile_options, self.is_part, self.is_excluded, *later = state
+        wrapped, self._is_on, self.compile_options, self.only_compiles, self.is_excluded, *later = state
         self.determinism_check = later[0] if later else "default"  # of a model that an older version has pickled
         self._cover(wrapped)
 

@@ -136,7 +136,9 @@ class _Resolver:
         options = config.compile_options if config is not None else None
         if outer.rule is not None and not is_hole:
             if options is not None and not isinstance(module, UNCALLED):
-                self.plan.wrappers.append(BlockForward(module, name, Keep(), compile_options=options, is_part=True))
+                self.plan.wrappers.append(
+                    BlockForward(module, name, Keep(), compile_options=options, only_compiles=True)
+                )
             if config is not None and config.placement():
                 fields = " and ".join(config.placement())
                 self.plan.idle[name] = (

@@ -192,8 +192,8 @@ class CudaGraphBackend(CaptureBackend):
         """Waits for copies of blocks outside of the loss: no backward does, and a capture must not end without."""
         for stream in self._copy_streams:
             with torch.cuda.stream(stream):
-                is_part = torch.cuda.is_current_stream_capturing()
-            if is_part:
+                is_captured = torch.cuda.is_current_stream_capturing()
+            if is_captured:
                 self._stream.wait_stream(stream)
 
 

@@ -251,7 +251,7 @@ class Step:
                 w.rule,
                 w.placement,
                 w.compile_options,
-                w.is_part,
+                w.only_compiles,
                 w.determinism_check,
                 [ref(m) for m in w.module.modules()],
             )

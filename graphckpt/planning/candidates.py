@@ -85,7 +85,7 @@ class Option:
     """Whether saved tensors are offloaded."""
     recompute_seconds: float | None = field(default=None, compare=False)
     """Seconds of the recomputation, timed op by op; ``None`` if not timed."""
-    is_part: bool = False
+    is_partitioned: bool = False
     """Whether saved tensors are partitioned over ranks."""
     level: int | None = None
     """The number of a level of ``selective`` that :mod:`graphckpt.planning.op_levels` finds; 0 keeps most."""
@@ -144,7 +144,7 @@ def options(
         ]
     if partition is not None:
         ranks = {"partition": partition}
-        result += [replace(o, name=f"{o.name} + part", fields=o.fields | ranks, is_part=True) for o in on_device]
+        result += [replace(o, name=f"{o.name} + part", fields=o.fields | ranks, is_partitioned=True) for o in on_device]
     return tuple(result)
 
 

@@ -240,7 +240,7 @@ def with_levels(
 def _own(option: Option, levels: Sequence[tuple[Sequence[str], float | None]]) -> Option:
     """Returns an option for a block with these levels; the last level replaces those that the block does not have."""
     *between, (_, full_seconds) = levels
-    is_near = not (option.is_far or option.is_part)
+    is_near = not (option.is_far or option.is_partitioned)
     if option.level is None:
         return replace(option, recompute_seconds=full_seconds) if option.rule == Full() and is_near else option
     value: Any = True

@@ -117,7 +117,7 @@ class RealStep:
         """
         store = TracedStore(_far_blocks(blocks, options))
         parts = self._parts_of(options)
-        stores = [parts[option.name] if option.is_part else store for option in options]
+        stores = [parts[option.name] if option.is_partitioned else store for option in options]
         # In this order: the first step creates optimizer states and lets blocks learn what moves; ranks compare what
         # they partition, and keep it in full until they have; from then on each step is like the next. Times are taken
         # without the trace, which slows a step down.
@@ -140,9 +140,9 @@ class RealStep:
         return StepSample(trace.log, trace.peak_bytes, _fastest(clocks), total, _fastest(plain))
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
-        names = dict.fromkeys(option.name for option in options if option.is_part)
+        names = dict.fromkeys(option.name for option in options if option.is_partitioned)
         for option in options:
-            if option.is_part and option.name not in self._parts:
+            if option.is_partitioned and option.name not in self._parts:
                 self._parts[option.name] = PartitionStore(option.fields["partition"])
         return {name: self._parts[name] for name in names}
 

@@ -54,7 +54,7 @@ def measure(
     own_log = StepLog(run.trace)
     _check_calls(own_log)
     classes = _classes(own_log, blocks)
-    recomputed = next((o for o in options if o.rule == Full() and not (o.is_far or o.is_part)), FULL)
+    recomputed = next((o for o in options if o.rule == Full() and not (o.is_far or o.is_partitioned)), FULL)
     base_option = next((number for number, o in enumerate(options) if o is recomputed), -1)
     base = shared(step.sample(blocks, [recomputed] * len(every)))
 
@@ -79,7 +79,7 @@ def measure(
             if progress is not None:
                 progress(done, len(turns) + 1)
             chosen = [recomputed if o == base_option else own[kind][o] for kind, o in zip(kinds, turn, strict=True)]
-            collector.add(shared(step.sample(part, chosen)), numbers, turn, is_part=is_shorter)
+            collector.add(shared(step.sample(part, chosen)), numbers, turn, is_shorter=is_shorter)
         if progress is not None:
             progress(len(turns) + 1, len(turns) + 1)
         return collector.measured(blocks, some, own, run, base_option)
@@ -161,8 +161,8 @@ class TraceCollector:
         self.classes = classes
         self.notes: dict[str, None] = {}
         self._runs: list[tuple[StepLog, Sequence[int]]] = []
-        self._part: list[tuple[StepLog, Sequence[int]]] = []
-        self._part_numbers: Sequence[int] = ()
+        self._shorter_runs: list[tuple[StepLog, Sequence[int]]] = []
+        self._shorter_numbers: Sequence[int] = ()
         self._seconds: dict[tuple[int, int, Phase], list[float]] = {}
         """Seconds by class, option and phase."""
         self._extra: dict[tuple[int, int, Phase], list[float]] = {}
@@ -174,7 +174,7 @@ class TraceCollector:
 
     @property
     def num_runs(self) -> int:
-        return len(self._runs) + len(self._part)
+        return len(self._runs) + len(self._shorter_runs)
 
     def add(
         self,
@@ -183,9 +183,9 @@ class TraceCollector:
         turn: Sequence[int],
         log: StepLog | None = None,
         *,
-        is_part: bool = False,
+        is_shorter: bool = False,
     ) -> None:
-        """Adds a run in which block ``numbers[n]`` had option ``turn[n]``; with ``is_part`` no other blocks ran."""
+        """Adds a run in which block ``numbers[n]`` had option ``turn[n]``; with ``is_shorter`` no other blocks ran."""
         log = StepLog(sample.trace) if log is None else log
         calls: dict[int, list[int]] = {number: [] for number in numbers}
         for call, entry in enumerate(log.calls):
@@ -194,11 +194,11 @@ class TraceCollector:
         orders = [[numbers[call.block] for call in log.calls], [call.block for call in first.calls]]
         if any(orders[0].count(number) != orders[1].count(number) for number in numbers):
             raise PathError(orders)
-        if not is_part and orders[0] != orders[1]:
+        if not is_shorter and orders[0] != orders[1]:
             raise PathError(orders)
-        (self._part if is_part else self._runs).append((log, turn))
-        if is_part:
-            self._part_numbers = numbers
+        (self._shorter_runs if is_shorter else self._runs).append((log, turn))
+        if is_shorter:
+            self._shorter_numbers = numbers
         for block, option in zip(numbers, turn, strict=True):
             key = self.classes[block], option
             for phase in _OF_BLOCKS:
@@ -218,9 +218,9 @@ class TraceCollector:
         *_, base = (log for log, turn in self._runs if set(turn) == {base_option})
         sampled = SampledRuns(base, [run for run in self._runs if run[0] is not base])
         part = None
-        if self._part:
-            part_base = next(log for log, turn in self._part if set(turn) == {base_option})
-            part = SampledRuns(part_base, self._part, self._part_numbers)
+        if self._shorter_runs:
+            part_base = next(log for log, turn in self._shorter_runs if set(turn) == {base_option})
+            part = SampledRuns(part_base, self._shorter_runs, self._shorter_numbers)
         return LevelTable.of_runs(sampled, base_option, self.classes, part)
 
     def needs_alternation(self, base_option: int) -> bool:

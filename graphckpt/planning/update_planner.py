@@ -64,7 +64,7 @@ def candidates_for_updates(
     listed = candidates_of(offload, options.candidates, code=code, partition=ranks)
     _, by_class = with_levels(listed, [0], lambda: [[]])  # fixed ones: to find some takes timing op by op
     candidates = by_class[0]
-    full = (n for n, o in enumerate(candidates) if o.rule == Full() and not (o.is_far or o.is_part))
+    full = (n for n, o in enumerate(candidates) if o.rule == Full() and not (o.is_far or o.is_partitioned))
     base = next(full, len(candidates))
     is_base_allowed = base < len(candidates)
     if not is_base_allowed:
@@ -75,7 +75,9 @@ def candidates_for_updates(
         options=[option.name for option in candidates],
         check=options.check,
     )
-    stores = [placement_of(option.fields).store if option.is_far or option.is_part else None for option in candidates]
+    stores = [
+        placement_of(option.fields).store if option.is_far or option.is_partitioned else None for option in candidates
+    ]
     return Candidates(candidates, base, stores, is_base_allowed, notes)
 
 
