@@ -17,7 +17,7 @@ def enter(context: AbstractContextManager[Any], undo: Undo) -> None:
 
 
 def put_back(undo: Undo) -> None:
-    """Undoes all, from the last to the first, and empties the list; an error in one does not keep the others."""
+    """Undoes all, from the last to the first, and empties the list; an error in one does not stop the others."""
     while undo:
         function, args = undo[-1]
         try:
