@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import (
     _BypassDispatchCache,
     in_kernel_invocation_manager,
 )
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-
-from graphckpt._compat import pytree
 
 TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
 """The name in `torch.nn.init` of what all imports of `trunc_normal_` call. It draws until all values are in bounds."""
