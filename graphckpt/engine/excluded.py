@@ -16,12 +16,12 @@ from graphckpt.engine.execution import CallMismatch, Execution, Recomputation, e
 from graphckpt.engine.objects import copy_objects, differs
 from graphckpt.engine.saved import (
     Call,
-    SavedTensor,
     StoredCall,
     are_mutated,
     class_of,
     has_attributes,
     hooks_around,
+    save_tensor,
     take_all,
     versions_of,
 )
@@ -64,7 +64,7 @@ class ExcludedCall:
         self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
         # Detached tensors share the version counters, and do not hold the graph, which holds this.
         self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
-        self._leaves = [SavedTensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._leaves = [save_tensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
 
     def buffer_ids(self) -> set[int]:
         return self.block.state.buffer_ids()

@@ -65,17 +65,123 @@ class Call:
     """The saved-tensor hooks around the call, which receive what it holds; ``None`` if the store does."""
 
 
-@final
 class SavedTensor:
-    """A kept tensor: an argument, an output or op result, or what a block that is not recomputed saves.
+    """A tensor that a call holds for backward; :func:`save_tensor` makes one of four kinds."""
 
-    Inside another recomputed block it goes to that block's hooks, which recompute it. There are four kinds::
+    # kind             what it holds                   who sees that it was modified   which tensors
+    # ArgumentItself   the tensor                      this, by its version            arguments on the device
+    # SavedAlias       a tensor without history        this, by its version            other tensors on the device
+    # StoredTensor     a handle of the store           the store, which has a copy     where the block has a store
+    # PassedOn         what the hooks around returned  these hooks                     where there are hooks around
 
-        kind        `_entry`                      who sees that it was modified   who is kept so
-        itself      the tensor                    this, by its version            arguments on the device
-        alias       a tensor without history      this, by its version            other tensors on the device
-        stored      a handle of the store         the store, which has a copy     where the block has a store
-        passed on   what the hooks around return  these hooks                     where there are hooks around the call
+    __slots__ = ("__weakref__",)
+
+    def take(self) -> torch.Tensor | None:
+        """Returns the tensor without history; ``None`` if it was modified in place since."""
+        raise NotImplementedError
+
+    def release(self, call: Call) -> None:
+        """Drops the tensor, which :meth:`take` must not be called for any more."""
+        raise NotImplementedError
+
+
+class SavedAlias(SavedTensor):
+    """A tensor on its device, without history: the tensor's own graph must not be held by what it feeds."""
+
+    __slots__ = ("_cls", "_requires_grad", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._version = None if tensor.is_inference() else tensor._version
+        self._cls, self._requires_grad = cls, requires_grad
+
+    def take(self) -> torch.Tensor | None:
+        tensor = self._unmodified()
+        return None if tensor is None else _leaf(tensor, self._cls, requires_grad=self._requires_grad)
+
+    def _unmodified(self) -> torch.Tensor | None:
+        tensor = self._tensor
+        return tensor if tensor is None or self._version is None or tensor._version == self._version else None
+
+    def release(self, call: Call) -> None:
+        if call.block.recorder is not None and self._tensor is not None:
+            call.block.recorder.released(self._tensor, self)
+        self._tensor = None
+
+
+@final
+class ArgumentItself(SavedAlias):
+    """An argument on its device, of which the recomputation receives the same object."""
+
+    __slots__ = ()
+
+    def take(self) -> torch.Tensor | None:
+        tensor = self._unmodified()
+        # The caller may have switched `requires_grad` since.
+        if tensor is None or tensor.requires_grad is self._requires_grad:
+            return tensor
+        return _leaf(tensor, self._cls, requires_grad=self._requires_grad)
+
+
+@final
+class StoredTensor(SavedTensor):
+    """A tensor in the store of its block."""
+
+    __slots__ = ("_cls", "_handle", "_requires_grad", "_store")
+
+    def __init__(self, store: Store, handle: Any, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> None:
+        self._store, self._handle = store, handle
+        self._cls, self._requires_grad = cls, requires_grad
+
+    def take(self) -> torch.Tensor | None:
+        tensor = self._store.get(self._handle)
+        return None if tensor is None else _leaf(tensor, self._cls, requires_grad=self._requires_grad)
+
+    def release(self, call: Call) -> None:
+        del call
+        self._handle = None
+
+
+@final
+class PassedOn(SavedTensor):
+    """What the hooks around the call have returned for a tensor: those of a recomputed block recompute it."""
+
+    __slots__ = ("_cls", "_entry", "_requires_grad", "_unpack")
+
+    def __init__(
+        self,
+        entry: Any,
+        unpack: Callable[[Any], torch.Tensor],
+        cls: type[torch.Tensor] | None,
+        *,
+        requires_grad: bool,
+    ) -> None:
+        self._entry, self._unpack = entry, unpack
+        self._cls, self._requires_grad = cls, requires_grad
+
+    def take(self) -> torch.Tensor | None:
+        try:
+            tensor = self._unpack(self._entry)
+        except MutatedError:
+            return None
+        return _leaf(tensor, self._cls, requires_grad=self._requires_grad)
+
+    def release(self, call: Call) -> None:
+        del call
+        self._entry = None
+
+
+def save_tensor(
+    tensor: torch.Tensor,
+    call: Call,
+    cls: type[torch.Tensor] | None = None,
+    *,
+    is_argument: bool = False,
+    copied: torch.Tensor | None = None,
+) -> SavedTensor:
+    """Saves an argument, an output or op result, or what a block that is not recomputed saves.
+
+    Inside another recomputed block it goes to that block's hooks, which recompute it.
 
     Args:
         tensor: The tensor.
@@ -84,83 +190,30 @@ class SavedTensor:
         is_argument: Whether it is an argument: if it stays on the device, the recomputation receives the same object.
         copied: A copy of an argument to keep in its place, where forward modifies it in place or may do so.
     """
-
-    __slots__ = ("__weakref__", "_cls", "_entry", "_is_itself", "_requires_grad", "_store", "_unpack", "_version")
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        call: Call,
-        cls: type[torch.Tensor] | None = None,
-        *,
-        is_argument: bool = False,
-        copied: torch.Tensor | None = None,
-    ) -> None:
-        block, outer_hooks = call.block, call.outer_hooks
-        self._cls = cls
-        self._requires_grad = tensor.requires_grad
-        self._store: Store = block.store
-        self._unpack: Any = None
-        self._version: int | None = None
-        self._is_itself = False
-        self._entry: Any = None
-        value = tensor if copied is None else copied
-        recorder = block.recorder
-        # A parameter stays on its device, where its module holds it anyway. A tensor with Python attributes stays too:
-        # neither a store nor hooks would return them.
-        if is_argument and (
-            (outer_hooks is None and block.keeps_on_device)
-            or isinstance(tensor, nn.Parameter)
-            or has_attributes(tensor)
-        ):
-            self.hold(value, is_itself=copied is None)
-        elif outer_hooks is not None:
-            pack, self._unpack = outer_hooks
-            # With history, it would look to a recomputation around like the input of `rrelu`, which must not stop it.
-            value = version_sharing_detach(value)
-            with _NOTHING if recorder is None else recorder.passing_on():
-                self._entry = pack(value)
-            return
-        else:
-            self._entry = block.store.put(value, call.group)
-            if not self.stays:  # other stores detect modifications themselves
-                return
-            # An alias has no history: the tensor's own graph must not be held by what it feeds.
-            self.hold(value if is_argument else self._entry, is_itself=is_argument and copied is None)
-        if outer_hooks is None and recorder is not None:
-            recorder.tensor_saved(block.name, value, self)
-
-    def hold(self, tensor: torch.Tensor, *, is_itself: bool) -> None:
-        self._entry = tensor
-        self._version = None if tensor.is_inference() else tensor._version
-        self._is_itself = is_itself
-
-    @property
-    def stays(self) -> bool:
-        return self._unpack is None and isinstance(self._entry, torch.Tensor)
-
-    def release(self, call: Call) -> None:
-        """Drops the tensor, which :meth:`take` must not be called for any more."""
-        recorder = call.block.recorder
-        if recorder is not None and self.stays:
-            recorder.released(self._entry, self)
-        self._entry = None
-
-    def take(self) -> torch.Tensor | None:
-        """Returns the tensor without history; ``None`` if it was modified in place since."""
-        tensor: torch.Tensor | None = self._entry
-        try:
-            if self._unpack is not None:
-                tensor = self._unpack(tensor)
-            elif not isinstance(tensor, torch.Tensor):
-                tensor = self._store.get(tensor)
-        except MutatedError:  # from a block around this one
-            return None
-        if tensor is None or (self._version is not None and tensor._version != self._version):
-            return None
-        if self._is_itself and tensor.requires_grad is self._requires_grad:  # which the caller may have switched since
-            return tensor
-        return _leaf(tensor, self._cls, requires_grad=self._requires_grad)
+    block, outer_hooks = call.block, call.outer_hooks
+    value = tensor if copied is None else copied
+    requires_grad = tensor.requires_grad
+    # A parameter stays on its device, where its module holds it anyway. A tensor with Python attributes stays too:
+    # neither a store nor hooks would return them.
+    stays = is_argument and (
+        (outer_hooks is None and block.keeps_on_device) or isinstance(tensor, nn.Parameter) or has_attributes(tensor)
+    )
+    recorder = block.recorder
+    if outer_hooks is not None and not stays:
+        pack, unpack = outer_hooks
+        # With history, it would look to a recomputation around like the input of `rrelu`, which must not stop it.
+        value = version_sharing_detach(value)
+        with _NOTHING if recorder is None else recorder.passing_on():
+            entry = pack(value)
+        return PassedOn(entry, unpack, cls, requires_grad=requires_grad)
+    entry = value if stays else block.store.put(value, call.group)
+    if not isinstance(entry, torch.Tensor):
+        return StoredTensor(block.store, entry, cls, requires_grad=requires_grad)
+    kind = ArgumentItself if is_argument and copied is None else SavedAlias
+    saved = kind(value if is_argument else entry, cls, requires_grad=requires_grad)
+    if outer_hooks is None and recorder is not None:
+        recorder.tensor_saved(block.name, value, saved)
+    return saved
 
 
 def _leaf(tensor: torch.Tensor, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> torch.Tensor:
@@ -227,7 +280,7 @@ class StoredCall(Call):
         # A store would copy the noise of `rrelu` before it is written.
         if self.block.has_rrelu and may_be_filled_later(tensor):
             return tensor
-        return SavedTensor(tensor, self)
+        return save_tensor(tensor, self)
 
     @never_compiled
     def unpack(self, entry: SavedTensor | torch.Tensor) -> torch.Tensor:
@@ -428,11 +481,9 @@ class Arguments:
         if learning:
             for each in originals:
                 is_mutated = each.position in self._mutated
-                leaf = self.leaves[each.position]
-                if call.outer_hooks is None:
+                # What was passed on stays with the hooks around, which must receive the same in every call.
+                if not isinstance(self.leaves[each.position], PassedOn):
                     self.leaves[each.position] = self._keep(call, each, each.copied if is_mutated else None, previous)
-                elif not is_mutated and leaf.stays:
-                    leaf.hold(each.tensor, is_itself=True)
         self._changed = changed = [*changed, *call_state.changed_tensors]
         # What shares its version counter with an argument or a buffer is a view of it, and of these a copy exists, or
         # an error was raised above. Other memory cannot be restored; `take` raises, as only backward needs it.
@@ -512,7 +563,7 @@ class Arguments:
         cls = class_of(tensor)
         number = None if previous is None or copied is not None else previous.number_of(tensor)
         if previous is None or number is None:
-            return SavedTensor(tensor, call, cls, is_argument=True, copied=copied)
+            return save_tensor(tensor, call, cls, is_argument=True, copied=copied)
         self.before = previous.call()
         return _JoinedInput(number, (tensor.dtype, shape_of(tensor)), cls, tensor.requires_grad)
 

@@ -28,7 +28,7 @@ from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.engine.execution import Recomputation, ScheduleMismatch, may_be_filled_later, modes_paused, running
 from graphckpt.engine.frame import Contexts, Frame
 from graphckpt.engine.objects import mutated_by
-from graphckpt.engine.saved import SavedTensor, are_mutated, take_all
+from graphckpt.engine.saved import SavedTensor, are_mutated, save_tensor, take_all
 from graphckpt.errors import RecomputeError
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 
@@ -382,7 +382,7 @@ class SelectiveContexts(Contexts):
         # Aliases: when this mode has returned, autograd gives `output` its history, which would hold the frame.
         aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
-        entries = [SavedTensor(x, frame) if isinstance(x, torch.Tensor) else x for x in aliases]
+        entries = [save_tensor(x, frame) if isinstance(x, torch.Tensor) else x for x in aliases]
         random = get_rng_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
         for tensor, _ in versions:
             self.storages.setdefault(id(storage_of(tensor)), []).append(key)
