@@ -32,6 +32,24 @@ _HAS_GPU_TESTS = re.compile(r"\bmark\.gpu\b|\bdevice: str\b")
 _WARNINGS = ("does not have a deterministic implementation", "non-deterministic algorithm")
 
 
+class ShowFailures:
+    """Shows each failure at once: a run that is stopped at a time limit shows no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\n{report.nodeid} failed in its {report.when}:\n{report.longreprtext}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(ShowFailures(config))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Spares `-m "gpu and ..."` the imports of files that have no test for a device."""
     is_left_out = config.option.markexpr.startswith("gpu") and collection_path.suffix == ".py"

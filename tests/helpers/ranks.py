@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import random
 import socket
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from graphckpt.ledger.explanation import Explanation
 from helpers.subprocess_runner import preload
 
+_SECONDS = 600  # the slowest takes a minute, or five with six other processes on two cores
+_SECONDS_TO_NOTICE = 20  # that a rank has failed; the others, in gloo or in a plan, would wait for it for half an hour
+
 
 def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: bool = True, num_ranks: int = 2) -> None:
     """Calls ``work(rank, folder, *args)`` on each of several ranks; what one raises is raised here.
@@ -29,21 +33,27 @@ def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: boo
     for the others' word, and leaves without taking anything down.
     """
     port = _unused_port()
-    for kind in ("is done", "fault of"):  # of an earlier launch in this folder
+    for kind in ("is done", "fault of", "stacks of"):  # of an earlier launch in this folder
         for path in folder.glob(f"*{kind}*"):
             path.unlink()
     preload()
     words = (port, num_ranks, work, str(folder), args, joins)
-    torch.multiprocessing.start_processes(_rank, words, nprocs=num_ranks, start_method="forkserver")
-    faults = [path.read_text() for path in sorted(folder.glob("fault of *"))]
-    assert not faults, "\n".join(faults)
+    context = torch.multiprocessing.start_processes(
+        _rank, words, nprocs=num_ranks, join=False, start_method="forkserver"
+    )
+    try:
+        while not context.join(grace_period=_SECONDS_TO_NOTICE):
+            pass
+    except torch.multiprocessing.spawn.ProcessException as error:
+        reports = [path for kind in ("fault of", "stacks of") for path in sorted(folder.glob(f"{kind} *"))]
+        raise AssertionError("\n".join([str(error), *map(Path.read_text, reports)])) from None
     assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(num_ranks)]
 
 
 def _unused_port() -> int:
     """Returns a port below those that the system gives to connections, such as gloo's, before rank 0 listens on it."""
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = random.SystemRandom().randrange(20_000, 32_000)  # not of a sequence that a test has seeded
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -61,6 +71,9 @@ def _check(rank: int, _: Path, check: Callable[..., None], *args: Any) -> None:
 
 def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folder: str, args: Any, joins: bool) -> None:
     torch.set_num_threads(1)
+    # Ranks that wait for each other end, and show where.
+    stacks = os.open(Path(folder, f"stacks of {rank}"), os.O_WRONLY | os.O_CREAT)
+    faulthandler.dump_traceback_later(_SECONDS, exit=True, file=stacks)
     Explanation.plot = lambda explanation, path: Path(path).touch()  # a plot takes as long as a run
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -70,7 +83,7 @@ def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folde
         work(rank, Path(folder), *args)
     except BaseException:
         Path(folder, f"fault of {rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
-        os._exit(0)
+        os._exit(1)
     say_done(rank, folder)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not all(
