@@ -37,7 +37,7 @@ class Update:
         self.has_begun = False
         """Whether this step has begun to change parameters."""
         self._graph_name = graph_name
-        self._num_keys = 0  # in the param groups, when their clipping keys were checked
+        self._checked: list[Any] = []  # the keys of each param group and what clips, when they were checked
 
     def add(self, optimizer: Any, scheduler: Any) -> None:
         where = f"{self._graph_name}.add_optimizer"
@@ -52,7 +52,6 @@ class Update:
             raise GraphError(f"{where}: {fault}")
         self.optimizers.append(optimizer)
         self.schedulers.append(scheduler)
-        self._num_keys += sum(map(len, optimizer.param_groups))
 
     # The loops below read the groups anew on every step: users add groups, edit them and load states. They are plain
     # loops, since a generator costs half a microsecond a step.
@@ -60,20 +59,20 @@ class Update:
     def begin(self) -> None:
         """Before backward: gradients that an earlier step outside of the graph left behind must not be added to."""
         self.has_begun = False
-        num_keys = 0
+        clipping: list[Any] = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                num_keys += len(group)
+                clipping.append((*group, group.get(_CLIP), group.get(_CLIP_TYPE)))
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         zero(optimizer)
                         break
-        # A group or a key was added since the last check: counting them in each step takes less time than a check.
-        if num_keys != self._num_keys:
+        # Something has changed since the last check. To compare it in each step takes less time than a check.
+        if clipping != self._checked:
             for optimizer in self.optimizers:
                 if (fault := _clipping_fault(optimizer)) is not None:
                     raise GraphError(f"{self._graph_name}: {fault}")
-            self._num_keys = num_keys
+            self._checked = clipping
 
     def abandon(self) -> None:
         """After an error: no half of a gradient is left to the next step."""

@@ -238,6 +238,29 @@ def test_a_misspelt_clipping_key_that_comes_later_is_an_error_before_the_next_st
     assert same(before, list(model.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("renamed", "value", "message"),
+    [
+        ("clip_grad_norm", 1.0, "'clip_grad_norm', which clips nothing"),
+        ("clip_grad_max_norm", -1.0, "clip_grad_max_norm of a param group is -1.0"),
+        ("clip_grad_max_norm", math.nan, "clip_grad_max_norm of a param group is nan"),
+    ],
+)
+def test_clipping_that_changes_between_steps_is_checked_before_the_next_one(
+    renamed: str, value: float, message: str
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD([{"params": [*model.parameters()], "clip_grad_max_norm": 1.0}], lr=0.1)
+    graph = Train(model, optimizer)
+    run_graph(graph, 1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    del optimizer.param_groups[0]["clip_grad_max_norm"]
+    optimizer.param_groups[0][renamed] = value
+    with pytest.raises(GraphError, match=message):
+        run_graph(graph, 1)
+    assert same(before, list(model.parameters()))
+
+
 def test_keys_of_the_user_and_of_the_optimizer_itself_are_left_alone() -> None:
     class Clips(torch.optim.SGD):
         def __init__(self, params: Any) -> None:
