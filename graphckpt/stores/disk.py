@@ -230,7 +230,10 @@ class DiskStore(ByteStore):
 
 @final
 class _DiskHandle(ByteHandle):
-    __slots__ = ("block", "data", "file", "is_freed", "is_requested", "offset", "read", "stream", "traffic", "write")
+    __slots__ = (
+        "block", "data", "file", "is_freed", "is_requested", "is_written", "offset", "read", "stream", "traffic",
+        "write",
+    )  # fmt: skip
 
     def __init__(self, file: _OpenFile, data: torch.Tensor, group: TensorGroup, offset: int) -> None:
         super().__init__(data.numel())
@@ -242,6 +245,8 @@ class _DiskHandle(ByteHandle):
         """The tensor's own memory, until it is written, or returned if it was requested before."""
         self.is_requested = False
         """The bytes were requested and not returned yet."""
+        self.is_written = False
+        """The writer does not need ``data`` any more."""
         self.is_freed = False
         self.write: Future[Any] | None = None
         """The queued or running write, while its bytes count as unwritten."""
@@ -321,7 +326,7 @@ class _OpenFile:
             self._end_read(handle)
             self._read_ahead()
         handle.is_requested = False
-        if handle.write is None or handle.write.done():  # else the write needs the memory, and drops it
+        if handle.is_written:  # else `save` drops it
             handle.data = None
         return flat
 
@@ -398,6 +403,9 @@ def _run(verb: str, handle: _DiskHandle, job: Callable[..., Any], *arguments: An
 # it looks at `data`: either the tensor stays, and `get` returns it without a read, or its bytes are in the file. If
 # `save` had looked just before, the tensor is dropped after all, and `get` reads it. So `get` reads the attribute once,
 # into a variable: it may be None at a second look.
+#
+# `get` sets `is_requested` before it reads `is_written`, and `save` the other way round: the later of the two drops the
+# tensor.
 
 
 # Note [Each step of a transfer is synchronous]
@@ -453,6 +461,7 @@ class Transfer:
             self._file.write(self._chunk[: in_blocks(size)], handle.offset + begin)
         else:
             self._file.flush(handle.offset, in_blocks(handle.num_bytes))
+        handle.is_written = True
         if not handle.is_requested:
             handle.data = None
 

@@ -375,6 +375,27 @@ def test_what_was_asked_for_while_it_was_being_written_needs_no_read(tmp_path, m
     assert not [offset for offset in reads.offsets if offset != keys[2].piece.handle.offset]
 
 
+def test_what_is_returned_while_its_write_ends_is_not_held_by_the_store(tmp_path, monkeypatch):
+    store, writes = with_held_writes(tmp_path, monkeypatch)
+    has_saved, ends = threading.Event(), threading.Event()
+    save = disk_store.Transfer.save
+
+    def save_and_wait(transfer, handle, ready):
+        save(transfer, handle, ready)
+        has_saved.set()
+        assert ends.wait(SECONDS)
+
+    monkeypatch.setattr(disk_store.Transfer, "save", save_and_wait)
+    key = put_one(store, torch.ones(5000))
+    io_of(store).prefetch([key.piece.handle])
+    writes.is_open.set()
+    assert has_saved.wait(SECONDS)
+    memory = weakref.ref(store.get(key).untyped_storage())
+    ends.set()
+    until_written(store)
+    assert memory() is None
+
+
 def test_a_freed_key_cancels_its_write(tmp_path, monkeypatch):
     store, writes = with_held_writes(tmp_path, monkeypatch)
     keys = put_numbers(store, 5)
