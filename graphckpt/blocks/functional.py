@@ -207,8 +207,8 @@ def _run_chain(functions: Any, chain: list[Any], segments: int, value: Any, dete
     is_module = isinstance(functions, nn.Sequential)
     name = "checkpoint_sequential"
     context = _context(functions) if is_module else BlockContext(name, (), learns=False, sampler=_sampler_of(name))
-    context.determinism_check = determinism_check
-    return run_segments(context, chain, segments, value)
+    # Not on the context, which other calls here share: one may run meanwhile, in another thread or in `chain`.
+    return run_segments(context, chain, segments, value, determinism_check=determinism_check)
 
 
 def checkpoint_wrapper(

@@ -95,12 +95,14 @@ def run_segments(
     value: Any,
     *,
     wrap: Wrap = _as_it_is,
+    determinism_check: str | None = None,
 ) -> Any:
     """Passes ``value`` through ``children``, and recomputes all but the last segment in backward.
 
-    Every call of children goes through ``wrap``, which returns what to call in its place.
+    Every call of children goes through ``wrap``, which returns what to call in its place. ``determinism_check`` is that
+    of this call; ``None`` for that of the block.
     """
-    chain = _Chain(block, children, wrap)
+    chain = _Chain(block, children, wrap, determinism_check)
     if num_segments == "log":
         return chain.run_halves(0, len(children), value)
     starts = segment_starts(num_children=len(children), num_segments=num_segments)
@@ -115,10 +117,11 @@ class _Chain(NamedTuple):
     block: BlockContext
     children: Sequence[Callable[..., Any]]
     wrap: Wrap
+    determinism_check: str | None
 
     def recompute(self, first: int, end: int, function: Callable[[Any], Any], value: Any) -> Any:
         block = self.block.part((first, end), self.children[first:end])
-        return Frame(block, self.wrap(function)).run((value,), {})
+        return Frame(block, self.wrap(function), determinism_check=self.determinism_check).run((value,), {})
 
     def run_halves(self, first: int, end: int, value: Any) -> Any:
         # Each half runs this for its own children, as frames within its frame: forward does not keep their inputs, the

@@ -371,6 +371,22 @@ def test_segments_of_a_sequence_are_counted(functions: Any, checked: list[str]) 
     assert len(checked) == 1
 
 
+def test_calls_of_one_sequence_at_the_same_time_have_their_own_checks(checked: list[str]) -> None:
+    class Calling(nn.Module):
+        """Calls the sequence that it is in, once, as another thread might at that moment."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not inner:
+                inner.append(True)
+                graphckpt.checkpoint_sequential(chain, 3, torch.ones(3, requires_grad=True), determinism_check="none")
+            return x.sin()
+
+    inner: list[bool] = []
+    chain = nn.Sequential(Calling(), nn.Tanh(), nn.Tanh())
+    graphckpt.checkpoint_sequential(chain, 3, torch.ones(3, requires_grad=True), determinism_check="values")
+    assert len(checked) == 2
+
+
 def test_measured_steps_are_neither_checked_nor_counted(checked: list[str]) -> None:
     model = nn.Sequential(Reader(lambda x: x))
     with graphckpt.apply(model, {"0": True}) as handle:
