@@ -337,9 +337,6 @@ class UpdateTable:
             {other for _, other, _ in self._readings if other.block_class == kind.block_class},
             key=lambda other: (other != kind, other.place != kind.place, not other.is_typical, other.place),
         )
-        for other in alike:
-            if (row := self._exact_row(sizes, other, option)) is not None:
-                return row
         others = {other for other, _, read in self._readings if read == option}
         in_order = sorted(others, key=lambda other: (other != sizes, -_ratio(other, sizes), other))
         for full_readings in (self._full, self._scaled_full):
