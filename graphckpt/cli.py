@@ -395,7 +395,7 @@ def _plan(parsed: argparse.Namespace) -> int:
         if len(plans) > 1:
             print(f"highest peak: stage {highest}, {format_bytes(plans[highest].predicted_peak_bytes)}")
     if parsed.save:
-        save_stages(plans, parsed.save) if len(plans) > 1 else plans[0].save(parsed.save)
+        save_stages(plans, parsed.save)
         print(f"written: {parsed.save}")
     for number, plan in enumerate(plans) if parsed.plot else ():
         print(f"drawn: {plan.plot(_numbered(parsed.plot, number, len(plans)))}")

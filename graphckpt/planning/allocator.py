@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self, final
 
@@ -215,11 +215,6 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
-    def free_blocks(self) -> Iterator[tuple[int, int]]:
-        """Yields address and size of each free block that is mapped."""
-        for pool in self._pools.values():
-            yield from ((address, size) for size, address in pool.free)
-
     def _pool(self, stream: int, private_pool: int, *, is_small: bool) -> _Pool:
         key = stream, private_pool, is_small
         if key not in self._pools:
@@ -321,23 +316,14 @@ class CachingAllocator:
     def _expanded(self, pool: _Pool, size: int) -> SegmentBlock | None:
         """Maps pages from the lowest address on at which ``size`` bytes are free or unmapped."""
         block = self._lowest_room(pool, size)
-        if block.is_mapped:
-            pool.remove(block)
-        else:
-            mapped = self._map(block, min(block.size, size))
+        while not block.is_mapped or block.size < size:
+            room, missing = (block.next, size - block.size) if block.is_mapped else (block, size)
+            assert room is not None
+            mapped = self._map(room, min(room.size, missing))  # which merges with the block before it
             if mapped is None:
                 return None
             block = mapped
-            pool.remove(block)
-        while block.size < size:
-            following = block.next
-            assert following is not None
-            pool.add(block)  # it merges with what is mapped after it
-            mapped = self._map(following, min(following.size, size - block.size))
-            if mapped is None:
-                return None
-            block = mapped
-            pool.remove(block)
+        pool.remove(block)
         return block
 
     def _lowest_room(self, pool: _Pool, size: int) -> SegmentBlock:

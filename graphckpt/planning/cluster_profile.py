@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Literal, TypeAlias, final
 
-from graphckpt.errors import ConfigError, bullets, did_you_mean
-from graphckpt.planning.profile import field_faults, is_number, read_fields
+from graphckpt.errors import ConfigError, bullets
+from graphckpt.planning.profile_files import field_faults, is_number, packaged_names, read_profile, value_faults
 from graphckpt.units import format_bytes
 
 CollectiveKind: TypeAlias = Literal["gather", "scatter", "all_reduce", "all_to_all", "broadcast", "send", "barrier"]
 """``"gather"`` is an all-gather, ``"scatter"`` a reduce-scatter; ``"broadcast"`` is also a reduction to one rank."""
 
-_CLUSTERS = Path(__file__).parent / "clusters"
 _GUIDE = '"Time" in docs/howto/cluster.md'
 _LINKS = ("within_node", "between_nodes")
 _LEAST_BANDWIDTH = 1e6  # bytes per second; a smaller number is in GB/s
@@ -126,22 +125,23 @@ def load_cluster(name_or_path: str | Path | ClusterProfile) -> ClusterProfile:
     """
     if isinstance(name_or_path, ClusterProfile):
         return name_or_path
-    names = cluster_names()
-    fix = f"use one of {', '.join(names)}; or write a profile of about 10 lines, see {_GUIDE}"
-    if not isinstance(name_or_path, (str, Path)):
-        raise ConfigError(f"cluster: expected the name of a profile, got {name_or_path!r} · fix: {fix}")
-    path = Path(name_or_path)
-    if not (path.suffix in (".yaml", ".yml") or path.is_file()):
-        name = str(name_or_path)
-        if name not in names:
-            raise ConfigError(f"cluster: unknown profile {name!r}{did_you_mean(name, names)} · fix: {fix}")
-        path = _CLUSTERS / f"{name}.yaml"
-    return _parsed(read_fields(path, "cluster", if_missing=fix, if_not_yaml=f"see {_GUIDE}"), path)
+    fix = f"use one of {', '.join(cluster_names())}; or write a profile of about 10 lines, see {_GUIDE}"
+    values, path = read_profile(name_or_path, "cluster", fix, if_missing=fix, if_not_yaml=f"see {_GUIDE}")
+    faults = field_faults(values, ClusterProfile)
+    for name in _LINKS:
+        link = values.get(name, {})
+        if not isinstance(link, dict):
+            faults.append(f"{name}: expected bandwidth, latency and efficiency, got {link!r}")
+        elif name in values:
+            faults += field_faults(link, Link, f"{name}.")
+    if faults:
+        raise ConfigError(bullets(f"cluster profile {path}", faults))
+    return ClusterProfile(**{**values, **{name: Link(**values[name]) for name in _LINKS}})
 
 
 def cluster_names() -> list[str]:
     """Returns the names of the packaged profiles."""
-    return sorted(path.stem for path in _CLUSTERS.glob("*.yaml"))
+    return packaged_names("cluster")
 
 
 def default_cluster(device_name: str) -> ClusterProfile:
@@ -160,29 +160,12 @@ def cluster_note(profile: ClusterProfile) -> str:
     return f"communication as on {profile.describe()}; {buffers}"
 
 
-def _parsed(values: dict[Any, Any], path: Path) -> ClusterProfile:
-    faults = field_faults(values, ClusterProfile, ("name", "ranks_per_node", *_LINKS))
-    for name in _LINKS:
-        link = values.get(name, {})
-        if not isinstance(link, dict):
-            faults.append(f"{name}: expected bandwidth, latency and efficiency, got {link!r}")
-        elif name in values:
-            faults += field_faults(link, Link, ("bandwidth", "latency"), f"{name}.")
-    if faults:
-        raise ConfigError(bullets(f"cluster profile {path}", faults))
-    return ClusterProfile(**{**values, **{name: Link(**values[name]) for name in _LINKS}})
-
-
 def _faults(cluster: ClusterProfile) -> list[str]:
-    faults = []
+    faults = [*value_faults(cluster, from_zero=("comm_bytes",))]
     untyped = vars(cluster)  # of a file, in which a value may be of any type
-    if not isinstance(untyped["name"], str):
-        faults.append(f"name: expected text, got {untyped['name']!r}")
-    size, num_bytes = untyped["ranks_per_node"], untyped["comm_bytes"]
+    size = untyped["ranks_per_node"]
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         faults.append(f"ranks_per_node: expected an int of 1 or more, got {size!r}")
-    if not is_number(num_bytes) or num_bytes < 0:
-        faults.append(f"comm_bytes: expected a number from 0 on, got {num_bytes!r}")
     for name in _LINKS:
         if not isinstance(untyped[name], Link):
             faults.append(f"{name}: expected a Link, got {untyped[name]!r}")

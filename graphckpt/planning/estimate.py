@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from graphckpt.planning.peak_parts import PeakParts
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks, frozen_objects, measure_all, plan_step
-from graphckpt.planning.planner import Planner, plan_in_limit, policies_key, run_plan
+from graphckpt.planning.planner import CheckedPlan, Planner, plan_in_limit, policies_key, run_plan
 from graphckpt.planning.pretrained import EXTRA, PretrainedModel, read_model, step_errors
 from graphckpt.planning.profile import DeviceProfile, load_profile, profile_names
 from graphckpt.planning.program import Phase
@@ -128,9 +128,8 @@ def estimate_model(
             raise ConfigError(f"policy: {error}") from None
         if isinstance(rule, Joined):
             what = "expected a policy that each layer can have alone, got 'joined', which is for runs of layers"
-            raise ConfigError(
-                f"policy: {what} · fix: policy='full', or leave policy out: the best plan may join layers"
-            )
+            fix = "policy='full', or leave policy out: the best plan may join layers"
+            raise ConfigError(f"policy: {what} · fix: {fix}")
     machine = load_profile(device)
     if options.memory is not None:
         machine = machine.with_memory(options.memory)
@@ -143,88 +142,69 @@ def estimate_model(
             module, step_fn, optimizer = source.make(machine.kind)
         with frozen_objects():
             step = FakeStep(fake, module, step_fn, optimizer)
-            notes = () if simulated is None else simulated.notes
-            return _Estimation(source, machine, module, step, optimizer, begin, notes).run(budget)
-
-
-class _Estimation:
-    """The runs of one step under different policies.
-
-    Args:
-        source: Where the model is from.
-        machine: The device.
-        module: The model.
-        step: Its step on the device.
-        optimizer: Its optimizer, with its states.
-        begin: Called with a line about each stage.
-        notes: What is to be said of every figure.
-    """
-
-    def __init__(
-        self,
-        source: PretrainedModel,
-        machine: DeviceProfile,
-        module: nn.Module,
-        step: FakeStep,
-        optimizer: torch.optim.Optimizer,
-        begin: Callable[[str], None],
-        notes: Sequence[str] = (),
-    ) -> None:
-        self._source = source
-        self._machine = machine
-        self._module = module
-        self._step = step
-        self._begin = begin
-        self._blocks = find_blocks(module, None)
-        self._group = PlanGroup()
-        self._plans: dict[tuple[str, ...], Plan] = {}
-        """Plans under which the step has run, by the policies of their blocks."""
-        self._fault = ""
-        """Why no plan fits."""
-        self._cluster_notes = notes
-        self._notes: list[str] = []
-        self._steady: set[tuple[str, ...]] = set()
-        """The plans for whose allocations the device has enough memory, by their policies."""
-        parameters = list(module.parameters())
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        self._weight_bytes = self._bytes_of([*parameters, *module.buffers()])
-        self._gradient_bytes = self._bytes_of(trainable)
-        self._state_bytes = self._bytes_of([*states_of(optimizer)])
-        self._num_parameters = sum(parameter.numel() for parameter in parameters)
-        self._num_trainable = sum(parameter.numel() for parameter in trainable)
-
-    def run(self, budget: Budget) -> Estimate:
-        source = self._source
-        plans = self._one_policy() if source.options.policy is not None else self._best_plan(budget)
-        policies = {
-            name: PolicyEstimate.of(
-                plan, parts, self._machine, samples=source.options.batch, tokens=self._num_tokens, title=title
+            blocks = find_blocks(module, None)
+            estimation = _Estimation(
+                source=source, machine=machine, model=module, step=step, begin=begin, blocks=blocks
             )
-            for name, (title, plan, parts) in plans.items()
+            return estimation.run(budget, optimizer, () if simulated is None else simulated.notes)
+
+
+_Column: TypeAlias = tuple[str, Plan, PeakParts]
+"""A heading, the plan of a step that has run under it, and the parts of its peak."""
+
+
+@final
+@dataclass(eq=False, kw_only=True)
+class _Estimation:
+    """The runs of one step under different policies."""
+
+    source: PretrainedModel
+    machine: DeviceProfile
+    model: nn.Module
+    step: FakeStep
+    begin: Callable[[str], None]
+    """Called with a line about each stage."""
+    blocks: Sequence[tuple[str, nn.Module]]
+    group: PlanGroup = field(default_factory=PlanGroup)
+    runs: dict[tuple[str, ...], CheckedPlan] = field(default_factory=dict)
+    """Plans under which the step has run, by the policies of their blocks."""
+    fault: str = ""
+    """Why no plan fits."""
+    notes: list[str] = field(default_factory=list)
+    """Notes on the best plan."""
+
+    def run(self, budget: Budget, optimizer: torch.optim.Optimizer, cluster_notes: Sequence[str]) -> Estimate:
+        source, options, machine = self.source, self.source.options, self.machine
+        columns = self._best_plan(budget) if options.policy is None else self._one_policy(options.policy)
+        tokens = None if source.seq is None else source.seq * options.batch  # of an encoder-decoder, its inputs'
+        policies = {
+            name: PolicyEstimate.of(plan, parts, machine, samples=options.batch, tokens=tokens, title=title)
+            for name, (title, plan, parts) in columns.items()
         }
-        plan = None if source.options.policy is not None else plans["plan"][1]
+        parameters = list(self.model.parameters())
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
         return Estimate(
             model=source.name,
             architecture=source.architecture,
             task=source.task,
-            device=self._machine.name,
-            memory_bytes=self._machine.memory_bytes,
-            batch=source.options.batch,
+            device=machine.name,
+            memory_bytes=machine.memory_bytes,
+            batch=options.batch,
             seq=source.seq,
-            world_size=source.options.world_size or 1,
-            num_parameters=self._num_parameters,
-            num_trainable=self._num_trainable,
-            weight_bytes=self._weight_bytes,
-            gradient_bytes=self._gradient_bytes,
-            optimizer_bytes=self._state_bytes,
+            world_size=options.world_size or 1,
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            num_trainable=sum(parameter.numel() for parameter in trainable),
+            weight_bytes=self._bytes_of([*parameters, *self.model.buffers()]),
+            gradient_bytes=self._bytes_of(trainable),
+            optimizer_bytes=self._bytes_of(states_of(optimizer)),
             policies=policies,
-            plan=plan,
+            plan=columns["plan"][1] if options.policy is None else None,
             devices=_devices_with(min(one.nvidia_smi_bytes or one.allocated_bytes for one in policies.values())),
             assumptions=tuple(self._assumptions()),
-            notes=tuple(self._all_notes([*policies.values()][-1])),
+            notes=tuple(self._all_notes([*policies.values()][-1], cluster_notes)),
         )
 
-    def _best_plan(self, budget: Budget) -> dict[str, tuple[str, Plan, PeakParts]]:
+    def _best_plan(self, budget: Budget) -> dict[str, _Column]:
         """Runs the step with everything kept, with every layer recomputed, and under the best plan."""
         title = "best plan"
         planners: list[Planner] = []
@@ -240,93 +220,82 @@ class _Estimation:
                 return replace(keep, budget_bytes=limit)  # nothing is faster
             if planner.floor.peak <= limit:
                 try:
-                    return plan_in_limit(planner, self._step, budget, limit, self._group)
+                    return plan_in_limit(planner, self.step, budget, limit, self.group)
                 except PlanError:
                     if of_reserved and self._is_steady(full, limit):
                         return replace(full, budget_bytes=limit)
             title = "lowest peak"
-            self._fault = f"no plan fits into {format_bytes(limit)}"
+            self.fault = f"no plan fits into {format_bytes(limit)}"
             lowest = self._run_under(planner.lowest(limit))
             return min(lowest, full, key=lambda plan: plan.predicted_reserved_bytes or plan.predicted_peak_bytes)
 
         options = PlanOptions(progress=self._on_run)
-        step = self._step, self._module, self._blocks
-        self._begin("simulating the step under all policies of each kind of layer")
+        step = self.step, self.model, self.blocks
+        self.begin("simulating the step under all policies of each kind of layer")
         try:
-            plan = plan_step(*step, budget, options, self._group, choose=choose)
+            plan = plan_step(*step, budget, options, self.group, choose=choose)
         except PlanError as error:  # a budget below the weights alone
-            self._fault = str(error).partition(" · fix: ")[0]
-            plan = plan_step(*step, "min", options, self._group, choose=choose)
+            self.fault = str(error).partition(" · fix: ")[0]
+            plan = plan_step(*step, "min", options, self.group, choose=choose)
             title = "lowest peak"
-        uniform = planners[0].uniform()
-        self._notes += [note for note in plan.notes if note not in uniform["keep"].notes]
+        measured, uniform = planners[0].measured, planners[0].uniform()
+        self.notes += [note for note in plan.notes if note not in uniform["keep"].notes]
         every = {
             "keep": ("everything kept", self._run_under(uniform["keep"])),
             "full": ("full everywhere", self._run_under(uniform["full"])),
             "plan": (title, plan),
         }
-        return {name: (text, each, self._parts(planners[0], each)) for name, (text, each) in every.items()}
+        return {name: (text, each, PeakParts.of(measured, each)) for name, (text, each) in every.items()}
 
-    def _one_policy(self) -> dict[str, tuple[str, Plan, PeakParts]]:
-        policy = str(self._source.options.policy)
+    def _one_policy(self, policy: str) -> dict[str, _Column]:
         is_keep = isinstance(parse_rule(policy), Keep)
-        self._begin(f"simulating the step under {policy}")
+        self.begin(f"simulating the step under {policy}")
         options = PlanOptions(candidates=() if is_keep else (policy,), progress=self._on_run)
         with without_value_checks():
-            planner = measure_all(self._step, self._module, self._blocks, options, self._group).plain
-            runs = [self._run_under(plan) for plan in planner.uniform().values()]
+            planner = measure_all(self.step, self.model, self.blocks, options, self.group).plain
+            plans = [self._run_under(plan) for plan in planner.uniform().values()]
         titles = {"keep": "everything kept", policy: "everything kept" if is_keep else f"{policy} everywhere"}
-        plans = zip(titles.items(), runs, strict=True)
-        return {name: (title, plan, self._parts(planner, plan)) for (name, title), plan in plans}
+        return {
+            name: (title, plan, PeakParts.of(planner.measured, plan))
+            for (name, title), plan in zip(titles.items(), plans, strict=True)
+        }
 
     def _run_under(self, plan: Plan) -> Plan:
         """Returns the plan with what a run of the step under it takes: allocated and reserved bytes, and seconds."""
         key = policies_key(plan)
-        if key not in self._plans:
-            self._begin(f"simulating the step under {', '.join(dict.fromkeys(key))}")
-            run = run_plan(plan, self._module, self._step, self._group)
-            self._plans[key] = run.plan
-            if run.is_steady:
-                self._steady.add(key)
-        return self._plans[key]
+        if key not in self.runs:
+            self.begin(f"simulating the step under {', '.join(dict.fromkeys(key))}")
+            self.runs[key] = run_plan(plan, self.model, self.step, self.group)
+        return self.runs[key].plan
 
     def _is_steady(self, plan: Plan, limit: int) -> bool:
         """Whether a step has run under a plan within ``limit``, without releasing memory of the allocator each time."""
-        return plan.predicted_reserved_bytes <= limit and policies_key(plan) in self._steady
+        return plan.predicted_reserved_bytes <= limit and self.runs[policies_key(plan)].is_steady
 
     def _on_run(self, done: int, total: int) -> None:
-        self._begin(f"run {done} of {total} is done")
+        self.begin(f"run {done} of {total} is done")
 
-    def _parts(self, planner: Planner, plan: Plan) -> PeakParts:
-        return PeakParts.of(planner.measured, plan)
-
-    @property
-    def _num_tokens(self) -> int | None:
-        """The tokens of a step: of an encoder-decoder, those of its inputs."""
-        seq = self._source.seq
-        return None if seq is None else seq * self._source.options.batch
-
-    def _bytes_of(self, tensors: Sequence[torch.Tensor]) -> int:
+    def _bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """Returns the bytes of the tensors on the device, those of a shared storage once."""
         sizes = {id(storage): storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
-        return sum(map(self._machine.rounded, sizes.values()))
+        return sum(map(self.machine.rounded, sizes.values()))
 
-    def _all_notes(self, last: PolicyEstimate) -> Iterator[str]:
-        if self._fault:
-            lora = "" if self._source.options.lora is not None else ", lora"
-            yield f"{self._fault} · fix: a smaller batch or seq{lora}, or a device with more memory"
-        yield from self._cluster_notes
+    def _all_notes(self, last: PolicyEstimate, cluster_notes: Sequence[str]) -> Iterator[str]:
+        if self.fault:
+            lora = "" if self.source.options.lora is not None else ", lora"
+            yield f"{self.fault} · fix: a smaller batch or seq{lora}, or a device with more memory"
+        yield from cluster_notes
         if last.fits:
-            yield from self._notes
-        if last.binding == Phase.OPTIMIZER.value and self._source.options.optimizer == "adamw":
+            yield from self.notes
+        if last.binding == Phase.OPTIMIZER.value and self.source.options.optimizer == "adamw":
             yield "the update of AdamW sets the peak, by its temporaries · fix: optimizer='adamw-fused', which has none"
 
     def _assumptions(self) -> list[str]:
-        source, options = self._source, self._source.options
+        source, options = self.source, self.source.options
         default = "" if options.dtype or source.config.dtype else " (the default)"
         lines = [
             f"weights in {str(source.dtype).removeprefix('torch.')}{default}",
-            *self._step.assumptions,
+            *self.step.assumptions,
             "no gradient clipping, no accumulation",
         ]
         if options.world_size is not None:

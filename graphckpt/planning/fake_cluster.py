@@ -8,20 +8,20 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import wraps
 from typing import Any, ClassVar, Self, final
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from graphckpt.errors import ConfigError
 from graphckpt.planning.cluster_profile import Cluster, ClusterProfile, cluster_note, default_cluster, load_cluster
-from graphckpt.planning.fake_ddp import simulated_ddp
-from graphckpt.planning.fake_stages import simulated_stages
+from graphckpt.planning.fake_ddp import simulate_ddp
+from graphckpt.planning.fake_stages import simulate_stages
 from graphckpt.planning.profile import Device, DeviceProfile, load_profile
-from graphckpt.planning.stand_ins import refusal, replaced, swapped
+from graphckpt.planning.stand_ins import StandIns, refusal
 from graphckpt.planning.timeline import bubble_seconds
 
 _CUDA_CALLS = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "init")
@@ -82,18 +82,20 @@ class FakeCluster:
         if dist.is_initialized():
             what = f"expected no process group in this process, got one of {dist.get_world_size()}"
             raise ConfigError(f"world_size: {what} · fix: plan before init_process_group, or in a process of its own")
-        with ExitStack() as stack:
-            stack.enter_context(_environment(self._variables()))
-            stack.enter_context(_fake_group(self.world_size, self.rank))
-            stack.enter_context(_meshes_with_values())
-            stack.enter_context(warnings.catch_warnings())
+        with StandIns() as stand_ins:
+            stand_ins.enter_context(patch.dict(os.environ, self._variables()))
+            _begin_fake_group(stand_ins, self.world_size, self.rank)
+            _read_meshes(stand_ins)
+            stand_ins.enter_context(warnings.catch_warnings())
             # of a mesh of CPUs, which stands in for one of CUDA devices
             warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
-            stack.enter_context(_cuda_of(self.local_rank))
-            stack.enter_context(_refusals())
-            stack.enter_context(simulated_ddp())
-            stack.enter_context(simulated_stages(self._see_schedule))
-            self._stack = stack.pop_all()
+            for name in _CUDA_CALLS:  # by which scripts select their device; PyTorch refuses them without one
+                stand_ins.replace(getattr(torch.cuda, name), lambda *_, **__: None)
+            stand_ins.replace(torch.cuda.current_device, lambda: self.local_rank)
+            _refuse(stand_ins)
+            simulate_ddp(stand_ins)
+            simulate_stages(stand_ins, self._see_schedule)
+            self._stack = stand_ins.pop_all()
         FakeCluster.is_entered = True
         return self
 
@@ -150,22 +152,7 @@ def cluster_of(cluster: Cluster, machine: DeviceProfile) -> ClusterProfile:
     return default_cluster(machine.name) if cluster is None else load_cluster(cluster)
 
 
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ |= values
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _fake_group(world_size: int, rank: int) -> Iterator[None]:
+def _begin_fake_group(stand_ins: StandIns, world_size: int, rank: int) -> None:
     from graphckpt._compat_distributed import own_dtensor_caches, start_fake_group  # noqa: PLC0415 - takes a second
 
     new_group = dist.new_group
@@ -176,68 +163,42 @@ def _fake_group(world_size: int, rank: int) -> Iterator[None]:
         del backend, pg_options  # of NCCL or gloo
         return new_group(ranks, timeout, None, None, *args, **kwargs)
 
-    excepthook = sys.excepthook  # PyTorch replaces it by one that prints the rank
+    stand_ins.swap(sys, excepthook=sys.excepthook)  # PyTorch replaces it by one that prints the rank
     start_fake_group(world_size, rank)
-    try:
-        with (
-            own_dtensor_caches(),
-            replaced(dist.init_process_group, lambda *_, **__: None),
-            replaced(dist.destroy_process_group, lambda *_, **__: None),  # at the end of a script's function
-            replaced(new_group, new_fake_group),
-        ):
-            yield
-    finally:
-        sys.excepthook = excepthook
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    stand_ins.callback(dist.destroy_process_group)
+    stand_ins.enter_context(own_dtensor_caches())
+    stand_ins.replace(dist.init_process_group, lambda *_, **__: None)
+    stand_ins.replace(dist.destroy_process_group, lambda *_, **__: None)  # at the end of a script's function
+    stand_ins.replace(new_group, new_fake_group)
 
 
-@contextmanager
-def _meshes_with_values() -> Iterator[None]:
+def _read_meshes(stand_ins: StandIns) -> None:
     """Lets meshes read their numbers of ranks, which have no values where tensors are fake."""
     from torch.distributed import device_mesh  # noqa: PLC0415
 
     from graphckpt._compat_distributed import MESH_READERS, reader_of_resharding, without_modes  # noqa: PLC0415
 
     mesh_class = device_mesh.DeviceMesh
-    originals = {name: getattr(mesh_class, name) for name in MESH_READERS if hasattr(mesh_class, name)}
-    wrapped = {name: without_modes(method) for name, method in originals.items() if callable(method)}
-    begin = wrapped["__init__"]
+    readers = {name: getattr(mesh_class, name) for name in MESH_READERS if hasattr(mesh_class, name)}
+    stand_ins.swap(mesh_class, **{name: without_modes(reader) for name, reader in readers.items()})
+    begin, make = mesh_class.__init__, without_modes(device_mesh.init_device_mesh)
 
     def begin_here(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         begin(mesh, _here(device_type), *args, **kwargs)
 
-    make = without_modes(device_mesh.init_device_mesh)
-
     def init_here(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return make(_here(device_type), *args, **kwargs)
 
-    with ExitStack() as stack:
-        for name, method in {**wrapped, "__init__": begin_here}.items():
-            setattr(mesh_class, name, method)
-            stack.callback(setattr, mesh_class, name, originals[name])
-        stack.enter_context(replaced(device_mesh.init_device_mesh, init_here))
-        reader = reader_of_resharding()
-        stack.enter_context(replaced(reader, without_modes(reader)))
-        yield
+    stand_ins.swap(mesh_class, __init__=begin_here)
+    stand_ins.replace(device_mesh.init_device_mesh, init_here)
+    stand_ins.replace(reader_of_resharding(), without_modes(reader_of_resharding()))
 
 
 def _here(device_type: str) -> str:
     return device_type if device_type == "meta" else "cpu"
 
 
-@contextmanager
-def _cuda_of(local_rank: int) -> Iterator[None]:
-    """Lets scripts select their device, which PyTorch refuses without one."""
-    with ExitStack() as stack:
-        for name in _CUDA_CALLS:
-            stack.enter_context(replaced(getattr(torch.cuda, name), lambda *_, **__: None))
-        stack.enter_context(replaced(torch.cuda.current_device, lambda: local_rank))
-        yield
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
+def _refuse(stand_ins: StandIns) -> None:
     from torch.distributed.fsdp import (  # noqa: PLC0415 - takes a second
         CPUOffloadPolicy,
         FullyShardedDataParallel,
@@ -251,11 +212,9 @@ def _refusals() -> Iterator[None]:
             refusal("fully_shard(offload_policy=CPUOffloadPolicy(...))", _OFFLOAD_FIX)()
         return fully_shard(*args, **kwargs)
 
-    with ExitStack() as stack:
-        stack.enter_context(replaced(fully_shard, shard))
-        for name in _OBJECTS:
-            stack.enter_context(replaced(getattr(dist, name), refusal(f"torch.distributed.{name}", _OBJECTS_FIX)))
-        stack.enter_context(replaced(context_parallel, refusal("context_parallel", _FIX)))
-        refused = wraps(FullyShardedDataParallel.__init__)(refusal("FullyShardedDataParallel", _FIX))
-        stack.enter_context(swapped(FullyShardedDataParallel, {"__init__": refused}))
-        yield
+    stand_ins.replace(fully_shard, shard)
+    for name in _OBJECTS:
+        stand_ins.replace(getattr(dist, name), refusal(f"torch.distributed.{name}", _OBJECTS_FIX))
+    stand_ins.replace(context_parallel, refusal("context_parallel", _FIX))
+    refused = wraps(FullyShardedDataParallel.__init__)(refusal("FullyShardedDataParallel", _FIX))
+    stand_ins.swap(FullyShardedDataParallel, __init__=refused)

@@ -7,8 +7,7 @@ reducer does, at the same moments.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -20,15 +19,14 @@ from torch import Tensor, nn
 
 from graphckpt._compat_distributed import DDP_NAMES, bucket_assignment, queue_backward_callback
 from graphckpt.errors import ConfigError
-from graphckpt.planning.stand_ins import refusal, swapped, user_line
+from graphckpt.planning.stand_ins import StandIns, refusal, user_line
 
 _FIX = "leave it out, or plan with real ranks by torchrun"
 _METHODS = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook", "join")
 _ARGUMENTS = ("mixed_precision", "delay_all_reduce_named_params", "batched_grad_copy")
 
 
-@contextmanager
-def simulated_ddp() -> Iterator[None]:
+def simulate_ddp(stand_ins: StandIns) -> None:
     """Lets ``DistributedDataParallel`` wrap modules of fake tensors."""
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415 - takes a second
 
@@ -47,11 +45,9 @@ def simulated_ddp() -> Iterator[None]:
         ddp.reducer.watch(ddp.module)
 
     reducer, logger, verify = DDP_NAMES
-    with ExitStack() as stack:
-        stack.enter_context(swapped(dist, {reducer: FakeReducer, logger: _FakeLogger, verify: lambda *_: None}))
-        refused = {name: refusal(f"DistributedDataParallel.{name}", _FIX) for name in _METHODS}
-        stack.enter_context(swapped(DistributedDataParallel, {"__init__": init, **refused}))
-        yield
+    stand_ins.swap(dist, **{reducer: FakeReducer, logger: _FakeLogger, verify: lambda *_: None})
+    refused = {name: refusal(f"DistributedDataParallel.{name}", _FIX) for name in _METHODS}
+    stand_ins.swap(DistributedDataParallel, __init__=init, **refused)
 
 
 @final

@@ -35,7 +35,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning.cluster_profile import default_cluster
 from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.profile import DeviceProfile
-from graphckpt.planning.stand_ins import swapped, user_line
+from graphckpt.planning.stand_ins import StandIns, user_line
 from graphckpt.planning.timeline import Timeline
 from graphckpt.stores.base import Offload, Traffic
 from graphckpt.stores.disk import Disk
@@ -74,24 +74,25 @@ class FakeDevice:
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.enter_context(own_device_modules())
-            stack.enter_context(_transformers_as_eager(is_padded=self._is_padded))
+        with StandIns() as stand_ins:
+            stand_ins.enter_context(own_device_modules())
+            stand_ins.enter_context(_transformers_as_eager(is_padded=self._is_padded))
             if self.machine.kind == "cuda":
-                stack.enter_context(_autocast_here())
-                stack.enter_context(_foreach_optimizers())
+                _autocast_here(stand_ins)
+                _choose_foreach_optimizers(stand_ins)
                 for target in (Host, Disk):
-                    stack.enter_context(swapped(target, {"byte_store_for": _absent_store}))
-            stack.enter_context(swapped(torch.utils, {"swap_tensors": self._swap}))  # `module.to(...)` calls it
+                    stand_ins.swap(target, byte_store_for=_absent_store)
+            stand_ins.swap(torch.utils, swap_tensors=self._swap)  # `module.to(...)` calls it
             # It draws once, as a fake tensor has no values to compare with the bounds.
-            normal = torch.no_grad()(lambda tensor, *_, **__: tensor.normal_())
-            stack.enter_context(swapped(torch.nn.init, {TRUNCATED_NORMAL: normal}))
+            stand_ins.swap(
+                torch.nn.init, **{TRUNCATED_NORMAL: torch.no_grad()(lambda tensor, *_, **__: tensor.normal_())}
+            )
             # Function modes are called before dispatch modes: the overrides choose kernels, and the ops of these run on
             # fake tensors.
-            stack.enter_context(self._tensors)
-            stack.enter_context(self._functions)
-            stack.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
-            self._entered.append(stack.pop_all())
+            stand_ins.enter_context(self._tensors)
+            stand_ins.enter_context(self._functions)
+            stand_ins.enter_context(backward_within(self._functions))  # the recomputation must use the same kernels
+            self._entered.append(stand_ins.pop_all())
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -148,8 +149,9 @@ class _FunctionOverrides(TorchFunctionMode):
         if func in self._instead:
             return self._instead[func](*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            by_name = {"scaled_dot_product_attention": self._attention, "dropout": dropout} if self._is_cuda else {}
-            with swapped(F, by_name):  # PyTorch disables the mode while it runs
+            with StandIns() as stand_ins:  # PyTorch disables the mode while it runs
+                if self._is_cuda:
+                    stand_ins.swap(F, scaled_dot_product_attention=self._attention, dropout=dropout)
                 return func(*args, **kwargs)
         if is_autocast and self._is_cuda and func in FULL_PRECISION:
             return in_full_precision(func, args, kwargs)
@@ -212,8 +214,10 @@ PADDED = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")  # True
 def swapped_masks(function: Callable[..., Any], *names: str) -> Iterator[None]:
     """Replaces functions of Transformers' mask code by ``function``, which gets the original as its first argument."""
     module = sys.modules.get("transformers.masking_utils")
-    originals = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    with swapped(module, {name: partial(function, original) for name, original in originals.items()}):
+    with StandIns() as stand_ins:
+        for name in names:
+            if hasattr(module, name):
+                stand_ins.swap(module, **{name: partial(function, getattr(module, name))})
         yield
 
 
@@ -235,8 +239,7 @@ def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _autocast_here() -> Iterator[None]:
+def _autocast_here(stand_ins: StandIns) -> None:
     """Enables ``torch.autocast("cuda")``, which disables itself without the device."""
     original = torch.autocast.__init__
 
@@ -245,12 +248,10 @@ def _autocast_here() -> Iterator[None]:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, *args, **kwargs)
 
-    with swapped(torch.autocast, {"__init__": begin}):
-        yield
+    stand_ins.swap(torch.autocast, __init__=begin)
 
 
-@contextmanager
-def _foreach_optimizers() -> Iterator[None]:
+def _choose_foreach_optimizers(stand_ins: StandIns) -> None:
     """Makes optimizers use their ``foreach`` implementation by default, as on CUDA.
 
     ``capturable`` is off meanwhile: optimizers refuse it for tensors on a CPU, where fake ones are.
@@ -274,13 +275,9 @@ def _foreach_optimizers() -> Iterator[None]:
             group, values = before.pop()
             group.update(values)
 
-    handles = register_optimizer_step_pre_hook(choose), register_optimizer_step_post_hook(forget)
-    try:
-        yield
-    finally:
-        forget()
-        for handle in handles:
-            handle.remove()
+    for handle in (register_optimizer_step_pre_hook(choose), register_optimizer_step_post_hook(forget)):
+        stand_ins.callback(handle.remove)
+    stand_ins.callback(forget)
 
 
 def _absent_store(target: Offload, device: torch.device, note: Callable[[str], None]) -> HostStore:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, final
 
@@ -12,14 +11,13 @@ import torch.distributed as dist
 
 from graphckpt._compat_distributed import WARM_UP, schedule_of_stages, take_known_shapes
 from graphckpt.errors import ConfigError
-from graphckpt.planning.stand_ins import refusal, replaced, swapped, user_line
+from graphckpt.planning.stand_ins import StandIns, refusal, user_line
 
 _SCHEDULE_FIX = "use Schedule1F1B or ScheduleGPipe, or plan with real ranks by torchrun"
 _SHAPES_FIX = "give both, for one micro-batch, such as torch.empty(4, 2048, 4096, device='meta', requires_grad=True)"
 
 
-@contextmanager
-def simulated_stages(on_schedule: Callable[[int, int], None]) -> Iterator[None]:
+def simulate_stages(stand_ins: StandIns, on_schedule: Callable[[int, int], None]) -> None:
     """Lets stages of ``torch.distributed.pipelining`` run without the stages of other ranks.
 
     ``on_schedule`` is called with the number of stages and that of micro-batches.
@@ -55,17 +53,15 @@ def simulated_stages(on_schedule: Callable[[int, int], None]) -> Iterator[None]:
         on_schedule(stage.num_stages, n_microbatches)
         begin_schedule(schedule, stage, n_microbatches, *args, **kwargs)
 
-    with ExitStack() as stack:
-        stack.enter_context(swapped(PipelineStage, {"__init__": init}))
-        stack.enter_context(swapped(PipelineScheduleSingle, {"__init__": init_schedule}))
-        for kind in _subclasses_of(PipelineScheduleMulti):
-            stack.enter_context(swapped(kind, {"__init__": wraps(kind.__init__)(refuse)}))
-        if hasattr(schedule_of_stages(), WARM_UP):
-            stack.enter_context(swapped(schedule_of_stages(), {WARM_UP: _take_known_shapes}))
-        for post in (dist.isend, dist.irecv):
-            stack.enter_context(replaced(post, _holding(post)))
-        stack.enter_context(replaced(dist.batch_isend_irecv, _one_by_one))
-        yield
+    stand_ins.swap(PipelineStage, __init__=init)
+    stand_ins.swap(PipelineScheduleSingle, __init__=init_schedule)
+    for kind in _subclasses_of(PipelineScheduleMulti):
+        stand_ins.swap(kind, __init__=wraps(kind.__init__)(refuse))
+    if hasattr(schedule_of_stages(), WARM_UP):
+        stand_ins.swap(schedule_of_stages(), **{WARM_UP: _take_known_shapes})
+    for post in (dist.isend, dist.irecv):
+        stand_ins.replace(post, _holding(post))
+    stand_ins.replace(dist.batch_isend_irecv, _one_by_one)
 
 
 def _subclasses_of(kind: type[Any]) -> Iterator[type[Any]]:

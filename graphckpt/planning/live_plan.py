@@ -107,7 +107,7 @@ class LivePlan:
         self._blocks = find_blocks(model, options.select)
         self._code = parse_compile(options.compile, options.candidates)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._optimizers: dict[int, Optimizer] = {}
+        self._optimizers: dict[Optimizer, None] = {}
         self._hooks = ExitStack()
         self._policies = ExitStack()
         """The policies of the plan, while there is a ``handle``."""
@@ -152,9 +152,7 @@ class LivePlan:
 
     def _watch(self) -> None:
         """Registers the hooks that see the optimizers and the inputs of the loop."""
-        self._hooks.enter_context(
-            on_optimizer_step(lambda optimizer: self._optimizers.update({id(optimizer): optimizer}))
-        )
+        self._hooks.enter_context(on_optimizer_step(self._optimizers.setdefault))
         parts = self._blocks[0][0].split(".")
         for name in (".".join(parts[:number]) for number in range(len(parts))):
             module = self._model.get_submodule(name)
@@ -263,7 +261,7 @@ class LivePlan:
         """Measures the update from here on."""
         self._metering.close()
         self._num_states = self._count_states()
-        self._meter = LevelMeter(self._device, state_tensors(self._model, self._optimizers.values()))
+        self._meter = LevelMeter(self._device, state_tensors(self._model, self._optimizers))
         self._metering.enter_context(self._meter.metering(Blocks(self._blocks)))
 
     def _measured_update(self, sizes: dict[str, int]) -> PlannedUpdate | None:
@@ -279,7 +277,7 @@ class LivePlan:
         return PlannedUpdate(levels, options, tuple(sorted(sizes.items())), creates_states=creates_states)
 
     def _count_states(self) -> int:
-        return sum(len(state) for optimizer in self._optimizers.values() for state in optimizer.state.values())
+        return sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
 
     def _plan_first(self, update: PlannedUpdate | None) -> bool:
         """Adds an update to the table; returns whether it was the last one before the plan."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from dataclasses import replace as changed
 from pathlib import Path
@@ -159,7 +159,7 @@ class Plan(PlanData):
             ConfigError: it partitions tensors over a process group, which cannot be written to a file, or the file
                 cannot be written.
         """
-        _write(path, summary_lines(self), self.to_dict())
+        save_stages([self], path)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -195,20 +195,23 @@ class Plan(PlanData):
         return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=relative)
 
 
+def stage_lines(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yields the lines about each plan, after the number of its stage if there are several."""
+    for stage, plan in enumerate(plans):
+        yield from (f"stage {stage}: {line}" if len(plans) > 1 else line for line in summary_lines(plan))
+
+
 def save_stages(plans: Sequence[Plan], path: str | Path) -> None:
-    """Writes the plans of the stages of a pipeline as YAML, with the policies of all blocks in one section.
+    """Writes the plans of the stages of a pipeline as one, which :meth:`Plan.load` reads.
+
+    It has the blocks of all stages, and the predictions of the stage with the highest peak.
 
     Raises:
         ConfigError: as :meth:`Plan.save`.
     """
-    contents = [plan.to_dict() for plan in plans]
-    policies = {name: fields for content in contents for name, fields in content["policies"].items()}
-    lines = (f"stage {number}: {line}" for number, plan in enumerate(plans) for line in summary_lines(plan))
-    _write(path, lines, {"policies": policies, "stages": [content["plan"] for content in contents]})
-
-
-def _write(path: str | Path, comment: Iterable[str], content: Mapping[str, Any]) -> None:
-    head = "".join(f"# {line}\n" for line in comment)
+    highest = max(plans, key=lambda plan: plan.predicted_peak_bytes)
+    content = changed(highest, rows=tuple(row for plan in plans for row in plan.rows)).to_dict()
+    head = "".join(f"# {line}\n" for line in stage_lines(plans))
     dumper = type("_PlainDumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
     try:
         text = yaml.dump(content, Dumper=dumper, sort_keys=False)

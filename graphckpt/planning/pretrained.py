@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 import torch
 from torch import nn
@@ -29,7 +27,7 @@ from graphckpt.extras import require
 
 EXTRA: Final = "estimate"
 _CONFIG = "config.json"
-_SECONDS = 5  # to find out whether the hub can be reached: `huggingface_hub` tries for over 20
+_SECONDS = 5  # to ask the hub for the file once: `hf_hub_download` tries to reach it for over 20
 _SEQ = 2048  # tokens, if neither an option nor the model says otherwise
 _IMAGE = 224  # pixels, for configs without a size, such as those of convolutional networks
 _IMAGES = "image-classification"
@@ -282,44 +280,29 @@ def _cached_config(name: str) -> str:
     from huggingface_hub import errors  # noqa: PLC0415
 
     fix = "check the name, or pass a folder or a config.json"
-    download = partial(hub.hf_hub_download, name, _CONFIG)
     try:
-        return str(download(local_files_only=True))
+        return str(hub.hf_hub_download(name, _CONFIG, local_files_only=True))
     except errors.HFValidationError:
         raise ConfigError(f"{name}: expected a folder, a config.json or the name of a model · fix: {fix}") from None
     except errors.LocalEntryNotFoundError:
         pass
-    offline = f"{name}: not a folder, not in the cache, and the hub cannot be reached · fix: {fix}"
-    if not _can_reach(hub.constants):
-        raise ConfigError(offline)
     try:
-        return str(download(etag_timeout=_SECONDS))
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, _CONFIG), timeout=_SECONDS)
+        return str(hub.hf_hub_download(name, _CONFIG, etag_timeout=_SECONDS))
     except errors.GatedRepoError:
         page = f"{hub.constants.ENDPOINT}/{name}"
         raise ConfigError(f"{name}: gated · fix: accept its terms on {page}, then run `hf auth login`") from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(f"{name}: not a folder, and not a public model on the hub · fix: {fix}") from None
-    except errors.LocalEntryNotFoundError:
-        raise ConfigError(offline) from None
-    except errors.EntryNotFoundError:
+    except errors.RemoteEntryNotFoundError:
         raise ConfigError(
             f"{name}: expected a {_CONFIG} on the hub, found none · fix: name a Transformers model"
         ) from None
-    except Exception as error:  # whatever a proxy or a server answers
+    except errors.HfHubHTTPError as error:
         raise ConfigError(f"{name}: the hub answered {first_line(error)} · fix: try again, or pass a folder") from error
-
-
-def _can_reach(constants: Any) -> bool:
-    endpoint = str(constants.ENDPOINT)
-    if constants.HF_HUB_OFFLINE or not endpoint.startswith(("https://", "http://")):
-        return False
-    try:
-        with urlopen(Request(endpoint, method="HEAD"), timeout=_SECONDS):  # noqa: S310 - checked above
-            return True
-    except HTTPError:
-        return True  # it has answered
-    except (URLError, OSError):
-        return False
+    except Exception:  # of the network, or that of a hub that is switched off
+        what = "not a folder, not in the cache, and the hub cannot be reached"
+        raise ConfigError(f"{name}: {what} · fix: {fix}") from None
 
 
 def _check_values(name: str, values: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ efficiency; a measured rate has efficiency 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from graphckpt.errors import ConfigError, bullets, did_you_mean
+from graphckpt.errors import ConfigError, bullets
 from graphckpt.extras import LazyPackage
+from graphckpt.planning.profile_files import field_faults, is_number, packaged_names, read_profile, value_faults
 from graphckpt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     import yaml
 else:
@@ -161,7 +162,6 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-_PROFILES = Path(__file__).parent / "profiles"
 _GUIDE = '"A profile of your own" in docs/reference/planning.md'
 _KINDS = ("cuda", "cpu")
 _ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "rounding")
@@ -264,11 +264,8 @@ class DeviceProfile:
 
     def save(self, path: str | Path, *, comment: str = "") -> None:
         """Writes a file that :func:`load_profile` reads."""
-        values = asdict(self)
-        values["attention"] = list(self.attention)
-        values["capability"] = None if self.capability is None else list(self.capability)
         head = "".join(f"# {line}\n" for line in comment.splitlines())
-        Path(path).write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        Path(path).write_text(head + yaml.safe_dump(asdict(self), sort_keys=False), encoding="utf-8")
 
 
 Device: TypeAlias = str | Path | DeviceProfile | None
@@ -283,59 +280,14 @@ def load_profile(name_or_path: str | Path | DeviceProfile) -> DeviceProfile:
     """
     if isinstance(name_or_path, DeviceProfile):
         return name_or_path
-    names = profile_names()
-    fix = f"use one of {', '.join(names)}; or write a profile of about 20 lines, see {_GUIDE}"
+    fix = f"use one of {', '.join(profile_names())}; or write a profile of about 20 lines, see {_GUIDE}"
     if not isinstance(name_or_path, (str, Path)) or str(name_or_path).startswith("cuda"):
         fix += "; or leave `device` out for a device that is present"
-    if not isinstance(name_or_path, (str, Path)):
-        raise ConfigError(f"device: expected the name of a profile, got {name_or_path!r} · fix: {fix}")
-    path = Path(name_or_path)
-    if not (path.suffix in (".yaml", ".yml") or path.is_file()):
-        if str(name_or_path) not in names:
-            name = str(name_or_path)
-            variants = [each for each in names if each.rpartition("-")[0] == name]
-            if variants:
-                listed = ", ".join(variants)
-                raise ConfigError(f"device: expected one of {listed}, got {name!r} · fix: use {variants[0]!r}")
-            raise ConfigError(f"device: unknown profile {name!r}{did_you_mean(name, names)} · fix: {fix}")
-        path = _PROFILES / f"{name_or_path}.yaml"
     tool = "with `graphckpt profile-device`"
-    return _parsed(read_fields(path, "device", if_missing=f"write one {tool}", if_not_yaml=f"write it {tool}"), path)
-
-
-def read_fields(path: Path, kind: str, *, if_missing: str, if_not_yaml: str) -> dict[Any, Any]:
-    """Returns the fields in a profile file of some ``kind``, such as ``"device"``.
-
-    Raises:
-        ConfigError: There are none, with the fix for a file that is missing, or that is not YAML.
-    """
-    if not path.is_file():
-        raise ConfigError(f"{kind}: the file {path} does not exist · fix: {if_missing}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{kind} profile {path}: expected YAML · fix: {if_not_yaml}\n{error}") from error
-    if not isinstance(values, dict):
-        what = "expected fields, one per line"
-        raise ConfigError(f"{kind} profile {path}: {what} · fix: write 'name: ...' and the rest")
-    return values
-
-
-def field_faults(values: Mapping[Any, Any], kind: type, needed: Iterable[str], where: str = "") -> list[str]:
-    """Returns what is wrong with the names of the fields of a dataclass, each after ``where``."""
-    names = [each.name for each in fields(kind)]
-    faults = [f"{where}{key}: unknown field{did_you_mean(str(key), names)}" for key in values if key not in names]
-    return faults + [f"{where}{key}: is missing" for key in needed if key not in values]
-
-
-def profile_names() -> list[str]:
-    """Returns the names of the packaged profiles."""
-    return sorted(path.stem for path in _PROFILES.glob("*.yaml"))
-
-
-def _parsed(values: dict[Any, Any], path: Path) -> DeviceProfile:
-    needed = ("name", "kind", "memory_bytes", "flops", "memory_bandwidth")
-    if faults := field_faults(values, DeviceProfile, needed):
+    values, path = read_profile(
+        name_or_path, "device", fix, if_missing=f"write one {tool}", if_not_yaml=f"write it {tool}"
+    )
+    if faults := field_faults(values, DeviceProfile):
         raise ConfigError(bullets(f"device profile {path}", faults))
     if isinstance(values.get("attention"), str):
         values["attention"] = [values["attention"]]
@@ -345,15 +297,15 @@ def _parsed(values: dict[Any, Any], path: Path) -> DeviceProfile:
     return DeviceProfile(**values)
 
 
+def profile_names() -> list[str]:
+    """Returns the names of the packaged profiles."""
+    return packaged_names("device")
+
+
 def _faults(device: DeviceProfile) -> list[str]:
-    faults = []
+    faults = [*value_faults(device, above_zero=_ABOVE_ZERO, from_zero=_FROM_ZERO_ON)]
     if device.kind not in _KINDS:
         faults.append(f"kind: expected one of {', '.join(_KINDS)}, got {device.kind!r}")
-    for name in _ABOVE_ZERO + _FROM_ZERO_ON:
-        value = getattr(device, name)
-        if not is_number(value) or value < 0 or (value == 0 and name in _ABOVE_ZERO):
-            bound = "above 0" if name in _ABOVE_ZERO else "from 0 on"
-            faults.append(f"{name}: expected a number {bound}, got {value!r}")
     for name, values in (("flops", device.flops), ("efficiency", device.efficiency)):
         if not isinstance(values, dict) or not all(is_number(value) and value > 0 for value in values.values()):
             faults.append(f"{name}: expected numbers above 0 by name, got {values!r}")
@@ -368,11 +320,4 @@ def _faults(device: DeviceProfile) -> list[str]:
     is_pair = isinstance(capability, tuple | list) and [*map(type, capability)] == [int, int]
     if capability is not None and not is_pair:
         faults.append(f"capability: expected two ints such as [9, 0], got {capability!r}")
-    if not isinstance(untyped["name"], str):
-        faults.append(f"name: expected text, got {untyped['name']!r}")
     return faults
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of a file is a number, and no ``True`` or ``False``."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

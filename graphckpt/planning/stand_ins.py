@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn, final
 
 from graphckpt.errors import ConfigError
 
 
-@contextmanager
-def swapped(owner: ModuleType | type | None, values: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    try:
+@final
+class StandIns(ExitStack):
+    """Stand-ins in the place of functions and methods, until the end of the ``with`` block."""
+
+    def swap(self, owner: Any, **values: Any) -> None:
+        """Sets attributes of a module or a class."""
         for name, value in values.items():
+            self.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+
+    def replace(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        """Replaces a function in every module that has it, also by ``from torch.distributed import new_group``.
+
+        A module that is imported meanwhile keeps the replacement, which calls the original from then on.
+        """
+        current, name = replacement, original.__name__
+
+        def end() -> None:
+            nonlocal current
+            current = original
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return current(*args, **kwargs)
+
+        self.callback(end)
+        for module in [*sys.modules.values()]:
+            if getattr(module, "__dict__", {}).get(name) is original:
+                self.swap(module, **{name: call})
 
 
 def refusal(name: str, fix: str) -> Callable[..., NoReturn]:
@@ -30,30 +49,6 @@ def refusal(name: str, fix: str) -> Callable[..., NoReturn]:
         raise ConfigError(f"{name} ({user_line()}): not supported on a simulated rank yet · fix: {fix}")
 
     return refuse
-
-
-@contextmanager
-def replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a function in every module that has it, also by ``from torch.distributed import new_group``.
-
-    A module that is imported meanwhile keeps the replacement, which calls the original from then on.
-    """
-    is_active = True
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (replacement if is_active else original)(*args, **kwargs)
-
-    name = original.__name__
-    owners = [module for module in [*sys.modules.values()] if getattr(module, "__dict__", {}).get(name) is original]
-    for owner in owners:
-        setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        is_active = False
-        for owner in owners:
-            setattr(owner, name, original)
 
 
 def user_line() -> str:

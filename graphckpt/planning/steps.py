@@ -37,7 +37,7 @@ from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, devi
 from graphckpt.planning.profile import DeviceProfile
 from graphckpt.planning.program import Interval
 from graphckpt.planning.timeline import StepSeconds
-from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace, now
+from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace
 from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
 from graphckpt.planning.write_profile import copy_rates
 from graphckpt.stores.base import Offload
@@ -82,7 +82,7 @@ class RealStep:
         self._model = model
         self._step_fn = step_fn
         self.device = next((t.device for t in self._model_tensors()), torch.device("cpu"))
-        self._optimizers: dict[int, Optimizer] = {}
+        self._optimizers: dict[Optimizer, None] = {}
         self._parts: dict[str, PartitionStore] = {}
         """By option; each stores which tensors the ranks have compared, for all blocks that save equal ones."""
         self._copy_bytes = 0
@@ -121,7 +121,7 @@ class RealStep:
         # In this order: the first step creates optimizer states and lets blocks learn what moves; ranks compare what
         # they partition, and keep it in full until they have; from then on each step is like the next. Times are taken
         # without the trace, which slows a step down.
-        with on_optimizer_step(self.remember), blocks.under(options, stores) as without:
+        with on_optimizer_step(self._optimizers.setdefault), blocks.under(options, stores) as without:
             self._step()
             settle(parts.values(), self._step)
             trace = self.new_trace()
@@ -170,18 +170,13 @@ class RealStep:
                 return orders[-1] == orders[-2] and all(block in rest for rest, order in rests for block in order)
         return False
 
-    def restricted_to(self, blocks: Blocks, numbers: Sequence[int]) -> AbstractContextManager[bool]:
-        """Yields False: a real step runs whole, since its times are measured on many blocks."""
-        del blocks, numbers
-        return nullcontext(False)
-
     def peak(self) -> int:
         """Returns the peak of live bytes during a step.
 
         On CUDA it is the allocator's, with earlier allocations and temporaries of ops, but without the copies from
         which the step is restored; elsewhere it is counted as in the traced runs.
         """
-        with on_optimizer_step(self.remember):
+        with on_optimizer_step(self._optimizers.setdefault):
             if self.device.type == "cuda":
                 # The first step reserves what this one needs, the second is measured: its states and gradients exist.
                 torch.cuda.empty_cache()  # what is reserved from here on is due to this step
@@ -200,7 +195,7 @@ class RealStep:
         """Runs two steps, and logs their allocations after those that the process has; ``None`` if not on CUDA."""
         if self.device.type != "cuda":
             return None
-        with on_optimizer_step(self.remember):
+        with on_optimizer_step(self._optimizers.setdefault):
             trace = self._new(AllocationTrace)
             rest = torch.cuda.memory_allocated(self.device) - self._copy_bytes - trace.live_bytes
             trace.add(rest)  # workspaces, and tensors that the step may use or not
@@ -211,18 +206,12 @@ class RealStep:
         return trace.allocations
 
     def run(self) -> StepRun:
-        return StepRun(self.peak(), min(self._seconds() for _ in range(_TIMED_RUNS)))
+        return StepRun(self.peak(), min(self._timed(Blocks([])).total for _ in range(_TIMED_RUNS)))
 
     def run_once(self) -> None:
         """Runs the step for other processes, which measure it; what it takes here is of interest to none."""
-        with on_optimizer_step(self.remember):
+        with on_optimizer_step(self._optimizers.setdefault):
             self._run_step()
-
-    def _seconds(self) -> float:
-        self.before_step()
-        begin = now(self.device)
-        self._run_step()
-        return now(self.device) - begin
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         return device_memory(self.device, static, sharers)
@@ -267,16 +256,13 @@ class RealStep:
                         grad.copy_(old)
             state.restore()
 
-    def remember(self, optimizer: Optimizer) -> None:
-        self._optimizers[id(optimizer)] = optimizer
-
     def new_trace(self) -> Trace:
         return self._new(Trace)
 
     def _new(self, kind: type[_AnyTrace]) -> _AnyTrace:
         rounding = 512 if self.device.type == "cuda" else 1  # bytes; CUDA's caching allocator
         trace = kind(self.device.type, rounded=lambda num_bytes: -(-num_bytes // rounding) * rounding)
-        trace.track(state_tensors(self._model, self._optimizers.values()))
+        trace.track(state_tensors(self._model, self._optimizers))
         return trace
 
     def _timed(self, blocks: Blocks) -> StepClock:
@@ -321,15 +307,15 @@ def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[R
     if device is None:
         model, step_fn = _checked_pair(make(), where)
         return RealStep(model, step_fn), model
-    optimizers: dict[int, Optimizer] = {}
+    optimizers: dict[Optimizer, None] = {}
     with device.building():
         model, step_fn = _checked_pair(make(), where)
     # Counts what the step creates and leaves behind: later traces begin with it as alive.
     first = LiveBytes(record_timeline=False, counts_fake=True)
-    with device, first, on_optimizer_step(lambda optimizer: optimizers.update({id(optimizer): optimizer})):
+    with device, first, on_optimizer_step(optimizers.setdefault):
         step_fn()  # creates the state of the optimizers
     gc.collect()  # what is alive from here on is what the step finds each time
-    return FakeStep(device, model, step_fn, list(optimizers.values()), first=first), model
+    return FakeStep(device, model, step_fn, list(optimizers), first=first), model
 
 
 def _checked_pair(pair: Any, where: str) -> tuple[nn.Module, Callable[[], object]]:

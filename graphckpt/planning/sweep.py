@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -84,14 +85,11 @@ def measure(
             progress(len(turns) + 1, len(turns) + 1)
         return collector.measured(blocks, some, own, run, base_option)
 
-    enough = _excerpt(classes, len(options))  # to measure each option in a short run
-    with step.restricted_to(blocks, enough) as is_shorter:
-        if is_shorter:
-            try:
+    if isinstance(step, FakeStep):  # the times of a real step are measured on many blocks
+        enough = _excerpt(classes, len(options))  # to measure each option in a short run
+        with step.restricted_to(blocks, enough) as is_shorter, suppress(Exception):  # it may need all of its blocks
+            if is_shorter:
                 return measure_options(enough, is_shorter=True)
-            except Exception:
-                if not isinstance(step, FakeStep):
-                    raise  # a fake step may need all of its blocks
     return measure_options(every, is_shorter=False)
 
 

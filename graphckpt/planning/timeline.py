@@ -39,6 +39,8 @@ _KINDS: dict[str, CollectiveKind] = {
 }  # fmt: skip
 _FREE = ("wait_tensor", "check_for_nan")  # a wait moves nothing
 _NAMES_OF_GROUPS = ("process_group", "group_name")
+_BUFFERS = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
+"""The collectives of FSDP2, with the argument that one of its ops, or its reduce-scatter, has written before."""
 
 
 class StepSeconds(NamedTuple):
@@ -211,25 +213,22 @@ class Timeline:
                 self._wait(self._results.pop(_storage(args[0]), 0.0))
             return 0.0
         seconds = self._cluster.seconds(call.kind, call.num_bytes, call.ranks)
-        name = func.overloadpacket.__name__
-        is_all_gather = name == "_allgather_base_" and _storage(args[0]) == self._fsdp_buffer
-        is_reduction = name == "_reduce_scatter_base_" and _storage(args[1]) == self._fsdp_buffer
-        is_second_reduction = name == "allreduce_" and [*map(_storage, args[0])] == [self._fsdp_buffer]
+        is_of_fsdp = self._is_of_fsdp(func.overloadpacket.__name__, args)
         start = self._now
-        if is_all_gather and self._copied_out is not None:
+        if is_of_fsdp and call.kind == "gather" and self._copied_out is not None:
             start = self._copied_out
-        elif is_second_reduction:
+        elif is_of_fsdp and call.kind == "all_reduce":
             start = max(start, self._scatter_end)
         end = max(start, self._ends.get(call.group, 0.0)) + seconds
         self._ends[call.group] = end
         self._groups.add(call.group)
         self._communication += seconds
-        if is_all_gather:
+        if is_of_fsdp and call.kind == "gather":
             self._results[_storage(args[0])] = end
-        elif is_reduction or is_second_reduction:
-            self._scatter_end = end if is_reduction else self._scatter_end
+        elif is_of_fsdp:
             self._reduction_end = max(self._reduction_end, end)
-            self._fsdp_buffer = _storage(args[0]) if is_reduction else self._fsdp_buffer
+            if call.kind == "scatter":
+                self._scatter_end, self._fsdp_buffer = end, _storage(args[0])
         elif call.is_functional:
             self._results |= dict.fromkeys(map(_storage, tensors_in(result)), end)
             return seconds
@@ -242,6 +241,10 @@ class Timeline:
             self._wait(end)
             return seconds
         return 0.0
+
+    def _is_of_fsdp(self, name: str, args: tuple[Any, ...]) -> bool:
+        buffers = args[_BUFFERS[name]] if name in _BUFFERS else ()
+        return [*map(_storage, tensors_in(buffers))] == [self._fsdp_buffer]
 
     def _wait_for(self, work: Any) -> None:
         _, end = self._works.pop(id(work), (None, 0.0))
@@ -257,39 +260,6 @@ def _storage(tensor: torch.Tensor) -> int:
     return id(tensor.untyped_storage())
 
 
-def pipeline_seconds(stages: Sequence[tuple[float, float]], num_micro_batches: int) -> float:
-    """Returns the seconds from the first forward to the last backward of a pipeline by the 1F1B schedule.
-
-    Stage ``s`` of ``P`` runs ``P - s`` forwards before its first backward, and then one of each in turn. Each
-    micro-batch waits for the stage before it, in backward for the one after it. Sends take no time.
-
-    Args:
-        stages: by stage, the seconds of the forward and of the backward of one micro-batch.
-        num_micro_batches: those of one step.
-
-    Equal stages take ``num_micro_batches + P - 1`` times as long as one stage takes for a micro-batch:
-
-    >>> pipeline_seconds([(1.0, 2.0)] * 4, 8)
-    33.0
-    """
-    num_stages = len(stages)
-    ends: dict[tuple[int, bool, int], float] = {}  # by stage, whether it is a backward, and micro-batch
-    orders = [_order(num_stages - stage, num_micro_batches) for stage in range(num_stages)]
-    places, now = [0] * num_stages, [0.0] * num_stages
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
-        for stage, order in enumerate(orders):
-            while places[stage] < len(order):
-                is_backward, number = order[places[stage]]
-                source = stage + 1 if is_backward else stage - 1
-                arrival = ends.get((source, is_backward, number)) if 0 <= source < num_stages else 0.0
-                if arrival is None:
-                    break
-                now[stage] = max(now[stage], arrival) + stages[stage][is_backward]
-                ends[stage, is_backward, number] = now[stage]
-                places[stage] += 1
-    return max(now, default=0.0)
-
-
 def bubble_seconds(stage_seconds: float, num_stages: int, num_micro_batches: int) -> float:
     """Returns the seconds in which a stage of a 1F1B pipeline is idle, if all stages take as long as this one.
 
@@ -302,14 +272,3 @@ def bubble_seconds(stage_seconds: float, num_stages: int, num_micro_batches: int
     9.0
     """
     return stage_seconds * (num_stages - 1) / num_micro_batches
-
-
-def _order(ahead: int, num_micro_batches: int) -> list[tuple[bool, int]]:
-    """Returns the forwards and backwards of a stage that runs so many forwards before its first backward."""
-    first = min(ahead, num_micro_batches)
-    order = [(False, number) for number in range(first)]
-    for number in range(num_micro_batches):
-        order.append((True, number))
-        if first + number < num_micro_batches:
-            order.append((False, first + number))
-    return order

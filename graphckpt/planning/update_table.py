@@ -200,7 +200,7 @@ class UpdateTable:
     def is_exact(self, block_class: int, option: int) -> bool:
         """Whether an update of the largest sizes has shown what an option does to the calls of a class."""
         return any(
-            self._exact_row(sizes, kind, option) is not None
+            self._row_read(sizes, kind, option, self._full(sizes, kind)) is not None
             for sizes, kind, read in self._readings
             if kind.block_class == block_class and read == option and sizes == self.largest[0]
         )
@@ -268,7 +268,8 @@ class UpdateTable:
     def _read(self, update: PlannedUpdate) -> None:
         levels, key = update.levels, update.key
         kinds = self._kinds(update)
-        borders = [i for i in levels.spans if i.is_of_block and not _is_drop(i, levels)]
+        drops = {Interval(Phase.BACKWARD, call) for call in levels.dropped}
+        borders = [i for i in levels.spans if i.is_of_block and i not in drops]
         phases = [Phase.FORWARD, *(interval.phase for interval in borders)]
         # The first backward of each batch: before it comes the head, whose gradient may take no memory.
         first = {
@@ -337,9 +338,6 @@ class UpdateTable:
             {other for _, other, _ in self._readings if other.block_class == kind.block_class},
             key=lambda other: (other != kind, other.place != kind.place, not other.is_typical, other.place),
         )
-        for other in alike:
-            if (row := self._exact_row(sizes, other, option)) is not None:
-                return row
         others = {other for other, _, read in self._readings if read == option}
         in_order = sorted(others, key=lambda other: (other != sizes, -_ratio(other, sizes), other))
         for full_readings in (self._full, self._scaled_full):
@@ -368,9 +366,6 @@ class UpdateTable:
             return None
         other = min(read_with, key=lambda each: (each != sizes, -_ratio(each, sizes), each))
         return self._readings[other, kind, self.base_option].scaled(_ratio(sizes, other))
-
-    def _exact_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
-        return self._row_read(sizes, kind, option, self._full(sizes, kind))
 
     def _row_read(self, sizes: InputSizes, kind: _Kind, option: int, full: _CallReadings | None) -> UpdateRow | None:
         readings = self._readings.get((sizes, kind, option))
@@ -425,10 +420,6 @@ class UpdateTable:
 
 
 _NO_ROW = UpdateRow(0, 0, 0, 0, 0)
-
-
-def _is_drop(interval: Interval, levels: UpdateLevels) -> bool:
-    return interval.phase is Phase.BACKWARD and interval.call in levels.dropped
 
 
 def _difference(

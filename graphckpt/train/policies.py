@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -119,7 +118,7 @@ def plan_on_batch(
     Each stage of a pipeline has a plan of its own, for the same budget; the file has the policies of all of them.
     ``runs`` returns whether this process runs the module of a name.
     """
-    from graphckpt.planning.rows import summary_lines  # noqa: PLC0415 - loads the planner
+    from graphckpt.planning.plan import save_stages, stage_lines  # noqa: PLC0415 - loads the planner
 
     options = _options(graph, config, runs)
     is_staged = ranks.stage_mesh is not None
@@ -133,15 +132,12 @@ def plan_on_batch(
     plans = [plan.relative_to("model")]
     if is_staged:
         plans = ranks.all_gather(plans[0])[:: ranks.config.data_parallel_size]
-    for stage, each in enumerate(plans):
-        where = f"stage {stage}: " if len(plans) > 1 else ""
-        for line in summary_lines(each):
-            report.line(f"plan: {where}{line}")
+    for line in stage_lines(plans):
+        report.line(f"plan: {line}")
 
     def save() -> None:
-        highest = max(plans, key=lambda each: each.predicted_peak_bytes)
         with replacing(saved.folder / PLAN) as fresh:
-            replace(highest, rows=tuple(row for each in plans for row in each.rows)).save(fresh)
+            save_stages(plans, fresh)
 
     saved.at_start(save)
 

@@ -137,7 +137,7 @@ def test_a_predicted_peak_is_that_of_the_trainer(place: Path, way: str) -> None:
     middle = planned(way, [(plan.predicted_peak_bytes + plan.plain_peak_bytes) // 2 for plan in lowest])
     rows = [("", [plan.plain_peak_bytes for plan in lowest])]
     for file, plans in {"lowest.yaml": lowest, "middle.yaml": middle}.items():
-        save_stages(plans, file) if len(plans) > 1 else plans[0].save(file)
+        save_stages(plans, file)
         rows.append((file, [plan.predicted_peak_bytes for plan in plans]))
     launch(peaks_agree, WAYS[way][0], place, way, rows)
     policies = [[plan.policies for plan in plans] for plans in (lowest, middle)]

@@ -158,7 +158,7 @@ def test_blocks_never_overlap_and_sums_are_right(rules: AllocatorRules, actions:
         elif action == 0:
             allocator.release_free_segments()
         used = [(block.address, block.size) for block in blocks]
-        free = list(allocator.free_blocks())
+        free = [(address, size) for pool in allocator._pools.values() for size, address in pool.free]
         ranges = sorted(used + free)
         assert all(begin + size <= after for (begin, size), (after, _) in pairwise(ranges))
         assert sum(size for _, size in used) == allocator.allocated_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from graphckpt.planning.cluster_profile import ClusterProfile, Link, cluster_nam
 from graphckpt.planning.fake_cluster import FakeCluster
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.profile import load_profile, profile_names
-from graphckpt.planning.timeline import Timeline, bubble_seconds, pipeline_seconds
+from graphckpt.planning.timeline import Timeline, bubble_seconds
 
 D, NUM_LAYERS = 1024, 4
 GB = 10**9
@@ -160,6 +160,45 @@ class TestProfiles:
             ConfigError, match="cluster: expected world_size with it, got 'pcie' alone · fix: world_size"
         ):
             graphckpt.plan(lambda: None, device="cpu", memory_budget="1GiB", cluster="pcie")  # type: ignore[arg-type, return-value]
+
+
+def pipeline_seconds(stages: Sequence[tuple[float, float]], num_micro_batches: int) -> float:
+    """Returns the seconds from the first forward to the last backward of a pipeline by the 1F1B schedule.
+
+    Stage ``s`` of ``P`` runs ``P - s`` forwards before its first backward, and then one of each in turn. Each
+    micro-batch waits for the stage before it, in backward for the one after it. Sends take no time.
+
+    Args:
+        stages: by stage, the seconds of the forward and of the backward of one micro-batch.
+        num_micro_batches: those of one step.
+    """
+    num_stages = len(stages)
+    ends: dict[tuple[int, bool, int], float] = {}  # by stage, whether it is a backward, and micro-batch
+    orders = [_order(num_stages - stage, num_micro_batches) for stage in range(num_stages)]
+    places, now = [0] * num_stages, [0.0] * num_stages
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        for stage, order in enumerate(orders):
+            while places[stage] < len(order):
+                is_backward, number = order[places[stage]]
+                source = stage + 1 if is_backward else stage - 1
+                arrival = ends.get((source, is_backward, number)) if 0 <= source < num_stages else 0.0
+                if arrival is None:
+                    break
+                now[stage] = max(now[stage], arrival) + stages[stage][is_backward]
+                ends[stage, is_backward, number] = now[stage]
+                places[stage] += 1
+    return max(now, default=0.0)
+
+
+def _order(ahead: int, num_micro_batches: int) -> list[tuple[bool, int]]:
+    """Returns the forwards and backwards of a stage that runs so many forwards before its first backward."""
+    first = min(ahead, num_micro_batches)
+    order = [(False, number) for number in range(first)]
+    for number in range(num_micro_batches):
+        order.append((True, number))
+        if first + number < num_micro_batches:
+            order.append((False, first + number))
+    return order
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from graphckpt import progress
+from graphckpt import Plan, progress
 from graphckpt.blocks.apply import policies_from_file
 from graphckpt.cli import main
 from graphckpt.config.run import fake_steps_from
@@ -263,8 +263,20 @@ def test_each_stage_of_a_pipeline_has_a_plan(tmp_path, capsys):
         ["transformer.h.2"],
     ]
     assert found["policies"] == policies_from_file(tmp_path / "all.yaml") != {}
+    saved = Plan.load(tmp_path / "all.yaml")
+    assert (saved.policies, saved.predicted_peak_bytes) == (found["policies"], max(peaks))
+    assert [row.block for row in saved.rows] == [row["block"] for stage in found["stages"] for row in stage["rows"]]
+    saved.save(tmp_path / "again.yaml")
+    assert Plan.load(tmp_path / "again.yaml") == saved
     assert [stage["notes"][0].partition(",")[0] for stage in found["stages"]] == ["stage 0 of 2", "stage 1 of 2"]
     assert all(stage["bubble_seconds"] > 0 for stage in found["stages"])
+
+
+def test_the_policies_of_stages_in_a_file_of_an_earlier_version_are_read(tmp_path):
+    """It has a section `stages` in the place of `plan`."""
+    policies = {"h.0": {"activation_checkpointing": True}}
+    (tmp_path / "old.yaml").write_text(json.dumps({"policies": policies, "stages": [{"rows": []}]}))
+    assert policies_from_file(tmp_path / "old.yaml") == policies
 
 
 def test_layers_are_in_the_stages_that_the_config_names(capsys):
