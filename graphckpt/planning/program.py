@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Self, final
 class EventKind(Enum):
     BORN = "born"
     GONE = "gone"
-    HELD = "held"
     RELEASED = "released"
+    """A block has released a tensor that a store has held for it, or the place of one that is offloaded."""
 
 
 class Phase(Enum):
@@ -48,11 +48,12 @@ class Interval(NamedTuple):
 class StorageEvent(NamedTuple):
     kind: EventKind
     storage: int
+    """Its number; -1 if the call of a block releases something."""
     num_bytes: int
     op: int
     """The number of ops that had begun."""
     call: int = -1
-    """The call of a block that has held or releases it; -1 if there is none."""
+    """The call of a block that releases something; -1 if there is none."""
 
 
 @final
@@ -72,8 +73,6 @@ class BlockCall:
     block: int
     arguments: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    gradients: dict[int, int] = field(default_factory=dict)
-    """The storage of the gradient of each output, by the number of the output."""
     backwards: set[int] = field(default_factory=set)
     """The ids of the backwards of the step that have computed gradients of its outputs."""
     returned_before: list[int] = field(default_factory=list)
@@ -97,10 +96,7 @@ class TraceLog:
             (span.interval.phase.value, span.interval.call, [(e.kind.value, *e[1:]) for e in span.entries])
             for span in self.spans
         ]
-        calls = [
-            (c.block, c.arguments, c.outputs, [*c.gradients.items()], [*c.backwards], c.returned_before)
-            for c in self.calls
-        ]
+        calls = [(c.block, c.arguments, c.outputs, [*c.backwards], c.returned_before) for c in self.calls]
         return [spans, calls, [*self.far_bytes.items()], [*self.ahead_bytes.items()]]
 
     @classmethod
@@ -111,7 +107,7 @@ class TraceLog:
                 TraceSpan(Interval(Phase(phase), call), [StorageEvent(EventKind(kind), *e) for kind, *e in entries])
                 for phase, call, entries in spans
             ],
-            [BlockCall(block, args, outs, dict(grads), set(ids), old) for block, args, outs, grads, ids, old in calls],
+            [BlockCall(block, args, outs, set(ids), old) for block, args, outs, ids, old in calls],
             Counter(dict(offloaded)),
             Counter(dict(gathered)),
         )
@@ -173,7 +169,7 @@ def _with_drops(spans: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozen
         for entry in entries:
             if entry.kind is EventKind.BORN and own >= 0:
                 creator_of[entry.storage] = own
-            elif entry.kind is EventKind.RELEASED and entry.call not in (-1, own) and entry.call not in with_backward:
+            elif entry.kind is EventKind.RELEASED and entry.call != own and entry.call not in with_backward:
                 ops.setdefault(entry.call, set()).add(entry.op)
     if not ops:
         return spans, frozenset()
