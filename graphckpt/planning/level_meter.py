@@ -25,8 +25,7 @@ from torch import nn
 from graphckpt.blocks.forward import policy_of
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.levels import LevelLog, LevelSpan
-from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
 from graphckpt.planning.trace import Blocks, StepMarks, TimeMark, seconds_between, time_mark
 
 

@@ -15,12 +15,11 @@ number, the bytes of the tensor that a block passes on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Generic, NamedTuple, Self, TypeAlias, TypeVar, final
 
-from graphckpt.planning.program import EventKind, Interval, Phase, StepLog
+from graphckpt.planning.program import Interval, LevelLog, Phase, StepLog
 
 _Value = TypeVar("_Value")
 KEEP_NUMBER = 0
@@ -61,29 +60,6 @@ class IntervalLevel(NamedTuple):
     peak: int
 
 
-class LevelSpan(NamedTuple):
-    """Live bytes in an interval."""
-
-    start: int
-    peak: int
-    end: int
-
-
-LevelLog: TypeAlias = "Mapping[Interval, LevelSpan]"
-"""The levels of a step, by interval, in the order of time."""
-
-
-def level_log(log: StepLog) -> LevelLog:
-    level, spans = 0, {}
-    for interval in log.intervals:
-        start = peak = level
-        for entry in log.entries(interval):
-            level += entry.num_bytes * ((entry.kind is EventKind.BORN) - (entry.kind is EventKind.GONE))
-            peak = max(peak, level)
-        spans[interval] = LevelSpan(start, peak, level)
-    return spans
-
-
 class Rise(NamedTuple):
     """The highest level during a call, above the level at its start, in bytes."""
 
@@ -98,16 +74,8 @@ class Before(NamedTuple):
     holds_output: bool = False
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class SampledRuns:
-    """Traces of a step, or of one with a part of its blocks, and the option of each of these blocks."""
-
-    base: StepLog
-    """With every block recomputed."""
-    runs: Sequence[tuple[StepLog, Sequence[int]]] = ()
-    numbers: Sequence[int] | None = None
-    """The numbers of the blocks in the step; ``None`` for all."""
+SampledRun: TypeAlias = "tuple[StepLog, Sequence[int]]"
+"""A traced step, and the option of each of its blocks."""
 
 
 class Batch(NamedTuple):
@@ -172,6 +140,12 @@ class Calls:
         }
         """By call: the one whose forward came before, if no backward lies between."""
         self.followed = frozenset(self.before.values())
+        self.passes: list[list[int]] = []
+        """The calls of forwards without a backward between them: of one batch of a step, or of one of its losses."""
+        for call in range(len(block_of_call)):
+            if call not in self.before:
+                self.passes.append([])
+            self.passes[-1].append(call)
         self.base_added = self.added(self.base)
 
     def added(self, spans: LevelLog) -> dict[int, int]:
@@ -184,10 +158,6 @@ class Calls:
         return {
             call: (spans[after[call]].start if call in after else span.end) - span.start for call, span in own.items()
         }
-
-
-def _calls_of(base: StepLog, classes: Sequence[int]) -> Calls:
-    return Calls(level_log(base), [call.block for call in base.calls], classes, base.dropped)
 
 
 @final
@@ -217,6 +187,12 @@ class _Readings(Generic[_Value]):
         return self._of_kind.get((calls.kinds[call], option), (False, self._default))[1] if own is None else own
 
 
+def _base_of(runs: Iterable[SampledRun], base_option: int, classes: Sequence[int]) -> tuple[StepLog, Calls]:
+    """Returns the run with every block recomputed, and its calls."""
+    log = next(log for log, plan in runs if set(plan) == {base_option})
+    return log, Calls(log.levels, [call.block for call in log.calls], classes, log.dropped)
+
+
 @final
 class LevelTable:
     """The levels of a step under any plan, from terms that are 0 until they are read.
@@ -232,7 +208,6 @@ class LevelTable:
         self.base_option = base_option
         self.log = log
         self.block_of_call = calls.block_of_call
-        self.intervals = list(calls.base)
         self.passed_on = [0] * len(calls.kinds)
         """By call: the bytes of its arguments that the call before has returned, which hooks see."""
         self.rises = _Readings(Rise(0, 0))
@@ -246,28 +221,27 @@ class LevelTable:
         """The levels of the run with all blocks kept, if there is one: that plan is not predicted but read."""
 
     @classmethod
-    def of_runs(
-        cls, sampled: SampledRuns, base_option: int, classes: Sequence[int], part: SampledRuns | None = None
-    ) -> Self:
+    def of_runs(cls, runs: Sequence[SampledRun], base_option: int, classes: Sequence[int]) -> Self:
         """Reads a table from sampled runs.
 
         Args:
-            sampled: the step with every block recomputed; with all blocks kept (option 0), if it is there; in runs in
+            runs: the step with every block recomputed; with all blocks kept (option 0), if it is there; in runs in
                 which kept and recomputed blocks alternate, if :attr:`needs_alternation`; and with any other options.
+                Each option of each class is in one of these runs, or of those of :meth:`read_part`.
             base_option: the number of the option that each block has in the base.
             classes: the class of each block; blocks of one class are equal.
-            part: runs of a part of the blocks. Each option of each class is in one of all these runs.
         """
-        base = sampled.base
-        table = cls(_calls_of(base, classes), base_option, base)
+        base, calls = _base_of(runs, base_option, classes)
+        table = cls(calls, base_option, base)
         table.passed_on = [
             sum(base.sizes.get(storage, 0) for storage in set(call.returned_before)) for call in base.calls
         ]
-        table._read(sampled, table.calls)
-        if part is not None:
-            assert part.numbers is not None
-            table._read(part, _calls_of(part.base, [classes[number] for number in part.numbers]))
+        table._read(runs, calls)
         return table
+
+    def read_part(self, runs: Sequence[SampledRun], classes: Sequence[int]) -> None:
+        """Reads runs of a part of the blocks, one of them with each of these recomputed."""
+        self._read(runs, _base_of(runs, self.base_option, classes)[1])
 
     def peak(self, plan: Sequence[int], runs: Runs = ()) -> int:
         """Returns the most live bytes, for the number of the option of each block; see :meth:`levels`."""
@@ -444,14 +418,14 @@ class LevelTable:
             excess.append(late - shared + (0 if is_held else inside))
         return excess
 
-    def _read(self, sampled: SampledRuns, calls: Calls) -> None:
-        base_options = [self.base_option] * len(calls.kinds)
+    def _read(self, runs: Sequence[SampledRun], calls: Calls) -> None:
         # Each reading subtracts the terms that are read before it, and `_Readings.add` leaves an earlier one in place.
         # So what shows one term alone is read first: rises; calls beside recomputed ones, then pairs; what is late,
         # from alternating runs; outputs from these, before the run with all blocks kept, whose excess is a sum of all
         # terms; at last the share of the head, for which all of them are known.
-        logs = [(calls.base, base_options)]
-        logs += [(level_log(log), [plan[block] for block in calls.block_of_call]) for log, plan in sampled.runs]
+        logs: list[tuple[LevelLog, list[int]]] = [
+            (log.levels, [plan[block] for block in calls.block_of_call]) for log, plan in runs
+        ]
         for spans, options in logs:
             self._read_rises(spans, options, calls)
         for spans, options in logs:

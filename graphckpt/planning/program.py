@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 
 class EventKind(Enum):
@@ -113,35 +113,52 @@ class TraceLog:
         )
 
 
+class LevelSpan(NamedTuple):
+    """Live bytes in an interval."""
+
+    start: int
+    peak: int
+    end: int
+
+
+LevelLog: TypeAlias = Mapping[Interval, LevelSpan]
+"""The levels of a step, by interval, in the order of time."""
+
+
 @final
 class StepLog:
-    """A traced step, with the size of each storage, and the interval in which it is freed."""
+    """A traced step, with its levels, the size of each storage, and the interval in which it is freed."""
 
     def __init__(self, trace: TraceLog) -> None:
         self.calls = trace.calls
-        self._spans, self.dropped = _with_drops(trace.spans)
-        self.intervals = list(dict.fromkeys(span.interval for span in self._spans))
+        spans, self.dropped = _with_drops(trace.spans)
+        self.entries: dict[Interval, list[StorageEvent]] = {}
+        for span in spans:
+            self.entries.setdefault(span.interval, []).extend(span.entries)
+        self.levels: dict[Interval, LevelSpan] = {}
         self.sizes: dict[int, int] = {}
-        self._entries: dict[Interval, list[StorageEvent]] = {}
         self.where_gone: dict[int, Interval] = {}
-        for span in self._spans:
-            self._entries.setdefault(span.interval, []).extend(span.entries)
-            for entry in span.entries:
+        level = 0
+        for interval, entries in self.entries.items():
+            start = peak = level
+            for entry in entries:
                 if entry.kind is EventKind.BORN:
                     self.sizes[entry.storage] = entry.num_bytes
+                    level += entry.num_bytes
+                    peak = max(peak, level)
                 elif entry.kind is EventKind.GONE:
-                    self.where_gone[entry.storage] = span.interval
+                    self.where_gone[entry.storage] = interval
+                    level -= entry.num_bytes
+            self.levels[interval] = LevelSpan(start, peak, level)
 
     @property
     def has_backward(self) -> bool:
-        return any(phase is Phase.BACKWARD and call not in self.dropped for phase, call in self.intervals)
-
-    def entries(self, interval: Interval) -> Sequence[StorageEvent]:
-        return self._entries.get(interval, ())
+        return any(phase is Phase.BACKWARD and call not in self.dropped for phase, call in self.levels)
 
     def allocated_bytes(self, interval: Interval) -> tuple[int, ...]:
         """Returns the bytes of each storage that an interval allocates, in order."""
-        return tuple(entry.num_bytes for entry in self.entries(interval) if entry.kind is EventKind.BORN)
+        entries = self.entries.get(interval, ())
+        return tuple(entry.num_bytes for entry in entries if entry.kind is EventKind.BORN)
 
 
 # Note [Dropped graphs]

@@ -15,7 +15,7 @@ from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
 from graphckpt.planning.levels import KEEP_NUMBER, IntervalLevel, Runs
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.program import Interval, Phase
-from graphckpt.planning.step_chain import JoinedRuns, StepChain, passes
+from graphckpt.planning.step_chain import JoinedRuns, StepChain
 
 
 @final
@@ -294,7 +294,7 @@ class PolicySearch:
         self._passes: list[Sequence[int]] = []
         """The calls of each pass that has no block of a later one, from the last pass on: each is a chain."""
         covered: list[int] = []
-        for calls in reversed(passes(measured.model.intervals)):
+        for calls in reversed(measured.model.calls.passes):
             blocks = [block_of_call[call] for call in calls]
             if set(covered).isdisjoint(blocks):
                 self._passes.append(calls)
@@ -415,7 +415,7 @@ class PolicySearch:
         gathered: dict[Interval, int] = {}
         waiting: list[Interval] = []
         """The intervals since the backward of the last block that keeps parts."""
-        for interval in model.intervals if ahead else ():
+        for interval in model.calls.base if ahead else ():
             is_backward = interval.phase is Phase.BACKWARD and interval.call not in model.calls.dropped
             if is_backward and (num_bytes := ahead.get((interval.call, plan[model.block_of_call[interval.call]]))):
                 gathered.update(dict.fromkeys(waiting, num_bytes))

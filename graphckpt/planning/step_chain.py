@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from math import fsum, prod
 from typing import NamedTuple, final
@@ -113,7 +113,7 @@ class StepChain:
         ]
         self._fixed = dict(fixed or {})
         self._banned = measured.banned.union(banned)
-        self._calls = passes(table.intervals)[-1] if calls is None else calls
+        self._calls = table.calls.passes[-1] if calls is None else calls
         self.blocks = [table.block_of_call[call] for call in self._calls]
         self.num_blocks = len(self._calls)
         self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
@@ -133,7 +133,7 @@ class StepChain:
         self._early = {key: max(0, num_bytes) for key, num_bytes in late.items() if key not in self._late}
         """By call and option: what is late, but counts from the forward on."""
         self._has_inside = any(table.inside.get(table.calls, call, KEEP_NUMBER) for call in self._calls)
-        self._stretches = self._divide(table.intervals)
+        self._stretches = self._divide(table.calls.base)
         self.fixed_peak = self._peak_without_blocks()
 
     def options(self, block: int) -> Sequence[float]:
@@ -258,7 +258,7 @@ class StepChain:
                 yield block, block + self._length(block, choice), choice
 
     @staticmethod
-    def _divide(intervals: Sequence[Interval]) -> dict[Interval, list[Interval]]:
+    def _divide(intervals: Iterable[Interval]) -> dict[Interval, list[Interval]]:
         """Returns each interval of a block, and those after it up to the next one of a block."""
         stretches: dict[Interval, list[Interval]] = {}
         own: list[Interval] = []
@@ -291,23 +291,3 @@ class StepChain:
             if interval.phase is Phase.BACKWARD:
                 opened.discard(interval.call)
         return peak
-
-
-def passes(intervals: Sequence[Interval]) -> list[list[int]]:
-    """Returns the calls of forwards without a backward between them: of one batch of a step, or of one of its losses.
-
-    >>> forwards = [Interval(Phase.FORWARD, call) for call in range(4)]
-    >>> backwards = [Interval(Phase.BACKWARD, call) for call in range(4)]
-    >>> passes([*forwards[:2], backwards[1], backwards[0], *forwards[2:], backwards[3], backwards[2]])
-    [[0, 1], [2, 3]]
-    """
-    all_passes: list[list[int]] = []
-    is_over = True
-    for phase, call in intervals:
-        if phase is Phase.FORWARD:
-            if is_over:
-                all_passes.append([])
-            all_passes[-1].append(call)
-        if phase in (Phase.FORWARD, Phase.BACKWARD):
-            is_over = phase is Phase.BACKWARD
-    return all_passes

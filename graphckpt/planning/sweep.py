@@ -11,7 +11,7 @@ from typing import Any, final
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import FULL, KEEP, Option
-from graphckpt.planning.levels import LevelTable, SampledRuns
+from graphckpt.planning.levels import LevelTable, SampledRun
 from graphckpt.planning.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.plan_group import PlanGroup
@@ -69,10 +69,8 @@ def measure(
         # `some` has one option for each number, `own[kind]` those of a class, whose levels of `selective` are its own.
         some, own = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
         others = [number for number in range(1, len(some)) if number != base_option]
-        if collector.needs_alternation(base_option):
-            turns = list(_alternating_turns(kinds, [0, *others], base_option))
-        else:
-            turns = list(_turns(kinds, others))
+        is_alternating = collector.needs_alternation(base_option)
+        turns = list(_turns(kinds, [0, *others] if is_alternating else others, base_option, 1 + is_alternating))
         if is_shorter and turns:  # to compare them with
             turns.insert(0, [base_option] * len(kinds))
         for done, turn in enumerate(turns, start=1):
@@ -124,29 +122,18 @@ def _classes(log: StepLog, blocks: Blocks) -> list[int]:
     return [classes.setdefault(key, len(classes)) for key in keys]
 
 
-def _turns(classes: Sequence[int], others: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the option of each block in each run, until every class has had each of ``others``."""
+def _turns(classes: Sequence[int], others: Sequence[int], base_option: int, stride: int) -> Iterator[list[int]]:
+    """Yields the option of each block in each run, until every class has had each of ``others``.
+
+    With a ``stride`` of 2 each second block is recomputed: in the first run the second block, in the next the first.
+    """
     # Five equal blocks and options 1 to 3 take one run: 1, 2, 3, 1, 2. A class with one block needs a run for each
     # option: the smallest class sets the number of runs.
-    if not others:
-        return
-    sizes = [classes.count(kind) for kind in range(max(classes) + 1)]
-    for run in range(-(-len(others) // min(size for size in sizes if size))):
-        places = [run * size for size in sizes]
-        turn = []
-        for kind in classes:
-            turn.append(others[places[kind] % len(others)])
-            places[kind] += 1
-        yield turn
-
-
-def _alternating_turns(classes: Sequence[int], others: Sequence[int], base_option: int) -> Iterator[list[int]]:
-    """Yields turns in which each second block is recomputed, until every class has had each of ``others``."""
     places: Counter[int] = Counter()
     run = 0
-    while run < 2 or min(places[kind] for kind in classes) < len(others):
+    while min(places[kind] for kind in classes) < len(others) or 0 < run < stride:
         turn = [base_option] * len(classes)
-        for number in range(run % 2, len(classes), 2):
+        for number in range(run % stride, len(classes), stride):
             turn[number] = others[places[classes[number]] % len(others)]
             places[classes[number]] += 1
         yield turn
@@ -160,9 +147,9 @@ class TraceCollector:
     def __init__(self, classes: Sequence[int]) -> None:
         self.classes = classes
         self.notes: dict[str, None] = {}
-        self._runs: list[tuple[StepLog, Sequence[int]]] = []
-        self._shorter_runs: list[tuple[StepLog, Sequence[int]]] = []
-        self._shorter_numbers: Sequence[int] = ()
+        self._runs: list[SampledRun] = []
+        self._shorter_runs: list[SampledRun] = []
+        self._shorter_classes: list[int] = []
         self._seconds: dict[tuple[int, int, Phase], list[float]] = {}
         """Seconds by class, option and phase."""
         self._extra: dict[tuple[int, int, Phase], list[float]] = {}
@@ -198,7 +185,7 @@ class TraceCollector:
             raise PathError(orders)
         (self._shorter_runs if is_shorter else self._runs).append((log, turn))
         if is_shorter:
-            self._shorter_numbers = numbers
+            self._shorter_classes = [self.classes[number] for number in numbers]
         for block, option in zip(numbers, turn, strict=True):
             key = self.classes[block], option
             for phase in _OF_BLOCKS:
@@ -215,13 +202,10 @@ class TraceCollector:
             self._far_bytes.setdefault(key, sum(sample.trace.far_bytes[call] for call in calls[block]))
 
     def _table(self, base_option: int) -> LevelTable:
-        *_, base = (log for log, turn in self._runs if set(turn) == {base_option})
-        sampled = SampledRuns(base, [run for run in self._runs if run[0] is not base])
-        part = None
+        table = LevelTable.of_runs(self._runs, base_option, self.classes)
         if self._shorter_runs:
-            part_base = next(log for log, turn in self._shorter_runs if set(turn) == {base_option})
-            part = SampledRuns(part_base, self._shorter_runs, self._shorter_numbers)
-        return LevelTable.of_runs(sampled, base_option, self.classes, part)
+            table.read_part(self._shorter_runs, self._shorter_classes)
+        return table
 
     def needs_alternation(self, base_option: int) -> bool:
         return base_option > 0 and self._table(base_option).needs_alternation
@@ -302,7 +286,7 @@ def _joinable(logs: Sequence[StepLog]) -> frozenset[int]:
         if (
             before.block == here.block - 1
             and (number in log.dropped) == (number - 1 in log.dropped)
-            and all(Interval(Phase.BACKWARD, call) in log.intervals for call in (number - 1, number))
+            and all(Interval(Phase.BACKWARD, call) in log.levels for call in (number - 1, number))
             and len(inputs) == 1
             and inputs.issubset(here.returned_before)
             and all(uses[storage] == 2 for storage in inputs)

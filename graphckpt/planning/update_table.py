@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias, final
 
 from graphckpt.planning.level_meter import UpdateLevels
-from graphckpt.planning.levels import Calls, LevelLog, LevelSpan, LevelTable, Rise
-from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.levels import Calls, LevelTable, Rise
+from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
 
 InputSizes: TypeAlias = tuple[tuple[str, int], ...]
 """The largest input of each module around the blocks, by name, in elements. Updates of equal sizes are compared."""
