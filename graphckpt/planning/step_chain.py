@@ -125,14 +125,14 @@ class StepChain:
         for call in self._calls:
             before = self._holders[-1] if self._holders else -1
             self._holders.append(call if table.shared[call] > table.shared[before] else before)
-        late = {(call, n): table.late.get(table.calls, call, n) for call in self._calls for n in self._numbers}
+        late = {(call, n): table.late.get(call, n) for call in self._calls for n in self._numbers}
         counts = Counter(late[call, KEEP_NUMBER] for call in self._calls)
         is_exact = prod(count + 1 for num_bytes, count in counts.items() if num_bytes) <= _MOST_SUMS
         self._late = {key: num_bytes for key, num_bytes in late.items() if is_exact and key[1] == KEEP_NUMBER}
         """By call and option: what is late, as a part of the state. Each sum of it is a state."""
         self._early = {key: max(0, num_bytes) for key, num_bytes in late.items() if key not in self._late}
         """By call and option: what is late, but counts from the forward on."""
-        self._has_inside = any(table.inside.get(table.calls, call, KEEP_NUMBER) for call in self._calls)
+        self._has_inside = any(table.inside.get(call, KEEP_NUMBER) for call in self._calls)
         self._stretches = self._divide(table.calls.base)
         self.fixed_peak = self._peak_without_blocks()
 
@@ -194,9 +194,9 @@ class StepChain:
         states, retained, forward_peak, level = [state], dict[int, int](), 0, 0
         for place, call in enumerate(run):
             first, *others = self._stretches[Interval(Phase.FORWARD, call)]
-            rise = table.rises.get(table.calls, call, chosen).forward
+            rise = table.rises.get(call, chosen).forward
             forward_peak = max(forward_peak, level + self._levels[first].start + rise)
-            retained[call] = table.first.get(table.calls, call, chosen) - (table.passed_on[call] if place else 0)
+            retained[call] = table.first.get(call, chosen) - (table.passed_on[call] if place else 0)
             retained[call] += table.pair_bytes(call, chosen, states[-1].before) + self._early.get((call, chosen), 0)
             level += states[-1].later + retained[call]
             forward_peak = max([forward_peak, *(level + self._levels[o].peak for o in others if o != self._head)])
@@ -206,15 +206,15 @@ class StepChain:
             interval = Interval(Phase.BACKWARD, call)
             if interval not in self._levels:
                 continue
-            number, rise = chosen, table.rises.get(table.calls, call, chosen).backward
+            number, rise = chosen, table.rises.get(call, chosen).backward
             later = [each.later for each in states[: place + 2]]
             level = self._levels[interval].start + sum(retained[c] for c in run[: place + 1]) + sum(later)
             if length > 1 and call not in table.calls.dropped:
                 if place == length - 1:
                     rise = table.recompute(range(run[0], run[-1] + 1), retained, rise)
                 else:
-                    number, rise = KEEP_NUMBER, table.rises.get(table.calls, call, KEEP_NUMBER).backward
-            level += self._beyond(states[place + 1]) + table.output.get(table.calls, call, number)
+                    number, rise = KEEP_NUMBER, table.rises.get(call, KEEP_NUMBER).backward
+            level += self._beyond(states[place + 1]) + table.output.get(call, number)
             rest = sum(retained[c] for c in run[:place]) + sum(later[:-1]) + self._beyond(states[place])
             peaks = (rest + self._levels[other].peak for other in self._stretches[interval][1:])
             backward_peak = max(backward_peak, level + rise, *peaks)
@@ -225,7 +225,7 @@ class StepChain:
         table, call, is_kept = self._table, self._calls[block], option == KEEP_NUMBER
         holder, is_last = self._holders[block], block == self.num_blocks - 1
         is_held = self._has_inside and (not is_kept or (state.is_held and holder != call))
-        inside = state.inside + (table.inside.get(table.calls, call, option) if is_kept else 0)
+        inside = state.inside + (table.inside.get(call, option) if is_kept else 0)
         before = table.before(call, option)
         if is_last or not any(table.pair_bytes(self._calls[block + 1], each, before) for each in self._numbers):
             # The next block retains the same after any option of this one: one state in place of several.
@@ -235,9 +235,9 @@ class StepChain:
             shared=state.shared + table.shared[call] if is_kept else 0,
             inside=0 if is_held and holder == self._holders[-1] else inside,  # it counts no more
             is_held=is_held,
-            later=0 if is_last else table.later.get(table.calls, call, option),
+            later=0 if is_last else table.later.get(call, option),
             before=before,
-            output=table.output.get(table.calls, call, option) if is_last else 0,
+            output=table.output.get(call, option) if is_last else 0,
         )
 
     @staticmethod
