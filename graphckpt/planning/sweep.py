@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import FULL, KEEP, Option
@@ -59,7 +59,7 @@ def measure(
     base = shared(step.sample(blocks, [recomputed] * len(every)))
 
     def measure_options(numbers: Sequence[int], *, is_shorter: bool) -> MeasuredStep:
-        collector = TraceCollector(classes)  # of this try: options of another may have other numbers
+        collector = TraceCollector(classes, base_option)  # of this try: options of another may have other numbers
         collector.add(run, every, [0] * len(every), own_log)
         collector.add(base, every, [base_option] * len(every))
         part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
@@ -69,7 +69,7 @@ def measure(
         # `some` has one option for each number, `own[kind]` those of a class, whose levels of `selective` are its own.
         some, own = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
         others = [number for number in range(1, len(some)) if number != base_option]
-        is_alternating = collector.needs_alternation(base_option)
+        is_alternating = base_option > 0 and collector.table().needs_alternation
         turns = list(_turns(kinds, [0, *others] if is_alternating else others, base_option, 1 + is_alternating))
         if is_shorter and turns:  # to compare them with
             turns.insert(0, [base_option] * len(kinds))
@@ -80,7 +80,7 @@ def measure(
             collector.add(shared(step.sample(part, chosen)), numbers, turn, is_shorter=is_shorter)
         if progress is not None:
             progress(len(turns) + 1, len(turns) + 1)
-        return collector.measured(blocks, some, own, run, base_option)
+        return collector.measured(blocks, some, own, run)
 
     enough = _excerpt(classes, len(options))  # to measure each option in a short run
     with step.restricted_to(blocks, enough) as is_shorter:
@@ -140,13 +140,23 @@ def _turns(classes: Sequence[int], others: Sequence[int], base_option: int, stri
         run += 1
 
 
+class _Effect(NamedTuple):
+    """The effect of an option on a block."""
+
+    allocated: tuple[tuple[tuple[int, ...], ...], ...]
+    """By phase and call: what it allocates."""
+    far_bytes: int
+    ahead_bytes: tuple[int, ...]
+    """By call."""
+
+
 @final
 class TraceCollector:
     """Collects the traces and seconds of sampled runs; the first one is that to which others are compared."""
 
-    def __init__(self, classes: Sequence[int]) -> None:
+    def __init__(self, classes: Sequence[int], base_option: int) -> None:
         self.classes = classes
-        self.notes: dict[str, None] = {}
+        self._base_option = base_option
         self._runs: list[SampledRun] = []
         self._shorter_runs: list[SampledRun] = []
         self._shorter_classes: list[int] = []
@@ -154,14 +164,8 @@ class TraceCollector:
         """Seconds by class, option and phase."""
         self._extra: dict[tuple[int, int, Phase], list[float]] = {}
         """The same, minus the seconds of the block without a policy in a run beside that one."""
-        self._allocated: dict[tuple[int, int, Phase], list[tuple[int, ...]]] = {}
-        """By class, option and phase: what each of its calls allocates."""
-        self._far_bytes: dict[tuple[int, int], int] = {}
-        self._ahead: dict[tuple[int, int], list[int]] = {}
-
-    @property
-    def num_runs(self) -> int:
-        return len(self._runs) + len(self._shorter_runs)
+        self._effects: dict[tuple[int, int], _Effect] = {}
+        """By class and option."""
 
     def add(
         self,
@@ -188,9 +192,10 @@ class TraceCollector:
             self._shorter_classes = [self.classes[number] for number in numbers]
         for block, option in zip(numbers, turn, strict=True):
             key = self.classes[block], option
+            allocated = []
             for phase in _OF_BLOCKS:
                 intervals = [Interval(phase, call) for call in calls[block]]
-                self._allocated.setdefault((*key, phase), [log.allocated_bytes(interval) for interval in intervals])
+                allocated.append(tuple(map(log.allocated_bytes, intervals)))
                 took = sum(sample.seconds.get(interval, 0.0) for interval in intervals)
                 if sample.plain_seconds is None:
                     self._seconds.setdefault((*key, phase), []).append(took)
@@ -198,39 +203,29 @@ class TraceCollector:
                 plain = sum(sample.plain_seconds.get(interval, 0.0) for interval in intervals)
                 self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
                 self._extra.setdefault((*key, phase), []).append(took - plain)
-            self._ahead.setdefault(key, [sample.trace.ahead_bytes[call] for call in calls[block]])
-            self._far_bytes.setdefault(key, sum(sample.trace.far_bytes[call] for call in calls[block]))
+            far_bytes = sum(sample.trace.far_bytes[call] for call in calls[block])
+            ahead_bytes = tuple(sample.trace.ahead_bytes[call] for call in calls[block])
+            self._effects.setdefault(key, _Effect(tuple(allocated), far_bytes, ahead_bytes))
 
-    def _table(self, base_option: int) -> LevelTable:
-        table = LevelTable.of_runs(self._runs, base_option, self.classes)
+    def table(self) -> LevelTable:
+        table = LevelTable.of_runs(self._runs, self._base_option, self.classes)
         if self._shorter_runs:
             table.read_part(self._shorter_runs, self._shorter_classes)
         return table
 
-    def needs_alternation(self, base_option: int) -> bool:
-        return base_option > 0 and self._table(base_option).needs_alternation
-
     def measured(
-        self,
-        blocks: Blocks,
-        options: Sequence[Option],
-        own: Mapping[int, Sequence[Option]],
-        run: StepSample,
-        base_option: int,
+        self, blocks: Blocks, options: Sequence[Option], own: Mapping[int, Sequence[Option]], run: StepSample
     ) -> MeasuredStep:
-        table = self._table(base_option)
-        if table.log is not None and any(len(call.backwards) > 1 for call in table.log.calls):
-            self.notes = {_REPEATED: None}
-        every = range(len(options))
+        table, every = self.table(), range(len(options))
+        assert table.log is not None
         forward_seconds, backward_seconds = (self._by_block(phase, own) for phase in _OF_BLOCKS)
         optimizer = (s for interval, s in run.seconds.items() if interval.phase is Phase.OPTIMIZER)
-        places: Counter[int] = Counter()
-        ahead_bytes = {}
-        for call, block in enumerate(table.block_of_call):
-            for option in every:
-                if num_bytes := self._ahead[self.classes[block], option][places[block]]:
-                    ahead_bytes[call, option] = num_bytes
-            places[block] += 1
+        ahead_bytes = {
+            (call, option): num_bytes
+            for call, (kind, place) in enumerate(table.calls.kinds)
+            for option in every
+            if (num_bytes := self._effects[kind, option].ahead_bytes[place])
+        }
         return MeasuredStep(
             names=tuple(blocks.names),
             options=tuple(options),
@@ -238,13 +233,13 @@ class TraceCollector:
             model=table,
             forward_seconds=forward_seconds,
             backward_seconds=backward_seconds,
-            far_bytes=tuple(tuple(self._far_bytes[kind, o] for o in every) for kind in self.classes),
+            far_bytes=tuple(tuple(self._effects[kind, o].far_bytes for o in every) for kind in self.classes),
             ahead_bytes=ahead_bytes,
             joinable=_joinable([log for log, _ in self._runs]),
             step_seconds=run.step_seconds,
             optimizer_seconds=sum(optimizer),
-            num_runs=self.num_runs,
-            notes=tuple(self.notes),
+            num_runs=len(self._runs) + len(self._shorter_runs),
+            notes=(_REPEATED,) if any(len(call.backwards) > 1 for call in table.log.calls) else (),
         )
 
     def _by_block(self, phase: Phase, own: Mapping[int, Sequence[Option]]) -> tuple[tuple[float, ...], ...]:
@@ -252,26 +247,21 @@ class TraceCollector:
         by_class: dict[int, tuple[float, ...]] = {}
         for kind in set(self.classes):
             keep = median(self._seconds[kind, 0, phase])
-            pools: dict[Any, list[float]] = {}
             others = range(1, len(own[kind]))
+            # Options that do the same to the byte, such as `full` and a level that keeps nothing, share their times:
+            # noise would otherwise make one of them seem faster.
+            pools: dict[_Effect, list[float]] = {}
             for option in others:
                 seconds = self._extra.get((kind, option, phase))
                 if seconds is None:
                     seconds = [took - keep for took in self._seconds[kind, option, phase]]
-                # Options that do the same to the byte, such as `full` and a level that keeps nothing, share their
-                # times: noise would otherwise make one of them seem faster.
-                pools.setdefault(self._doing(kind, option), []).extend(seconds)
-            extra = {option: median(pools[self._doing(kind, option)]) for option in others}
+                pools.setdefault(self._effects[kind, option], []).extend(seconds)
+            extra = {option: median(pools[self._effects[kind, option]]) for option in others}
             # Times of an absent device are computed: they have no noise to smooth.
             if all((kind, option, phase) in self._extra for option in others):
                 extra |= _smoothed(own[kind], extra, phase)
             by_class[kind] = (keep, *(keep + max(0.0, extra[option]) for option in others))  # less than that is noise
         return tuple(by_class[kind] for kind in self.classes)
-
-    def _doing(self, kind: int, option: int) -> Any:
-        """Returns a key that is equal for options that allocate and offload the same; ``keep`` is apart."""
-        allocated = (tuple(self._allocated[kind, option, phase]) for phase in _OF_BLOCKS)
-        return option == 0, *allocated, self._far_bytes[kind, option]
 
 
 def _joinable(logs: Sequence[StepLog]) -> frozenset[int]:
