@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import takewhile
 from math import fsum, prod
 from typing import NamedTuple, final
@@ -86,7 +86,6 @@ class StepChain:
 
     Args:
         measured: the step.
-        fixed: the option of some blocks, by number, that must not be changed.
         banned: blocks and options that are not allowed.
         joined_runs: which blocks can be joined; ``None`` joins none.
         calls: the calls of the chain, by default those of the last pass.
@@ -98,7 +97,6 @@ class StepChain:
     def __init__(
         self,
         measured: MeasuredStep,
-        fixed: Mapping[int, int] | None = None,
         banned: Collection[tuple[int, int]] = (),
         joined_runs: JoinedRuns | None = None,
         calls: Sequence[int] | None = None,
@@ -111,7 +109,6 @@ class StepChain:
             [one + other for one, other in zip(*pair, strict=True)]
             for pair in zip(measured.forward_seconds, measured.backward_seconds, strict=True)
         ]
-        self._fixed = dict(fixed or {})
         self._banned = measured.banned.union(banned)
         self._calls = table.calls.passes[-1] if calls is None else calls
         self.blocks = [table.block_of_call[call] for call in self._calls]
@@ -133,8 +130,23 @@ class StepChain:
         self._early = {key: max(0, num_bytes) for key, num_bytes in late.items() if key not in self._late}
         """By call and option: what is late, but counts from the forward on."""
         self._has_inside = any(table.inside.get(call, KEEP_NUMBER) for call in self._calls)
-        self._stretches = self._divide(table.calls.base)
-        self.fixed_peak = self._peak_without_blocks()
+        self._stretches: dict[Interval, list[Interval]] = {}
+        """Each interval of a block, and those after it up to the next one of a block."""
+        self.fixed_peak = 0
+        opened: set[int] = set()
+        stretch: list[Interval] = []
+        for interval, span in self._levels.items():
+            if interval.is_of_block:
+                stretch = self._stretches[interval] = []
+            elif interval.phase in (Phase.OPTIMIZER, Phase.BEFORE):
+                stretch = []
+            stretch.append(interval)
+            if interval.phase is Phase.FORWARD:
+                opened.add(interval.call)
+            elif not opened:  # the others depend on options
+                self.fixed_peak = max(self.fixed_peak, span.peak)
+            if interval.phase is Phase.BACKWARD:
+                opened.discard(interval.call)
 
     def options(self, block: int) -> Sequence[float]:
         """Returns the seconds of each option of a block; a module that is called several times counts once.
@@ -152,20 +164,17 @@ class StepChain:
             fsum([joined.seconds((run,)), *(self._seconds[n][joined.full] for n in range(*run))]) for run in runs
         ]
 
-    def plan(self, choices: Sequence[int], others: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Returns a plan with these choices, and for blocks outside of the chain the options of ``others``."""
-        plan = [KEEP_NUMBER] * len(self._seconds) if others is None else list(others)
-        for first, end, choice in self._decided(choices):
-            for block in range(first, end):
-                plan[self.blocks[block]] = choice if end - first == 1 else self._full
-        return tuple(plan)
-
-    def runs(self, choices: Sequence[int]) -> Runs:
-        return tuple(
-            (self.blocks[first], self.blocks[first] + end - first)
-            for first, end, _ in self._decided(choices)
-            if end - first > 1
-        )
+    def put(self, choices: Sequence[int], plan: list[int]) -> Runs:
+        """Puts the options of these choices into a plan; returns its joined runs."""
+        runs: Runs = ()
+        for place, choice in enumerate(choices):
+            if choice == COVERED:
+                continue
+            block, length = self.blocks[place], self._length(place, choice)
+            if length > 1:  # of neighbours
+                runs += ((block, block + length),)
+            plan[block : block + length] = [choice if length == 1 else self._full] * length
+        return runs
 
     def move(self, block: int, option: int, state: Hashable) -> Move | None:
         key = block, option, state
@@ -187,8 +196,7 @@ class StepChain:
         assert isinstance(state, ChainState)
         table, length = self._table, self._length(block, option)
         chosen = option if length == 1 else self._full
-        numbers = self.blocks[block : block + length]
-        if any(self._fixed.get(n, chosen) != chosen or (n, chosen) in self._banned for n in numbers):
+        if any((number, chosen) in self._banned for number in self.blocks[block : block + length]):
             return None
         run = self._calls[block : block + length]
         states, retained, forward_peak, level = [state], dict[int, int](), 0, 0
@@ -251,43 +259,3 @@ class StepChain:
     def _length(self, block: int, option: int) -> int:
         number = option - len(self._seconds[self.blocks[block]])
         return 1 if number < 0 else LENGTHS[number]
-
-    def _decided(self, choices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        for block, choice in enumerate(choices):
-            if choice != COVERED:
-                yield block, block + self._length(block, choice), choice
-
-    @staticmethod
-    def _divide(intervals: Iterable[Interval]) -> dict[Interval, list[Interval]]:
-        """Returns each interval of a block, and those after it up to the next one of a block."""
-        stretches: dict[Interval, list[Interval]] = {}
-        own: list[Interval] = []
-        for interval in intervals:
-            if interval.is_of_block:
-                own = stretches[interval] = []
-            elif interval.phase in (Phase.OPTIMIZER, Phase.BEFORE):
-                own = []
-            own.append(interval)
-        return stretches
-
-    def _peak_without_blocks(self) -> int:
-        """Returns the peak of the intervals in which no block is between its forward and its backward.
-
-        Other intervals outside of the chain depend on options, and are left to the table.
-        """
-        of_chain = {
-            each
-            for call in self._calls
-            for phase in (Phase.FORWARD, Phase.BACKWARD)
-            for each in self._stretches.get(Interval(phase, call), ())
-        }
-        opened: set[int] = set()
-        peak = 0
-        for interval, span in self._levels.items():
-            if interval.phase is Phase.FORWARD:
-                opened.add(interval.call)
-            elif not opened and interval not in of_chain:
-                peak = max(peak, span.peak)
-            if interval.phase is Phase.BACKWARD:
-                opened.discard(interval.call)
-        return peak

@@ -202,7 +202,7 @@ class StepMarks:
         if call not in self._in_backward:
             self._in_backward.add(call)
             self._mark(Phase.BACKWARD, call)
-        self._log_backward(call)
+        self.log.calls[call].backwards.add(current_backward())
 
     def _end_backward(self, call: int, _: torch.Tensor) -> None:
         # The gradient of a mask or of an encoder's output is complete after all blocks that read it: another interval
@@ -222,8 +222,6 @@ class StepMarks:
     def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None: ...
 
     def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None: ...
-
-    def _log_backward(self, call: int) -> None: ...
 
 
 @final
@@ -288,9 +286,6 @@ class Trace(StepMarks, AllocationTrace):
     def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None:
         self.log.calls[-1].outputs.extend(map(self.storage_number, tensors))
         self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-    def _log_backward(self, call: int) -> None:
-        self.log.calls[call].backwards.add(current_backward())
 
     def _add_seconds(self, seconds: float) -> None:
         self.seconds[self._interval] += seconds
