@@ -65,7 +65,7 @@ class UpdateLevels:
 
     def to_message(self) -> list[Any]:
         """Returns plain values, for JSON."""
-        rows = [(i.phase.value, i.call, *span, self.seconds.get(i, 0.0)) for i, span in self.spans.items()]
+        rows = [(*i, *span, self.seconds.get(i, 0.0)) for i, span in self.spans.items()]
         calls = [*self.block_of_call], sorted(self.dropped), [*self.signatures], [*self.are_typical]
         recomputed = [*self.recomputed.items()]
         return [rows, self.total_seconds, self.start_bytes, *calls, recomputed]

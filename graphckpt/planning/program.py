@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import astuple, dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple, Self, TypeAlias, final
 
 
-class EventKind(Enum):
+class EventKind(StrEnum):
     BORN = "born"
     GONE = "gone"
     RELEASED = "released"
     """A block has released a tensor that a store has held for it, or the place of one that is offloaded."""
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """The kinds of intervals into which the calls of blocks divide a step."""
 
     FORWARD = "forward of"
@@ -56,60 +55,51 @@ class StorageEvent(NamedTuple):
     """The call of a block that releases something; -1 if there is none."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class TraceSpan:
+class TraceSpan(NamedTuple):
     """The events from one mark to the next."""
 
     interval: Interval
-    entries: list[StorageEvent] = field(default_factory=list)
+    entries: list[StorageEvent]
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockCall:
     """One forward of one block, and the storages that enter or leave it."""
 
     block: int
     arguments: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    backwards: set[int] = field(default_factory=set)
+    backwards: list[int] = field(default_factory=list)
     """The ids of the backwards of the step that have computed gradients of its outputs."""
     returned_before: list[int] = field(default_factory=list)
     """The storages of the arguments that are the very tensors which the call before has returned."""
+    far_bytes: int = 0
+    """The bytes that it has offloaded."""
+    ahead_bytes: int = 0
+    """The bytes that an all-gather of its parts takes until they are used."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TraceLog:
-    spans: list[TraceSpan] = field(default_factory=list)
+    spans: list[TraceSpan]
     """Its intervals in the order of time; an interval may come several times."""
     calls: list[BlockCall] = field(default_factory=list)
-    far_bytes: Counter[int] = field(default_factory=Counter)
-    """The bytes that each call has offloaded, by the number of the call."""
-    ahead_bytes: Counter[int] = field(default_factory=Counter)
-    """The bytes that an all-gather of a call's parts takes until they are used, by the number of the call."""
 
     def to_message(self) -> list[Any]:
-        """Returns plain values, for JSON."""
-        spans = [
-            (span.interval.phase.value, span.interval.call, [(e.kind.value, *e[1:]) for e in span.entries])
-            for span in self.spans
-        ]
-        calls = [(c.block, c.arguments, c.outputs, [*c.backwards], c.returned_before) for c in self.calls]
-        return [spans, calls, [*self.far_bytes.items()], [*self.ahead_bytes.items()]]
+        """Returns values for JSON, which writes named tuples as lists, and the kinds of events as text."""
+        return [self.spans, [astuple(call) for call in self.calls]]
 
     @classmethod
     def from_message(cls, message: Sequence[Any]) -> Self:
-        spans, calls, offloaded, gathered = message
+        spans, calls = message
         return cls(
             [
                 TraceSpan(Interval(Phase(phase), call), [StorageEvent(EventKind(kind), *e) for kind, *e in entries])
-                for phase, call, entries in spans
+                for (phase, call), entries in spans
             ],
-            [BlockCall(block, args, outs, set(ids), old) for block, args, outs, ids, old in calls],
-            Counter(dict(offloaded)),
-            Counter(dict(gathered)),
+            [BlockCall(*call) for call in calls],
         )
 
 
@@ -181,7 +171,7 @@ def _with_drops(spans: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozen
     # it.
     creator_of: dict[int, int] = {}
     ops: dict[int, set[int]] = {}
-    for (phase, call), entries in ((span.interval, span.entries) for span in spans):
+    for (phase, call), entries in spans:
         own = call if phase is Phase.FORWARD else -1
         for entry in entries:
             if entry.kind is EventKind.BORN and own >= 0:
@@ -196,17 +186,17 @@ def _with_drops(spans: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozen
         is_release = entry.kind in (EventKind.GONE, EventKind.RELEASED) and interval != (Phase.FORWARD, call)
         return call if is_release and entry.op in ops.get(call, ()) else -1
 
-    drops = {call: TraceSpan(Interval(Phase.BACKWARD, call)) for call in ops}
+    drops = {call: TraceSpan(Interval(Phase.BACKWARD, call), []) for call in ops}
     pending = set(ops)
     result: list[TraceSpan] = []
     for span in spans:
-        result.append(TraceSpan(span.interval))
+        result.append(TraceSpan(span.interval, []))
         for entry in span.entries:
             call = dropped_by(span.interval, entry)
             # Parts that were released before are moved as well, to the last: `drops[call]` collects them.
             if call in pending and entry.op == max(ops[call]):  # what else this op frees, it frees in any order
                 pending.remove(call)
                 after = span.interval if span.interval.is_of_block else Interval(Phase.AFTER_BACKWARD, call)
-                result += [drops[call], TraceSpan(after)]
+                result += [drops[call], TraceSpan(after, [])]
             (result[-1] if call < 0 else drops[call]).entries.append(entry)
     return result, frozenset(drops)

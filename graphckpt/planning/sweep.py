@@ -203,8 +203,8 @@ class TraceCollector:
                 plain = sum(sample.plain_seconds.get(interval, 0.0) for interval in intervals)
                 self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
                 self._extra.setdefault((*key, phase), []).append(took - plain)
-            far_bytes = sum(sample.trace.far_bytes[call] for call in calls[block])
-            ahead_bytes = tuple(sample.trace.ahead_bytes[call] for call in calls[block])
+            far_bytes = sum(log.calls[call].far_bytes for call in calls[block])
+            ahead_bytes = tuple(log.calls[call].ahead_bytes for call in calls[block])
             self._effects.setdefault(key, _Effect(tuple(allocated), far_bytes, ahead_bytes))
 
     def table(self) -> LevelTable:
@@ -239,7 +239,7 @@ class TraceCollector:
             step_seconds=run.step_seconds,
             optimizer_seconds=sum(optimizer),
             num_runs=len(self._runs) + len(self._shorter_runs),
-            notes=(_REPEATED,) if any(len(call.backwards) > 1 for call in table.log.calls) else (),
+            notes=(_REPEATED,) if any(len(set(call.backwards)) > 1 for call in table.log.calls) else (),
         )
 
     def _by_block(self, phase: Phase, own: Mapping[int, Sequence[Option]]) -> tuple[tuple[float, ...], ...]:

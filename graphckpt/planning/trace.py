@@ -125,7 +125,7 @@ class StepMarks:
     """
 
     def __init__(self) -> None:
-        self.log = TraceLog([TraceSpan(Interval(Phase.BEFORE))])
+        self.log = TraceLog([TraceSpan(Interval(Phase.BEFORE), [])])
         self.is_in_block = False
         self._num_updates = 0
         self._in_backward: set[int] = set()
@@ -202,7 +202,7 @@ class StepMarks:
         if call not in self._in_backward:
             self._in_backward.add(call)
             self._mark(Phase.BACKWARD, call)
-        self.log.calls[call].backwards.add(current_backward())
+        self.log.calls[call].backwards.append(current_backward())
 
     def _end_backward(self, call: int, _: torch.Tensor) -> None:
         # The gradient of a mask or of an encoder's output is complete after all blocks that read it: another interval
@@ -211,7 +211,7 @@ class StepMarks:
             self._mark(Phase.AFTER_BACKWARD, call)
 
     def _mark(self, phase: Phase, call: int) -> None:
-        self.log.spans.append(TraceSpan(Interval(phase, call)))
+        self.log.spans.append(TraceSpan(Interval(phase, call), []))
 
     def _extend_backward(self, call: int, _: torch.Tensor) -> None:
         """Extends the backward of a first block to the gradient of a parameter."""

@@ -80,7 +80,7 @@ class TracedStore(RecordingStore):
         if copy is None or copy.storage() is not storage:
             copy = _OffloadedStorage(tensor)
             self._offloaded[id(storage)] = ref(copy)
-            trace.log.far_bytes[trace.call] += copy.num_bytes
+            trace.log.calls[-1].far_bytes += copy.num_bytes
         layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return HeldKey(_OffloadedView(copy, tensor.dtype, layout), trace)
 
@@ -192,7 +192,7 @@ class PartitionStore(RecordingStore):
         if len(sizes) > 1:
             sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # copied into one buffer
         if sizes and self.trace is not None:
-            self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
+            self.trace.log.calls[-1].ahead_bytes += sum(sizes)
 
 
 def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
