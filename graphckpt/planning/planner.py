@@ -341,14 +341,13 @@ def run_plan(
             checked = _with_measured(checked, peak, step.reserved_bytes, run.allocations)
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
     assert run.allocations is not None
-    if difference:  # the step with everything kept has run too, and needs no correction
-        plain_peak = peak if plan.keeps_everything else plan.plain_peak_bytes
-        plan = replace(corrected(plan, difference), plain_peak_bytes=plain_peak)
-    plan = replace(plan, peak_parts=run.allocations.parts_at_peak(step.machine.rounded))
-    if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
-        plan = replace(plan, predicted_step_seconds=run.seconds)
+    has_copies = any(row.moved_bytes for row in plan.rows)  # which a trace does not show
     plan = replace(
-        plan,
+        corrected(plan, difference),
+        # The step with everything kept has run too, and needs no correction.
+        plain_peak_bytes=peak if plan.keeps_everything else plan.plain_peak_bytes,
+        peak_parts=run.allocations.parts_at_peak(step.machine.rounded),
+        predicted_step_seconds=plan.predicted_step_seconds if has_copies else run.seconds,
         communication_seconds=run.communication_seconds,
         exposed_seconds=run.exposed_seconds,
         bubble_seconds=run.bubble_seconds,

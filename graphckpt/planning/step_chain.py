@@ -37,13 +37,9 @@ class JoinedRuns:
         rules = [option.rule for option in measured.options]
         self.full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
         """The option that each block of a run has in a plan: ``full`` without offload. 0 if there is none: no runs."""
-        calls_of: dict[int, list[int]] = {}
-        for call, block in enumerate(measured.model.block_of_call):
-            calls_of.setdefault(block, []).append(call)
-        self._can_follow = [
-            bool(self.full and block in calls_of) and measured.joinable.issuperset(calls_of[block])
-            for block in range(len(measured.names))
-        ]
+        blocks = measured.model.block_of_call
+        followers = set(blocks) - {block for call, block in enumerate(blocks) if call not in measured.joinable}
+        self._can_follow = [bool(self.full) and block in followers for block in range(len(measured.names))]
         seconds = zip(measured.forward_seconds, measured.backward_seconds, strict=True)
         self.extra_seconds = [max(0.0, fwd[KEEP_NUMBER] + bwd[KEEP_NUMBER] - bwd[self.full]) for fwd, bwd in seconds]
         """By block: the extra seconds if others are joined to it, since all of it is recomputed then; the

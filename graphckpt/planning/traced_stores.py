@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -30,16 +30,15 @@ class RecordingStore(Store):
 
 
 @contextmanager
-def traced(blocks: Blocks, trace: Trace, stores: Iterable[Store | None]) -> Iterator[None]:
+def traced(blocks: Blocks, trace: Trace, stores: Sequence[RecordingStore]) -> Iterator[None]:
     """Traces the step within the ``with`` block, and what these stores of blocks hold."""
-    recording = [store for store in stores if isinstance(store, RecordingStore)]
-    for store in recording:
+    for store in stores:
         store.trace = trace
     try:
         with blocks.marked(trace), trace:
             yield
     finally:
-        for store in recording:
+        for store in stores:
             store.trace = None
 
 
