@@ -246,12 +246,9 @@ def _before(move: Move, ticks: int, after: dict[Hashable, _Labels]) -> _Labels:
 
 def _merge(parts: list[_Labels]) -> _Labels:
     """Returns the labels of which none is better in both, by need; their ticks fall."""
-    if not parts:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    needs = np.concatenate([part[0] for part in parts])
-    ticks = np.concatenate([part[1] for part in parts])
-    if not len(needs):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
+    nothing = np.empty(0, np.int64)
+    needs = np.concatenate([nothing, *(part[0] for part in parts)])
+    ticks = np.concatenate([nothing, *(part[1] for part in parts)])
     # A label stays if no label of less need is as fast, and of equal needs the fastest.
     order = np.argsort(needs)
     needs, ticks = needs[order], ticks[order]

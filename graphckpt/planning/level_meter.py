@@ -13,10 +13,10 @@ neither a dispatch mode nor a synchronization, and includes what kernels allocat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol, Self, final
+from typing import Any, Self, final
 from weakref import ref
 
 import torch
@@ -25,9 +25,8 @@ from torch import nn
 from graphckpt.blocks.forward import policy_of
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.levels import LevelLog, LevelSpan
-from graphckpt.planning.program import Interval, Phase
-from graphckpt.planning.trace import Blocks, StepMarks, seconds_between, time_mark
+from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
+from graphckpt.planning.trace import Blocks, StepMarks, TimeMark, seconds_between, time_mark
 
 
 @final
@@ -66,7 +65,7 @@ class UpdateLevels:
 
     def to_message(self) -> list[Any]:
         """Returns plain values, for JSON."""
-        rows = [(i.phase.value, i.call, *span, self.seconds.get(i, 0.0)) for i, span in self.spans.items()]
+        rows = [(*i, *span, self.seconds.get(i, 0.0)) for i, span in self.spans.items()]
         calls = [*self.block_of_call], sorted(self.dropped), [*self.signatures], [*self.are_typical]
         recomputed = [*self.recomputed.items()]
         return [rows, self.total_seconds, self.start_bytes, *calls, recomputed]
@@ -79,57 +78,6 @@ class UpdateLevels:
             interval = Interval(Phase(phase), call)
             spans[interval], seconds[interval] = LevelSpan(begin, peak, end), spent
         return cls(blocks, spans, seconds, total, start, frozenset(dropped), dict(recomputed), signatures, typical)
-
-
-class _Gauge(AbstractContextManager[Any], Protocol):
-    def level(self) -> int:
-        """Returns the live bytes."""
-
-    def read(self) -> tuple[int, int]:
-        """Returns the live bytes, and the most of them since the last reading."""
-
-
-@final
-class _CountedBytes:
-    """The bytes of tensors, which are counted op by op."""
-
-    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor | None]) -> None:
-        self._live = LiveBytes(device.type, record_timeline=False)
-        self._live.track(tensors)
-
-    def __enter__(self) -> None:
-        self._live.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._live.__exit__(*error)
-
-    def level(self) -> int:
-        return self._live.live_bytes
-
-    def read(self) -> tuple[int, int]:
-        level, peak = self._live.live_bytes, self._live.peak_bytes
-        self._live.peak_bytes = level
-        return level, peak
-
-
-@final
-class _AllocatedBytes:
-    """The bytes that CUDA's caching allocator has allocated. Reading them restarts its peak statistic."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def level(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def read(self) -> tuple[int, int]:
-        level, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return level, peak
 
 
 @final
@@ -164,12 +112,13 @@ class LevelMeter(StepMarks):
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor | None]) -> None:
         super().__init__()
         self._device = device
-        self._gauge: _Gauge = _AllocatedBytes(device) if device.type == "cuda" else _CountedBytes(device, tensors)
+        self._counter = None if device.type == "cuda" else LiveBytes(device.type, record_timeline=False)
+        """Counts the bytes of tensors op by op; ``None`` where the allocator does."""
+        if self._counter is not None:
+            self._counter.track(tensors)
         self._levels: list[int] = []
         self._peaks: list[int] = []
-        self._times: list[Any] = []
-        self._extensions: set[int] = set()
-        """The spans that begin with the gradient of a parameter of a first block."""
+        self._times: list[TimeMark] = []
         self._signatures: list[str] = []
         self._are_typical: list[bool] = []
         self._dropped: set[int] = set()
@@ -181,7 +130,7 @@ class LevelMeter(StepMarks):
         with ExitStack() as stack:
             stack.enter_context(without_value_checks())
             stack.enter_context(blocks.marked(self))
-            stack.enter_context(self._gauge)
+            stack.enter_context(self._counter or nullcontext())
             for context in [wrapper.context for wrapper in map(policy_of, blocks.modules) if wrapper is not None]:
                 # The level right after a recomputation is the most that any policy can retain of the block: it bounds
                 # options that no update has shown yet.
@@ -198,16 +147,11 @@ class LevelMeter(StepMarks):
 
     def update(self) -> UpdateLevels:
         """Returns the levels of the update that is over."""
-        intervals = [span.interval for span in self.log.spans]
         start = self._levels[0]
         spans: dict[Interval, LevelSpan] = {}
         seconds: dict[Interval, float] = {}
         borders, times = pairwise(self._levels), pairwise(self._times)
-        for number, (levels, peak, marks) in enumerate(zip(borders, self._peaks, times, strict=True)):
-            interval, later = intervals[number], intervals[number + 1 :]
-            if number in self._extensions and (not later or later[0].phase is Phase.OPTIMIZER):
-                # The gradients of a first block were there: what follows, such as clipping, is not its backward.
-                interval = Interval(Phase.AFTER_BACKWARD, interval.call)
+        for interval, levels, peak, marks in zip(self.intervals, borders, self._peaks, times, strict=True):
             begin, end = (level - start for level in levels)
             before = spans.get(interval, LevelSpan(begin, peak - start, end))
             spans[interval] = LevelSpan(before.start, max(before.peak, peak - start), end)
@@ -236,23 +180,26 @@ class LevelMeter(StepMarks):
     def _end_recomputation(self) -> None:
         phase, call = self._interval
         if self._is_on and phase is Phase.BACKWARD:
-            self._recomputed[call] = max(self._recomputed.get(call, 0), self._gauge.level() - self._levels[-1])
+            self._recomputed[call] = max(self._recomputed.get(call, 0), self._level() - self._levels[-1])
+
+    def _level(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._counter is None else self._counter.live_bytes
 
     def _read(self) -> None:
-        level, peak = self._gauge.read()
-        self._peaks.append(peak)
-        self._levels.append(level)
+        """Reads the level, the peak since the last reading, and the time."""
+        self._levels.append(self._level())
+        if self._counter is None:
+            self._peaks.append(torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._peaks.append(self._counter.peak_bytes)
+            self._counter.peak_bytes = self._levels[-1]
         self._times.append(time_mark(self._device))
 
     def _mark(self, phase: Phase, call: int) -> None:
         if self._is_on:
             super()._mark(phase, call)
             self._read()
-
-    def _extend_backward(self, call: int, _: torch.Tensor) -> None:
-        if self._is_on and self._interval == (Phase.BACKWARD, call):
-            self._extensions.add(len(self._levels))
-            self._mark(*self._interval)
 
     def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None:
         del module

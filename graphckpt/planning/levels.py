@@ -15,12 +15,11 @@ number, the bytes of the tensor that a block passes on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Generic, NamedTuple, Self, TypeAlias, TypeVar, final
 
-from graphckpt.planning.program import EventKind, Interval, Phase, StepLog
+from graphckpt.planning.program import Interval, LevelLog, Phase, StepLog
 
 _Value = TypeVar("_Value")
 KEEP_NUMBER = 0
@@ -61,29 +60,6 @@ class IntervalLevel(NamedTuple):
     peak: int
 
 
-class LevelSpan(NamedTuple):
-    """Live bytes in an interval."""
-
-    start: int
-    peak: int
-    end: int
-
-
-LevelLog: TypeAlias = "Mapping[Interval, LevelSpan]"
-"""The levels of a step, by interval, in the order of time."""
-
-
-def level_log(log: StepLog) -> LevelLog:
-    level, spans = 0, {}
-    for interval in log.intervals:
-        start = peak = level
-        for entry in log.entries(interval):
-            level += entry.num_bytes * ((entry.kind is EventKind.BORN) - (entry.kind is EventKind.GONE))
-            peak = max(peak, level)
-        spans[interval] = LevelSpan(start, peak, level)
-    return spans
-
-
 class Rise(NamedTuple):
     """The highest level during a call, above the level at its start, in bytes."""
 
@@ -98,16 +74,8 @@ class Before(NamedTuple):
     holds_output: bool = False
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class SampledRuns:
-    """Traces of a step, or of one with a part of its blocks, and the option of each of these blocks."""
-
-    base: StepLog
-    """With every block recomputed."""
-    runs: Sequence[tuple[StepLog, Sequence[int]]] = ()
-    numbers: Sequence[int] | None = None
-    """The numbers of the blocks in the step; ``None`` for all."""
+SampledRun: TypeAlias = "tuple[StepLog, Sequence[int]]"
+"""A traced step, and the option of each of its blocks."""
 
 
 class Batch(NamedTuple):
@@ -172,6 +140,12 @@ class Calls:
         }
         """By call: the one whose forward came before, if no backward lies between."""
         self.followed = frozenset(self.before.values())
+        self.passes: list[list[int]] = []
+        """The calls of forwards without a backward between them: of one batch of a step, or of one of its losses."""
+        for call in range(len(block_of_call)):
+            if call not in self.before:
+                self.passes.append([])
+            self.passes[-1].append(call)
         self.base_added = self.added(self.base)
 
     def added(self, spans: LevelLog) -> dict[int, int]:
@@ -186,10 +160,6 @@ class Calls:
         }
 
 
-def _calls_of(base: StepLog, classes: Sequence[int]) -> Calls:
-    return Calls(level_log(base), [call.block for call in base.calls], classes, base.dropped)
-
-
 @final
 class _Readings(Generic[_Value]):
     """Values by call and option. A call without its own reading has that of an equal call."""
@@ -197,24 +167,31 @@ class _Readings(Generic[_Value]):
     # The last call of a batch is not typical: its forward is read up to its own end, since the head follows and not a
     # block. Its reading stands for equal calls only as long as none of theirs is read.
 
-    def __init__(self, default: _Value) -> None:
+    def __init__(self, calls: Calls, default: _Value) -> None:
+        self._kinds = calls.kinds
         self._default = default
-        self._of_call: dict[tuple[Calls, int, int], _Value] = {}
-        self._of_kind: dict[tuple[tuple[int, int], int], tuple[bool, _Value]] = {}
+        self._of_call: dict[tuple[int, int], _Value] = {}
+        self.of_kind: dict[tuple[tuple[int, int], int], tuple[bool, _Value]] = {}
 
-    def add(self, calls: Calls, call: int, option: int, value: _Value, *, is_typical: bool = True) -> None:
+    def add(self, call: int, option: int, value: _Value, *, is_typical: bool = True) -> None:
         """Adds a reading, unless there is one. One that is not typical is replaced for equal calls by one that is."""
-        self._of_call.setdefault((calls, call, option), value)
-        key = calls.kinds[call], option
-        if key not in self._of_kind or (is_typical and not self._of_kind[key][0]):
-            self._of_kind[key] = is_typical, value
+        self._of_call.setdefault((call, option), value)
+        key = self._kinds[call], option
+        if key not in self.of_kind or (is_typical and not self.of_kind[key][0]):
+            self.of_kind[key] = is_typical, value
 
-    def has(self, calls: Calls, call: int, option: int) -> bool:
-        return (calls.kinds[call], option) in self._of_kind
+    def has(self, call: int, option: int) -> bool:
+        return (self._kinds[call], option) in self.of_kind
 
-    def get(self, calls: Calls, call: int, option: int) -> _Value:
-        own = self._of_call.get((calls, call, option))
-        return self._of_kind.get((calls.kinds[call], option), (False, self._default))[1] if own is None else own
+    def get(self, call: int, option: int) -> _Value:
+        own = self._of_call.get((call, option))
+        return self.of_kind.get((self._kinds[call], option), (False, self._default))[1] if own is None else own
+
+
+def _base_of(runs: Iterable[SampledRun], base_option: int, classes: Sequence[int]) -> tuple[StepLog, Calls]:
+    """Returns the run with every block recomputed, and its calls."""
+    log = next(log for log, plan in runs if set(plan) == {base_option})
+    return log, Calls(log.levels, [call.block for call in log.calls], classes, log.dropped)
 
 
 @final
@@ -232,12 +209,12 @@ class LevelTable:
         self.base_option = base_option
         self.log = log
         self.block_of_call = calls.block_of_call
-        self.intervals = list(calls.base)
         self.passed_on = [0] * len(calls.kinds)
         """By call: the bytes of its arguments that the call before has returned, which hooks see."""
-        self.rises = _Readings(Rise(0, 0))
-        self.first, self.later, self.pair = _Readings(0), _Readings(0), _Readings(0)
-        self.output, self.late, self.inside = _Readings(0), _Readings(0), _Readings(0)
+        self.rises = _Readings(calls, Rise(0, 0))
+        self.first, self.later, self.pair = _Readings(calls, 0), _Readings(calls, 0), _Readings(calls, 0)
+        self.output, self.late, self.inside = _Readings(calls, 0), _Readings(calls, 0), _Readings(calls, 0)
+        self._terms = self.first, self.later, self.pair, self.late, self.inside, self.output
         self.shared: Counter[int] = Counter()
         """By the first call that holds them: what recomputed calls hold of their arguments."""
         self.head_shares: dict[Interval, float] = {}
@@ -246,35 +223,35 @@ class LevelTable:
         """The levels of the run with all blocks kept, if there is one: that plan is not predicted but read."""
 
     @classmethod
-    def of_runs(
-        cls, sampled: SampledRuns, base_option: int, classes: Sequence[int], part: SampledRuns | None = None
-    ) -> Self:
+    def of_runs(cls, runs: Sequence[SampledRun], base_option: int, classes: Sequence[int]) -> Self:
         """Reads a table from sampled runs.
 
         Args:
-            sampled: the step with every block recomputed; with all blocks kept (option 0), if it is there; in runs in
+            runs: the step with every block recomputed; with all blocks kept (option 0), if it is there; in runs in
                 which kept and recomputed blocks alternate, if :attr:`needs_alternation`; and with any other options.
+                Each option of each class is in one of these runs, or of those of :meth:`read_part`.
             base_option: the number of the option that each block has in the base.
             classes: the class of each block; blocks of one class are equal.
-            part: runs of a part of the blocks. Each option of each class is in one of all these runs.
         """
-        base = sampled.base
-        table = cls(_calls_of(base, classes), base_option, base)
+        base, calls = _base_of(runs, base_option, classes)
+        table = cls(calls, base_option, base)
         table.passed_on = [
             sum(base.sizes.get(storage, 0) for storage in set(call.returned_before)) for call in base.calls
         ]
-        table._read(sampled, table.calls)
-        if part is not None:
-            assert part.numbers is not None
-            table._read(part, _calls_of(part.base, [classes[number] for number in part.numbers]))
+        table._read(runs)
         return table
+
+    def read_part(self, runs: Sequence[SampledRun], classes: Sequence[int]) -> None:
+        """Reads runs of a part of the blocks, one of them with each of these recomputed."""
+        part = LevelTable(_base_of(runs, self.base_option, classes)[1], self.base_option)
+        part.rises.of_kind = self.rises.of_kind
+        for term, read in zip(part._terms, self._terms, strict=True):
+            term.of_kind = read.of_kind
+        part._read(runs, is_part=True)
 
     def peak(self, plan: Sequence[int], runs: Runs = ()) -> int:
         """Returns the most live bytes, for the number of the option of each block; see :meth:`levels`."""
-        return self.highest(plan, runs).peak
-
-    def highest(self, plan: Sequence[int], runs: Runs = ()) -> IntervalLevel:
-        return max(self.levels(plan, runs), key=lambda level: level.peak)
+        return max(level.peak for level in self.levels(plan, runs))
 
     @property
     def static_bytes(self) -> int:
@@ -285,9 +262,7 @@ class LevelTable:
         """Returns what the blocks save, and what they return to one another, over all calls."""
         options = self._options(plan)
         added = self.calls.base_added
-        return sum(
-            max(0, added[call] + self.first.get(self.calls, call, option)) for call, option in enumerate(options)
-        )
+        return sum(max(0, added[call] + self.first.get(call, option)) for call, option in enumerate(options))
 
     def levels(self, plan: Sequence[int], runs: Runs = ()) -> Iterator[IntervalLevel]:
         """Returns the levels of a step, interval by interval.
@@ -311,23 +286,23 @@ class LevelTable:
         for interval, base in calls.base.items():
             call, rise = interval.call, base.peak - base.start
             if interval.phase is Phase.AFTER_FORWARD and (before := calls.before.get(call)) in retained:
-                later = self.later.get(calls, before, options[before])
+                later = self.later.get(before, options[before])
                 retained[before] += later
                 total += later
             # Levels are read at the start of an interval: what a call adds or frees in it shows in the next one, and
             # before that in the rise.
             level = base.start + total + excess[len(after_head)]
             if interval in heads and not interval.is_of_block:
-                rise += self._rise_of_head(calls, options, heads[interval])
+                rise += self._rise_of_head(options, heads[interval])
             if interval.phase is Phase.FORWARD:
-                rise = self.rises.get(calls, call, options[call]).forward
-                retained[call] = self._retained(calls, options, call)
+                rise = self.rises.get(call, options[call]).forward
+                retained[call] = self._retained(options, call)
                 if call in run_of and call > run_of[call][0]:  # it frees its argument
                     retained[call] -= self.passed_on[call]
                 total += retained[call]
             elif interval.phase is Phase.BACKWARD:
                 option = options[call]
-                rise = self.rises.get(calls, call, option).backward
+                rise = self.rises.get(call, option).backward
                 # The last call of a joined run recomputes all of it; from then on the others are as kept ones, and only
                 # differ in that they hold their arguments.
                 if call in run_of and call not in calls.dropped:
@@ -335,19 +310,19 @@ class LevelTable:
                         rise = self.recompute(run_of[call], retained, rise)
                         total = sum(retained.values())
                     else:
-                        option, rise = KEEP_NUMBER, self.rises.get(calls, call, KEEP_NUMBER).backward
+                        option, rise = KEEP_NUMBER, self.rises.get(call, KEEP_NUMBER).backward
                 if call in after_head[-1:]:
-                    level += self.output.get(calls, call, option)
+                    level += self.output.get(call, option)
                     after_head.pop()
                 elif call in after_head:
-                    level += self.output.get(calls, call, option)
+                    level += self.output.get(call, option)
                     after_head.remove(call)
-                    excess = self._excess_after(calls, options, after_head)
+                    excess = self._excess_after(options, after_head)
                 total -= retained.pop(call, 0)
             yield IntervalLevel(interval, level, level + rise)
             if interval in heads:
                 after_head = list(retained)
-                excess = self._excess_after(calls, options, after_head)
+                excess = self._excess_after(options, after_head)
 
     def recompute(self, run: range, retained: dict[int, int], rise: int) -> int:
         """Recomputes all calls of a joined run but the last: they then retain what kept ones do, and their arguments.
@@ -355,32 +330,30 @@ class LevelTable:
         Returns the rise in the backward of the last one, which is recomputed as alone.
         """
         level = peak = 0
-        terms = self.first, self.later, self.pair, self.late, self.inside
         for call in run[:-1]:
-            peak = max(peak, level + self.rises.get(self.calls, call, KEEP_NUMBER).forward)
-            retained[call] = sum(term.get(self.calls, call, KEEP_NUMBER) for term in terms)
+            peak = max(peak, level + self.rises.get(call, KEEP_NUMBER).forward)
+            retained[call] = sum(term.get(call, KEEP_NUMBER) for term in self._terms[:-1])
             level += retained[call] + self.passed_on[call + 1]
         return max(peak, level + rise)
 
-    def pair_bytes(self, call: int, option: int, before: Before, calls: Calls | None = None) -> int:
+    def pair_bytes(self, call: int, option: int, before: Before) -> int:
         """Returns what a call retains more because of the one before it; see Note [Neighbouring blocks]."""
         if not (before.holds_output or (before.is_kept and option == KEEP_NUMBER)):
             return 0
-        calls = calls or self.calls
         if option == KEEP_NUMBER:
-            return self.pair.get(calls, call, option)
-        return max(0, -self.first.get(calls, call, option))  # it holds less than its argument, as if it offloads
+            return self.pair.get(call, option)
+        return max(0, -self.first.get(call, option))  # it holds less than its argument, as if it offloads
 
-    def before(self, call: int, option: int, calls: Calls | None = None) -> Before:
-        return Before(option == KEEP_NUMBER, self.output.get(calls or self.calls, call, option) > 0)
+    def before(self, call: int, option: int) -> Before:
+        return Before(option == KEEP_NUMBER, self.output.get(call, option) > 0)
 
     def rise_of_head(self, head: Interval, excess: int) -> int:
         """Returns what the peak of a head is beyond that of the base, of the excess at the start of its backward."""
         return round(self.head_shares.get(head, 1.0) * excess)
 
-    def _rise_of_head(self, calls: Calls, options: Sequence[int], batch: Batch) -> int:
+    def _rise_of_head(self, options: Sequence[int], batch: Batch) -> int:
         last = batch.calls[0]
-        excess = self._excess_after(calls, options, batch.opened[0])[-1] + self.output.get(calls, last, options[last])
+        excess = self._excess_after(options, batch.opened[0])[-1] + self.output.get(last, options[last])
         return self.rise_of_head(batch.head, excess)
 
     @property
@@ -389,7 +362,7 @@ class LevelTable:
         calls, first = self.calls, {batch.calls[-1] for batch in self.calls.batches}
         terms = self.pair, self.output, self.inside
         return any(
-            (call not in first and self.shared[call]) or any(term.get(calls, call, KEEP_NUMBER) for term in terms)
+            (call not in first and self.shared[call]) or any(term.get(call, KEEP_NUMBER) for term in terms)
             for call in range(len(calls.kinds))
         )
 
@@ -403,23 +376,22 @@ class LevelTable:
                     # The blocks of a run are called one after another, or they could not be joined.
                     yield range(call, call + end - first)
 
-    def _retained(self, calls: Calls, options: Sequence[int], call: int) -> int:
+    def _retained(self, options: Sequence[int], call: int) -> int:
         """Returns what a call retains from its forward on, without what is `later`."""
-        before = calls.before.get(call)
-        retained = self.first.get(calls, call, options[call])
+        before = self.calls.before.get(call)
+        retained = self.first.get(call, options[call])
         if before is not None:
-            retained += self.pair_bytes(call, options[call], self.before(before, options[before], calls), calls)
+            retained += self.pair_bytes(call, options[call], self.before(before, options[before]))
         return retained
 
-    def _all_retained(self, calls: Calls, options: Sequence[int]) -> list[int]:
+    def _all_retained(self, options: Sequence[int]) -> list[int]:
         """Returns what each call retains at the start of its backward."""
         return [
-            self._retained(calls, options, call)
-            + (self.later.get(calls, call, option) if call in calls.followed else 0)
+            self._retained(options, call) + (self.later.get(call, option) if call in self.calls.followed else 0)
             for call, option in enumerate(options)
         ]
 
-    def _excess_after(self, calls: Calls, options: Sequence[int], opened: Sequence[int]) -> list[int]:
+    def _excess_after(self, options: Sequence[int], opened: Sequence[int]) -> list[int]:
         """Returns the excess if the first n of ``opened`` are open, by n, without their own outputs."""
         # Of a cache that calls 0, 1 and 2 have as an argument, 0 is the first to hold it (`shared[0]`):
         #
@@ -432,147 +404,139 @@ class LevelTable:
         late = shared = inside = largest = 0
         is_held, excess = False, [0]
         for call in opened:
-            own = self.shared[call] if calls is self.calls else 0
+            own = self.shared[call]
             is_held = is_held and own <= largest
             largest = max(largest, own)
-            late += self.late.get(calls, call, options[call])
+            late += self.late.get(call, options[call])
             if options[call] == KEEP_NUMBER:
-                inside += self.inside.get(calls, call, KEEP_NUMBER)
+                inside += self.inside.get(call, KEEP_NUMBER)
                 shared += own
             else:
                 shared, is_held = 0, True
             excess.append(late - shared + (0 if is_held else inside))
         return excess
 
-    def _read(self, sampled: SampledRuns, calls: Calls) -> None:
-        base_options = [self.base_option] * len(calls.kinds)
+    def _read(self, runs: Sequence[SampledRun], *, is_part: bool = False) -> None:
         # Each reading subtracts the terms that are read before it, and `_Readings.add` leaves an earlier one in place.
-        # So what shows one term alone is read first: rises; calls beside recomputed ones, then pairs; what is late,
+        # So what shows one term alone is read first: rises and calls beside recomputed ones, then pairs; what is late,
         # from alternating runs; outputs from these, before the run with all blocks kept, whose excess is a sum of all
         # terms; at last the share of the head, for which all of them are known.
-        logs = [(calls.base, base_options)]
-        logs += [(level_log(log), [plan[block] for block in calls.block_of_call]) for log, plan in sampled.runs]
+        logs: list[tuple[LevelLog, list[int]]] = [(log.levels, self._options(plan)) for log, plan in runs]
         for spans, options in logs:
-            self._read_rises(spans, options, calls)
+            self._read_alone(spans, options)
         for spans, options in logs:
-            self._read_alone(spans, options, calls)
-        for spans, options in logs:
-            self._read_pairs(spans, options, calls)
+            self._read_pairs(spans, options)
         alternating = [(spans, options) for spans, options in logs if KEEP_NUMBER in options and any(options)]
         keeping = [(spans, options) for spans, options in logs if not any(options)]
-        if keeping and calls is self.calls:
+        if keeping:
             self._all_kept = keeping[0][0]
-        for batch in calls.batches:
+        for batch in self.calls.batches:
             for spans, options in alternating:
-                self._read_late(spans, options, calls, batch)
+                self._read_late(spans, options, batch)
             for spans, options in alternating:
-                self._read_output(spans, options, calls, batch)
-            for spans, options in keeping:
-                if calls is self.calls:
-                    self._read_kept(spans, options, batch)
+                self._read_output(spans, options, batch)
+            for spans, options in [] if is_part else keeping:
+                self._read_kept(spans, options, batch)
             for spans, options in logs:
-                self._read_output(spans, options, calls, batch)
+                self._read_output(spans, options, batch)
             for spans, options in keeping:
-                self._read_head(spans, options, calls, batch)
+                self._read_head(spans, options, batch)
 
-    def _read_rises(self, spans: LevelLog, options: Sequence[int], calls: Calls) -> None:
+    def _read_alone(self, spans: LevelLog, options: Sequence[int]) -> None:
+        """Reads rises, and calls beside recomputed ones."""
+        calls, added = self.calls, self.calls.added(spans)
         for call, option in enumerate(options):
             forward, backward = spans[Interval(Phase.FORWARD, call)], spans.get(Interval(Phase.BACKWARD, call))
             rise = Rise(forward.peak - forward.start, 0 if backward is None else backward.peak - backward.start)
-            self.rises.add(calls, call, option, rise, is_typical=call in calls.followed)
-
-    def _read_alone(self, spans: LevelLog, options: Sequence[int], calls: Calls) -> None:
-        """Reads calls beside recomputed ones."""
-        added = calls.added(spans)
-        for call, option in enumerate(options):
+            self.rises.add(call, option, rise, is_typical=call in calls.followed)
             before = calls.before.get(call)
             num_bytes = added[call] - calls.base_added[call]
             if before is None or options[before] == self.base_option:
-                self.first.add(calls, call, option, num_bytes, is_typical=call in calls.followed)
+                self.first.add(call, option, num_bytes, is_typical=call in calls.followed)
             elif option == self.base_option and call in calls.followed:
-                self.later.add(calls, before, options[before], num_bytes)
+                self.later.add(before, options[before], num_bytes)
 
-    def _read_pairs(self, spans: LevelLog, options: Sequence[int], calls: Calls) -> None:
+    def _read_pairs(self, spans: LevelLog, options: Sequence[int]) -> None:
         """Reads calls beside others that are not recomputed. See Note [Neighbouring blocks]."""
-        added = calls.added(spans)
+        calls, added = self.calls, self.calls.added(spans)
         for call, option in enumerate(options):
             before = calls.before.get(call)
             if before is None or self.base_option in (option, options[before]):
                 continue
             is_followed = call in calls.followed
             num_bytes = added[call] - calls.base_added[call]
-            num_bytes -= self.later.get(calls, before, options[before]) if is_followed else 0
-            if not self.first.has(calls, call, option):
-                self.first.add(calls, call, option, num_bytes, is_typical=False)
+            num_bytes -= self.later.get(before, options[before]) if is_followed else 0
+            if not self.first.has(call, option):
+                self.first.add(call, option, num_bytes, is_typical=False)
             elif option == options[before] == KEEP_NUMBER:
-                rest = num_bytes - self.first.get(calls, call, option)
-                self.pair.add(calls, call, option, rest, is_typical=is_followed)
+                rest = num_bytes - self.first.get(call, option)
+                self.pair.add(call, option, rest, is_typical=is_followed)
 
-    def _excess(self, spans: LevelLog, options: Sequence[int], calls: Calls, batch: Batch) -> dict[int, int]:
+    def _excess(self, spans: LevelLog, options: Sequence[int], batch: Batch) -> dict[int, int]:
         """Returns the excess of each call of a batch, from the first forward on."""
-        excess, retained = {}, self._all_retained(calls, options)
+        excess, retained = {}, self._all_retained(options)
         for call, opened in zip(reversed(batch.calls), reversed(batch.opened), strict=True):
             interval = Interval(Phase.BACKWARD, call)
             if interval in spans:
-                level = spans[interval].start - calls.base[interval].start
+                level = spans[interval].start - self.calls.base[interval].start
                 excess[call] = level - sum([retained[each] for each in opened])
         return excess
 
-    def _read_late(self, spans: LevelLog, options: Sequence[int], calls: Calls, batch: Batch) -> None:
+    def _read_late(self, spans: LevelLog, options: Sequence[int], batch: Batch) -> None:
         """Reads what a kept call between recomputed ones adds to the excess of the later one."""
-        excess = self._excess(spans, options, calls, batch)
+        excess = self._excess(spans, options, batch)
         order = list(excess)
         for place, call in enumerate(order[:-1]):
             neighbours = [*order[:place][-1:], order[place + 1]]
             # Between recomputed calls, which are never late, the excess changes by what this one adds.
             if options[call] == KEEP_NUMBER and all(options[other] == self.base_option for other in neighbours):
                 before = excess[order[place - 1]] if place else 0
-                self.late.add(calls, call, KEEP_NUMBER, excess[order[place + 1]] - before)
+                self.late.add(call, KEEP_NUMBER, excess[order[place + 1]] - before)
 
     def _read_kept(self, spans: LevelLog, options: Sequence[int], batch: Batch) -> None:
         """Reads what is shared, and what is inside of it, from the run with all blocks kept."""
         # With all blocks kept, what is left of the excess without `late` and `output` is the sum of `inside - shared`
         # over the open calls. So the difference between a call and the one before it is one of the two, and the other
         # counts as 0. The first call has none before it: it is taken to have as much `inside` as an equal call.
-        calls, total = self.calls, 0
+        total = 0
         rest: dict[int, int] = {}
-        for call, num_bytes in self._excess(spans, options, calls, batch).items():
-            total += self.late.get(calls, call, KEEP_NUMBER)
-            rest[call] = num_bytes - total - self.output.get(calls, call, KEEP_NUMBER)
+        for call, num_bytes in self._excess(spans, options, batch).items():
+            total += self.late.get(call, KEEP_NUMBER)
+            rest[call] = num_bytes - total - self.output.get(call, KEEP_NUMBER)
         first = next(iter(rest), -1)
         if first < 0:
             return
         if rest[first] > 0:
-            self.output.add(calls, first, KEEP_NUMBER, rest[first], is_typical=False)
+            self.output.add(first, KEEP_NUMBER, rest[first], is_typical=False)
             rest[first] = 0
         for (_, earlier), (call, later) in pairwise(rest.items()):
             if later > earlier:
-                self.inside.add(calls, call, KEEP_NUMBER, later - earlier)
+                self.inside.add(call, KEEP_NUMBER, later - earlier)
             self.shared[call] = max(0, earlier - later)
-        inside = self.inside.get(calls, first, KEEP_NUMBER)
-        self.inside.add(calls, first, KEEP_NUMBER, inside, is_typical=False)
+        inside = self.inside.get(first, KEEP_NUMBER)
+        self.inside.add(first, KEEP_NUMBER, inside, is_typical=False)
         self.shared[first] = max(0, inside - rest[first])
 
-    def _read_output(self, spans: LevelLog, options: Sequence[int], calls: Calls, batch: Batch) -> None:
+    def _read_output(self, spans: LevelLog, options: Sequence[int], batch: Batch) -> None:
         opened = dict(zip(batch.calls, batch.opened, strict=True))
-        after = self._excess_after(calls, options, batch.opened[0])
-        for call, num_bytes in self._excess(spans, options, calls, batch).items():
-            option, before = options[call], calls.before.get(call)
+        after = self._excess_after(options, batch.opened[0])
+        for call, num_bytes in self._excess(spans, options, batch).items():
+            option, before = options[call], self.calls.before.get(call)
             is_beside_kept = before is None or options[before] == KEEP_NUMBER
             if option == self.base_option or (option == KEEP_NUMBER and is_beside_kept and any(options)):
                 continue  # the run with all blocks kept shows it
             count = len(opened[call])
             is_first = opened[call] == batch.opened[0][:count]
-            others = after[count] if is_first else self._excess_after(calls, options, opened[call])[-1]
+            others = after[count] if is_first else self._excess_after(options, opened[call])[-1]
             rest = num_bytes - others
             is_last = call == batch.calls[0]
-            self.output.add(calls, call, option, rest if is_last else max(0, rest), is_typical=not is_last)
+            self.output.add(call, option, rest if is_last else max(0, rest), is_typical=not is_last)
 
-    def _read_head(self, spans: LevelLog, options: Sequence[int], calls: Calls, batch: Batch) -> None:
-        if batch.head not in spans or batch.head.is_of_block or calls is not self.calls:
+    def _read_head(self, spans: LevelLog, options: Sequence[int], batch: Batch) -> None:
+        if batch.head not in spans or batch.head.is_of_block:
             return
-        rise = spans[batch.head].peak - calls.base[batch.head].peak
-        retained = self._all_retained(calls, options)
+        rise = spans[batch.head].peak - self.calls.base[batch.head].peak
+        retained = self._all_retained(options)
         rise -= sum(retained[call] for call in batch.opened[0])
-        if excess := self._rise_of_head(calls, options, batch):
+        if excess := self._rise_of_head(options, batch):
             self.head_shares[batch.head] = min(1.0, max(0.0, rise / excess))

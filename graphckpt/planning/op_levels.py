@@ -118,7 +118,7 @@ class _KeptOps(NamedTuple):
     results: frozenset[int]
 
 
-def selective_levels(runs: Sequence[OpTimes], count: int = MOST) -> list[tuple[list[str], float]]:
+def selective_levels(runs: Sequence[OpTimes]) -> list[tuple[list[str], float]]:
     """Returns the ``save`` argument of ``selective`` and the seconds of the recomputation, for each level.
 
     The level that keeps most comes first; the last one keeps nothing.
@@ -132,7 +132,7 @@ def selective_levels(runs: Sequence[OpTimes], count: int = MOST) -> list[tuple[l
     idle = median(views) if views else 0.0  # an op that computes nothing: the time to call and to time an op
     ticks = [round(max(0.0, took - idle) * _TICKS) for took in seconds]
     choices = _cheapest(log, ticks[: log.num_saving])
-    while len(choices) > count + 2:  # and the ends
+    while len(choices) > MOST + 2:  # and the ends
         del choices[min(range(1, len(choices) - 1), key=lambda n: _bulge(*choices[n - 1 : n + 2]))]
     nothing: tuple[list[str], float] = [], sum(ticks[: log.num_saving]) / _TICKS
     return [*((_names(log, choice.results), choice.ticks / _TICKS) for choice in choices[1:-1]), nothing]

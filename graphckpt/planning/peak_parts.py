@@ -36,7 +36,7 @@ class PeakParts:
     @classmethod
     def of(cls, measured: MeasuredStep, plan: Plan) -> Self:
         """Returns the parts of a plan of ``measured`` under which the step has run."""
-        stages = dict(zip(measured.model.intervals, plan.stages, strict=True))
+        stages = dict(zip(measured.model.calls.base, plan.stages, strict=True))
         interval, stage = max(stages.items(), key=lambda item: item[1].peak_bytes)
         activations = plan.peak_parts["activations"]
         layers = min(activations, max(0, stage.start_bytes - _outside_of_layers(measured)[interval]))
@@ -62,9 +62,9 @@ def _outside_of_layers(measured: MeasuredStep) -> dict[Interval, int]:
     assert base is not None
     level, levels = 0, {}
     sizes: dict[int, int] = {}
-    for interval in base.intervals:
+    for interval, entries in base.entries.items():
         levels[interval] = level
-        for entry in base.entries(interval):
+        for entry in entries:
             if entry.kind is EventKind.BORN and interval.phase is not Phase.FORWARD:
                 sizes[entry.storage] = base.sizes[entry.storage]
                 level += sizes[entry.storage]

@@ -95,9 +95,10 @@ def plan(
     >>> found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
     True
     """
+    groups = (options.get("group"), options.get("step_group")) if device is None else (False,)
     with (
         simulated_rank(world_size, rank, device, cluster) as simulated,
-        planning_group(**_groups(options, device)) as group,
+        planning_group(*groups) as group,
     ):
         budget = budgets.check_budget(memory_budget)
         wanted = PlanOptions.of(options, "plan")
@@ -107,10 +108,6 @@ def plan(
         with step.restoring():
             notes = () if simulated is None else simulated.notes
             return plan_step(step, module, blocks, budget, wanted, group, notes=notes)
-
-
-def _groups(options: Mapping[str, Any], device: Device) -> dict[str, Any]:
-    return {name: options.get(name) for name in ("group", "step_group")} if device is None else {"group": False}
 
 
 def _make_model(model: Any, step_fn: Any, device: Device) -> MakeModel:
@@ -167,7 +164,8 @@ def plan_step(
 
     if isinstance(step, RealStep):
         step.before_step = group.begin_step
-    with without_value_checks(), _progress_of(options, group) as progress:
+    is_shown = False if callable(options.progress) or group.rank else options.progress
+    with without_value_checks(), Progress(is_shown=is_shown) as progress:
         progress.begin("running the step to measure it")
         planners = measure_all(step, model, blocks, options, group, notes, progress)
         on_measured(planners)
@@ -194,10 +192,6 @@ def check_parameters(model: nn.Module, budget: Budget) -> None:
         limit, parameters = format_sizes(size, num_bytes)
         what = f"no plan fits · the parameters alone take {parameters}"
         raise PlanError(f"memory_budget {limit}: {what} · fix: a larger budget")
-
-
-def _progress_of(options: PlanOptions, group: PlanGroup) -> Progress:
-    return Progress(is_shown=False if callable(options.progress) or group.rank else options.progress)
 
 
 def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> list[tuple[str, nn.Module]]:

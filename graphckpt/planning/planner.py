@@ -72,8 +72,8 @@ class Planner:
         choice = self.search.fastest(max(budget - correction, self.floor.peak)) or self.floor
         return corrected(self.to_plan(choice, budget), correction)
 
-    def lowest(self, budget: int, correction: int = 0) -> Plan:
-        return corrected(self.to_plan(self.floor, budget), correction)
+    def lowest(self, budget: int) -> Plan:
+        return self.to_plan(self.floor, budget)
 
     def front(self, correction: int = 0) -> list[Plan]:
         choices = self.search.pareto()
@@ -85,11 +85,12 @@ class Planner:
 
     def to_plan(self, choice: PolicyChoice, budget: int) -> Plan:
         measured = self.measured
+        levels = list(self.search.levels(choice.plan, choice.runs))
         return Plan(
             rows=(*self._rows(choice), *self.head),
             predicted_peak_bytes=choice.peak,
             predicted_step_seconds=measured.step_seconds + choice.seconds - self.plain.seconds,
-            binding=measured.interval_name(choice.interval),
+            binding=measured.interval_name(max(levels, key=lambda level: level.peak).interval),
             floor_bytes=min(self.floor.peak, choice.peak),
             budget_bytes=budget,
             plain_peak_bytes=self.plain.peak,
@@ -100,7 +101,7 @@ class Planner:
             rank=self.rank,
             stages=tuple(
                 Stage(name=measured.interval_name(level.interval), start_bytes=level.start, peak_bytes=level.peak)
-                for level in self.search.levels(choice.plan, choice.runs)
+                for level in levels
             ),
             notes=(*measured.notes, *self.notes),
             assumptions=self.assumptions,
@@ -138,7 +139,7 @@ class Planner:
 
         ``lowest`` is the lowest peak in bytes, with ``of_reserved`` the least memory that the allocator needs.
         """
-        where, static = self.measured.interval_name(self.floor.interval), self.measured.model.static_bytes
+        where, static = self.lowest(budget).binding, self.measured.model.static_bytes
         fixes = []
         if where.startswith("the head") and not self.is_of_training:
             fixes.append("compute the loss in slices (set `head` to its block and `Tiles`)")
@@ -340,14 +341,13 @@ def run_plan(
             checked = _with_measured(checked, peak, step.reserved_bytes, run.allocations)
         return CheckedPlan(checked, is_met, checked.predicted_peak_bytes)
     assert run.allocations is not None
-    if difference:  # the step with everything kept has run too, and needs no correction
-        plain_peak = peak if plan.keeps_everything else plan.plain_peak_bytes
-        plan = replace(corrected(plan, difference), plain_peak_bytes=plain_peak)
-    plan = replace(plan, peak_parts=run.allocations.parts_at_peak(step.machine.rounded))
-    if not any(row.moved_bytes for row in plan.rows):  # a trace shows no copies
-        plan = replace(plan, predicted_step_seconds=run.seconds)
+    has_copies = any(row.moved_bytes for row in plan.rows)  # which a trace does not show
     plan = replace(
-        plan,
+        corrected(plan, difference),
+        # The step with everything kept has run too, and needs no correction.
+        plain_peak_bytes=peak if plan.keeps_everything else plan.plain_peak_bytes,
+        peak_parts=run.allocations.parts_at_peak(step.machine.rounded),
+        predicted_step_seconds=plan.predicted_step_seconds if has_copies else run.seconds,
         communication_seconds=run.communication_seconds,
         exposed_seconds=run.exposed_seconds,
         bubble_seconds=run.bubble_seconds,

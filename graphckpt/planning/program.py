@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple, Self, final
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 
-class EventKind(Enum):
+class EventKind(StrEnum):
     BORN = "born"
     GONE = "gone"
-    HELD = "held"
     RELEASED = "released"
+    """A block has released a tensor that a store has held for it, or the place of one that is offloaded."""
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """The kinds of intervals into which the calls of blocks divide a step."""
 
     FORWARD = "forward of"
@@ -48,104 +47,108 @@ class Interval(NamedTuple):
 class StorageEvent(NamedTuple):
     kind: EventKind
     storage: int
+    """Its number; -1 if the call of a block releases something."""
     num_bytes: int
     op: int
     """The number of ops that had begun."""
     call: int = -1
-    """The call of a block that has held or releases it; -1 if there is none."""
+    """The call of a block that releases something; -1 if there is none."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class TraceSpan:
+class TraceSpan(NamedTuple):
     """The events from one mark to the next."""
 
     interval: Interval
-    entries: list[StorageEvent] = field(default_factory=list)
+    entries: list[StorageEvent]
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockCall:
     """One forward of one block, and the storages that enter or leave it."""
 
     block: int
     arguments: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
-    gradients: dict[int, int] = field(default_factory=dict)
-    """The storage of the gradient of each output, by the number of the output."""
-    backwards: set[int] = field(default_factory=set)
+    backwards: list[int] = field(default_factory=list)
     """The ids of the backwards of the step that have computed gradients of its outputs."""
     returned_before: list[int] = field(default_factory=list)
     """The storages of the arguments that are the very tensors which the call before has returned."""
+    far_bytes: int = 0
+    """The bytes that it has offloaded."""
+    ahead_bytes: int = 0
+    """The bytes that an all-gather of its parts takes until they are used."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class TraceLog:
-    spans: list[TraceSpan] = field(default_factory=list)
+    spans: list[TraceSpan]
     """Its intervals in the order of time; an interval may come several times."""
     calls: list[BlockCall] = field(default_factory=list)
-    far_bytes: Counter[int] = field(default_factory=Counter)
-    """The bytes that each call has offloaded, by the number of the call."""
-    ahead_bytes: Counter[int] = field(default_factory=Counter)
-    """The bytes that an all-gather of a call's parts takes until they are used, by the number of the call."""
 
     def to_message(self) -> list[Any]:
-        """Returns plain values, for JSON."""
-        spans = [
-            (span.interval.phase.value, span.interval.call, [(e.kind.value, *e[1:]) for e in span.entries])
-            for span in self.spans
-        ]
-        calls = [
-            (c.block, c.arguments, c.outputs, [*c.gradients.items()], [*c.backwards], c.returned_before)
-            for c in self.calls
-        ]
-        return [spans, calls, [*self.far_bytes.items()], [*self.ahead_bytes.items()]]
+        """Returns values for JSON, which writes named tuples as lists, and the kinds of events as text."""
+        return [self.spans, [astuple(call) for call in self.calls]]
 
     @classmethod
     def from_message(cls, message: Sequence[Any]) -> Self:
-        spans, calls, offloaded, gathered = message
+        spans, calls = message
         return cls(
             [
                 TraceSpan(Interval(Phase(phase), call), [StorageEvent(EventKind(kind), *e) for kind, *e in entries])
-                for phase, call, entries in spans
+                for (phase, call), entries in spans
             ],
-            [BlockCall(block, args, outs, dict(grads), set(ids), old) for block, args, outs, grads, ids, old in calls],
-            Counter(dict(offloaded)),
-            Counter(dict(gathered)),
+            [BlockCall(*call) for call in calls],
         )
+
+
+class LevelSpan(NamedTuple):
+    """Live bytes in an interval."""
+
+    start: int
+    peak: int
+    end: int
+
+
+LevelLog: TypeAlias = Mapping[Interval, LevelSpan]
+"""The levels of a step, by interval, in the order of time."""
 
 
 @final
 class StepLog:
-    """A traced step, with the size of each storage, and the interval in which it is freed."""
+    """A traced step, with its levels, the size of each storage, and the interval in which it is freed."""
 
     def __init__(self, trace: TraceLog) -> None:
         self.calls = trace.calls
-        self._spans, self.dropped = _with_drops(trace.spans)
-        self.intervals = list(dict.fromkeys(span.interval for span in self._spans))
+        spans, self.dropped = _with_drops(trace.spans)
+        self.entries: dict[Interval, list[StorageEvent]] = {}
+        for span in spans:
+            self.entries.setdefault(span.interval, []).extend(span.entries)
+        self.levels: dict[Interval, LevelSpan] = {}
         self.sizes: dict[int, int] = {}
-        self._entries: dict[Interval, list[StorageEvent]] = {}
         self.where_gone: dict[int, Interval] = {}
-        for span in self._spans:
-            self._entries.setdefault(span.interval, []).extend(span.entries)
-            for entry in span.entries:
+        level = 0
+        for interval, entries in self.entries.items():
+            start = peak = level
+            for entry in entries:
                 if entry.kind is EventKind.BORN:
                     self.sizes[entry.storage] = entry.num_bytes
+                    level += entry.num_bytes
+                    peak = max(peak, level)
                 elif entry.kind is EventKind.GONE:
-                    self.where_gone[entry.storage] = span.interval
+                    self.where_gone[entry.storage] = interval
+                    level -= entry.num_bytes
+            self.levels[interval] = LevelSpan(start, peak, level)
 
     @property
     def has_backward(self) -> bool:
-        return any(phase is Phase.BACKWARD and call not in self.dropped for phase, call in self.intervals)
-
-    def entries(self, interval: Interval) -> Sequence[StorageEvent]:
-        return self._entries.get(interval, ())
+        return any(phase is Phase.BACKWARD and call not in self.dropped for phase, call in self.levels)
 
     def allocated_bytes(self, interval: Interval) -> tuple[int, ...]:
         """Returns the bytes of each storage that an interval allocates, in order."""
-        return tuple(entry.num_bytes for entry in self.entries(interval) if entry.kind is EventKind.BORN)
+        entries = self.entries.get(interval, ())
+        return tuple(entry.num_bytes for entry in entries if entry.kind is EventKind.BORN)
 
 
 # Note [Dropped graphs]
@@ -168,12 +171,12 @@ def _with_drops(spans: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozen
     # it.
     creator_of: dict[int, int] = {}
     ops: dict[int, set[int]] = {}
-    for (phase, call), entries in ((span.interval, span.entries) for span in spans):
+    for (phase, call), entries in spans:
         own = call if phase is Phase.FORWARD else -1
         for entry in entries:
             if entry.kind is EventKind.BORN and own >= 0:
                 creator_of[entry.storage] = own
-            elif entry.kind is EventKind.RELEASED and entry.call not in (-1, own) and entry.call not in with_backward:
+            elif entry.kind is EventKind.RELEASED and entry.call != own and entry.call not in with_backward:
                 ops.setdefault(entry.call, set()).add(entry.op)
     if not ops:
         return spans, frozenset()
@@ -183,17 +186,17 @@ def _with_drops(spans: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozen
         is_release = entry.kind in (EventKind.GONE, EventKind.RELEASED) and interval != (Phase.FORWARD, call)
         return call if is_release and entry.op in ops.get(call, ()) else -1
 
-    drops = {call: TraceSpan(Interval(Phase.BACKWARD, call)) for call in ops}
+    drops = {call: TraceSpan(Interval(Phase.BACKWARD, call), []) for call in ops}
     pending = set(ops)
     result: list[TraceSpan] = []
     for span in spans:
-        result.append(TraceSpan(span.interval))
+        result.append(TraceSpan(span.interval, []))
         for entry in span.entries:
             call = dropped_by(span.interval, entry)
             # Parts that were released before are moved as well, to the last: `drops[call]` collects them.
             if call in pending and entry.op == max(ops[call]):  # what else this op frees, it frees in any order
                 pending.remove(call)
                 after = span.interval if span.interval.is_of_block else Interval(Phase.AFTER_BACKWARD, call)
-                result += [drops[call], TraceSpan(after)]
+                result += [drops[call], TraceSpan(after, [])]
             (result[-1] if call < 0 else drops[call]).entries.append(entry)
     return result, frozenset(drops)

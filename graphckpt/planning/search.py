@@ -15,7 +15,7 @@ from graphckpt.planning.frontier import Chain, ChainPlan, Frontier, Move, peak
 from graphckpt.planning.levels import KEEP_NUMBER, IntervalLevel, Runs
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.program import Interval, Phase
-from graphckpt.planning.step_chain import JoinedRuns, StepChain, passes
+from graphckpt.planning.step_chain import JoinedRuns, StepChain
 
 
 @final
@@ -254,7 +254,6 @@ class CopyRates(NamedTuple):
 class PolicyChoice:
     plan: tuple[int, ...]
     peak: int
-    interval: Interval
     seconds: float
     """Seconds of all blocks, with the time that the step waits for copies."""
     runs: Runs = ()
@@ -294,7 +293,7 @@ class PolicySearch:
         self._passes: list[Sequence[int]] = []
         """The calls of each pass that has no block of a later one, from the last pass on: each is a chain."""
         covered: list[int] = []
-        for calls in reversed(passes(measured.model.intervals)):
+        for calls in reversed(measured.model.calls.passes):
             blocks = [block_of_call[call] for call in calls]
             if set(covered).isdisjoint(blocks):
                 self._passes.append(calls)
@@ -383,10 +382,9 @@ class PolicySearch:
     def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
         plan = self.measured.completed(plan)
         seconds, flight = self._seconds(plan)
-        highest = max(self.levels(plan, runs), key=lambda level: level.peak)
         if self.joined_runs is not None:
             seconds += self.joined_runs.seconds(runs)
-        return PolicyChoice(plan, highest.peak + flight, highest.interval, seconds, runs=runs)
+        return PolicyChoice(plan, self._peak(plan, runs) + flight, seconds, runs)
 
     def extra_seconds(self, choice: PolicyChoice) -> list[float]:
         seconds = zip(self.measured.forward_seconds, self.measured.backward_seconds, choice.plan, strict=True)
@@ -396,6 +394,9 @@ class PolicySearch:
             for block in range(first, end - 1):
                 extra[block] += self.joined_runs.extra_seconds[block]
         return extra
+
+    def _peak(self, plan: Sequence[int], runs: Runs = ()) -> int:
+        return max(level.peak for level in self.levels(plan, runs))
 
     def levels(self, plan: Sequence[int], runs: Runs) -> Iterator[IntervalLevel]:
         gathered = self._gathered_bytes(plan)
@@ -415,7 +416,7 @@ class PolicySearch:
         gathered: dict[Interval, int] = {}
         waiting: list[Interval] = []
         """The intervals since the backward of the last block that keeps parts."""
-        for interval in model.intervals if ahead else ():
+        for interval in model.calls.base if ahead else ():
             is_backward = interval.phase is Phase.BACKWARD and interval.call not in model.calls.dropped
             if is_backward and (num_bytes := ahead.get((interval.call, plan[model.block_of_call[interval.call]]))):
                 gathered.update(dict.fromkeys(waiting, num_bytes))
@@ -426,11 +427,8 @@ class PolicySearch:
 
     def _evaluate(self, parts: Iterable[tuple[StepChain, Sequence[int]]]) -> PolicyChoice:
         """Returns the choice of these choices in chains."""
-        plan: Sequence[int] = [KEEP_NUMBER] * len(self.measured.names)
-        runs: Runs = ()
-        for chain, choices in parts:
-            plan = chain.plan(choices, plan)
-            runs += chain.runs(choices)
+        plan = [KEEP_NUMBER] * len(self.measured.names)
+        runs = tuple(run for chain, choices in parts for run in chain.put(choices, plan))
         return self.evaluate(plan, runs)
 
     def _fitting(self, front: _Fronts, budget: int) -> PolicyChoice | None:
@@ -458,25 +456,24 @@ class PolicySearch:
             start = None if best is None or best.runs else [best.plan[block] for block in self._blocks]
             improved = search_offload(chain, self._timing, budget, start)
             if improved is not None and (best_moved is None or improved.seconds < best_moved.seconds):
-                plan = chain.plan(improved.plan)
-                highest = max(self.levels(plan, ()), key=lambda level: level.peak)
-                peak = max(improved.peak, highest.peak)
+                plan = [KEEP_NUMBER] * len(self.measured.names)
+                chain.put(improved.plan, plan)
+                peak = max(improved.peak, self._peak(plan))
                 if peak <= budget:
-                    best_moved = PolicyChoice(plan, peak, highest.interval, improved.seconds)
+                    best_moved = PolicyChoice(tuple(plan), peak, improved.seconds)
         return best_moved
 
     def _chains(
         self, banned: frozenset[tuple[int, int]], joined_runs: JoinedRuns | None = None
     ) -> list[list[StepChain]]:
         """Returns the chain of each pass, from the last one on, for each option of blocks that run several times."""
-        every: list[dict[int, int]] = [{}]
+        bans = [banned]
         if self._repeated:
-            joined_runs = None
-            options = [dict.fromkeys(self._repeated, option) for option in range(len(self.measured.options))]
-            every = [fixed for fixed in options if fixed.items().isdisjoint(banned | self.measured.banned)]
-        return [
-            [StepChain(self.measured, fixed, banned, joined_runs, calls) for calls in self._passes] for fixed in every
-        ]
+            joined_runs, pairs = None, set(product(self._repeated, range(len(self.measured.options))))
+            refused = {option for _, option in pairs & (banned | self.measured.banned)}
+            options = [option for option in range(len(self.measured.options)) if option not in refused]
+            bans = [banned | {pair for pair in pairs if pair[1] != option} for option in options]
+        return [[StepChain(self.measured, each, joined_runs, calls) for calls in self._passes] for each in bans]
 
     @cached_property
     def _timing(self) -> CopyTiming:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import takewhile
 from math import fsum, prod
 from typing import NamedTuple, final
@@ -37,13 +37,9 @@ class JoinedRuns:
         rules = [option.rule for option in measured.options]
         self.full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
         """The option that each block of a run has in a plan: ``full`` without offload. 0 if there is none: no runs."""
-        calls_of: dict[int, list[int]] = {}
-        for call, block in enumerate(measured.model.block_of_call):
-            calls_of.setdefault(block, []).append(call)
-        self._can_follow = [
-            bool(self.full and block in calls_of) and measured.joinable.issuperset(calls_of[block])
-            for block in range(len(measured.names))
-        ]
+        blocks = measured.model.block_of_call
+        followers = set(blocks) - {block for call, block in enumerate(blocks) if call not in measured.joinable}
+        self._can_follow = [bool(self.full) and block in followers for block in range(len(measured.names))]
         seconds = zip(measured.forward_seconds, measured.backward_seconds, strict=True)
         self.extra_seconds = [max(0.0, fwd[KEEP_NUMBER] + bwd[KEEP_NUMBER] - bwd[self.full]) for fwd, bwd in seconds]
         """By block: the extra seconds if others are joined to it, since all of it is recomputed then; the
@@ -86,7 +82,6 @@ class StepChain:
 
     Args:
         measured: the step.
-        fixed: the option of some blocks, by number, that must not be changed.
         banned: blocks and options that are not allowed.
         joined_runs: which blocks can be joined; ``None`` joins none.
         calls: the calls of the chain, by default those of the last pass.
@@ -98,7 +93,6 @@ class StepChain:
     def __init__(
         self,
         measured: MeasuredStep,
-        fixed: Mapping[int, int] | None = None,
         banned: Collection[tuple[int, int]] = (),
         joined_runs: JoinedRuns | None = None,
         calls: Sequence[int] | None = None,
@@ -111,9 +105,8 @@ class StepChain:
             [one + other for one, other in zip(*pair, strict=True)]
             for pair in zip(measured.forward_seconds, measured.backward_seconds, strict=True)
         ]
-        self._fixed = dict(fixed or {})
         self._banned = measured.banned.union(banned)
-        self._calls = passes(table.intervals)[-1] if calls is None else calls
+        self._calls = table.calls.passes[-1] if calls is None else calls
         self.blocks = [table.block_of_call[call] for call in self._calls]
         self.num_blocks = len(self._calls)
         self._moves: dict[tuple[int, int, Hashable], Move | None] = {}
@@ -125,16 +118,31 @@ class StepChain:
         for call in self._calls:
             before = self._holders[-1] if self._holders else -1
             self._holders.append(call if table.shared[call] > table.shared[before] else before)
-        late = {(call, n): table.late.get(table.calls, call, n) for call in self._calls for n in self._numbers}
+        late = {(call, n): table.late.get(call, n) for call in self._calls for n in self._numbers}
         counts = Counter(late[call, KEEP_NUMBER] for call in self._calls)
         is_exact = prod(count + 1 for num_bytes, count in counts.items() if num_bytes) <= _MOST_SUMS
         self._late = {key: num_bytes for key, num_bytes in late.items() if is_exact and key[1] == KEEP_NUMBER}
         """By call and option: what is late, as a part of the state. Each sum of it is a state."""
         self._early = {key: max(0, num_bytes) for key, num_bytes in late.items() if key not in self._late}
         """By call and option: what is late, but counts from the forward on."""
-        self._has_inside = any(table.inside.get(table.calls, call, KEEP_NUMBER) for call in self._calls)
-        self._stretches = self._divide(table.intervals)
-        self.fixed_peak = self._peak_without_blocks()
+        self._has_inside = any(table.inside.get(call, KEEP_NUMBER) for call in self._calls)
+        self._stretches: dict[Interval, list[Interval]] = {}
+        """Each interval of a block, and those after it up to the next one of a block."""
+        self.fixed_peak = 0
+        opened: set[int] = set()
+        stretch: list[Interval] = []
+        for interval, span in self._levels.items():
+            if interval.is_of_block:
+                stretch = self._stretches[interval] = []
+            elif interval.phase in (Phase.OPTIMIZER, Phase.BEFORE):
+                stretch = []
+            stretch.append(interval)
+            if interval.phase is Phase.FORWARD:
+                opened.add(interval.call)
+            elif not opened:  # the others depend on options
+                self.fixed_peak = max(self.fixed_peak, span.peak)
+            if interval.phase is Phase.BACKWARD:
+                opened.discard(interval.call)
 
     def options(self, block: int) -> Sequence[float]:
         """Returns the seconds of each option of a block; a module that is called several times counts once.
@@ -152,20 +160,17 @@ class StepChain:
             fsum([joined.seconds((run,)), *(self._seconds[n][joined.full] for n in range(*run))]) for run in runs
         ]
 
-    def plan(self, choices: Sequence[int], others: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Returns a plan with these choices, and for blocks outside of the chain the options of ``others``."""
-        plan = [KEEP_NUMBER] * len(self._seconds) if others is None else list(others)
-        for first, end, choice in self._decided(choices):
-            for block in range(first, end):
-                plan[self.blocks[block]] = choice if end - first == 1 else self._full
-        return tuple(plan)
-
-    def runs(self, choices: Sequence[int]) -> Runs:
-        return tuple(
-            (self.blocks[first], self.blocks[first] + end - first)
-            for first, end, _ in self._decided(choices)
-            if end - first > 1
-        )
+    def put(self, choices: Sequence[int], plan: list[int]) -> Runs:
+        """Puts the options of these choices into a plan; returns its joined runs."""
+        runs: Runs = ()
+        for place, choice in enumerate(choices):
+            if choice == COVERED:
+                continue
+            block, length = self.blocks[place], self._length(place, choice)
+            if length > 1:  # of neighbours
+                runs += ((block, block + length),)
+            plan[block : block + length] = [choice if length == 1 else self._full] * length
+        return runs
 
     def move(self, block: int, option: int, state: Hashable) -> Move | None:
         key = block, option, state
@@ -187,16 +192,15 @@ class StepChain:
         assert isinstance(state, ChainState)
         table, length = self._table, self._length(block, option)
         chosen = option if length == 1 else self._full
-        numbers = self.blocks[block : block + length]
-        if any(self._fixed.get(n, chosen) != chosen or (n, chosen) in self._banned for n in numbers):
+        if any((number, chosen) in self._banned for number in self.blocks[block : block + length]):
             return None
         run = self._calls[block : block + length]
         states, retained, forward_peak, level = [state], dict[int, int](), 0, 0
         for place, call in enumerate(run):
             first, *others = self._stretches[Interval(Phase.FORWARD, call)]
-            rise = table.rises.get(table.calls, call, chosen).forward
+            rise = table.rises.get(call, chosen).forward
             forward_peak = max(forward_peak, level + self._levels[first].start + rise)
-            retained[call] = table.first.get(table.calls, call, chosen) - (table.passed_on[call] if place else 0)
+            retained[call] = table.first.get(call, chosen) - (table.passed_on[call] if place else 0)
             retained[call] += table.pair_bytes(call, chosen, states[-1].before) + self._early.get((call, chosen), 0)
             level += states[-1].later + retained[call]
             forward_peak = max([forward_peak, *(level + self._levels[o].peak for o in others if o != self._head)])
@@ -206,15 +210,15 @@ class StepChain:
             interval = Interval(Phase.BACKWARD, call)
             if interval not in self._levels:
                 continue
-            number, rise = chosen, table.rises.get(table.calls, call, chosen).backward
+            number, rise = chosen, table.rises.get(call, chosen).backward
             later = [each.later for each in states[: place + 2]]
             level = self._levels[interval].start + sum(retained[c] for c in run[: place + 1]) + sum(later)
             if length > 1 and call not in table.calls.dropped:
                 if place == length - 1:
                     rise = table.recompute(range(run[0], run[-1] + 1), retained, rise)
                 else:
-                    number, rise = KEEP_NUMBER, table.rises.get(table.calls, call, KEEP_NUMBER).backward
-            level += self._beyond(states[place + 1]) + table.output.get(table.calls, call, number)
+                    number, rise = KEEP_NUMBER, table.rises.get(call, KEEP_NUMBER).backward
+            level += self._beyond(states[place + 1]) + table.output.get(call, number)
             rest = sum(retained[c] for c in run[:place]) + sum(later[:-1]) + self._beyond(states[place])
             peaks = (rest + self._levels[other].peak for other in self._stretches[interval][1:])
             backward_peak = max(backward_peak, level + rise, *peaks)
@@ -225,7 +229,7 @@ class StepChain:
         table, call, is_kept = self._table, self._calls[block], option == KEEP_NUMBER
         holder, is_last = self._holders[block], block == self.num_blocks - 1
         is_held = self._has_inside and (not is_kept or (state.is_held and holder != call))
-        inside = state.inside + (table.inside.get(table.calls, call, option) if is_kept else 0)
+        inside = state.inside + (table.inside.get(call, option) if is_kept else 0)
         before = table.before(call, option)
         if is_last or not any(table.pair_bytes(self._calls[block + 1], each, before) for each in self._numbers):
             # The next block retains the same after any option of this one: one state in place of several.
@@ -235,9 +239,9 @@ class StepChain:
             shared=state.shared + table.shared[call] if is_kept else 0,
             inside=0 if is_held and holder == self._holders[-1] else inside,  # it counts no more
             is_held=is_held,
-            later=0 if is_last else table.later.get(table.calls, call, option),
+            later=0 if is_last else table.later.get(call, option),
             before=before,
-            output=table.output.get(table.calls, call, option) if is_last else 0,
+            output=table.output.get(call, option) if is_last else 0,
         )
 
     @staticmethod
@@ -251,63 +255,3 @@ class StepChain:
     def _length(self, block: int, option: int) -> int:
         number = option - len(self._seconds[self.blocks[block]])
         return 1 if number < 0 else LENGTHS[number]
-
-    def _decided(self, choices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        for block, choice in enumerate(choices):
-            if choice != COVERED:
-                yield block, block + self._length(block, choice), choice
-
-    @staticmethod
-    def _divide(intervals: Sequence[Interval]) -> dict[Interval, list[Interval]]:
-        """Returns each interval of a block, and those after it up to the next one of a block."""
-        stretches: dict[Interval, list[Interval]] = {}
-        own: list[Interval] = []
-        for interval in intervals:
-            if interval.is_of_block:
-                own = stretches[interval] = []
-            elif interval.phase in (Phase.OPTIMIZER, Phase.BEFORE):
-                own = []
-            own.append(interval)
-        return stretches
-
-    def _peak_without_blocks(self) -> int:
-        """Returns the peak of the intervals in which no block is between its forward and its backward.
-
-        Other intervals outside of the chain depend on options, and are left to the table.
-        """
-        of_chain = {
-            each
-            for call in self._calls
-            for phase in (Phase.FORWARD, Phase.BACKWARD)
-            for each in self._stretches.get(Interval(phase, call), ())
-        }
-        opened: set[int] = set()
-        peak = 0
-        for interval, span in self._levels.items():
-            if interval.phase is Phase.FORWARD:
-                opened.add(interval.call)
-            elif not opened and interval not in of_chain:
-                peak = max(peak, span.peak)
-            if interval.phase is Phase.BACKWARD:
-                opened.discard(interval.call)
-        return peak
-
-
-def passes(intervals: Sequence[Interval]) -> list[list[int]]:
-    """Returns the calls of forwards without a backward between them: of one batch of a step, or of one of its losses.
-
-    >>> forwards = [Interval(Phase.FORWARD, call) for call in range(4)]
-    >>> backwards = [Interval(Phase.BACKWARD, call) for call in range(4)]
-    >>> passes([*forwards[:2], backwards[1], backwards[0], *forwards[2:], backwards[3], backwards[2]])
-    [[0, 1], [2, 3]]
-    """
-    all_passes: list[list[int]] = []
-    is_over = True
-    for phase, call in intervals:
-        if phase is Phase.FORWARD:
-            if is_over:
-                all_passes.append([])
-            all_passes[-1].append(call)
-        if phase in (Phase.FORWARD, Phase.BACKWARD):
-            is_over = phase is Phase.BACKWARD
-    return all_passes

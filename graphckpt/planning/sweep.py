@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import FULL, KEEP, Option
-from graphckpt.planning.levels import LevelTable, SampledRuns
+from graphckpt.planning.levels import LevelTable, SampledRun
 from graphckpt.planning.measured_step import MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.plan_group import PlanGroup
@@ -60,7 +60,7 @@ def measure(
     base = shared(step.sample(blocks, [recomputed] * len(every)))
 
     def measure_options(numbers: Sequence[int], *, is_shorter: bool) -> MeasuredStep:
-        collector = TraceCollector(classes)  # of this try: options of another may have other numbers
+        collector = TraceCollector(classes, base_option)  # of this try: options of another may have other numbers
         collector.add(run, every, [0] * len(every), own_log)
         collector.add(base, every, [base_option] * len(every))
         part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
@@ -70,10 +70,8 @@ def measure(
         # `some` has one option for each number, `own[kind]` those of a class, whose levels of `selective` are its own.
         some, own = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
         others = [number for number in range(1, len(some)) if number != base_option]
-        if collector.needs_alternation(base_option):
-            turns = list(_alternating_turns(kinds, [0, *others], base_option))
-        else:
-            turns = list(_turns(kinds, others))
+        is_alternating = base_option > 0 and collector.table().needs_alternation
+        turns = list(_turns(kinds, [0, *others] if is_alternating else others, base_option, 1 + is_alternating))
         if is_shorter and turns:  # to compare them with
             turns.insert(0, [base_option] * len(kinds))
         for done, turn in enumerate(turns, start=1):
@@ -83,7 +81,7 @@ def measure(
             collector.add(shared(step.sample(part, chosen)), numbers, turn, is_shorter=is_shorter)
         if progress is not None:
             progress(len(turns) + 1, len(turns) + 1)
-        return collector.measured(blocks, some, own, run, base_option)
+        return collector.measured(blocks, some, own, run)
 
     if isinstance(step, FakeStep):  # the times of a real step are measured on many blocks
         enough = _excerpt(classes, len(options))  # to measure each option in a short run
@@ -122,57 +120,50 @@ def _classes(log: StepLog, blocks: Blocks) -> list[int]:
     return [classes.setdefault(key, len(classes)) for key in keys]
 
 
-def _turns(classes: Sequence[int], others: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the option of each block in each run, until every class has had each of ``others``."""
+def _turns(classes: Sequence[int], others: Sequence[int], base_option: int, stride: int) -> Iterator[list[int]]:
+    """Yields the option of each block in each run, until every class has had each of ``others``.
+
+    With a ``stride`` of 2 each second block is recomputed: in the first run the second block, in the next the first.
+    """
     # Five equal blocks and options 1 to 3 take one run: 1, 2, 3, 1, 2. A class with one block needs a run for each
     # option: the smallest class sets the number of runs.
-    if not others:
-        return
-    sizes = [classes.count(kind) for kind in range(max(classes) + 1)]
-    for run in range(-(-len(others) // min(size for size in sizes if size))):
-        places = [run * size for size in sizes]
-        turn = []
-        for kind in classes:
-            turn.append(others[places[kind] % len(others)])
-            places[kind] += 1
-        yield turn
-
-
-def _alternating_turns(classes: Sequence[int], others: Sequence[int], base_option: int) -> Iterator[list[int]]:
-    """Yields turns in which each second block is recomputed, until every class has had each of ``others``."""
     places: Counter[int] = Counter()
     run = 0
-    while run < 2 or min(places[kind] for kind in classes) < len(others):
+    while min(places[kind] for kind in classes) < len(others) or 0 < run < stride:
         turn = [base_option] * len(classes)
-        for number in range(run % 2, len(classes), 2):
+        for number in range(run % stride, len(classes), stride):
             turn[number] = others[places[classes[number]] % len(others)]
             places[classes[number]] += 1
         yield turn
         run += 1
 
 
+class _Effect(NamedTuple):
+    """The effect of an option on a block."""
+
+    allocated: tuple[tuple[tuple[int, ...], ...], ...]
+    """By phase and call: what it allocates."""
+    far_bytes: int
+    ahead_bytes: tuple[int, ...]
+    """By call."""
+
+
 @final
 class TraceCollector:
     """Collects the traces and seconds of sampled runs; the first one is that to which others are compared."""
 
-    def __init__(self, classes: Sequence[int]) -> None:
+    def __init__(self, classes: Sequence[int], base_option: int) -> None:
         self.classes = classes
-        self.notes: dict[str, None] = {}
-        self._runs: list[tuple[StepLog, Sequence[int]]] = []
-        self._shorter_runs: list[tuple[StepLog, Sequence[int]]] = []
-        self._shorter_numbers: Sequence[int] = ()
+        self._base_option = base_option
+        self._runs: list[SampledRun] = []
+        self._shorter_runs: list[SampledRun] = []
+        self._shorter_classes: list[int] = []
         self._seconds: dict[tuple[int, int, Phase], list[float]] = {}
         """Seconds by class, option and phase."""
         self._extra: dict[tuple[int, int, Phase], list[float]] = {}
         """The same, minus the seconds of the block without a policy in a run beside that one."""
-        self._allocated: dict[tuple[int, int, Phase], list[tuple[int, ...]]] = {}
-        """By class, option and phase: what each of its calls allocates."""
-        self._far_bytes: dict[tuple[int, int], int] = {}
-        self._ahead: dict[tuple[int, int], list[int]] = {}
-
-    @property
-    def num_runs(self) -> int:
-        return len(self._runs) + len(self._shorter_runs)
+        self._effects: dict[tuple[int, int], _Effect] = {}
+        """By class and option."""
 
     def add(
         self,
@@ -196,12 +187,13 @@ class TraceCollector:
             raise PathError(orders)
         (self._shorter_runs if is_shorter else self._runs).append((log, turn))
         if is_shorter:
-            self._shorter_numbers = numbers
+            self._shorter_classes = [self.classes[number] for number in numbers]
         for block, option in zip(numbers, turn, strict=True):
             key = self.classes[block], option
+            allocated = []
             for phase in _OF_BLOCKS:
                 intervals = [Interval(phase, call) for call in calls[block]]
-                self._allocated.setdefault((*key, phase), [log.allocated_bytes(interval) for interval in intervals])
+                allocated.append(tuple(map(log.allocated_bytes, intervals)))
                 took = sum(sample.seconds.get(interval, 0.0) for interval in intervals)
                 if sample.plain_seconds is None:
                     self._seconds.setdefault((*key, phase), []).append(took)
@@ -209,42 +201,29 @@ class TraceCollector:
                 plain = sum(sample.plain_seconds.get(interval, 0.0) for interval in intervals)
                 self._seconds.setdefault((self.classes[block], 0, phase), []).append(plain)
                 self._extra.setdefault((*key, phase), []).append(took - plain)
-            self._ahead.setdefault(key, [sample.trace.ahead_bytes[call] for call in calls[block]])
-            self._far_bytes.setdefault(key, sum(sample.trace.far_bytes[call] for call in calls[block]))
+            far_bytes = sum(log.calls[call].far_bytes for call in calls[block])
+            ahead_bytes = tuple(log.calls[call].ahead_bytes for call in calls[block])
+            self._effects.setdefault(key, _Effect(tuple(allocated), far_bytes, ahead_bytes))
 
-    def _table(self, base_option: int) -> LevelTable:
-        *_, base = (log for log, turn in self._runs if set(turn) == {base_option})
-        sampled = SampledRuns(base, [run for run in self._runs if run[0] is not base])
-        part = None
+    def table(self) -> LevelTable:
+        table = LevelTable.of_runs(self._runs, self._base_option, self.classes)
         if self._shorter_runs:
-            part_base = next(log for log, turn in self._shorter_runs if set(turn) == {base_option})
-            part = SampledRuns(part_base, self._shorter_runs, self._shorter_numbers)
-        return LevelTable.of_runs(sampled, base_option, self.classes, part)
-
-    def needs_alternation(self, base_option: int) -> bool:
-        return base_option > 0 and self._table(base_option).needs_alternation
+            table.read_part(self._shorter_runs, self._shorter_classes)
+        return table
 
     def measured(
-        self,
-        blocks: Blocks,
-        options: Sequence[Option],
-        own: Mapping[int, Sequence[Option]],
-        run: StepSample,
-        base_option: int,
+        self, blocks: Blocks, options: Sequence[Option], own: Mapping[int, Sequence[Option]], run: StepSample
     ) -> MeasuredStep:
-        table = self._table(base_option)
-        if table.log is not None and any(len(call.backwards) > 1 for call in table.log.calls):
-            self.notes = {_REPEATED: None}
-        every = range(len(options))
+        table, every = self.table(), range(len(options))
+        assert table.log is not None
         forward_seconds, backward_seconds = (self._by_block(phase, own) for phase in _OF_BLOCKS)
         optimizer = (s for interval, s in run.seconds.items() if interval.phase is Phase.OPTIMIZER)
-        places: Counter[int] = Counter()
-        ahead_bytes = {}
-        for call, block in enumerate(table.block_of_call):
-            for option in every:
-                if num_bytes := self._ahead[self.classes[block], option][places[block]]:
-                    ahead_bytes[call, option] = num_bytes
-            places[block] += 1
+        ahead_bytes = {
+            (call, option): num_bytes
+            for call, (kind, place) in enumerate(table.calls.kinds)
+            for option in every
+            if (num_bytes := self._effects[kind, option].ahead_bytes[place])
+        }
         return MeasuredStep(
             names=tuple(blocks.names),
             options=tuple(options),
@@ -252,13 +231,13 @@ class TraceCollector:
             model=table,
             forward_seconds=forward_seconds,
             backward_seconds=backward_seconds,
-            far_bytes=tuple(tuple(self._far_bytes[kind, o] for o in every) for kind in self.classes),
+            far_bytes=tuple(tuple(self._effects[kind, o].far_bytes for o in every) for kind in self.classes),
             ahead_bytes=ahead_bytes,
             joinable=_joinable([log for log, _ in self._runs]),
             step_seconds=run.step_seconds,
             optimizer_seconds=sum(optimizer),
-            num_runs=self.num_runs,
-            notes=tuple(self.notes),
+            num_runs=len(self._runs) + len(self._shorter_runs),
+            notes=(_REPEATED,) if any(len(set(call.backwards)) > 1 for call in table.log.calls) else (),
         )
 
     def _by_block(self, phase: Phase, own: Mapping[int, Sequence[Option]]) -> tuple[tuple[float, ...], ...]:
@@ -266,26 +245,21 @@ class TraceCollector:
         by_class: dict[int, tuple[float, ...]] = {}
         for kind in set(self.classes):
             keep = median(self._seconds[kind, 0, phase])
-            pools: dict[Any, list[float]] = {}
             others = range(1, len(own[kind]))
+            # Options that do the same to the byte, such as `full` and a level that keeps nothing, share their times:
+            # noise would otherwise make one of them seem faster.
+            pools: dict[_Effect, list[float]] = {}
             for option in others:
                 seconds = self._extra.get((kind, option, phase))
                 if seconds is None:
                     seconds = [took - keep for took in self._seconds[kind, option, phase]]
-                # Options that do the same to the byte, such as `full` and a level that keeps nothing, share their
-                # times: noise would otherwise make one of them seem faster.
-                pools.setdefault(self._doing(kind, option), []).extend(seconds)
-            extra = {option: median(pools[self._doing(kind, option)]) for option in others}
+                pools.setdefault(self._effects[kind, option], []).extend(seconds)
+            extra = {option: median(pools[self._effects[kind, option]]) for option in others}
             # Times of an absent device are computed: they have no noise to smooth.
             if all((kind, option, phase) in self._extra for option in others):
                 extra |= _smoothed(own[kind], extra, phase)
             by_class[kind] = (keep, *(keep + max(0.0, extra[option]) for option in others))  # less than that is noise
         return tuple(by_class[kind] for kind in self.classes)
-
-    def _doing(self, kind: int, option: int) -> Any:
-        """Returns a key that is equal for options that allocate and offload the same; ``keep`` is apart."""
-        allocated = (tuple(self._allocated[kind, option, phase]) for phase in _OF_BLOCKS)
-        return option == 0, *allocated, self._far_bytes[kind, option]
 
 
 def _joinable(logs: Sequence[StepLog]) -> frozenset[int]:
@@ -300,7 +274,7 @@ def _joinable(logs: Sequence[StepLog]) -> frozenset[int]:
         if (
             before.block == here.block - 1
             and (number in log.dropped) == (number - 1 in log.dropped)
-            and all(Interval(Phase.BACKWARD, call) in log.intervals for call in (number - 1, number))
+            and all(Interval(Phase.BACKWARD, call) in log.levels for call in (number - 1, number))
             and len(inputs) == 1
             and inputs.issubset(here.returned_before)
             and all(uses[storage] == 2 for storage in inputs)

@@ -10,7 +10,7 @@
 their own, since a dispatch mode slows a step down:
 
 - :class:`Trace`, a dispatch mode, logs which storages are allocated and freed in each interval. The stores of
-  :mod:`graphckpt.planning.traced_stores` tell it which ones blocks hold.
+  :mod:`graphckpt.planning.traced_stores` tell it when blocks release what they hold.
 - :class:`StepClock` times the intervals. On CUDA it reads events once the step has ended: to wait for the device at
   each of them would add the time of a launch, 15 to 25 us.
 """
@@ -125,14 +125,26 @@ class StepMarks:
     """
 
     def __init__(self) -> None:
-        self.log = TraceLog([TraceSpan(Interval(Phase.BEFORE))])
+        self.log = TraceLog([TraceSpan(Interval(Phase.BEFORE), [])])
         self.is_in_block = False
         self._num_updates = 0
         self._in_backward: set[int] = set()
+        self._extensions: set[int] = set()
+        """The spans that begin with the gradient of a parameter of a first block."""
 
     @property
     def order(self) -> list[int]:
         return [call.block for call in self.log.calls]
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """The interval of each span."""
+        intervals = [span.interval for span in self.log.spans]
+        for number in self._extensions:
+            if number + 1 == len(intervals) or intervals[number + 1].phase is Phase.OPTIMIZER:
+                # The last gradient was there: clipping or a process that waits for others is not backward.
+                intervals[number] = Interval(Phase.AFTER_BACKWARD, intervals[number].call)
+        return intervals
 
     @property
     def call(self) -> int:
@@ -175,9 +187,9 @@ class StepMarks:
         tensors = tensors_in(output)
         self._log_outputs(tensors)
         self._mark(Phase.AFTER_FORWARD, self.call)
-        for number, tensor in enumerate(tensors):
+        for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._begin_backward, self.call, number))
+                tensor.register_hook(partial(self._begin_backward, self.call))
 
     def begin_optimizer(self, *_: Any) -> None:
         # An optimizer that steps in a hook on a parameter is a part of backward.
@@ -185,12 +197,12 @@ class StepMarks:
             self._mark(Phase.OPTIMIZER, self._num_updates)
             self._num_updates += 1
 
-    def _begin_backward(self, call: int, output: int, gradient: torch.Tensor) -> None:
+    def _begin_backward(self, call: int, _: torch.Tensor) -> None:
         # A block with several outputs has a hook on each: the first one to run begins its backward.
         if call not in self._in_backward:
             self._in_backward.add(call)
             self._mark(Phase.BACKWARD, call)
-        self._log_gradient(call, output, gradient)
+        self.log.calls[call].backwards.append(current_backward())
 
     def _end_backward(self, call: int, _: torch.Tensor) -> None:
         # The gradient of a mask or of an encoder's output is complete after all blocks that read it: another interval
@@ -199,16 +211,17 @@ class StepMarks:
             self._mark(Phase.AFTER_BACKWARD, call)
 
     def _mark(self, phase: Phase, call: int) -> None:
-        self.log.spans.append(TraceSpan(Interval(phase, call)))
+        self.log.spans.append(TraceSpan(Interval(phase, call), []))
 
     def _extend_backward(self, call: int, _: torch.Tensor) -> None:
-        """Extends the backward of a first block to the gradient of a parameter. Only a clock does so."""
+        """Extends the backward of a first block to the gradient of a parameter."""
+        if self._interval == (Phase.BACKWARD, call):
+            self._extensions.add(len(self.log.spans))
+            self._mark(*self._interval)
 
     def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None: ...
 
     def _log_outputs(self, tensors: Sequence[torch.Tensor]) -> None: ...
-
-    def _log_gradient(self, call: int, output: int, gradient: torch.Tensor) -> None: ...
 
 
 @final
@@ -222,28 +235,16 @@ class StepClock(StepMarks):
         self._device = device
         self._times = [time_mark(device)]
         """Where each span begins."""
-        self._extensions: set[int] = set()
-        """The spans that begin with the gradient of a parameter of a first block."""
 
     def stop(self) -> None:
         self._times.append(time_mark(self._device))
-        intervals = [span.interval for span in self.log.spans]
-        for number, times in enumerate(pairwise(self._times)):
-            interval, later = intervals[number], intervals[number + 1 :]
-            if number in self._extensions and (not later or later[0].phase is Phase.OPTIMIZER):
-                # Its last gradient was there: from then on a process may wait for others, which is not backward.
-                interval = Interval(Phase.AFTER_BACKWARD, interval.call)
+        for interval, times in zip(self.intervals, pairwise(self._times), strict=True):
             self.seconds[interval] += seconds_between(*times)
         self.total = seconds_between(self._times[0], self._times[-1])
 
     def _mark(self, phase: Phase, call: int) -> None:
         super()._mark(phase, call)
         self._times.append(time_mark(self._device))
-
-    def _extend_backward(self, call: int, _: torch.Tensor) -> None:
-        if self._interval == (Phase.BACKWARD, call):
-            self._extensions.add(len(self._times))
-            self._mark(*self._interval)
 
 
 @final
@@ -260,14 +261,9 @@ class Trace(StepMarks, AllocationTrace):
         self._returned: list[tuple[ref[torch.Tensor], int]] = []
         """The tensors that the last call has returned, with their versions."""
 
-    def hold(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Logs that a store holds a tensor for the present call; returns what :meth:`release` takes."""
-        entry = self.storage_number(tensor), self.call if self.is_in_block else -1
-        self._log(EventKind.HELD, *entry)
-        return entry
-
-    def release(self, entry: tuple[int, int]) -> None:
-        self._log(EventKind.RELEASED, *entry)
+    def release(self, call: int) -> None:
+        """Logs that a call of a block has released something that a store held for it."""
+        self._log(EventKind.RELEASED, call=call)
 
     def storage_number(self, tensor: torch.Tensor) -> int:
         """Tracks a tensor; returns the number of its storage, -1 if it cannot be tracked."""
@@ -291,10 +287,6 @@ class Trace(StepMarks, AllocationTrace):
         self.log.calls[-1].outputs.extend(map(self.storage_number, tensors))
         self._returned = [(ref(tensor), tensor._version) for tensor in tensors if not tensor.is_inference()]
 
-    def _log_gradient(self, call: int, output: int, gradient: torch.Tensor) -> None:
-        self.log.calls[call].backwards.add(current_backward())
-        self.log.calls[call].gradients.setdefault(output, self.storage_number(gradient))
-
     def _add_seconds(self, seconds: float) -> None:
         self.seconds[self._interval] += seconds
 
@@ -304,7 +296,7 @@ class Trace(StepMarks, AllocationTrace):
     def _end(self, number: int) -> None:
         self._log(EventKind.GONE, number)
 
-    def _log(self, kind: EventKind, storage: int, call: int = -1) -> None:
+    def _log(self, kind: EventKind, storage: int = -1, call: int = -1) -> None:
         num_bytes = self._rounded(self._sizes[storage]) if storage >= 0 else 0
         self.log.spans[-1].entries.append(StorageEvent(kind, storage, num_bytes, self._num_ops, call))
 

@@ -1,9 +1,9 @@
-"""Stores that tell a trace how long blocks hold tensors, while a step is measured."""
+"""Stores that tell a trace when blocks release tensors, while a step is measured."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -17,35 +17,34 @@ from graphckpt.planning.trace import Blocks, Trace
 from graphckpt.stores.base import Store, TensorGroup
 from graphckpt.stores.partition import ShardedStore, parse_partition, unsplit_bytes
 from graphckpt.stores.placement import Placement
-from graphckpt.stores.tensor_store import Piece, TensorKey, WrappedKey, pieces_of
+from graphckpt.stores.tensor_store import Piece, pieces_of
 
 _MIN_ELEMENTS = 1024  # of a tensor to offload, as in stores by default
 _MOST_RUNS = 3  # of a step that keeps something new each time
 
 
 class RecordingStore(Store):
-    """Records how long blocks hold tensors in the store, while it has a trace."""
+    """Records when blocks release tensors in the store, while it has a trace."""
 
     trace: Trace | None = None
 
 
 @contextmanager
-def traced(blocks: Blocks, trace: Trace, stores: Iterable[Store | None]) -> Iterator[None]:
+def traced(blocks: Blocks, trace: Trace, stores: Sequence[RecordingStore]) -> Iterator[None]:
     """Traces the step within the ``with`` block, and what these stores of blocks hold."""
-    recording = [store for store in stores if isinstance(store, RecordingStore)]
-    for store in recording:
+    for store in stores:
         store.trace = trace
     try:
         with blocks.marked(trace), trace:
             yield
     finally:
-        for store in recording:
+        for store in stores:
             store.trace = None
 
 
 @final
 class TracedStore(RecordingStore):
-    """Keeps tensors on the device, or simulates offloading them, and records how long blocks hold them.
+    """Keeps tensors on the device, or simulates offloading them, and records when blocks release them.
 
     Args:
         far_blocks: simulate offloading of these blocks while a trace records: the bytes of a tensor do not count until
@@ -72,7 +71,7 @@ class TracedStore(RecordingStore):
             or isinstance(tensor, nn.Parameter)
             or any(tensor.untyped_storage() is other.untyped_storage() for other in group.tensors())
         ):
-            return HeldKey(tensor.detach(), [tensor], trace)
+            return HeldKey(tensor.detach(), trace)
         storage = tensor.untyped_storage()  # which sparse tensors lack
         reference = self._offloaded.get(id(storage))
         # Several blocks may save one storage, which is offloaded once; an id may be that of a later storage.
@@ -80,9 +79,9 @@ class TracedStore(RecordingStore):
         if copy is None or copy.storage() is not storage:
             copy = _OffloadedStorage(tensor)
             self._offloaded[id(storage)] = ref(copy)
-            trace.log.far_bytes[trace.call] += copy.num_bytes
+            trace.log.calls[-1].far_bytes += copy.num_bytes
         layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return HeldKey(_OffloadedView(copy, tensor.dtype, layout), [], trace)
+        return HeldKey(_OffloadedView(copy, tensor.dtype, layout), trace)
 
     def get(self, key: object) -> torch.Tensor | None:
         assert isinstance(key, HeldKey)
@@ -97,21 +96,18 @@ class TracedStore(RecordingStore):
 
 @final
 class HeldKey:
-    """The key of saved tensors. A trace records how long it lives."""
+    """The key of saved tensors. A trace records its end, which shows when the graph of the call is dropped."""
 
-    __slots__ = ("__weakref__", "_entries", "_trace", "value")
+    __slots__ = ("__weakref__", "_call", "_trace", "value")
 
-    def __init__(self, value: Any, tensors: Iterable[torch.Tensor], trace: Trace | None) -> None:
+    def __init__(self, value: Any, trace: Trace | None) -> None:
         self.value = value
-        self._trace = trace
-        self._entries = [] if trace is None else [trace.hold(tensor) for tensor in tensors]
-        if trace is not None and isinstance(value, _OffloadedView):
-            self._entries.append((-1, trace.call))  # no bytes, but it shows when the graph of the call is dropped
+        self._trace = trace if trace is not None and trace.is_in_block else None
+        self._call = -1 if trace is None else trace.call
 
     def __del__(self) -> None:
-        for entry in self._entries:
-            assert self._trace is not None
-            self._trace.release(entry)
+        if self._trace is not None:
+            self._trace.release(self._call)
 
 
 @final
@@ -152,7 +148,7 @@ class _OffloadedView:
 
 @final
 class PartitionStore(RecordingStore):
-    """Partitions saved tensors, with a store for each block, and records in a trace what blocks hold whole.
+    """Partitions saved tensors, with a store for each block, and records in a trace when blocks release them.
 
     A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
     backward runs. Here each block has its own, so that a trace shows what the block alone does;
@@ -175,8 +171,7 @@ class PartitionStore(RecordingStore):
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> object:
         assert group is not None
         store = self._stores[group.block]
-        key = store.put(tensor, group)
-        return HeldKey((store, key), _full_tensors(key), self.trace)
+        return HeldKey((store, store.put(tensor, group)), self.trace)
 
     def get(self, key: object) -> torch.Tensor | None:
         assert isinstance(key, HeldKey)
@@ -196,7 +191,7 @@ class PartitionStore(RecordingStore):
         if len(sizes) > 1:
             sizes.append(sum(p.store.stored_bytes(p.handle.num_bytes) for p in parts))  # copied into one buffer
         if sizes and self.trace is not None:
-            self.trace.log.ahead_bytes[self.trace.call] += sum(sizes)
+            self.trace.log.calls[-1].ahead_bytes += sum(sizes)
 
 
 def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> None:
@@ -211,15 +206,3 @@ def settle(stores: Collection[PartitionStore], step: Callable[[], object]) -> No
 
 def _pieces(group: TensorGroup, *, is_cut: bool) -> list[Piece]:
     return [piece for piece in pieces_of(group) if (unsplit_bytes(piece.handle) is None) == is_cut]
-
-
-def _full_tensors(key: object) -> Iterator[torch.Tensor]:
-    if isinstance(key, torch.Tensor):
-        yield key
-    elif isinstance(key, WrappedKey):
-        for inner in key.keys:
-            yield from _full_tensors(inner)
-    elif isinstance(key, TensorKey):
-        tensor = unsplit_bytes(key.piece.handle)
-        if tensor is not None:
-            yield tensor

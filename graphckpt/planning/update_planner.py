@@ -259,7 +259,6 @@ class UpdatePlanner:
         levels = self.table.levels()
         calls = [call for call, other in enumerate(levels.block_of_call) if other == block]
         on_device, offloaded = (
-            sum(levels.first.get(levels.calls, call, each) for call in calls)
-            for each in (self.candidates.on_device(number), number)
+            sum(levels.first.get(call, each) for call in calls) for each in (self.candidates.on_device(number), number)
         )
         return max(0, on_device - offloaded)

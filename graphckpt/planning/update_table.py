@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias, final
 
 from graphckpt.planning.level_meter import UpdateLevels
-from graphckpt.planning.levels import Calls, LevelLog, LevelSpan, LevelTable, Rise
-from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.levels import Calls, LevelTable, Rise
+from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
 
 InputSizes: TypeAlias = tuple[tuple[str, int], ...]
 """The largest input of each module around the blocks, by name, in elements. Updates of equal sizes are compared."""
@@ -238,10 +238,10 @@ class UpdateTable:
             for option in range(self.num_options):
                 row = self._row(update.sizes, kind, option)
                 own = self._own_rises.get((update.key, call, option), (row.rise_forward, row.rise_backward))
-                table.rises.add(calls, call, option, Rise(*own))
-                table.first.add(calls, call, option, row.retained)
-                table.late.add(calls, call, option, row.retained_later - row.retained)
-                table.output.add(calls, call, option, row.output)
+                table.rises.add(call, option, Rise(*own))
+                table.first.add(call, option, row.retained)
+                table.late.add(call, option, row.retained_later - row.retained)
+                table.output.add(call, option, row.output)
         return table
 
     def seconds(self, block: int, option: int) -> tuple[float, float]:

@@ -49,5 +49,5 @@ def differences(models: Sampled, count: int = 12) -> tuple[float, float]:
     values = [0.0]
     for plan in mixed_plans(models.measured, count):
         peak = models.real_peak(plan)
-        values.append(100 * (models.measured.model.highest(plan).peak - peak) / peak)
+        values.append(100 * (models.measured.model.peak(plan) - peak) / peak)
     return min(values), max(values)

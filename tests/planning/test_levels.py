@@ -18,7 +18,7 @@ from helpers.thinning import slow_unless
 from torch import Tensor
 
 from graphckpt.planning.candidates import options
-from graphckpt.planning.levels import LevelTable, SampledRuns, level_log
+from graphckpt.planning.levels import LevelTable
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.program import (
     BlockCall,
@@ -80,7 +80,7 @@ def traced(num_kept: int) -> StepLog:
 
 
 def test_an_example_to_read_first() -> None:
-    table = LevelTable.of_runs(SampledRuns(traced(0), [(traced(2), [0, 0])]), 1, [0, 0])
+    table = LevelTable.of_runs([(traced(0), [1, 1]), (traced(2), [0, 0])], 1, [0, 0])
     assert [(level.start, level.peak) for level in table.levels([0, 1])] == [
         (0, 30),  # forward of 0, which is kept
         (30, 30),
@@ -89,7 +89,7 @@ def test_an_example_to_read_first() -> None:
         (40, 65),  # backward of 1
         (30, 35),  # backward of 0
     ]
-    assert [level.peak for level in table.levels([0, 1])] == [span.peak for span in level_log(traced(1)).values()]
+    assert [level.peak for level in table.levels([0, 1])] == [span.peak for span in traced(1).levels.values()]
     assert [table.peak(plan) for plan in ([1, 1], [0, 1], [0, 0])] == [45, 65, 65]
 
 

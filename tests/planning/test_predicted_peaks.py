@@ -82,7 +82,7 @@ def test_predicted_is_tracked(architecture):
     known = measure(real, blocks, FIVE if architecture.name in OFF else NEAR)
     for plan in plans(len(blocks.names), len(known.options), 3):
         really = tracked(fields_of(known, plan))
-        assert abs(known.model.highest(plan).peak - really) <= OFF.get(architecture.name, 0.0) * really, plan
+        assert abs(known.model.peak(plan) - really) <= OFF.get(architecture.name, 0.0) * really, plan
     assert not known.notes
     planner = Planner(PolicySearch(known), model=model)
     low, high = lowest_and_check(planner, real, PlanGroup()).predicted_peak_bytes, planner.plain.peak
@@ -132,7 +132,7 @@ def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
     assert not known.notes
     chain = StepChain(known)
     for plan in plans(len(blocks.names), len(known.options), 12, seed):
-        predicted = known.model.highest(plan).peak
+        predicted = known.model.peak(plan)
         chosen = [own[option] for own, option in zip(known.options_of, plan, strict=True)]
         really = whole.sample(blocks, chosen).peak_bytes
         assert abs(predicted - really) <= 0.02 * really, plan
@@ -173,7 +173,7 @@ def test_layers_with_buffers_of_other_sizes_are_measured_apart():
     step, tracked = trained(model, {"input": torch.randn(64, 16)}, torch.sum)
     known = measured_step(model, step, Counted, options(False, ["full"]))
     for plan in plans(6, 2, 4):
-        assert known.model.highest(plan).peak == tracked(fields_of(known, plan)), plan
+        assert known.model.peak(plan) == tracked(fields_of(known, plan)), plan
 
 
 class Collecting(nn.Module):

@@ -115,7 +115,7 @@ def test_late_bytes_of_many_sizes_do_not_multiply_the_states(monkeypatch):
     known = measured_step(model, lambda: model(x).backward(), options=options(False, ["full"]))
     table = known.model
     for call in range(8):  # 256 sums
-        table.late.add(table.calls, call, 0, 4 ** (call + 1))
+        table.late.add(call, 0, 4 ** (call + 1))
     chain = StepChain(known)
     assert_few_states(chain)
     for plan in ([0, 1] * 4, [0] * 4 + [1] * 4, [1] * 4 + [0] * 4):

@@ -84,7 +84,7 @@ def test_the_hooks_are_taken_off():
 def test_a_trace_in_words_is_the_same_trace():
     model, x = nn.Sequential(Slow(), Slow()), torch.ones(2, 4)
     log = RealStep(model, lambda: model(x).sum().backward()).sample(Blocks(find_blocks(model, "*")), [KEEP] * 2).trace
-    log.far_bytes[1] = 7
+    log.calls[1].far_bytes = 7
     assert TraceLog.from_message(json.loads(json.dumps(log.to_message()))) == log
 
 
@@ -116,5 +116,5 @@ def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
     far = Option("keep + host", {"activation_checkpointing": False, "offload": True}, Keep(), is_far=True)
     sample = step.sample(Blocks(find_blocks(model, "*")), [far, far])
     assert len(copied) == 4, "the input and the linear layer's result, in each of two blocks, once"
-    assert sum(sample.trace.far_bytes.values()) == 4 * x.nbytes
+    assert sum(call.far_bytes for call in sample.trace.calls) == 4 * x.nbytes
     assert sum(sample.seconds.values()) < BUSY
