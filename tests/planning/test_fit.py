@@ -41,7 +41,7 @@ def bert():
 
 
 def resnet():
-    sizes = {"embedding_size": 8, "hidden_sizes": [16, 16, 32], "depths": [2, 3, 2], "layer_type": "basic"}
+    sizes = {"embedding_size": 8, "hidden_sizes": [16, 16, 32], "depths": [2, 2, 1], "layer_type": "basic"}
     return ResNetForImageClassification(ResNetConfig(**sizes, num_labels=3)), images
 
 
