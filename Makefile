@@ -27,9 +27,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Groups: the tests of several processes share one of the two workers, so that one set of ranks runs at a time.
+# The tests of a file run on one of the two workers, and so do all that start several processes: tests/helpers/workers.py.
 # Of the installed plugins only this one: pytest rewrites every module of a plugin's package, all of hypothesis too.
-XDIST := --disable-plugin-autoload -p xdist -n 2 --dist loadgroup -q
+XDIST := --disable-plugin-autoload -p xdist -n 2 --dist loadfile -q
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
 
 unit: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""What all tests share: :mod:`helpers.runner`, in each process that runs tests."""
+"""What all tests share: :mod:`helpers.runner` where tests run, and :mod:`helpers.workers` where workers are started."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ collect_ignore = ["rules/op_samples.py"]  # its imports take 20 seconds and chan
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Loads what runs tests. With ``-n`` the first process starts workers alone, and is spared seconds of imports."""
-    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
-        config.pluginmanager.register(importlib.import_module("helpers.runner"), "helpers.runner")
+    """Loads one of the two. With ``-n`` the first process runs no test, and is spared the import of PyTorch."""
+    starts_workers = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    name = "helpers.workers" if starts_workers else "helpers.runner"
+    config.pluginmanager.register(importlib.import_module(name), name)

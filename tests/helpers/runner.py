@@ -37,10 +37,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs the tests of several processes first, and all on one worker: one set of ranks fills two cores.
-
-    A test that takes ``device`` is marked ``gpu`` where there is one, and what is marked so is left out elsewhere.
-    """
+    """Marks a test that takes ``device`` as ``gpu`` where there is one, and leaves out what is marked so elsewhere."""
     for item in items:
         if "deterministic" in getattr(item, "fixturenames", ()) and torch.cuda.is_available():
             item.add_marker(pytest.mark.gpu)
@@ -49,10 +46,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    items.sort(key=lambda item: item.get_closest_marker("multi_process") is None)
-    for item in items:
-        if item.get_closest_marker("multi_process") is not None:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.planning import PlanError, options
 
-pytestmark = pytest.mark.xdist_group("fit")  # one worker with the other tests of fits
-
 
 def with_batch_norm(batch_size):
     model, x = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)), torch.randn(batch_size, 16)
