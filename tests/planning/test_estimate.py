@@ -40,7 +40,7 @@ from graphckpt.planning.estimate_result import Estimate
 from graphckpt.planning.steps import FakeStep
 from graphckpt.units import format_bytes
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROUNDING = 512
 GIB = 2**30
 
@@ -133,9 +133,9 @@ class TestFigures:
         assert best.policies == plan.policies == {}
 
     def test_a_budget_chooses_policies_and_the_line_of_python_sets_them(self) -> None:
-        estimate = estimated(memory_budget=0.85)
+        estimate = estimated(memory_budget=0.92)
         keep, best = estimate.policies["keep"], estimate.policies["plan"]
-        assert best.allocated_bytes <= 0.85 * keep.allocated_bytes
+        assert best.allocated_bytes <= 0.92 * keep.allocated_bytes
         assert keep.seconds < best.seconds
         model = AutoModelForCausalLM.from_config(CONFIGS["causal-lm"])
         handle = eval(estimate.apply_line, {"graphckpt": graphckpt, "model": model})
@@ -187,7 +187,7 @@ class TestFigures:
         assert list(estimate.policies) == ["keep", "selective"]
         assert estimate.plan is None
         assert estimate.policies["keep"].allocated_bytes == estimated().policies["keep"].allocated_bytes
-        assert "'selective'} for n in range(4)" in estimate.apply_line
+        assert "'selective'} for n in range(2)" in estimate.apply_line
         assert list(estimated(policy="keep").policies) == ["keep"]
 
     def test_autocast_attention_and_sequences_change_the_figures(self) -> None:
@@ -196,7 +196,7 @@ class TestFigures:
         assert half.layers < base.layers
         assert half.weights == base.weights
         eager = estimated(policy="keep", attention="eager", autocast="bfloat16").policies["keep"].parts
-        assert eager.layers > half.layers + 4 * 2 * 4 * 512 * 512 * 2  # layers x batch x heads x pairs x bytes
+        assert eager.layers > half.layers + 2 * 2 * 4 * 512 * 512 * 2  # layers x batch x heads x pairs x bytes
         short = estimated(policy="keep", seq=128, autocast="bfloat16").policies["keep"].parts
         assert short.layers == pytest.approx(half.layers / 4, rel=0.1)
 
@@ -235,7 +235,7 @@ class TestFigures:
                 name,
                 lambda *args, _run=original, _name=name, **kw: (runs.append(_name), _run(*args, **kw))[1],
             )
-        config = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
+        config = LlamaConfig(**{**SIZES, "num_hidden_layers": 8})
         graphckpt.estimate(config, device="h100", seq=64)
         # All layers kept and recomputed, a few recomputed and under the other policies, and each policy.
         assert runs == [*["sample"] * 4, "run", "run"]
@@ -465,7 +465,7 @@ class TestRanks:
         sharded = estimated(world_size=8, autocast=autocast, policy="keep")
         assert sharded.world_size == 8
         assert sharded.num_parameters == estimated(policy="keep").num_parameters
-        num_tensors = 4 * 9 + 3
+        num_tensors = 2 * 9 + 3
         assert near(sharded.gradient_bytes, sharded.num_parameters // 8, 4, num_tensors)
         assert near(sharded.optimizer_bytes, 2 * sharded.num_parameters // 8, 4, 4 * num_tensors)
         assert not dist.is_initialized()

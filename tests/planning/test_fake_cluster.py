@@ -78,7 +78,7 @@ def step_of(model: nn.Module, tokens: torch.Tensor) -> Callable[[], None]:
 
 
 def sharded() -> tuple[nn.Module, Callable[[], None]]:
-    model = Model()
+    model = Model(2)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     for part in (*model.layers, model):
         fully_shard(part, mesh=mesh)
@@ -86,9 +86,16 @@ def sharded() -> tuple[nn.Module, Callable[[], None]]:
 
 
 def planned(
-    make: Callable[[], Any], world_size: int, rank: int | None = None, budget: Any = "1GiB", **more: Any
+    make: Callable[[], Any],
+    world_size: int,
+    rank: int | None = None,
+    budget: Any = "1GiB",
+    candidates: Any = ("full",),
+    **more: Any,
 ) -> Plan:
-    return graphckpt.plan(make, device="cpu", world_size=world_size, rank=rank, memory_budget=budget, **more)
+    """One policy, except where a test is about which there are."""
+    options = {"world_size": world_size, "rank": rank, "memory_budget": budget, "candidates": candidates, **more}
+    return graphckpt.plan(make, device="cpu", **options)
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +209,7 @@ def test_the_memory_of_nccl_is_beside_the_allocator() -> None:
 
 
 def test_a_size_that_the_parameters_of_the_rank_exceed_is_refused_at_once() -> None:
-    num_bytes = 4 * sum(parameter.numel() for parameter in Model().parameters())
+    num_bytes = 4 * sum(parameter.numel() for parameter in Model(2).parameters())
     runs: list[int] = []
     with pytest.raises(PlanError, match="the parameters alone take"):
         planned(sharded, 2, budget=num_bytes // 3, progress=lambda done, total: runs.append(done))
@@ -219,7 +226,13 @@ def test_fit_of_a_rank() -> None:
     def fitted(world_size: int) -> graphckpt.Fit:
         sizes = [4, 16]
         return graphckpt.fit(
-            make_step, batch_sizes=sizes, memory_budget="1GiB", device="cpu", world_size=world_size, rank=0
+            make_step,
+            batch_sizes=sizes,
+            memory_budget="1GiB",
+            device="cpu",
+            world_size=world_size,
+            rank=0,
+            candidates=["full"],
         )
 
     one, eight = fitted(1), fitted(8)
@@ -239,7 +252,7 @@ def pretraining_script() -> tuple[nn.Module, Callable[[], None]]:
     mesh = init_device_mesh("cuda", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     gloo = new_group(backend="gloo")
     with torch.device("meta"):
-        model = Model()
+        model = Model(2)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.layers:
         parallelize_module(
@@ -281,7 +294,8 @@ def pretraining_script() -> tuple[nn.Module, Callable[[], None]]:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # real ranks warn too
 def test_a_script_for_real_ranks_is_planned_unchanged() -> None:
-    plan = graphckpt.plan(pretraining_script, device="h200", world_size=64, rank=9, memory_budget="max")
+    where = {"device": "h200", "world_size": 64, "rank": 9}
+    plan = graphckpt.plan(pretraining_script, **where, memory_budget="max", candidates=["full"])  # type: ignore[arg-type]
     assert plan.keeps_everything
     assert plan.predicted_reserved_bytes > plan.predicted_peak_bytes
     assert "AdamW fused" in plan.assumptions
@@ -541,7 +555,7 @@ def test_an_error_of_the_step_leaves_nothing() -> None:
 
 
 def test_units_of_fsdp_are_not_joined() -> None:
-    plan = planned(sharded, 2)
+    plan = planned(sharded, 2, candidates=None)
     assert "joined" not in {row.option for row in plan.rows}
     with pytest.raises(ConfigError, match=r"candidates: joined recomputes several blocks .* leave 'joined' out of"):
         graphckpt.plan(sharded, device="h200", world_size=2, memory_budget="min", candidates=["full", "joined"])
@@ -556,7 +570,7 @@ def test_a_plan_of_one_process_within_a_simulated_rank_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"world_size: expected no simulated rank around a plan, got one"):
         planned(make, 2)
-    graphckpt.plan(sharded, device="h200", world_size=2, memory_budget="1GiB")
+    assert planned(sharded, 2).world_size == 2
 
 
 def test_waiting_for_a_collective_allocates_nothing() -> None:
@@ -568,5 +582,5 @@ def test_waiting_for_a_collective_allocates_nothing() -> None:
 
 def test_optimizers_of_sharded_weights_run_in_a_loop() -> None:
     """As on a device, where PyTorch takes the foreach implementation for plain tensors alone."""
-    plan = graphckpt.plan(sharded, device="h200", world_size=2, memory_budget="1GiB")
+    plan = graphckpt.plan(sharded, device="h200", world_size=2, memory_budget="1GiB", candidates=["full"])
     assert "AdamW in a loop" in plan.assumptions

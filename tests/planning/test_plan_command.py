@@ -13,7 +13,7 @@ from graphckpt.cli import main
 from graphckpt.config import get_config
 from graphckpt.planning.allocations import Allocation, AllocationLog
 
-SMALL = ["model.config.n_layer=3", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
+SMALL = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_head=4", "data.seq_length=64"]
 KEYS = {
     "device", "is_simulated", "world_size", "rank", "device_memory_bytes", "memory_budget", "budget_bytes",
     "headroom_bytes", "allocated_bytes", "reserved_bytes", "expandable_reserved_bytes", "nvidia_smi_bytes", "seconds",

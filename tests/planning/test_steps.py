@@ -158,22 +158,27 @@ def test_no_more_is_offloaded_than_the_budget_of_host_memory():
 
 
 def test_plan_simulates_an_absent_device():
-    plan = graphckpt.plan(lambda: made()[::2], memory_budget="min", device="h200")
+    def build(_=None):
+        return made(num_layers=3)[::2]
+
+    few = {"candidates": ["full"]}
+    plan = graphckpt.plan(build, memory_budget="min", device="h200", **few)
     assert plan.is_simulated
     assert plan.policies
     assert plan.predicted_peak_bytes == plan.budget_bytes < plan.plain_peak_bytes
-    whole = graphckpt.plan(lambda: made()[::2], memory_budget=1.0, device="h200")
+    whole = graphckpt.plan(build, memory_budget=1.0, device="h200", **few)
     assert whole.budget_bytes == plan.plain_peak_bytes
     assert "on h200 (simulated)" in str(plan)
-    fit = graphckpt.fit(lambda size: made()[::2], batch_sizes=[4], memory_budget="1GiB", device="h200")
+    fit = graphckpt.fit(build, batch_sizes=[4], memory_budget="1GiB", device="h200", **few)
     assert fit.rows[0].plain_peak_bytes == plan.plain_peak_bytes, "no second way to simulate a step"
     with pytest.raises(ConfigError, match="expected a model, since the plan is simulated on h200"):
         plan.apply()
-    model, _, step = made()
+    model, step = build()
     with plan.apply(model):
         step()
-    assert graphckpt.plan(lambda: made()[::2], memory_budget="50%", device="h100").budget_bytes == 40_000_000_000
-    least = graphckpt.plan(lambda: made()[::2], memory_budget="max", device="rtx4090")
+    half = graphckpt.plan(build, memory_budget="50%", device="h100", **few)
+    assert half.budget_bytes == 40_000_000_000
+    least = graphckpt.plan(build, memory_budget="max", device="rtx4090", **few)
     assert least.budget_bytes + least.headroom_bytes == 24_000_000_000
 
 

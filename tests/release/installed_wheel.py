@@ -28,6 +28,7 @@ IN_WHEEL = (
 IN_SDIST = (
     "configs/quickstart.py",
     "tests/conftest.py",
+    "tests/helpers/runner.py",
     "docs/tutorial.md",
     "mkdocs.yml",
     "CHANGELOG.md",

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
+from itertools import product
 from types import FunctionType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.modules import as_module
+from helpers.thinning import is_chosen
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -234,9 +236,11 @@ def graph_step(model: nn.Module) -> Tensor:
     return loss
 
 
-@policies
-@pytest.mark.parametrize("way", PASSES)
-@pytest.mark.parametrize("kind", GRAPHS)
+@pytest.mark.parametrize(
+    ("kind", "way", "policy"),
+    # What finds the tensors of an object does not know how it was passed: each pair of two of the three is enough.
+    [case for case in product(GRAPHS, PASSES, POLICIES) if is_chosen(case, GRAPHS, PASSES, POLICIES)],
+)
 def test_tensors_of_objects_are_those_of_the_forward(kind: str, way: str, policy: str) -> None:
     assert_same(lambda: Network(kind, way), graph_step, policy)
 
@@ -849,10 +853,14 @@ VALUES: dict[str, Callable[[], Any]] = {
 }
 
 
-@policies
-@pytest.mark.parametrize("later", VALUES)
-@pytest.mark.parametrize("first", [*VALUES, "absent"])
-@pytest.mark.parametrize("after", ["tensor", "number", "list"])
+FIRST, AFTER = [*VALUES, "absent"], ["tensor", "number", "list"]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "after", "policy"),
+    # Each first and later value under each policy, and with each value after, under one of them.
+    [case for case in product(FIRST, VALUES, AFTER, POLICIES) if is_chosen(case, FIRST, VALUES, AFTER, POLICIES)],
+)
 def test_an_attribute_may_change_its_type_from_call_to_call(first: str, later: str, after: str, policy: str) -> None:
     def step(model: nn.Module) -> Tensor:
         number = model.number = getattr(model, "number", -1) + 1

@@ -1,0 +1,78 @@
+"""A plugin of a process that runs tests: fixtures that all tests share, and which files and tests a device needs.
+
+``conftest.py`` loads it. With ``pytest -n`` the first process starts workers and runs no test: it needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+with contextlib.suppress(ImportError):  # a machine with a GPU needs none of its tests
+    import hypothesis
+
+    # A time limit for each example fails where other processes share the cores.
+    hypothesis.settings.register_profile("no time limit", deadline=None)
+    hypothesis.settings.load_profile("no time limit")
+
+torch.set_num_threads(1)  # two workers on two cores
+
+_HAS_GPU_TESTS = re.compile(r"\bmark\.gpu\b|\bdevice: str\b")
+_WARNINGS = ("does not have a deterministic implementation", "non-deterministic algorithm")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files for a device where there is none, and those without a test for it under `-m "gpu and ..."`."""
+    if collection_path.parent.name == "gpu" and not torch.cuda.is_available():
+        return True
+    is_left_out = config.option.markexpr.startswith("gpu") and collection_path.suffix == ".py"
+    return (is_left_out and not _HAS_GPU_TESTS.search(collection_path.read_text(encoding="utf-8"))) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks a test that takes ``device`` as ``gpu`` where there is one, and leaves out what is marked so elsewhere."""
+    for item in items:
+        if "deterministic" in getattr(item, "fixturenames", ()) and torch.cuda.is_available():
+            item.add_marker(pytest.mark.gpu)
+            for message in _WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:.*{message}"))
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Bitwise comparisons on CUDA need kernels without atomics."""
+    torch.use_deterministic_algorithms(mode=torch.cuda.is_available(), warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+@pytest.fixture
+def device(deterministic: None) -> str:
+    """``"cuda"`` where there is a CUDA device, a real or a simulated one, else ``"cpu"``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freeze_older_objects() -> None:
+    """Spares the collector what was there before a test module: walking that takes longer than most tests."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def timed_once() -> Iterator[None]:
+    """A step that is planned on the CPU is timed once: tests compare bytes, and no test compares seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr("graphckpt.planning.steps._TIMED_RUNS", 1)
+        yield
