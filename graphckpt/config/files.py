@@ -26,7 +26,7 @@ from graphckpt.yaml_text import compose
 _MISSING = object()
 _SUFFIXES = (".py", ".yaml", ".yml")
 _ODD_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|0[0-9_]+)")
-"""What YAML 1.1 reads differently than it looks: 12:30:45 is 45045, and 010 is 8."""
+"""Numbers that YAML 1.1 reads differently than they look: 12:30:45 is 45045, and 010 is 8."""
 
 
 @final
@@ -122,7 +122,14 @@ def get_config(name: str) -> DictConfig:
 
 @final
 class Origins:
-    """Where each value of a config was last set, by its dotted key."""
+    """The places in which the values of a config were last set, by their dotted keys.
+
+    Nothing is recorded while a config file runs: after each file, all values are compared with those before.
+    """
+
+    # common/train.py runs first, as it is imported:   train.seed: "1234" is new        -> common/train.py
+    # then its importer, which sets train.seed = 7:    train.seed: "7" has changed      -> quickstart.py
+    # then overrides, with train.seed=7 among them:    train.seed: "7" has not changed  -> quickstart.py still
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[str, str]] = {}  # by key: the text of the value, and where it is set
@@ -142,7 +149,7 @@ class Origins:
         return {origin for name, (_, origin) in self._entries.items() if f"{name}.".startswith(f"{key}.")}
 
     def rename(self, old: str, new: str) -> None:
-        """Says of the keys under ``new`` where those under ``old`` are set."""
+        """Moves the places of the keys under ``old`` to the keys under ``new``."""
         for key in [key for key in self._entries if f"{key}.".startswith(f"{old}.")]:
             self._entries[new + key.removeprefix(old)] = self._entries.pop(key)
 
@@ -166,6 +173,7 @@ def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
 def importable_from(*folders: Path) -> Iterator[None]:
     """Makes modules in some folders importable, after installed ones, within the context."""
     names = [str(folder) for folder in folders]
+    # At the end: a file of the user's called random.py must not replace a module of the standard library.
     sys.path += names
     try:
         yield
@@ -176,7 +184,8 @@ def importable_from(*folders: Path) -> Iterator[None]:
 
 def _read_yaml(path: Path) -> DictConfig:
     try:
-        node = compose(path.read_text("utf-8"))  # first: it refuses what would never end to load
+        # First: nine lists, each of ten aliases of the previous one, are nine lines and 10**9 values for OmegaConf.
+        node = compose(path.read_text("utf-8"))
         config = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark
@@ -228,15 +237,19 @@ class _PythonFiles:
     def execute(self, path: Path) -> ModuleType:
         """Runs a config file as a module outside of ``sys.modules``, so that every load runs it anew."""
         self._files.append(str(path))
+        # A file that was edited since it was last loaded, as in a notebook: messages quote its present lines.
         linecache.checkcache(str(path))
         code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
         module = ModuleType(path.stem)
         module.__file__ = str(path)
-        # An import statement looks here for its function: the process's own import stays untouched.
+        # An import statement takes `__import__` from the `__builtins__` of its globals. So only this file has
+        # relative imports by path, and the process's own import stays as it is.
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._importer(path)}
         self._running.append(path)
         exec(code, vars(module))  # noqa: S102 - a config file is a program of the user's
+        # Not in `finally`: an error ends the whole load, with this object.
         self._running.pop()
+        # After the file has run, so that its own code sees dicts, and a file that imports it may write train.seed.
         for name, value in list(vars(module).items()):
             if isinstance(value, dict) and not name.startswith("_"):
                 setattr(module, name, OmegaConf.create(value, flags={"allow_objects": True}))
@@ -266,6 +279,7 @@ class _PythonFiles:
                 raise ConfigError(f"no config file {imported} · fix: a relative import goes by this file's folder")
             if imported in self._running:
                 raise ConfigError(f"{imported} imports this file, and this file imports it")
+            # Anew for each import: two files that change one that both import would otherwise change it for each other.
             return self.execute(imported)
 
         return import_by_path
@@ -340,6 +354,7 @@ def plain_values(node: Any) -> Any:
         UserWarning: A callable cannot be imported by a name.
     """
     if OmegaConf.is_config(node):
+        # An interpolation stays one: a saved config that is resumed with overrides has to follow them.
         node = OmegaConf.to_container(node, resolve=False)
     if isinstance(node, Mapping):
         return {key: plain_values(value) for key, value in node.items()}

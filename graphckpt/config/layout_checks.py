@@ -149,6 +149,7 @@ class LayoutChecks:
         if rest or not samples:
             return self._sizes.micro_batch  # which the settings refuse
         sizes = [size for size in range(1, self._sizes.micro_batch + 1) if samples % size == 0]
+        # A pipeline with fewer micro-batches than stages has stages that are always idle, and 1F1B refuses it.
         filling = [size for size in sizes if samples // size >= layout.pipeline_parallel_size]
         return (filling or sizes)[-1]
 
@@ -223,6 +224,8 @@ class LayoutChecks:
         flops = self._machine.flops.get(dtype, self._machine.flops["float32"])
         rate = flops * self._machine.efficiency.get("matmul", 1.0)
         num_weights = sum(weight.numel() for weight in self._model.parameters())
+        # A product and a sum for each weight and token in forward, twice as many in backward (Kaplan et al. 2020,
+        # section 2.1).
         compute = 6 * num_weights * self.global_batch * self._num_tokens / (rate * layout.num_ranks)
 
         states = self._states_of_rank(layout)
@@ -238,10 +241,15 @@ class LayoutChecks:
             compute *= _RECOMPUTATION
 
         seconds, hidden = self._network.seconds, 2 * channels  # bytes of hidden states
+        # A layer all-reduces its hidden states after attention and after the MLP, in forward and in backward (Shoeybi
+        # et al. 2019, section 3). A stage sends them in forward and their gradient in backward.
         of_tensors = 4 * len(self._layers) * accumulation * seconds("all_reduce", hidden, range(tp))
         of_stages = 2 * accumulation * seconds("send", hidden, (0, dp * tp)) if pp > 1 else 0.0
         ranks = range(0, dp * tp, tp)
         reduced, gathered = (seconds(kind, states.weights, ranks) for kind in ("scatter", "gather"))
+        # Over the data-parallel ranks: DDP all-reduces gradients, which is a reduce-scatter and an all-gather. ZeRO 1
+        # and 2 gather the weights once in an update, ZeRO 3 in forward and in backward of each micro-batch; from stage
+        # 2 on gradients are reduced in each micro-batch.
         of_data = {
             0: 2 * reduced,
             1: gathered + reduced,
@@ -259,6 +267,8 @@ def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[in
     """Returns the bytes of each parameter by its id, after an update."""
     weights: Sequence[nn.Parameter] = list(model.parameters())
     for weight in weights:
+        # An optimizer creates its states in its first step, for weights with a gradient. The tensors are fake: no
+        # memory.
         weight.grad = torch.empty_like(weight) if weight.requires_grad else None
     optimizer.step()
     sizes = {}

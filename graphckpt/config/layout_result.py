@@ -42,7 +42,7 @@ _SECTION = "train.activation_checkpoint"
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the ranks of a run are divided.
+    """A division of the ranks of a run among the kinds of parallelism.
 
     >>> str(Layout(8, 8, zero_stage=3)), str(Layout(8, 1, 2))
     ('dp=8 tp=8 zero=3', 'dp=8 pp=2')
@@ -158,7 +158,7 @@ class LayoutRow:
 
     @property
     def policies(self) -> str:
-        """How many layers of the model have which policy: ``"28 keep, 4 full"``."""
+        """The number of layers with each policy: ``"28 keep, 4 full"``."""
         counts: Counter[str] = Counter()
         for stage in self.stages:
             counts += Counter({name: n * len(stage.stages) for name, n in policy_counts(stage.plan).items()})
@@ -228,6 +228,7 @@ class LayoutComparison:
     def command(self, row: LayoutRow) -> list[str]:
         """Returns the words of the command line that trains with the layout of a row."""
         per_node = self.cluster.ranks_per_node
+        # torchrun starts equally many on each node: 12 ranks on nodes of 8 are 2 nodes of 6.
         per_node = max(n for n in range(1, per_node + 1) if self.world_size % n == 0)
         num_nodes = self.world_size // per_node
         nodes = [] if num_nodes == 1 else ["--nnodes", str(num_nodes)]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from graphckpt.planning.plan import Plan
 
 MOST_SIMULATED = 12
-"""How many layouts are simulated; one of billions of parameters takes about a minute."""
+"""The number of layouts that are simulated; one of billions of parameters takes about a minute."""
 
 _NAMES = {
     "dp": "data_parallel_size",
@@ -161,6 +161,8 @@ def compare_layouts(
             with fake_stages_from(
                 config_file, own_changes, device=machine, cluster=network, options=own_options
             ) as stages:
+                # One stage at a time: a simulated rank sets PyTorch's default process group, of which a process has
+                # one.
                 for alike in checks.equal_stages(layout):
                     where = f"{name}, stage {alike[0]}" if len(stages) > 1 else name
                     report(f"{where}: loading the config and its model")

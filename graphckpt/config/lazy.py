@@ -1,4 +1,4 @@
-"""LazyCall describes a call without making it, as in libai; instantiate makes it."""
+"""Descriptions of calls, as in libai: ``LazyCall`` describes a call, and ``instantiate`` makes it."""
 
 from __future__ import annotations
 
@@ -174,6 +174,9 @@ def _import(name: str) -> object:
             value: object = import_module(module_name)
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            # "torch.optim.AdamW.step": importing torch.optim.AdamW lacks `torch.optim.AdamW`, a beginning of this name,
+            # so a shorter one is tried. A module that exists and lacks another package is an error of its own, and so
+            # is any other exception.
             if missing is not None and f"{module_name}.".startswith(f"{missing}."):
                 continue  # perhaps a class within a shorter module name
             what = f"importing {module_name} raised {type(error).__name__}: {error}"
@@ -223,6 +226,7 @@ def parameters(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter]
     }
     aliases: dict[str, str] | None = getattr(target, "attribute_map", None)
     if aliases is not None:
+        # GPT2Config takes hidden_size for n_embd: the alias has the type and the default of its parameter.
         for alias, name in aliases.items():
             named.setdefault(alias, named.get(name, inspect.Parameter(alias, inspect.Parameter.KEYWORD_ONLY)))
         for name in dir(target):  # Transformers also takes what its configs compute, such as num_labels

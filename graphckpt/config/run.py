@@ -153,6 +153,7 @@ class FakeConfigSteps:
             self.notes.append("partition: its effect is not known without the ranks; planned without")
         self._first: LiveBytes | None = None
         if cluster is not None:
+            # FSDP2 and DDP allocate in the first step what later ones use: for the plan it is alive before the step.
             self._first = self._warm_up()
 
     def _warm_up(self) -> LiveBytes:
@@ -312,6 +313,8 @@ def fit_run(run: RunConfig, config: DictConfig, *, resume: bool = False) -> list
 
     A run that is resumed keeps the choice made at its start.
     """
+    # Not fitted again: with other sizes, samples would be divided into updates differently, and a resumed run would not
+    # have the bits of one that was not interrupted.
     saved = Path(run.train.output_dir).expanduser() / CONFIG
     if resume and saved.is_file():
         before = LazyConfig.load(saved)
@@ -327,6 +330,7 @@ def fit_run(run: RunConfig, config: DictConfig, *, resume: bool = False) -> list
         best = result.at_global_batch(total, goal)
         assert best.plan is not None
         policies = {name: dict(fields) for name, fields in best.plan.policies.items()}
+        # The policies replace rule, budget and fit: the copy of the config trains with them and measures nothing.
         section = {**dict.fromkeys(_POLICIES), "enabled": True, "policies": policies}
         values = dict(zip(_SIZES, (best.batch_size, best.accumulation), strict=True))
         values |= {f"{_SECTION}.{key}": value for key, value in section.items()}

@@ -51,7 +51,7 @@ _EXPECTED = {
     "too_short": "{min_length} values",
     "tuple_type": "a list",
 }
-"""What was expected, by pydantic's name of the error; its own text for all others."""
+"""The expectation to print, by pydantic's name of the error; all others have pydantic's own text."""
 
 
 @final
@@ -98,6 +98,19 @@ def check(config: DictConfig) -> tuple[RunConfig | None, list[str]]:
     return (None if faults else run), faults
 
 
+# Note [All faults at once]
+#
+# pydantic reports all faults of types in one pass, but creates no dataclass then, and `faults()` needs one. So `read`
+# removes the values that were rejected and validates the rest again, with defaults in their places:
+#
+#     {"seed": "x", "train_iter": 5, "device": "meta"}   1st turn: seed: expected int, got 'x' (str); removed
+#     {"train_iter": 5, "device": "meta"}                2nd turn: valid; `faults()` adds: device: expected a device ...
+#
+# Each turn removes a value, so this ends. A required key that is missing has no default to take: then the sections of
+# the dataclass are read one by one. A default may add a fault that goes once the value is right, such as a size that
+# does not divide another one.
+
+
 def read(hint: Any, holder: dict[str, Any], key: str, prefix: str = "") -> tuple[Any, list[str]]:
     """Reads ``holder[key]`` as the type ``hint``; returns all faults with it, each beginning with its dotted key.
 
@@ -117,7 +130,7 @@ def read(hint: Any, holder: dict[str, Any], key: str, prefix: str = "") -> tuple
             return holder[key], faults
         else:
             return instance, [*faults, *_own_faults(instance, prefix + key)]
-        for rejected in rejections:  # is removed, so that the next turn sees the rest
+        for rejected in rejections:
             reported = {fault.partition(": ")[0] for fault in faults}
             faults += [fault for fault in rejected.remove(holder, prefix) if fault.partition(": ")[0] not in reported]
         if rejections[0].kind == "missing":  # the dataclass cannot be made, but those in it can
@@ -156,6 +169,8 @@ def call_faults(node: Any) -> Iterator[str]:
             if type(instance) is int:
                 node.arguments[key] = instance  # of 1e3
     if is_dataclass(node.target) and hasattr(node.target, "faults"):
+        # The target is not called until all of the config is good, but a dataclass of ours only stores its arguments:
+        # so it is made here, of the good ones, for the faults that its types cannot express.
         required = [one.name for one in fields(node.target) if one.default is one.default_factory is MISSING]
         if all(name in good for name in required):
             yield from _own_faults(node.target(**good), node.where)
@@ -235,7 +250,7 @@ class _Rejection(NamedTuple):
     """The innermost dataclass around it."""
     value: Any
     expected: list[str]
-    """What would be good, one for each member of a union."""
+    """Descriptions of good values, one for each member of a union."""
 
     def remove(self, holder: Any, prefix: str) -> list[str]:
         """Removes the value, so that its key has its default, or gives it our key; returns the faults."""
@@ -299,6 +314,8 @@ def _rejection(details: ErrorDetails, owner: Any, holder: dict[str, Any], key: s
     kind, steps, context = details["type"], details["loc"], details.get("ctx", {})
     path: list[Any] = [key]
     value = holder[key]
+    # ("activation_checkpoint", "policies", "h.*", "bool") is a location: the last step names the member of a union that
+    # has rejected the value, and is not a key. Only steps that lead into the value are followed.
     for step in steps:
         is_item = isinstance(value, list | tuple) and isinstance(step, int) and step < len(value)
         if is_item or (isinstance(value, dict) and step in value):
@@ -311,6 +328,7 @@ def _rejection(details: ErrorDetails, owner: Any, holder: dict[str, Any], key: s
                 path.append(step)
             elif isinstance(step, int):  # of a tuple
                 kind, context = "too_short", {"min_length": step + 1}
+    # PositiveInt is `gt=0` for pydantic, but a reader expects 1 or more.
     if isinstance(context.get("gt"), int):
         kind, context = "greater_than_equal", {"ge": context["gt"] + 1}
     kind = "invalid_key" if steps[-1:] == ("[key]",) else kind

@@ -61,6 +61,7 @@ class ConfigSource:
         self.config, self.origins = load_with_origins(self.path)
         self._faults = override(self.config, self.overrides)
         self.origins.note(self.config, _OVERRIDES)
+        # After overrides, which may have old names too, and after both are noted: the places follow the keys.
         self._faults += rename_old_keys(self.config, self.origins)
         self.trial_lines: list[str] = []
         """Changes that ``fast_dev_run`` made, for the log."""
@@ -92,6 +93,8 @@ class ConfigSource:
     def set_import_from(self) -> None:
         """Sets ``import_from``, for a copy of the config in another folder, if it names user modules."""
         names = {target.partition(".")[0] for target in _targets(plain_values(self.config))}
+        # Of the modules that the check of the config has imported, those from the config's own folder: a copy of the
+        # config in the output folder would look for them there.
         for folder, name in product(self._module_folders()[0], names):
             module = sys.modules.get(name)
             file = getattr(module, "__file__", None)
@@ -118,7 +121,7 @@ class ConfigSource:
 
 
 def rename_old_keys(config: DictConfig, origins: Origins | None = None) -> list[str]:
-    """Gives keys with deprecated names their new ones, in place, with a warning for each; returns the faults."""
+    """Renames keys with deprecated names in place, with a warning for each; returns the faults."""
     where, faults = "train.activation_checkpoint", []
     section = try_get_key(config, where)
     if not isinstance(section, DictConfig):

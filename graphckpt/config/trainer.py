@@ -72,6 +72,7 @@ def trainer_from(
 def _write_config(source: ConfigSource, folder: Path) -> None:
     """Saves the config for resuming the run, without ``overwrite``."""
     OmegaConf.update(source.config, "train.output_dir", str(folder))
+    # With it, a resume by this copy would be refused, and a run by it would replace the one that it belongs to.
     if OmegaConf.select(source.config, "train.overwrite"):
         OmegaConf.update(source.config, "train.overwrite", value=False)
     source.set_import_from()

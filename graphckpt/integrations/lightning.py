@@ -54,6 +54,7 @@ class GraphckptCallback(PolicyCallback, Callback):
     ) -> None:
         """Reports once what a batch saved."""
         del pl_module, outputs, batch, batch_idx
+        # `global_step` counts optimizer steps, and a batch whose gradients are only accumulated leaves it as it is.
         is_update, self._num_updates = trainer.global_step != self._num_updates, trainer.global_step
         self._end_step(partial(_log, trainer), is_update=is_update)
 

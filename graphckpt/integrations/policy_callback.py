@@ -49,6 +49,20 @@ class CallbackOptionsDict(SharedOptionsDict, total=False):
     progress: Callable[[int, int], None] | bool | None
 
 
+# Note [The step that is reported]
+#
+#                               explained                      reported
+#   a line, in Transformers     the first step                 at its end, from what blocks record in any case
+#   a table or a picture, and   the first step, measured       if training ends before the second
+#   all in Lightning            the second step, measured      at its end: the optimizer's states exist, and its peak
+#                                                              is that of all later steps
+#   with a memory budget        the first that begins under    at its end
+#                               a plan that stays, measured
+#
+# `_is_first` tells the first of two measured steps, and `_is_reported` ends all. Where an update has several steps, one
+# of the first update is measured. If `end_step` brings another plan, the step ran under two, and is not explained.
+
+
 class PolicyCallback:
     """The base of all callbacks: checks its arguments at once, holds the applied policies, and reports on a step.
 
@@ -102,7 +116,7 @@ class PolicyCallback:
         self.plan: Plan | None = None
         """The plan of the last training, with ``memory_budget``."""
         self.explanation: Explanation | None = None
-        """What a step of the last training saved; ``None`` before it.
+        """The bytes that a step of the last training saved, block by block; ``None`` before it.
 
         It is measured on the second step, when the optimizer's states exist, or on the first one if training ends
         before.
@@ -186,9 +200,11 @@ class PolicyCallback:
         self._disabled.enter_context(replaced(has_own, _OWN_FLAG, value=False))
         if has_own:
             self._write("graphckpt: the plan replaces the model's own gradient checkpointing")
+        # For `graphckpt.remove(model)` after an error of which the trainer does not tell its callbacks. Weakly, so that
+        # the model does not keep the callback after its training. During it the hooks on the model do, by way of the
+        # plan and the function to which it reports.
         close_plans[model] = WeakMethod(self._remove)
         try:
-            # Through the callback, which the plan so keeps alive, for `close_plans`.
             self._live = LivePlan(model, budget, options, lambda line: self._write(f"graphckpt: {line}"))
         except BaseException:
             self._remove()
@@ -212,6 +228,7 @@ class PolicyCallback:
         """
         if self._live is not None:
             self._has_planned_step |= self.plan is not None
+            # Read before the step: in its end the plan may settle, and this step did not run under it throughout.
             self._is_planned_for = self._live.is_settled
             self._live.begin_step()
             measures = self._is_planned_for and (measures or self._live.checks)
@@ -292,7 +309,7 @@ class PolicyCallback:
 
 
 def _advice(owner: str, policies: Sequence[tuple[Selector, Value]], names: Sequence[str]) -> str:
-    """Says how to make blocks keep everything, as an argument of the callback."""
+    """Returns the argument of the callback with which blocks keep everything."""
     before = [f"{describe(selector)!r}: {shown(value)}" for selector, value in policies]
     listed = ", ".join([*before, *(f"{name!r}: False" for name in names)])
     return f"{owner}(..., policies={{{listed}}})"
@@ -314,6 +331,7 @@ def _argument_of(value: Any) -> str | None:
 
 @contextmanager
 def restored_rng() -> Iterator[None]:
+    # `fork_rng` restores PyTorch's generators alone; data sets and collators draw from NumPy's and Python's too.
     host = HostRNGState.read()
     with torch.random.fork_rng():
         try:

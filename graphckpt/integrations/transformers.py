@@ -93,6 +93,9 @@ which means the same
 
     def _remove_on_error(self, trainer: Trainer) -> None:
         """Removes the policies if a training step raises: a trainer does not tell its callbacks."""
+        # Replaced on the instance and not on the class: other trainers are not affected, and deleting the attribute
+        # restores the method. Errors between steps, such as in a data loader, pass it by: `graphckpt.remove(model)` is
+        # for those.
         training_step = trainer.training_step
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -177,6 +180,7 @@ def fit_training_arguments(
         what = f"expected the arguments of Transformers' Trainer, got {type(args).__name__}"
         raise ConfigError(f"fit_training_arguments: {what} · fix: graphckpt.fit with the step of its trainer")
     was_training = model.training
+    # Its `__init__` seeds all generators by `args.seed`; the caller's random numbers go on as if there were none.
     with restored_rng():
         trainer = Trainer(model=model, args=args, train_dataset=dataset, data_collator=data_collator)
     prepared: Any = trainer.model

@@ -58,6 +58,8 @@ def build_model(
     make_model: Callable[[], nn.Module], task: Task, settings: TrainConfig, ranks: TrainRanks, device: torch.device
 ) -> BuiltModel:
     """Returns the model that the settings describe, and seeds each rank; collective."""
+    # One seed on all ranks until the end of this function: all draw the same weights. At its end ranks with other
+    # samples get seeds of their own, for dropout.
     seed_all(settings.seed)
     with attribute_errors("model, task", "making the model"):
         model = task.prepare(make_model())
@@ -67,6 +69,7 @@ def build_model(
         raise ConfigError(f"{what} · fix: leave the key out, or train on one process")
     pipeline = None if ranks.stage_mesh is None else _pipeline(model, task, settings, ranks, device)
     model = (model if pipeline is not None else model.to(device)).train()
+    # Tensor parallelism first: FSDP2 takes the DTensors that it leaves, and shards them once more along dim 0.
     if ranks.tensor_mesh is not None:
         from graphckpt.train.parallel.tensor_parallel import shard_model  # noqa: PLC0415 - as below
 
@@ -74,6 +77,7 @@ def build_model(
     if (data_mesh := ranks.data_mesh) is not None:
         from graphckpt.train.parallel.data_parallel import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as below
 
+        # The seed is one, but a model may draw from elsewhere, or read its weights from files of its own machine.
         broadcast_weights(model, data_mesh)
         if stage := settings.zero_optimization.active_stage:
             section = settings.activation_checkpoint  # its blocks are layers, checkpointed or not
@@ -165,7 +169,7 @@ class _TaskGraph(Graph):
 
 
 def _advice(names: Sequence[str]) -> str:
-    """Says how to make blocks keep everything, as an override of the config.
+    """Returns the override of the config with which blocks keep everything.
 
     >>> _advice(["model.layers.2", "model.layers.3"])
     'train.activation_checkpoint.policies={"layers.2": False, "layers.3": False}'
@@ -183,9 +187,12 @@ class TrainGraph(_TaskGraph):
         super().__init__(built)
         self.forward_backward = forward_backward
         amp, accumulation = built.settings.amp, built.settings.sizes.accumulation
+        # `build` runs once for each micro-batch and is not told which. A replay of a captured step does not run it, and
+        # need not: only synchronizing gradients asks for the last one, and with several processes steps are eager.
         self.last_micro_batches = cycle([*[False] * (accumulation - 1), True])
         for name, fields in blocks.items():
             module = built.model.get_submodule(name)
+            # By identity: in the graph the block is called `model.` + name, and a module may have several names.
             block: Any = next(block for block in self.model.modules() if block.origin is module)
             block.config.update(fields)
         if blocks:  # else there is a plan, or no policy

@@ -37,12 +37,15 @@ def attribute_errors(keys: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # These name their cause already, or a context around this one does: `translate_errors`,
+        # `_explain_out_of_memory`.
         if isinstance(error, GraphckptError) or is_out_of_memory(error) or is_connection_error(error):
             raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         message = " ".join(str(error).split())[:_MAX_CHARACTERS]  # in one line
         text = f"{keys}: {what} failed, {type(error).__name__}: {message} (at {frame.filename}:{frame.lineno})"
-        # contextlib raises a StopIteration itself in place of a RuntimeError that it is the cause of
+        # PEP 479 turns a StopIteration in a generator into a RuntimeError whose cause it is. `contextmanager` undoes
+        # this (bpo-29692), so with that cause our TrainError, a RuntimeError, would be replaced by the StopIteration.
         cause = None if isinstance(error, StopIteration) else error
         raise TrainError(f"{text} · fix: check these keys of the config") from cause
 
@@ -107,7 +110,7 @@ class Loop:
         self.data_seconds = 0.0
         """Seconds that the last iteration waited for its data; set by the step."""
         self.explanation: Explanation | None = None
-        """What each block saved; set at the end of training."""
+        """The bytes that each block saved; set at the end of training."""
         self.picture: Path | None = None
         """The picture of a step's memory, a ``.png``; set at the end of training."""
         self._step = step
@@ -175,17 +178,22 @@ class Loop:
                 hook.before_train(self)
             with self.report.progress("training", self.train_iter - self.done, counts=True) as advance:
                 while True:
+                    # Agreed on by all ranks, between two iterations: a signal reaches them at different moments, and
+                    # one that left before the others would let them wait in a collective until its timeout.
                     self.is_stopped = self._agree(self._is_asked)
                     if self.is_last:
                         break
+                    # Cleared here and not at the end: the final snapshot stores the metrics of the last iteration.
                     self.metrics, self.late_metrics = {}, []
                     for hook in self._hooks:
                         hook.before_step(self)
                     self.losses = self._step(self.done)
+                    # Before the hooks: from here on a snapshot has this update, so it must count it.
                     self.done += 1
                     for hook in self._hooks:
                         hook.after_step(self)
                     advance(1)
+            # Those of the last iteration are written. LogHook, the first, adds the line that is still on the device.
             self.late_metrics = []
             for hook in self._hooks:
                 hook.after_train(self)
@@ -196,11 +204,14 @@ class Loop:
             yield
             return
 
+        # Python runs this in the main thread between any two bytecodes: within an optimizer's loop over weights, or
+        # within a print. So it only sets a flag, which the loop reads between two updates. A console that is
+        # interrupted while it prints, and is used here, prints its line twice; `os.write` shares no buffer with it.
         def stop(number: int, frame: FrameType | None) -> None:
             if self._is_asked:
                 raise KeyboardInterrupt
             self._is_asked = True
-            with suppress(OSError):  # not through the console, which may be printing
+            with suppress(OSError):  # of a closed stderr
                 os.write(2, b"\nstopping after this iteration; press Ctrl-C again to stop at once\n")
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

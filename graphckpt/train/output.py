@@ -22,18 +22,22 @@ _LOG_WIDTH = 120  # columns of a table in log.txt
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a path to write to, in the same folder and with the same suffix, which becomes ``path`` at the end.
+    """Yields a path to write to, in the same folder and with the same suffix, which becomes ``path`` at the end.
 
     An error leaves ``path`` as it was, and nothing else.
     """
     fresh = path.with_name(f".{path.name}.tmp{path.suffix}")
     try:
         yield fresh
+        # In this order: a file system may rename before it writes the data, so that after a crash `path` would be
+        # empty. Within one folder, as a rename is atomic only within one file system. The suffix tells matplotlib the
+        # format.
         sync(fresh)
         fresh.replace(path)
     except BaseException:
         remove(fresh)
         raise
+    # The rename itself is a change of the folder, which has to reach the disk as well.
     sync(path.parent)
 
 
@@ -80,6 +84,7 @@ class AppendFile:
             return
         try:
             with self.path.open("ab", buffering=0) as file:
+                # Unbuffered, so that a full disk raises here, and half a line can be cut off again.
                 start, data = file.seek(0, 2), self._waiting.encode()
                 try:
                     written = 0
@@ -97,6 +102,7 @@ class AppendFile:
 
 def cut_log(path: Path, last_iteration: int) -> None:
     """Drops the lines of iterations after ``last_iteration``, from 0, from a log, whose lines count from 1."""
+    # A line without an iteration, such as that of a start, is of all iterations and stays.
     iterations = re.compile(r" iteration: (\d+)/")
     _filter(path, lambda line: all(int(number) <= last_iteration + 1 for number in iterations.findall(line)))
 

@@ -45,6 +45,7 @@ def block_policies(model: nn.Module, config: ActivationCheckpointConfig) -> dict
             settings = {name: dict(fields) for name in selected_names(model, config)}
         except ConfigError as error:
             faults.append(str(error))
+    # In the order of the config, so that of two patterns that match a block the later one wins, field by field.
     for pattern, value in policies.items():
         try:
             for name in _select(model, pattern):
@@ -126,11 +127,13 @@ def plan_on_batch(
     inputs: dict[str, Any] = dict(batch)
     wanted = {name: getattr(options, name) for name in options.names()}
     if is_staged:
+        # The ranks of a stage plan the same blocks together. A step takes all stages, so all of them run it together.
         wanted |= {"group": ranks.stage_group, "step_group": ranks.everyone}
     plan = graph.plan(**inputs, memory_budget=config.memory_budget, **wanted)
     plan.apply()
     plans = [plan.relative_to("model")]
     if is_staged:
+        # One rank of each stage: the ranks of a stage are consecutive, and have one plan.
         plans = ranks.all_gather(plans[0])[:: ranks.config.data_parallel_size]
     for line in stage_lines(plans):
         report.line(f"plan: {line}")

@@ -98,7 +98,7 @@ class DistConfig:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """What is sharded over data-parallel processes: ``train.zero_optimization``."""
+    """Sharding over data-parallel processes, by stages of ZeRO: ``train.zero_optimization``."""
 
     enabled: bool = False
     """Whether anything is sharded."""
@@ -130,7 +130,7 @@ OLD_KEYS: Mapping[str, str] = {"unit": "select", "blocks": "policies"}
 @accepts_old_names(**OLD_KEYS)
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointConfig:
-    """Which blocks of the model save less, and how: ``train.activation_checkpoint``."""
+    """The policies of the model's blocks, or a budget to plan them for: ``train.activation_checkpoint``."""
 
     ALIASES: ClassVar[Mapping[str, str]] = OTHER_NAMES
     """Keys of OSLO and DeepSpeed that mean the same."""
@@ -360,6 +360,8 @@ class TrainConfig:
         """
         micro, total, accumulation = self.train_micro_batch_size, self.global_batch_size, self.num_accumulation_steps
         parallel = self.dist.data_parallel_size
+        # The fit itself asks for sizes, when the config is checked and the model is built: until it has set both keys,
+        # an update is one forward of all samples on one process, which always divides.
         if self.activation_checkpoint.fit is not None and total is not None:
             micro, accumulation, parallel = None, 1, 1
         if micro is None:
@@ -429,6 +431,7 @@ class TrainConfig:
             yield f"{where}: expected one process, got {self.dist.num_processes} · fix: set train_micro_batch_size"
 
     def _size_faults(self) -> Iterator[str]:
+        # Sizes of a contradictory `dist` would only add faults that vanish with its own.
         if any(self.dist.faults()):
             return
         try:

@@ -51,6 +51,25 @@ from graphckpt.train.snapshot.saved_run import (
 from graphckpt.train.snapshot.weights import load_weights, read_weights, tensors_of
 from graphckpt.train.tasks.base import Task
 
+# Note [Order of a run]
+#
+#    step of `_train`                  why it comes there
+# 1  lock the folder, find the         A folder that is in use, or has nothing to resume, is refused before the model is
+#    snapshot                          built, which may take minutes.
+# 2  build the model, shard it         Sharding replaces parameters: the optimizer must get the new ones.
+# 3  load `train.load_weight`          An optimizer may copy weights when it is created.
+# 4  create optimizer and policies     Faults of the config end the run before text is tokenized, which may take hours.
+# 5  open the data                     The number of samples gives that of iterations, for the schedule of step 6.
+# 6  create graph and run state        The state records the settings that this run begins with: before `restore`, which
+#                                      replaces them by those of the snapshot.
+# 7  create the loop and its hooks     `restore` sets their state too.
+# 8  restore                           Sets the random generators last: what draws after it would shift the run.
+# 9  plan for the memory budget        On the next batch, with the optimizer's states. It restores all that its steps
+#                                      change, and the loop reads the same batch again.
+# 10 loop                              The first file is written after its first iteration: see `_StartHook`.
+#
+# So a model that does not fit, or a batch that cannot be read, leaves the folder, and a run in it, as they were.
+
 
 class Trainer:
     """Trains a model on a task.
@@ -107,6 +126,7 @@ class Trainer:
         if write_config is not None:
             self.saved.at_start(partial(write_config, self.folder))
         log = self.folder / LOG
+        # An evaluation adds to the log of a run, and begins none.
         log_file = log if log.exists() or not eval_only else None
         default = Report(log_file=log_file, waits=not eval_only) if self.ranks.is_main else Report.silent()
         self.report = report or default
@@ -150,6 +170,8 @@ class Trainer:
             start = settings.consumed_train_samples + self.saved.consumed_samples(iteration)
             return opened.train.batch(self.ranks.local_samples(order.take(start=start, count=self.batch_size)))
 
+        # The order is a function of the number of samples consumed, not of batches drawn: a resume begins where the run
+        # was.
         step = _Step(graph, Prefetcher(read, self.device, train_iter), self.ranks)
         loop = step.loop = Loop(
             step,
@@ -171,7 +193,9 @@ class Trainer:
                     batch = step.batches.get(loop.done)
                     plan_on_batch(graph, section, self.ranks, built.runs, self.report, self.saved, batch)
             loop.run()
+            # Value checks on CUDA are copied to the host without a wait: the last ones are read here, and may raise.
             report_differences()
+        # Without an iteration the folder may still have the files of a run that was to be overwritten.
         files = written_files(self.folder) if self.saved.has_begun or self.saved.source else {}
         result = TrainResult(iterations=loop.done, is_stopped=loop.is_stopped, files=files)
         self.report.show(result.table())
@@ -236,6 +260,11 @@ class Trainer:
         self, built: BuiltModel, optimizer: Optimizer, graph: TrainGraph, opened: Opened, writer: SnapshotWriter
     ) -> Iterator[HookBase]:
         settings = self.settings
+        # The order matters. The log adds metrics, and raises for a loss that is not finite before anything is saved.
+        # Evaluation adds its own. Rows are written before snapshots: if the process is killed after a snapshot, all
+        # iterations in it have their rows, and a resume drops those of later ones (`cut_metrics`). BestHook comes
+        # before SnapshotHook, which saves its state. The picture is drawn after the final snapshot, so that a failure
+        # costs only the picture, and before TensorBoard adds it to its events.
         yield _StartHook(self.saved.begin)
         yield LogHook(
             optimizer,
@@ -305,7 +334,9 @@ class _StartHook(HookBase):
             loop.report.open_log()
 
 
-_KEYS = "model, task, data, optim, train.scheduler"  # of code that is not the trainer's, for messages
+# The keys of a config that name code of the user's. An error of a step cannot be told apart further: all of it runs in
+# one graph, so its message has all of them, with the file and line that raised.
+_KEYS = "model, task, data, optim, train.scheduler"
 
 
 @final
@@ -325,8 +356,11 @@ class _Step:
             batch = self.batches.get(iteration)
             if self.loop is not None:
                 self.loop.data_seconds = time.perf_counter() - started
+            # This order hides the data behind the device: the host launches the step, reads and copies the next batch
+            # while it runs, and only then needs a value of it, if a hook reads the losses.
             losses: dict[str, Tensor] = self.graph(**batch)
             self.batches.prefetch(iteration + 1)
+            # Means over all ranks, so that a loss that is not finite ends the run on each in the same iteration.
             return self.ranks.average({name: loss.mean() for name, loss in losses.items()})
 
 
@@ -341,5 +375,6 @@ def _explain_out_of_memory(*, micro_batch: int, is_checkpointed: bool) -> Iterat
         if micro_batch > 1:
             fixes.append(f"a train.train_micro_batch_size below {micro_batch}, with more train.num_accumulation_steps")
         fix = ", or ".join(fixes) or "use a smaller model, shorter samples, or a device with more memory"
+        # The last note is that of the graph, about a plan that does not fit; its fix would repeat this one.
         notes = "".join(f" ({note.partition(' · fix: ')[0]})" for note in getattr(error, "__notes__", ())[-1:])
         raise TrainError(f"memory ran out: {first_line(error)} · fix: {fix}{notes}") from error

@@ -57,6 +57,7 @@ class Document:
             while left and (block := file.read(min(_BLOCK_BYTES, left))):
                 left -= len(block)
                 yield decode(block)
+        # A character cut by the end of the span becomes U+FFFD; one cut by the end of a block does not.
         yield decode(b"", final=True)
 
 
@@ -165,7 +166,9 @@ def split_documents(documents: Sequence[Document], *, eval_fraction: float, max_
     """
     subset = list(documents)
     if max_bytes is not None:
-        subset.sort(key=lambda document: document.digest[::-1])  # not the order of the split
+        # The split takes the lowest digests for evaluation. In the same order `max_bytes` would take those first, and
+        # leave nothing to train on; the reversed digits are independent of it.
+        subset.sort(key=lambda document: document.digest[::-1])
         starts = accumulate((document.num_bytes for document in subset), initial=0)
         subset = [document for document, start in zip(subset, starts, strict=False) if start < max_bytes]
     if len(subset) == 1 and isinstance(subset[0].source, Path):
@@ -178,6 +181,7 @@ def split_documents(documents: Sequence[Document], *, eval_fraction: float, max_
 
 def _split_file(document: Document, path: Path, eval_fraction: float) -> Corpus:
     start, stop = document.span
+    # Then on to the end of the line, unless it is longer than a block, or the last one.
     middle = int(stop * (1 - eval_fraction))
     with path.open("rb") as file:
         file.seek(middle)

@@ -146,9 +146,11 @@ def heldout_batches(
     batch repeats its first one, or the very first, which does not count. At most ``limit`` are spread over all samples.
     """
     count = len(heldout) if limit is None else min(len(heldout), size * limit)
+    # With a limit of 3 of 9 samples: 0, 3, 6. The first ones alone could all be from one document.
     chosen = np.arange(count) * len(heldout) // max(1, count)
     starts = range(0, count, size)
     for turn in range(-(-len(starts) // num_ranks)):
+        # On 2 ranks with 3 batches: rank 0 yields 0 and 2, rank 1 yields 1 and then batch 0, which does not count.
         number = turn * num_ranks + rank
         counts = number < len(starts)
         first = starts[number if counts else 0]
@@ -180,6 +182,7 @@ class Prefetcher:
         if isinstance(batch, Exception):
             raise batch
         if self._stream is not None:
+            # The stream waits, not the host: the step can be launched while the batch is still being copied.
             present = torch.cuda.current_stream(self._device)
             present.wait_stream(self._stream)
             for tensor in batch.values():  # their memory is the other stream's, which must not reuse it too early
@@ -191,6 +194,7 @@ class Prefetcher:
         if self._stream is None or iteration >= self._num_iterations:
             return
         try:
+            # The source is on the host, so the copy need not wait for the stream of the step.
             with torch.cuda.stream(self._stream):
                 self._ahead = iteration, to_device(self._read(iteration), self._device)
         except Exception as error:  # raised later, after the previous iteration is logged and saved
@@ -201,6 +205,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copies a batch to ``device``; for CUDA asynchronously, from pinned memory."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
+    # The pinned copy is dropped while it is still being read: PyTorch's host allocator records an event in the stream
+    # of the copy, and reuses the memory after that.
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

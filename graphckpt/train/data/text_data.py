@@ -161,6 +161,7 @@ class TextData:
 
     def _key(self, corpus: Corpus, special_tokens: Sequence[str], user_tokenizer: Tokenizer | None) -> str:
         """Returns a hash of what the tokens depend on: content, split, groups and vocabulary."""
+        # Without seq_length: tokens are stored end to end, and are divided into sequences when they are read.
         parts = {
             name: [(document.digest, document.span, document.group) for document in documents]
             for name, documents in corpus._asdict().items()

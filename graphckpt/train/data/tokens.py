@@ -147,6 +147,9 @@ class Tokens:
 
         They begin where the sequence does, or before, so that the document fills the window if it can.
         """
+        # Documents of 5 and 9 tokens without their ends, sequences of 4: ends are [6, 16], and sequence 3 begins at 12,
+        # in document 1, whose tokens are 6 to 14. With size 6 the window begins at 9 instead, and ends with the
+        # document.
         place = index * self._seq_length
         number = int(np.searchsorted(self._ends, place, side="right"))
         start, stop = self.span(number)
@@ -205,6 +208,7 @@ def new_folder(folder: Path, is_complete: Callable[[], bool]) -> Iterator[Path]:
     where, fix = f"data.cache_dir: {folder.parent}", "set data.cache_dir to a folder that can be written"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # In the folder of its target, as a rename is atomic only within one file system.
         fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
     except OSError as error:
         raise DataError(f"{where}: {error.strerror} · fix: {fix}") from error
@@ -213,7 +217,8 @@ def new_folder(folder: Path, is_complete: Callable[[], bool]) -> Iterator[Path]:
         try:
             fresh.rename(folder)
         except OSError:
-            if not is_complete():  # or another run has written it meanwhile
+            # A rename onto a folder that is not empty fails.
+            if not is_complete():  # else another run has written it meanwhile, with the same content
                 shutil.rmtree(folder, ignore_errors=True)
                 fresh.rename(folder)
     except OSError as error:

@@ -34,6 +34,8 @@ class EvalHook(HookBase):
     def after_step(self, loop: Loop) -> None:
         if loop.done % self.eval_period and loop.done != loop.train_iter:
             return
+        # Without this wait `time` of the log would lack the steps that the device still runs, as evaluation is not
+        # counted.
         loop.synchronize()
         metrics = self.measure()
         loop.metrics |= metrics
@@ -53,7 +55,10 @@ class EvalHook(HookBase):
             with torch.no_grad():
                 for batch, counts in self.batches():
                     for name, sums in self.tally(batch).items():
+                        # float32 has no odd numbers above 2**24: the count of tokens would be wrong after 16 million.
                         total = sums.detach().to("cpu", torch.float64)
+                        # A batch that does not count may have a loss of nan, and nan * 0 is nan: so zeros, not a
+                        # factor.
                         total = total if counts else torch.zeros_like(total)
                         totals[name] = totals[name] + total if name in totals else total
         finally:

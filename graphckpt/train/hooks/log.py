@@ -86,6 +86,7 @@ class LogHook(HookBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums since the previous line, so that the next line is the same after a resume."""
+        # First: a snapshot of a run whose loss is not finite would replace the last good one.
         _check_finite([*(() if self._late is None else self._late.each), *self._each])
         state = {"sums": {name: value.cpu() for name, value in self._sums.items()}, "iterations": self._iterations}
         if (late := self._late) is not None:
@@ -96,6 +97,7 @@ class LogHook(HookBase):
         self._sums = {name: value.to(self._device) for name, value in state["sums"].items()}
         self._iterations = state["iterations"]
         if (late := state.get("late")) is not None:
+            # Its losses are means already, so `count` stays 1. The resumed run writes it first, under its own number.
             self._late = _Line(iteration=late["iteration"], values=late["metrics"], losses=late["losses"])
 
     def before_step(self, loop: Loop) -> None:
@@ -105,6 +107,7 @@ class LogHook(HookBase):
 
     def after_step(self, loop: Loop) -> None:
         for name, loss in loop.losses.items():
+            # Not in place: the first sum is the loss itself, which other hooks read.
             value = loss.detach()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         if loop.loss is not None:
@@ -116,9 +119,18 @@ class LogHook(HookBase):
         self._timed += 1
         is_due = loop.done % self._log_period == 0 or loop.done in {1, loop.train_iter}
         if is_due:
+            # On a device, with log_period 2:
+            #
+            #     after iteration 1   copy of line 1 begins
+            #     after iteration 2   copy of line 2 begins; waits for line 1, writes it
+            #     after iteration 4   copy of line 4 begins; waits for line 2, writes it
+            #
+            # The wait is for work launched a period ago; the device has another period of work in its queue meanwhile.
             sums, lr, event = self._to_host()
             if self._late is not None:
-                self._late.metrics()  # waits for the steps before the previous line; counted as step time
+                # Within the time of the step: launching takes less time than running, and where the host is a period
+                # ahead, this wait is what the device needs.
+                self._late.metrics()
         self._seconds += time.perf_counter() - self._started
         self._data_seconds += loop.data_seconds
         if is_due:
@@ -132,6 +144,7 @@ class LogHook(HookBase):
                 event=event,
             )
             self._overall_seconds += self._seconds
+            # New objects: the line that is not written yet refers to the old ones.
             self._sums, self._each, self._iterations, self._timed = {}, [], 0, 0
             self._seconds = self._data_seconds = 0.0
             self._write_late(loop)
@@ -153,6 +166,8 @@ class LogHook(HookBase):
         lr = self._optimizer.param_groups[0]["lr"]
         if self._device.type == "cpu":
             return self._sums, lr, None
+        # PyTorch returns pinned tensors, which may be read once `event` is reached, and does not check it. `copy` is
+        # for a learning rate on the CPU, to which the schedule writes: `to` would return it as it is.
         sums = {name: total.to("cpu", non_blocking=True) for name, total in self._sums.items()}
         if isinstance(lr, Tensor):
             lr = lr.detach().to("cpu", non_blocking=True, copy=True)

@@ -55,6 +55,7 @@ class TensorBoardHook(_RowsHook):
         self._module = _optional("torch.utils.tensorboard", "tensorboard", "train.tensorboard")
 
     def after_step(self, loop: Loop) -> None:
+        # Here and not in `__init__`: the writer makes a file at once, and a run that cannot start must leave none.
         if self._writer is None:  # later rows of an earlier process are purged
             self._writer = self._module.SummaryWriter(str(self._folder), purge_step=loop.start_iter)
         super().after_step(loop)
@@ -91,6 +92,7 @@ class WandbHook(_RowsHook):
         self._module = _optional("wandb", "wandb", "train.wandb", "train.wandb.enabled")
 
     def before_train(self, loop: Loop) -> None:
+        # `"never"` refuses an id that exists, so that two runs do not mix their rows; offline mode cannot tell.
         is_resumed = loop.start_iter > 0
         self._run = self._module.init(
             project=self._config.project,

@@ -30,6 +30,20 @@ from graphckpt.train.snapshot.saved_run import CONFIG, SavedRun, rounding_enviro
 from graphckpt.train.snapshot.schema import OPTIMIZER, SHARDS
 from graphckpt.units import format_seconds
 
+# Note [Snapshots in the background]
+#
+#   main thread of each rank                     its snapshot thread
+#   save A: gather, copy to the CPU, submit      write shards, collectively; rank 0 then writes the other files
+#   iterations, `poll` after each                ends
+#   save B: join A, gather, ...                  ...
+#
+# Two threads of a rank run collectives at the same time. On one process group they might begin in another order than
+# on another rank, and would then match the wrong ones: the thread has a group of its own (`TrainRanks.background`).
+#
+# `poll` must not communicate, as ranks see their thread end in different iterations. So it only calls `then`, which
+# marks the snapshot as the last one: a run that is killed an hour before the next snapshot resumes from this one. An
+# error waits for `join`, where all ranks raise it together.
+
 
 @final
 class SnapshotWriter:
@@ -60,6 +74,7 @@ class SnapshotWriter:
         """
         where = loop.position
         loop.synchronize()
+        # A recomputation with other values is an error of an earlier step: raised before its update is saved.
         report_differences()
         started = time.perf_counter()
 
@@ -83,7 +98,8 @@ class SnapshotWriter:
         loop.report.line(f"snapshot at {loop.position}: {error} · {text}", "red")
 
     def _save(self, name: str, loop: Loop, done: Callable[[], None]) -> None:
-        hooks = loop.hook_states()  # raises if a loss is not finite
+        # Before the weights are looked at: where a loss is not finite, its message names the iteration.
+        hooks = loop.hook_states()
         self._check_weights(loop.done)
         folder, is_sharded, shards = self.saved.folder / name, self._state.is_sharded, dict[str, Tensor]()
         states = self._state.states(shards)
@@ -106,6 +122,7 @@ class SnapshotWriter:
             self._ranks.run_on_main(partial(write, weights=weights, states=states), SnapshotWriteError)
             done()
             return
+        # From here on the loop changes weights and states in place: the thread writes copies.
         is_main = self._ranks.is_main
         parts = {"weights": on_cpu(weights, copy=True), "states": on_cpu(states, copy=True)} if is_main else {}
 
@@ -151,6 +168,7 @@ class SnapshotWriter:
         is_async, fresh = self._thread is not None, hidden(folder, "tmp")
         parts = on_cpu(dcp.full_where_packed(shards), copy=True) if is_async else dcp.full_where_packed(shards)
         self._ranks.run_on_main(partial(remove_path, fresh), SnapshotWriteError)  # before any rank writes there
+        # `background` is read here and not in the thread: its first access creates the group, which is collective.
         return partial(dcp.write, fresh / SHARDS, parts, self._ranks.background if is_async else self._ranks.control)
 
     def _add_files(self, folder: Path) -> None:
@@ -161,6 +179,7 @@ class SnapshotWriter:
 
 def export(model: Any, architecture: str, tokenizer_file: Path | None, folder: Path, *, seq_length: int) -> None:
     """Writes the config of a Transformers model, if it is one, and the tokenizer, if any, into ``folder``."""
+    # By name: a model that is not of Transformers need not wait seconds for its import.
     if any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
         model.config.architectures = [architecture]
         model.config.save_pretrained(folder)
@@ -196,6 +215,7 @@ class SnapshotHook(HookBase):
             self._take(periodic_name(loop.iteration), loop)
 
     def after_train(self, loop: Loop) -> None:
+        # Nothing to save if no iteration ran, or if the last one has a periodic snapshot, as after Ctrl-C.
         if loop.done not in {loop.start_iter, self._saved_at}:
             self._take(FINAL if loop.done >= loop.train_iter else periodic_name(loop.iteration), loop)
         try:
@@ -203,6 +223,7 @@ class SnapshotHook(HookBase):
         except SnapshotWriteError as error:
             self._writer.complain(error, loop)
             self._saved_at = -1
+        # A periodic snapshot may fail, as a later one may succeed. None comes after this one, so this is an error.
         if self._saved_at != loop.done != loop.start_iter:
             fix = "make room or name another train.output_dir, and run again with --resume if there is a snapshot"
             raise SnapshotWriteError(f"{self._saved.folder}: the final state could not be saved · fix: {fix}")
@@ -216,6 +237,7 @@ class SnapshotHook(HookBase):
             return
         try:
             self._saved.snapshots.mark_last(name)
+            # After the mark: killed in between, the folder has one snapshot too many, and never lacks the marked one.
             if name != FINAL:
                 self._saved.snapshots.prune(name, self._max_to_keep, self._saved.run)
         except OSError as error:
@@ -249,6 +271,8 @@ class BestHook(HookBase):
                 what = f"train.evaluation.eval_metric: {self._metric!r} was not measured, so there will be no {BEST}"
                 loop.report.line(f"{what} · fix: use one of {', '.join(measured)}", "yellow")
         elif math.isfinite(value) and (self._best is None or value * self._sign > self._best * self._sign):
+            # Set before saving, as it is a part of the snapshot; put back if that failed, so that the next one tries
+            # again.
             before, self._best = self._best, value
             if not self._save(BEST, loop):
                 self._best = before

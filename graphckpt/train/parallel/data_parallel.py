@@ -40,6 +40,8 @@ def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, stage: int) -> None:
     """Applies ``fully_shard`` in place; call it after tensor parallelism and before the optimizer is created."""
+    # Layers before the model, as `fully_shard` forms a group of all parameters below a module that have none yet. After
+    # their forward the root's own parameters, embeddings and head, are needed again at once: with None they stay.
     for name in layers:
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=stage == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if stage == 3 else False)
@@ -67,6 +69,7 @@ class DdpSync:
         )
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        # Around forward as well: DDP reads the flag there, when it prepares its reducer for the backward that follows.
         return nullcontext() if is_last else self._ddp.no_sync()
 
     def losses(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -109,6 +112,8 @@ class AllReduceSync:
         if not is_last:
             return
         parameters = [p for p in self._model.parameters() if p.requires_grad and not on_other_stage(p)]
+        # A collective needs all ranks: a weight that this rank has not used, such as that of an expert without tokens,
+        # has to be summed if any other rank has. What nobody has used keeps a gradient of None, as in one process.
         flags = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device, dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         works = []
@@ -120,6 +125,8 @@ class AllReduceSync:
             grad = local_shard(parameter.grad)
             total = grad.contiguous()
             works.append((grad, total, dist.all_reduce(total, group=self._group, async_op=True)))
+        # NCCL's `wait` makes the stream wait, not the host. All are launched by now, so that they run one after the
+        # other.
         for grad, total, work in works:
             work.wait()
             total.div_(dist.get_world_size(self._group))
@@ -135,6 +142,12 @@ class FsdpSync:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        # The flags stay on the modules, so each micro-batch sets them. Of 3 micro-batches:
+        #
+        #                           1                2                3
+        #   stage 1, 2  weights     all-gather       stay             stay, reshard
+        #   stage 1     gradients   stay full        stay full        reduce-scatter
+        #   stage 2     gradients   reduce-scatter   reduce-scatter   reduce-scatter
         if self._stage == 1:
             self._root.set_requires_gradient_sync(is_last)
         if self._stage < 3:

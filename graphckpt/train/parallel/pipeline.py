@@ -113,6 +113,7 @@ def keep_stage(model: nn.Module, stages: Stages, stage: int, device: torch.devic
     here = {id(t) for module in own for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the original: while it lives, nothing else has its id
 
+    # A weight that several modules share is moved once, so that they still share it.
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) not in moved:
             target = tensor.detach().to(device if id(tensor) in here else "meta")
@@ -133,7 +134,9 @@ def _modules_elsewhere(model: nn.Module, stages: Stages, stage: int) -> list[nn.
 
 
 def _pass_through(module: nn.Module) -> None:
-    is_embedding = isinstance(module, nn.Embedding)  # zero: the first stage has added the positions
+    # A model adds the positions to whatever it gets as inputs_embeds: on later stages these are hidden states, to which
+    # the first stage has added them.
+    is_embedding = isinstance(module, nn.Embedding)
     module.forward = lambda x, *_, **__: torch.zeros((), device=x.device) if is_embedding else x
 
 
@@ -191,6 +194,7 @@ class StageRun(nn.Module):
             if not self._is_last:
                 base: Any = self.model.base_model
                 hidden: Tensor = base(**arguments, use_cache=False)[0]
+                # Stages agree on the dtype in advance (`_schedule`); under autocast the last op decides it.
                 return hidden.to(_hidden_dtype(self.model))
             values = self._read(self.model, {**arguments, "labels": labels})
         self.names = list(values)
@@ -242,7 +246,9 @@ class Pipeline:
         self._names = ["total_loss", *task.LOSSES]  # the last stage alone computes them
         shared = [model.get_parameter(name) for name in tied_weights(model, stages)]
         self._shared = shared if self._is_first or self._is_last else []
-        dist.barrier(group=self._group)  # NCCL connects a group in its first call, which all of it have to make
+        # `batch_isend_irecv` with some ranks of a group is undefined if it is the first collective of that group (see
+        # its documentation), as NCCL connects the ranks then. The exchange below and the schedule are such batches.
+        dist.barrier(group=self._group)
         for weight in self._shared:
             other = self._exchange_ends(weight.data)
             if self._is_last:
@@ -256,7 +262,9 @@ class Pipeline:
         """Runs forward and backward of an update, and returns the losses of each micro-batch, on all stages."""
         with nullcontext() if self.grad_sync is None else self.grad_sync.micro_batch(is_last=True):
             output = self._run(self._training, batch, is_training=True)
-        for weight in self._shared:  # last, for the sum of two has the same bits at both ends
+        # After the mean over data-parallel pipelines: both ends then add the same two numbers, and a + b is b + a in
+        # every bit. If the sums were averaged instead, the two copies of a tied weight could drift apart.
+        for weight in self._shared:
             grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
             weight.grad = grad.add_(self._exchange_ends(grad))
         shape = self._num_micro_batches, len(self._names)
@@ -274,6 +282,7 @@ class Pipeline:
         twice = {id(weight) for weight in self._shared} if self._is_last else set()
         device = next(p.device for p in self._model.parameters() if not on_other_stage(p))
         zero = torch.zeros((), device=device)
+        # A weight has a gradient on one stage, and 0 on all others: so the sum over stages is the list of all norms.
         own = [
             zero if p.grad is None or id(p) in twice else torch.linalg.vector_norm(p.grad, norm_type).float()
             for p in parameters
@@ -313,12 +322,14 @@ class Pipeline:
         )
         if not is_training:
             return ScheduleGPipe(stage, count)
+        # The schedule divides gradients by the number of micro-batches (`scale_grads`), as the loss of each is a mean.
         return Schedule1F1B(stage, count, lambda output, _: output[0])  # the loss, which the stage has computed
 
     def _exchange_ends(self, tensor: Tensor) -> Tensor:
         other = torch.empty_like(tensor)
         peer = dist.get_global_rank(self._group, self._group.size() - 1 if self._is_first else 0)
         pair = [dist.P2POp(way, x, peer, self._group) for way, x in ((dist.isend, tensor), (dist.irecv, other))]
+        # In one batch: if both ends sent first, each would wait for the other to receive.
         for work in dist.batch_isend_irecv(pair):
             work.wait()
         return other

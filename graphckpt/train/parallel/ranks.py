@@ -34,6 +34,7 @@ class ParallelError(GraphckptError, RuntimeError):
 def is_connection_error(error: BaseException) -> bool:
     if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
         return False
+    # gloo raises a plain RuntimeError when a peer is lost, so that only its words tell it from an error of the model.
     line = first_line(error).lower()
     return isinstance(error, dist.DistError) or any(word in line for word in _LOST)
 
@@ -160,16 +161,20 @@ class TrainRanks:
         timeout = timedelta(seconds=self.config.timeout_seconds)
         if not dist.is_initialized():
             self._is_owner = True
+            # Both backends: weights are reduced on the GPU, plain values and snapshots on the CPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         self.rank = dist.get_rank()
         sizes = {"dp": self.config.data_parallel_size, "tp": self.config.tensor_parallel_size}
         if self.config.pipeline_parallel_size > 1:
             sizes = {"pp": self.config.pipeline_parallel_size, **sizes}
         ranks = torch.arange(self.size).view(*sizes.values())
+        # With dp=2 and tp=2, ranks are [[0, 1], [2, 3]]: lines of dp are [0, 2] and [1, 3], of tp [0, 1] and [2, 3].
+        # Every rank has to create all groups, in the same order, also those that it is not in.
         lines = [ranks.movedim(dim, -1).flatten(0, -2).tolist() for dim in range(ranks.ndim)]
-        # A mesh that makes its own groups gives them another timeout.
+        # `init_device_mesh` would create groups with PyTorch's default timeout, and not ours.
         groups = [dist.new_subgroups_by_enumeration(line, timeout=timeout)[0] for line in lines]
         self.mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
+        # gloo, so that plain values and flags neither wait for the GPU nor stand in NCCL's queue.
         self.control = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
@@ -184,6 +189,7 @@ class TrainRanks:
                 fault = type(error).__name__
                 raise
             finally:
+                # Also after an error: the others would wait a week for it.
                 self.broadcast(fault, self._patient)
             return
         if (fault := self.broadcast(None, self._patient)) is not None:
@@ -273,6 +279,7 @@ class TrainRanks:
         if self.data_mesh is None and self.stage_mesh is None:
             return totals
         rows = self.all_gather({name: total.tolist() for name, total in totals.items()})
+        # With pp=2, dp=2: ranks 2 and 3 are the last stage. Of ranks that share a batch, one counts.
         num_ranks = self.config.data_parallel_size * self.config.tensor_parallel_size
         rows_of_ranks = rows[-num_ranks :: self.config.tensor_parallel_size]
         return {
@@ -298,6 +305,8 @@ class TrainRanks:
         """Waits for all ranks and destroys the process group; call it last, and not after an error."""
         if self.size == 1 or not self._is_owner or not dist.is_initialized():
             return
+        # A rank that leaves while others still communicate ends them by a lost connection. After an error a rank may be
+        # missing, and the barrier would wait for its timeout.
         dist.barrier(group=self.control)
         dist.destroy_process_group()
 
@@ -310,6 +319,8 @@ def seed_all(seed: int) -> None:
 
 def seed_per_rank(seed: int, stream: int, done: int = 0) -> None:
     """Seeds ranks with different samples or layers differently; stream 0 draws the numbers of a single process."""
+    # Mixed by SeedSequence: with `seed + stream`, rank 1 of seed 1 would draw what rank 0 of seed 2 does. PyTorch's
+    # generators take 63 bits on all devices.
     if stream:
         entropy = np.random.SeedSequence((seed, stream, done))
         seed_all(int(entropy.generate_state(1, np.uint64)[0]) >> 1)

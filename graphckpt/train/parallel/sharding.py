@@ -68,7 +68,9 @@ def full_tensor_tree(state: Any, *, keep: bool = True) -> Any:
 
 def _joined(tensor: Any) -> Tensor:
     # Over the data-parallel dimension first: FSDP2 shards what tensor parallelism has left, along dim 0. DTensor cannot
-    # undo both at once if the second is a packed shard.
+    # undo both at once if the second is a packed shard. GPT-2's c_attn.weight, [768, 2304], with dp=2 and tp=2:
+    #
+    #     local shard [384, 1152] -> over dp [768, 1152] -> over tp [768, 2304]
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim == 1:
         full: Tensor = tensor.full_tensor()
@@ -96,6 +98,8 @@ def shard_like(like: Tensor, value: Tensor) -> Tensor:
     value = value.to(template.device)
     if mesh.ndim == 1:
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    # The reverse of `_joined`. `src_data_rank=None` communicates nothing: each rank cuts its part out of the full
+    # tensor that it has.
     mine = distribute_tensor(value, mesh[_TENSOR], placements[1:], src_data_rank=None).to_local()
     share = distribute_tensor(mine, mesh[_DATA], [Shard(0)], src_data_rank=None).to_local()
     return DTensor.from_local(share, mesh, placements, run_check=False, shape=template.shape, stride=template.stride())

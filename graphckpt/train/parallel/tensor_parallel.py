@@ -45,7 +45,9 @@ class ColwiseParallel(ParallelStyle):
             output = _affine(module, _sum_gradient(x, device_mesh), module.bias)
             if not self.gather:
                 return output
-            return _redistribute(output, device_mesh, Shard(-1), Replicate()).clone()  # FSDP2 warns of views as outputs
+            # A copy: FSDP2 warns of a view, since an in-place op on it drops the hook that gathers weights for backward
+            # (pytorch#181832).
+            return _redistribute(output, device_mesh, Shard(-1), Replicate()).clone()
 
         module.forward = MethodType(forward, module)
         return module
@@ -81,6 +83,8 @@ class VocabParallel(ParallelStyle):
         def forward(module: Any, ids: Tensor) -> Tensor:
             weight = module.weight.to_local()
             start = device_mesh.get_local_rank() * len(weight)
+            # Ids of other ranks' rows look up row 0, and their output is set to 0: so the sum over ranks is the one
+            # row, and row 0 gets no gradient from them.
             rows = ids - start
             is_elsewhere = (rows < 0) | (rows >= len(weight))
             pad = -1 if module.padding_idx is None else module.padding_idx - start
@@ -106,7 +110,9 @@ class ReplicatedWithGradAllReduce(ParallelStyle):
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             own = module._parameters
-            module._parameters = {  # not by hooks on the weights, which FSDP2 replaces
+            # The layer sees weights whose gradient is summed over the ranks. A hook on the weights would not do: FSDP2
+            # puts other parameters in their place, before and after each forward.
+            module._parameters = {
                 name: weight if weight is None or not weight.requires_grad else _sum_gradient(weight, mesh)
                 for name, weight in own.items()
             }
@@ -126,6 +132,7 @@ def _features(module: nn.Module) -> tuple[int, int]:
 def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     parameter = getattr(module, name, None)
     if parameter is not None:
+        # Without communication (`src_data_rank=None`): `shard_model` has broadcast the full weights.
         shard = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
@@ -138,6 +145,11 @@ def _affine(module: Any, x: Tensor, bias: DTensor | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     output = flat @ weight if offset is None else torch.addmm(offset, flat, weight)
     return output.view(*x.shape[:-1], -1)
+
+
+# The operators f and g of Megatron-LM (arXiv:1909.08053, section 3): `_sum_gradient` is f, which does nothing in
+# forward and all-reduces in backward; `_redistribute` from Partial to Replicate is g, the reverse. A colwise layer
+# begins with f, a rowwise one ends with g. Between them nothing is communicated.
 
 
 def _redistribute(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
@@ -185,6 +197,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     plan = divisible_plan(model, mesh.size())
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, group_src=0, group=mesh.get_group())
+    # Before sharding: `parallelize_module` shards each layer by itself, so that tied names would get two parameters.
     ties = _ties(model)
     parallelize_module(model, mesh, dict(plan))
     for names in ties:
@@ -347,6 +360,8 @@ class _DropoutStream:
         self._states = None
         if not module.training or is_fake(output):  # a simulated rank draws no numbers
             return
+        # `before` and `after` are the common stream without and with the draw of the seed. The third state is where
+        # this rank's stream begins; `end` sees by it whether anything was drawn.
         devices = rng_devices([output])
         before = get_rng_state(devices)
         seed = int(torch.randint(2**62, (), device="cpu")) + self._rank

@@ -26,6 +26,8 @@ from graphckpt.train.parallel.sharding import full_tensor_tree, is_packed, is_sh
 from graphckpt.train.snapshot.folder import SnapshotWriteError
 from graphckpt.train.snapshot.schema import SnapshotError
 
+# DCP's `.metadata` is a pickle, which FileSystemReader loads without a limit: a snapshot from elsewhere could run any
+# code. All else in a snapshot is read by `weights_only=True`, safetensors or JSON.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
@@ -95,6 +97,7 @@ def _naming(folder: Path, kind: type[GraphckptError], faults: tuple[type[BaseExc
     try:
         yield
     except faults as error:
+        # DCP collects the errors of all ranks and raises a CheckpointException with them on each.
         failures = [inner for inner, _ in getattr(error, "failures", {}).values()]
         cause = failures[0] if failures else error
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else first_line(cause)

@@ -87,10 +87,12 @@ def write(
             entry = files[path.relative_to(fresh).as_posix()] = {"bytes": path.stat().st_size}
             if path.suffix != OWN_CHECKSUMS:
                 entry["crc32"] = _crc32(path)
+        # Last, with the sizes of all other files: a folder with a manifest was complete when it was written.
         manifest = json.dumps({"format": FORMAT, **info, "files": files}, indent=2)
         (fresh / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         if weights is not None:
             (fresh / WEIGHTS).chmod((fresh / MANIFEST).stat().st_mode)  # safetensors makes it the owner's alone
+        # Before the rename: a file system may write it to disk before the data, and a crash would leave empty files.
         for path in (*fresh.rglob("*"), fresh):
             sync(path)
         _put_in_place(fresh, folder)
@@ -108,6 +110,11 @@ def _crc32(path: Path) -> int:
 
 
 def _put_in_place(fresh: Path, folder: Path) -> None:
+    # A folder cannot be renamed onto one that is not empty, so there are two renames:
+    #
+    #   killed before both     `.tmp` is incomplete: `recover` removes it
+    #   killed between them    `.old` alone has the snapshot: `recover` renames it back
+    #   killed after both      `.old` is superfluous: `recover` removes it
     old = hidden(folder, "old")
     remove_path(old)
     if folder.exists():
@@ -146,6 +153,7 @@ def recover(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
+    # Removing takes many calls: killed among them, a folder under its own name would look like a broken snapshot.
     trash = hidden(folder, "trash")
     folder.rename(trash)
     remove_path(trash)
@@ -270,6 +278,7 @@ class Snapshots:
 
     def _offer(self, broken: str = "") -> str:
         """Returns how to resume from the newest intact snapshot before ``broken``, or an empty string."""
+        # Every byte of each is read until one is intact: this is the path of an error, and the advice should work.
         for name in (*reversed(self._before(broken)), *({BEST} & set(self.names()) - {broken})):
             try:
                 check(self.folder / name)

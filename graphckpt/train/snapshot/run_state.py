@@ -63,7 +63,7 @@ class RunState:
     graph: Graph
     """Trains the model, under the attribute ``model``."""
     optimizer: Optimizer
-    """That of the graph."""
+    """The graph's optimizer."""
     device: torch.device
     ranks: TrainRanks
     """The processes of the run; rank 0 writes, the others take part in gathering."""
@@ -84,6 +84,8 @@ class RunState:
             "optimizer": f"{kind.__module__}.{kind.__qualname__}",
             **self._groups_and_schedule(),
         }
+        # A buffer may hold infinities on purpose, such as an attention mask of -inf. A trained weight that is not
+        # finite is an error at any time.
         trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
         self._masks = set(self.not_finite()) - trained
 
@@ -118,6 +120,8 @@ class RunState:
             for name, shard in ((name, local_shard(tensor)) for name, tensor in tensors.items())
             if shard.is_floating_point() and shard.numel()
         }
+        # Not `isfinite().all()` of each: that needs a mask of as many elements as the largest weight, at a time when
+        # memory is full. One transfer for all weights together.
         ends = [torch.stack([shard.min(), shard.max()]) for shard in floats.values()]  # both are nan if a value is
         flags = [pair.isfinite().all().to(self.device) for pair in ends]
         are_finite = torch.stack(flags).tolist() if flags else []
@@ -137,7 +141,7 @@ class RunState:
         if self.is_sharded:
             shards |= {f"model.{name}": tensor for name, tensor in distinct_tensors(self._local_tensors()).items()}
         everywhere = self.ranks.all_gather(self._take_random())
-        each = everywhere[:: self.ranks.config.tensor_parallel_size]  # tensor-parallel ranks have equal states
+        each = everywhere[:: self.ranks.config.tensor_parallel_size]  # one of each stream: see `TrainRanks.stream`
         trainer = {
             "random": everywhere[0],
             "buffers": self._unsaved_buffers(),
@@ -147,11 +151,14 @@ class RunState:
         }
         if self.ranks.stage_mesh is not None:
             buffers = self.ranks.all_gather(on_cpu(trainer["buffers"]))
+            # Reversed, so that of two stages with a buffer of one name the first wins, as for weights
+            # (`gather_tensors`).
             trainer["buffers"] = {name: value for stage in reversed(buffers) for name, value in stage.items()}
             trainer[STAGES] = self.ranks.config.pipeline_parallel_size
             # all but the step counts, which are as small as a placeholder
             graph = extract_sharded(graph, "graph", shards, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim > 0)
             stages = self.ranks.all_gather(on_cpu(graph))  # each with the optimizer states of its own weights
+            # The optimizer of each stage has all parameters, under equal numbers, and states of its own ones alone.
             every = {number: state for stage in stages[::-1] for number, state in stage[OPTIMIZER]["state"].items()}
             graph = {**stages[0], OPTIMIZER: {**stages[0][OPTIMIZER], "state": dict(sorted(every.items()))}}
         else:
@@ -227,9 +234,13 @@ class RunState:
             for name, value in trainer["buffers"].items():
                 owner, _, leaf = name.rpartition(".")
                 module = self.model.get_submodule(owner)
+                # Replaced and not copied into: a buffer that grows with the longest input may have another size by now.
                 module._buffers[leaf] = value.to(getattr(module, leaf).device)
+            # `load_state_dict` takes param groups from the state: without this a changed optim.lr would have no effect.
             if self.changes(trainer["settings"]):
                 graph = self._with_own_settings(graph)
+            # A captured step reads the learning rate from a tensor at a fixed address. `load_state_dict` puts another
+            # tensor in its place, so the old one is filled and put back.
             rates = [group["lr"] for group in self.optimizer.param_groups]
             parameters = self._parameters
             for number, state in graph[OPTIMIZER]["state"].items():
@@ -239,7 +250,7 @@ class RunState:
                         state[name] = shard_like(like, value)
             self.graph.load_state_dict({"model": self.model.state_dict(), **graph})
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                if isinstance(rate, Tensor):  # kept on its device: a captured step reads this tensor
+                if isinstance(rate, Tensor):
                     group["lr"] = rate.copy_(torch.as_tensor(group["lr"]))
             self._restore_random(trainer, done=int(graph[STEP]))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -275,7 +286,7 @@ class RunState:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped before
             for _ in range(step - self._num_scheduled if scheduler is not None else 0):
-                scheduler.step()  # most schedules compute a learning rate from the one before
+                scheduler.step()  # most schedules compute a learning rate from the previous one, so they cannot jump
         self._num_scheduled = step
 
     def settings_in(self, graph: dict[str, Any], folder: Path, info: RunInfo) -> dict[str, Any]:
@@ -320,9 +331,12 @@ class RunState:
         """Restores the random generators; with another number of processes, all but the first are seeded anew."""
         each, config = trainer.get("random_of_each", [trainer["random"]]), self.ranks.config
         sizes = config.pipeline_parallel_size, config.data_parallel_size
+        # Both must agree: 4 streams may be 4 data-parallel ranks, or 2 stages with 2 each, whose layers draw in another
+        # order.
         if (trainer.get(STAGES, 1), len(each)) == (sizes[0], math.prod(sizes)):
             self._set_random(each[self.ranks.stream])
             return
+        # Rank 0 goes on, and all other streams begin anew; `done` gives them other numbers at each such resume.
         self._set_random(trainer["random"])
         seed_per_rank(self.seed, self.ranks.stream, done=done)
 
@@ -349,7 +363,7 @@ class Lack:
     default: Callable[[RunState, Mapping[str, Any], Path, RunInfo], Any]
     """Returns its value for the run that resumes, from the states, the folder and the manifest of the snapshot."""
     text: str
-    """What the log says of the default, which it may format."""
+    """The line of the log about the default, which it may format."""
 
 
 LACKS: dict[int, tuple[Lack, ...]] = {
@@ -363,7 +377,7 @@ LACKS: dict[int, tuple[Lack, ...]] = {
         ),
     ),
 }
-"""What each format lacks of the next one."""
+"""Fields that the next format added, by the number of the format without them."""
 
 
 def _plain_settings(groups: list[dict[str, Any]], schedule: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.file = folder / LOCK
         self._is_new = not self.file.exists()
+        # The operating system releases the lock with its process, however that ends: a file that is left behind locks
+        # nothing.
         self._lock = FileLock(self.file, mode=0o644, thread_local=False, blocking=False)
 
     def acquire(self) -> None:
@@ -72,6 +74,7 @@ class FolderLock:
         if discard and self._is_new and self._lock.is_locked:
             with suppress(OSError):
                 self.file.unlink()
+        # `_claimed` acquires a file that exists twice, and filelock counts.
         self._lock.release(force=True)
 
 
@@ -109,6 +112,8 @@ class SavedRun:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Locks the folder if a run may start here, and finds the snapshot to resume from; collective."""
+        # The lock is entered within `main_first` and stays: the stack ends with this context. Other ranks read the
+        # folder after rank 0 has it.
         with ExitStack() as stack:
             with writing_to(self.folder), self.ranks.main_first():
                 if self.ranks.is_main:
@@ -123,7 +128,10 @@ class SavedRun:
         new_folders = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         lock = FolderLock(self.folder)
         try:
-            if lock.file.exists():  # of a process that trains here, the number is told, not what it has written
+            # A lock cannot be taken before its folder exists, and a run that is refused must create none. So: lock an
+            # existing folder, check it, create it, lock it. Two new runs may both pass the check, and one of them
+            # the lock; `_begin` checks again, as the winner of an earlier race may have finished by then.
+            if lock.file.exists():  # first, so that the message names the process, not the files that it has written
                 lock.acquire()
             self._check_free()
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -170,11 +178,14 @@ class SavedRun:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._check_free()
                 names = (LAST, METRICS, LOG, CONFIG, PLAN, PICTURE)
+                # `last_checkpoint` first: a process that is killed in the middle then leaves a folder that offers
+                # nothing to resume, and not one that names a snapshot which is gone.
                 for file in (*map(self.folder.joinpath, names), *self.folder.glob(_SCALARS)):
                     file.unlink(missing_ok=True)
                 for name in self.snapshots.names():
                     snapshot.remove(self.folder / name)
                 snapshot.recover(self.folder)
+            # A run that was killed may have logged iterations after its last snapshot: the resumed run logs them again.
             cut_log(self.folder / LOG, last_iteration)
             cut_metrics(self.folder / METRICS, last_iteration)
             for action in self._at_start:
@@ -192,6 +203,7 @@ class SavedRun:
         state.check(graph, trainer, source, info)
         with reading(source / STATE.format("trainer")):
             loop.load_hook_states(trainer["hooks"])
+        # Last, as it sets the random generators.
         state.load_states(graph, trainer, source)
         report.line(f"resumed from {source}, after {loop.position}")
         for line in defaults:

@@ -192,7 +192,7 @@ class _Random(TypedDict):
 
 
 class _Settings(TypedDict):
-    """Those of the run: a resume sees what has changed."""
+    """The settings of the run, so that a resume sees what has changed."""
 
     seed: Annotated[int, Strict(), Field(ge=0, le=2**63)]
     optimizer: Text
@@ -267,7 +267,8 @@ def check_graph(
         raise FieldError(f"{OPTIMIZER}.param_groups", f"groups of {[*map(len, names)]} parameters", [*map(len, saved)])
     if names != saved:
         raise FieldError(f"{OPTIMIZER}.param_groups", "the parameters in their order", saved)
-    step, steps = graph[STEP], range(0 if _SCALER in graph else done, done + 1)  # an overflow is not counted
+    # A gradient scaler skips the update of an overflow, so that steps may be fewer than iterations.
+    step, steps = graph[STEP], range(0 if _SCALER in graph else done, done + 1)
     if step.shape != () or step.dtype != torch.int64 or int(step) not in steps:
         raise FieldError(STEP, f"an int64 scalar from {steps[0]} to {done}", step)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -292,6 +293,7 @@ def is_of_states(optimizer: Optimizer, key: str, before: Any, after: Any) -> boo
     >>> is_of_states(adam, "amsgrad", False, True), is_of_states(adam, "weight_decay", 0.0, 0.1)
     (True, False)
     """
+    # Adagrad's sums begin at the first, Rprop's step sizes at its learning rate: both are in the states already.
     if key == "initial_accumulator_value" or (key == "lr" and isinstance(optimizer, torch.optim.Rprop)):
         return True
     is_set = None not in (before, after)  # not a key of another version, nor one that leaves the choice to PyTorch

@@ -16,7 +16,7 @@ from graphckpt.train.parallel.sharding import is_sharded, local_shard, on_other_
 from graphckpt.train.snapshot.schema import SHARDS, WEIGHTS, SnapshotError
 
 INDEX = f"{WEIGHTS}.index.json"
-"""Which shard holds which tensor, as Transformers names and writes it."""
+"""File that names the shard of each tensor, as Transformers writes it."""
 _MODEL = "model."  # begins the names of weights among the shards
 _OTHER = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5")  # weights of other formats, which are mostly pickles
 _FIX = "copy or download it again"
@@ -85,6 +85,8 @@ def _first(names: list[str]) -> str:
 def load_weights(model: nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Sets the weights of a model; a tied weight needs only one of its names."""
     tensors = tensors_of(model)
+    # GPT-2's `transformer.wte.weight` and `lm_head.weight` are one tensor, of which safetensors stores one name; which
+    # one depends on the writer. So a value is given to all names of its place in memory.
     places = {_place(tensors[name]): value for name, value in weights.items() if name in tensors}
     named = {name: places[_place(tensor)] for name, tensor in tensors.items() if _place(tensor) in places} | weights
     faults = [f"{name} is missing" for name in tensors if name not in named]
@@ -122,6 +124,7 @@ def distinct_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             distinct[name] = tensor
             continue
         storage = tensor.untyped_storage()
+        # safetensors refuses tensors that share memory.
         is_alone = storage.data_ptr() not in storages and storage.nbytes() == tensor.nbytes
         storages.add(storage.data_ptr())
         distinct[name] = (tensor if is_alone else tensor.clone()).contiguous()
@@ -134,9 +137,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     if not tensor.numel():
+        # Empty tensors all have address 0, and are not tied for that.
         return (id(tensor),)
     if is_sharded(tensor):
         return _place(local_shard(tensor))
     if on_other_stage(tensor):
+        # A meta tensor has no address; tied ones share their storage object.
         return (tensor.untyped_storage()._cdata,)
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

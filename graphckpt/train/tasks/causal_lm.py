@@ -138,6 +138,7 @@ def add_loss_head(model: Any) -> None:
 def loss_of(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Returns the mean loss over the tokens that have a label, and one before them, by way of the loss head."""
     hidden_BTD, labels_BT = _hidden(model, batch["input_ids"]), batch["labels"]  # noqa: N806
+    # Labels are shifted and padded instead of cutting the last hidden state off: that would copy all hidden states.
     labels_N = F.pad(labels_BT[:, 1:], (0, 1), value=_UNLABELED).flatten()  # noqa: N806
     total: Tensor = model.loss_head(hidden_BTD.flatten(0, 1), labels_N)
     return total / (labels_N != _UNLABELED).sum()

@@ -45,6 +45,8 @@ class _Pairs:
         types, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         follows = np.empty(len(indices), np.int64)
         for row, index in enumerate(indices):
+            # A generator for each sample: it is the same in whichever batch it is drawn, also after a resume or on
+            # another number of ranks. The order of draws below is a part of each sample: another one changes all runs.
             draw = np.random.default_rng((self.seed, int(index)))
             first, second, follows[row] = self._pair(int(index), draw)
             sequence = np.array([ids[_CLS], *first, ids[_SEP], *second, ids[_SEP]], np.int64)
@@ -71,6 +73,7 @@ class _Pairs:
 
     def _elsewhere(self, document: int, size: int, draw: np.random.Generator) -> _Ids:
         """Returns up to ``size`` tokens from any document but this one."""
+        # Uniform over the others: of 4 documents without number 1, a draw of 0, 1, 2 means 0, 2, 3.
         other = int(draw.integers(max(1, self.tokens.num_documents - 1)))
         start, stop = self.tokens.span(other + (other >= document and self.tokens.num_documents > 1))
         first = start + int(draw.integers(max(1, stop - start - size + 1)))
@@ -83,6 +86,8 @@ class _Pairs:
         chosen = draw.choice(places, count, replace=False)
         labels = np.full(len(sequence), _UNMASKED, np.int64)
         labels[chosen] = sequence[chosen]
+        # Devlin et al., section 3.1: [MASK] does not occur in fine-tuning, so 20 % of the predicted tokens are not
+        # masked.
         inputs, chance = sequence.copy(), draw.random(count)
         inputs[chosen[chance < 0.8]] = self.text.special_ids[_MASK]
         changed = chosen[(chance >= 0.8) & (chance < 0.9)]

@@ -48,6 +48,8 @@ class OwnLoss(Task):
 
 def _mean(value: Tensor) -> Tensor:
     """Returns the mean, of counts and masks too; a scalar that the model has just computed is returned as it is."""
+    # What is not new may be a parameter or a buffer, such as a temperature: hooks read it after the update has changed
+    # it in place, so it is copied, by `mean`.
     if not value.dim() and is_new(value):
         return value
     return value.mean() if value.is_floating_point() or value.is_complex() else value.float().mean()
