@@ -178,8 +178,9 @@ def importable_from(*folders: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in names:
-            sys.path.remove(name)
+        for name in names:  # the last one of that name: the folder of a script is the first entry as well
+            last = len(sys.path) - 1 - sys.path[::-1].index(name)
+            del sys.path[last]
 
 
 def _read_yaml(path: Path) -> DictConfig:

@@ -333,7 +333,10 @@ def _argument_of(value: Any) -> str | None:
 def restored_rng() -> Iterator[None]:
     # `fork_rng` restores PyTorch's generators alone; data sets and collators draw from NumPy's and Python's too.
     host = HostRNGState.read()
-    with torch.random.fork_rng():
+    accelerator = torch.accelerator.current_accelerator()
+    # All devices, as a trainer seeds all. Named, since it warns of several that are not.
+    devices = range(torch.accelerator.device_count())
+    with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from graphckpt.cli import main
+from graphckpt.config.files import importable_from
 from graphckpt.config.lazy import _import
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "04_own_model"
@@ -77,3 +78,14 @@ def test_a_module_that_cannot_be_imported_is_named(place, capsys):
 def test_transformers_is_loaded_for_its_models_alone():
     code = "import sys, graphckpt.config.trainer; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_folders_that_were_importable_before_stay_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python puts the folder of a script first, which may be the folder of its config."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = list(sys.path)
+    with importable_from(tmp_path, tmp_path):
+        assert sys.path[-2:] == [str(tmp_path)] * 2
+    assert sys.path == before

@@ -111,6 +111,23 @@ def test_tokenizer_of_the_user_is_used(folder, quiet):
     text = _data(folder, tokenizer_file=str(folder / "tokenizer.json")).prepare(quiet, MaskedLM.special_tokens)
     assert text.vocab_size == own.get_vocab_size()
     assert text.special_ids == {"[PAD]": 3, "[CLS]": 2, "[SEP]": 1, "[MASK]": 0}
+    assert text.text_ids.tolist() == list(range(5, text.vocab_size))
+
+
+def test_random_tokens_are_those_of_text_wherever_a_tokenizer_has_its_special_ones(folder, quiet):
+    special = ["[MASK]", "[SEP]", "[CLS]", "[PAD]", "<|endoftext|>"]
+    own = _tokenizer(folder / "tokenizer.json")
+    own.add_tokens(["between"])
+    own.add_special_tokens([*special, "[UNK]"])
+    own.save(str(folder / "tokenizer.json"))
+    data = _data(folder, tokenizer_file=str(folder / "tokenizer.json"))
+    opened = data.open(MaskedLM(mask_fraction=1.0), seed=1, report=quiet)
+    last = own.token_to_id("between")
+    assert opened.text.text_ids.tolist() == list(range(last + 1))
+    batch = opened.train.batch(np.arange(len(opened.train)))
+    changed = batch["input_ids"][(batch["labels"] != -100) & (batch["input_ids"] != opened.text.special_ids["[MASK]"])]
+    assert len(changed) > 50
+    assert changed.max() <= last
 
 
 def test_faults_of_a_tokenizer(folder, quiet):

@@ -29,7 +29,7 @@ else:
 # Legend: B sequences, T tokens of a sequence
 
 END_OF_TEXT = "<|endoftext|>"
-"""Ends every document. Its id is 0."""
+"""Ends every document."""
 SMALLEST_VOCAB = 257
 """One token for each byte, and the end of the text."""
 _DOCUMENTS_AT_ONCE = 32  # encoded in one call, so that all cores have work
@@ -171,9 +171,11 @@ class PreparedText:
     """A ``tokenizer.json`` of the tokenizers library."""
     seq_length: int
     vocab_size: int
-    """Size of the tokenizer's vocabulary."""
+    """Rows of an embedding of the tokenizer's vocabulary."""
     special_ids: dict[str, int]
     """Ids of the requested special tokens."""
+    text_ids: NDArray[np.int64]
+    """Ids of the tokens that a text may consist of, in order: all but special ones."""
     line_ends: NDArray[np.int64]
     """Ids of the tokens in which a line ends."""
     groups: tuple[str, ...]
@@ -189,14 +191,17 @@ def open_tokens(folder: Path, seq_length: int, special_tokens: Sequence[str]) ->
     except Exception:  # the tokenizers library raises a bare one
         return None
     vocabulary = tokenizer.get_vocab()
+    special = {END_OF_TEXT, *special_tokens}
+    special |= {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     newlines = {"\n", "\u010a"}  # as it is, and as byte-level BPE writes byte 10
     return PreparedText(
         train=train,
         heldout=heldout,
         tokenizer_file=file,
         seq_length=seq_length,
-        vocab_size=len(vocabulary),
+        vocab_size=1 + max(vocabulary.values()),  # a user's tokenizer may leave ids out
         special_ids={token: vocabulary[token] for token in special_tokens},
+        text_ids=np.array(sorted(number for token, number in vocabulary.items() if token not in special), np.int64),
         line_ends=np.array(sorted(number for token, number in vocabulary.items() if newlines & set(token)), np.int64),
         groups=train.groups,
     )

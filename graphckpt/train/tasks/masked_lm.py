@@ -91,7 +91,7 @@ class _Pairs:
         inputs, chance = sequence.copy(), draw.random(count)
         inputs[chosen[chance < 0.8]] = self.text.special_ids[_MASK]
         changed = chosen[(chance >= 0.8) & (chance < 0.9)]
-        inputs[changed] = draw.integers(1 + len(self.text.special_ids), self.text.vocab_size, len(changed))
+        inputs[changed] = draw.choice(self.text.text_ids, len(changed))
         return inputs, labels
 
 
