@@ -33,10 +33,10 @@ class JoinedRuns:
                                          of 0:  as under `keep`, with the results that were recomputed
     """
 
-    def __init__(self, measured: MeasuredStep) -> None:
-        rules = [option.rule for option in measured.options]
-        self.full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
-        """The option that each block of a run has in a plan: ``full`` without offload. 0 if there is none: no runs."""
+    def __init__(self, measured: MeasuredStep, *, joins: bool = True) -> None:
+        full = (n for n, o in enumerate(measured.options) if joins and o.rule == Full() and not o.is_far)
+        self.full = next(full, 0)
+        """The option that each block of a run has in a plan: ``full`` without offload. 0 if there are no runs."""
         blocks = measured.model.block_of_call
         followers = set(blocks) - {block for call, block in enumerate(blocks) if call not in measured.joinable}
         self._can_follow = [bool(self.full) and block in followers for block in range(len(measured.names))]
