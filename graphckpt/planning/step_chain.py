@@ -99,7 +99,7 @@ class StepChain:
     ) -> None:
         self._table = table = measured.model
         self._levels = table.calls.base
-        self._joined_runs = joined_runs
+        self._joined_runs = joined_runs or JoinedRuns(measured, joins=False)
         self._numbers = range(len(measured.options))
         self._seconds = [
             [one + other for one, other in zip(*pair, strict=True)]
@@ -152,8 +152,6 @@ class StepChain:
         number = self.blocks[block]
         if number in self.blocks[:block]:
             return [0.0] * len(self._seconds[number])
-        if self._joined_runs is None:
-            return self._seconds[number]
         joined = self._joined_runs
         runs = [(number, number + length) for length in joined.lengths(number)]
         return self._seconds[number] + [
@@ -169,7 +167,7 @@ class StepChain:
             block, length = self.blocks[place], self._length(place, choice)
             if length > 1:  # of neighbours
                 runs += ((block, block + length),)
-            plan[block : block + length] = [choice if length == 1 else self._full] * length
+            plan[block : block + length] = [choice if length == 1 else self._joined_runs.full] * length
         return runs
 
     def move(self, block: int, option: int, state: Hashable) -> Move | None:
@@ -191,7 +189,7 @@ class StepChain:
         # `states[n]` is the state before the n-th block of the run.
         assert isinstance(state, ChainState)
         table, length = self._table, self._length(block, option)
-        chosen = option if length == 1 else self._full
+        chosen = option if length == 1 else self._joined_runs.full
         if any((number, chosen) in self._banned for number in self.blocks[block : block + length]):
             return None
         run = self._calls[block : block + length]
@@ -247,10 +245,6 @@ class StepChain:
     @staticmethod
     def _beyond(state: ChainState) -> int:
         return state.late - state.shared + (0 if state.is_held else state.inside)
-
-    @property
-    def _full(self) -> int:
-        return 0 if self._joined_runs is None else self._joined_runs.full
 
     def _length(self, block: int, option: int) -> int:
         number = option - len(self._seconds[self.blocks[block]])
