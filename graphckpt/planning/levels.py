@@ -148,16 +148,14 @@ class Calls:
             self.passes[-1].append(call)
         self.base_added = self.added(self.base)
 
-    def added(self, spans: LevelLog) -> dict[int, int]:
+    def added(self, spans: LevelLog) -> list[int]:
         """Returns, by call, how much the level rises from its forward to that of the next block.
 
         That of the last one of a batch ends before the head.
         """
-        after = {call: Interval(Phase.FORWARD, later) for later, call in self.before.items()}
-        own = {call: spans[Interval(Phase.FORWARD, call)] for call in range(len(self.kinds))}
-        return {
-            call: (spans[after[call]].start if call in after else span.end) - span.start for call, span in own.items()
-        }
+        own = [spans[Interval(Phase.FORWARD, call)] for call in range(len(self.kinds))]
+        ends = {earlier: own[later].start for later, earlier in self.before.items()}
+        return [ends.get(call, span.end) - span.start for call, span in enumerate(own)]
 
 
 @final

@@ -28,7 +28,12 @@ from graphckpt.stores.base import KEEP_ON_DEVICE
 @dataclass
 class OpTimes:
     log: OpGraph = field(default_factory=OpGraph)
-    seconds: list[float] = field(default_factory=list)
+    marks: list[tuple[TimeMark, TimeMark]] = field(default_factory=list)
+    """The begin and the end of each op."""
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds_between(*marks) for marks in self.marks]
 
 
 @final
@@ -38,8 +43,6 @@ class _OpObserver(Rule, is_registered=False):
 
     name: ClassVar[str] = "observe"
     calls: list[OpTimes]
-    marks: list[tuple[OpTimes, TimeMark, TimeMark]]
-    """The begin and the end of each op."""
     device: torch.device
     op_seconds: OpSeconds | None = None
 
@@ -75,7 +78,7 @@ class _OpTimer(DispatchMode):
         end: TimeMark = time_mark(device) if seconds_of is None else 0.0
         if is_counted(func, args, kwargs):
             end = end if seconds_of is None else seconds_of(func, args, kwargs, output)
-            self._observer.marks.append((self._ops, begin, end))
+            self._ops.marks.append((begin, end))
             self._ops.log.add(func, self._calls[func], args, kwargs, output)
             self._calls[func] += 1
         return output
@@ -86,12 +89,9 @@ def record_ops(
 ) -> list[list[OpTimes]]:
     """Returns the ops of each call of each block while ``run`` runs, timed on the device, or by ``op_seconds``."""
     ops_of_blocks: list[list[OpTimes]] = [[] for _ in blocks.names]
-    marks: list[tuple[OpTimes, TimeMark, TimeMark]] = []
-    observers = [_OpObserver(ops, marks, device, op_seconds) for ops in ops_of_blocks]
+    observers = [_OpObserver(ops, device, op_seconds) for ops in ops_of_blocks]
     with blocks.under([Option("observe", {}, each) for each in observers], [None] * len(observers)):
         run()
-    for ops, begin, end in marks:
-        ops.seconds.append(seconds_between(begin, end))
     return ops_of_blocks
 
 

@@ -85,12 +85,15 @@ class Planner:
 
     def to_plan(self, choice: PolicyChoice, budget: int) -> Plan:
         measured = self.measured
-        levels = list(self.search.levels(choice.plan, choice.runs))
+        stages = tuple(
+            Stage(name=measured.interval_name(interval), start_bytes=start, peak_bytes=peak)
+            for interval, start, peak in self.search.levels(choice.plan, choice.runs)
+        )
         return Plan(
             rows=(*self._rows(choice), *self.head),
             predicted_peak_bytes=choice.peak,
             predicted_step_seconds=measured.step_seconds + choice.seconds - self.plain.seconds,
-            binding=measured.interval_name(max(levels, key=lambda level: level.peak).interval),
+            binding=max(stages, key=lambda stage: stage.peak_bytes).name,
             floor_bytes=min(self.floor.peak, choice.peak),
             budget_bytes=budget,
             plain_peak_bytes=self.plain.peak,
@@ -99,10 +102,7 @@ class Planner:
             is_simulated=self.is_simulated,
             world_size=self.world_size,
             rank=self.rank,
-            stages=tuple(
-                Stage(name=measured.interval_name(level.interval), start_bytes=level.start, peak_bytes=level.peak)
-                for level in levels
-            ),
+            stages=stages,
             notes=(*measured.notes, *self.notes),
             assumptions=self.assumptions,
             model=None if self.is_simulated else self.model,

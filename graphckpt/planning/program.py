@@ -135,10 +135,10 @@ class StepLog:
                 if entry.kind is EventKind.BORN:
                     self.sizes[entry.storage] = entry.num_bytes
                     level += entry.num_bytes
-                    peak = max(peak, level)
                 elif entry.kind is EventKind.GONE:
                     self.where_gone[entry.storage] = interval
                     level -= entry.num_bytes
+                peak = max(peak, level)
             self.levels[interval] = LevelSpan(start, peak, level)
 
     @property

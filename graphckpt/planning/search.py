@@ -282,8 +282,7 @@ class PolicySearch:
         joins: bool = True,
     ) -> None:
         self.measured = measured
-        self.joined_runs = JoinedRuns(measured) if joins else None
-        """The blocks that can be joined; ``None`` if none should be."""
+        self.joined_runs = JoinedRuns(measured, joins=joins)
         self.rates = rates
         self._host_budget = host_budget
         offloading = [number for number, option in enumerate(measured.options) if option.is_far]
@@ -382,15 +381,12 @@ class PolicySearch:
     def evaluate(self, plan: Sequence[int], runs: Runs = ()) -> PolicyChoice:
         plan = self.measured.completed(plan)
         seconds, flight = self._seconds(plan)
-        if self.joined_runs is not None:
-            seconds += self.joined_runs.seconds(runs)
-        return PolicyChoice(plan, self._peak(plan, runs) + flight, seconds, runs)
+        return PolicyChoice(plan, self._peak(plan, runs) + flight, seconds + self.joined_runs.seconds(runs), runs)
 
     def extra_seconds(self, choice: PolicyChoice) -> list[float]:
         seconds = zip(self.measured.forward_seconds, self.measured.backward_seconds, choice.plan, strict=True)
         extra = [fwd[option] + bwd[option] - fwd[0] - bwd[0] for fwd, bwd, option in seconds]
         for first, end in choice.runs:
-            assert self.joined_runs is not None
             for block in range(first, end - 1):
                 extra[block] += self.joined_runs.extra_seconds[block]
         return extra

@@ -33,10 +33,10 @@ class JoinedRuns:
                                          of 0:  as under `keep`, with the results that were recomputed
     """
 
-    def __init__(self, measured: MeasuredStep) -> None:
-        rules = [option.rule for option in measured.options]
-        self.full = next((n for n, rule in enumerate(rules) if rule == Full() and not measured.options[n].is_far), 0)
-        """The option that each block of a run has in a plan: ``full`` without offload. 0 if there is none: no runs."""
+    def __init__(self, measured: MeasuredStep, *, joins: bool = True) -> None:
+        full = (n for n, o in enumerate(measured.options) if joins and o.rule == Full() and not o.is_far)
+        self.full = next(full, 0)
+        """The option that each block of a run has in a plan: ``full`` without offload. 0 if there are no runs."""
         blocks = measured.model.block_of_call
         followers = set(blocks) - {block for call, block in enumerate(blocks) if call not in measured.joinable}
         self._can_follow = [bool(self.full) and block in followers for block in range(len(measured.names))]
@@ -99,7 +99,7 @@ class StepChain:
     ) -> None:
         self._table = table = measured.model
         self._levels = table.calls.base
-        self._joined_runs = joined_runs
+        self._joined_runs = joined_runs or JoinedRuns(measured, joins=False)
         self._numbers = range(len(measured.options))
         self._seconds = [
             [one + other for one, other in zip(*pair, strict=True)]
@@ -152,8 +152,6 @@ class StepChain:
         number = self.blocks[block]
         if number in self.blocks[:block]:
             return [0.0] * len(self._seconds[number])
-        if self._joined_runs is None:
-            return self._seconds[number]
         joined = self._joined_runs
         runs = [(number, number + length) for length in joined.lengths(number)]
         return self._seconds[number] + [
@@ -169,7 +167,7 @@ class StepChain:
             block, length = self.blocks[place], self._length(place, choice)
             if length > 1:  # of neighbours
                 runs += ((block, block + length),)
-            plan[block : block + length] = [choice if length == 1 else self._full] * length
+            plan[block : block + length] = [choice if length == 1 else self._joined_runs.full] * length
         return runs
 
     def move(self, block: int, option: int, state: Hashable) -> Move | None:
@@ -191,7 +189,7 @@ class StepChain:
         # `states[n]` is the state before the n-th block of the run.
         assert isinstance(state, ChainState)
         table, length = self._table, self._length(block, option)
-        chosen = option if length == 1 else self._full
+        chosen = option if length == 1 else self._joined_runs.full
         if any((number, chosen) in self._banned for number in self.blocks[block : block + length]):
             return None
         run = self._calls[block : block + length]
@@ -247,10 +245,6 @@ class StepChain:
     @staticmethod
     def _beyond(state: ChainState) -> int:
         return state.late - state.shared + (0 if state.is_held else state.inside)
-
-    @property
-    def _full(self) -> int:
-        return 0 if self._joined_runs is None else self._joined_runs.full
 
     def _length(self, block: int, option: int) -> int:
         number = option - len(self._seconds[self.blocks[block]])

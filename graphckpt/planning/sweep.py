@@ -180,11 +180,9 @@ class TraceCollector:
         for call, entry in enumerate(log.calls):
             calls[numbers[entry.block]].append(call)
         first = self._runs[0][0] if self._runs else log
-        orders = [[numbers[call.block] for call in log.calls], [call.block for call in first.calls]]
-        if any(orders[0].count(number) != orders[1].count(number) for number in numbers):
-            raise PathError(orders)
-        if not is_shorter and orders[0] != orders[1]:
-            raise PathError(orders)
+        order, full_order = [numbers[call.block] for call in log.calls], [call.block for call in first.calls]
+        if order != [block for block in full_order if block in calls]:
+            raise PathError([order, full_order])
         (self._shorter_runs if is_shorter else self._runs).append((log, turn))
         if is_shorter:
             self._shorter_classes = [self.classes[number] for number in numbers]

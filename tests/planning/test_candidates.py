@@ -115,7 +115,7 @@ def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
 
 def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
     log, ticks = drawn(3)
-    seen = [[OpTimes(log, [tick / op_levels._TICKS for tick in ticks])]]
+    seen = [[OpTimes(log, [(0.0, tick / op_levels._TICKS) for tick in ticks])]]
     told = []
 
     def tell(value):

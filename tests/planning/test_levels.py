@@ -12,10 +12,11 @@ import torch
 from helpers.architectures import ARCHITECTURES, Architecture
 from helpers.layer_stacks import Layer
 from helpers.levels import Sampled, differences, sampled
+from helpers.modules import as_module
 from helpers.odd_steps import STEPS, OddChain, Views
 from helpers.plans import stepped_once
 from helpers.thinning import slow_unless
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphckpt.planning.candidates import options
 from graphckpt.planning.levels import LevelTable
@@ -150,3 +151,22 @@ def test_chains_of_single_blocks(seed: int) -> None:
     model, x = OddChain(seed), torch.randn(160, 8)
     step, _ = stepped_once(model, lambda model: model(x).square().mean())
     within(sampled(model, step, find_blocks(model, "layers.*"), FIVE), f"chain {seed}")
+
+
+@as_module(lambda: {"project": nn.Linear(16, 16)})
+def Attention(self, x):
+    weights = torch.softmax(self.project(x) @ x.T, dim=-1)
+    return weights @ x, weights
+
+
+@as_module(lambda: {"layers": nn.ModuleList(Attention() for _ in range(6))})
+def Returning(self, x):
+    for layer in self.layers:
+        x, _weights = layer(x)  # `_weights` lives until the next layer has returned
+    return x
+
+
+def test_what_a_loop_variable_holds_while_the_next_block_runs() -> None:
+    model, x = Returning(), torch.randn(64, 16)
+    step, _ = stepped_once(model, lambda model: model(x).square().mean())
+    assert differences(sampled(model, step, find_blocks(model, Attention), FIVE)) == EXACT
