@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import redirect_stdout
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -245,8 +245,8 @@ def _add_step_command(
     return parser
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    text = "print all numbers as JSON to stdout, and nothing else there"
+def _add_json(parser: argparse.ArgumentParser, what: str = "numbers") -> None:
+    text = f"print all {what} as JSON to stdout, and nothing else there"
     parser.add_argument("--json", action="store_true", help=text)
 
 
@@ -330,9 +330,7 @@ def add_selftest(commands: _Commands) -> None:
         epilog=SELFTEST,
     )
     parser.add_argument("--device", metavar="NAME", help="such as cuda:0 or cpu; the accelerator by default")
-    parser.add_argument(
-        "--json", action="store_true", help="print all results as JSON to stdout, and nothing else there"
-    )
+    _add_json(parser, "results")
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -374,7 +372,10 @@ def _plan(parsed: argparse.Namespace) -> int:
     values: list[dict[str, Any]] = []
     with CommandProgress() as progress:
         progress.begin("loading the config and its model")
-        with _stages(parsed, machine) as stages:
+        from graphckpt.config.run import fake_stages_from  # noqa: PLC0415 - takes seconds
+
+        options = _options(parsed)
+        with fake_stages_from(parsed.config_file, parsed.overrides, device=machine, **options) as stages:
             names = [""] if len(stages) == 1 else [f"stage {number}: " for number in range(len(stages))]
             for number, stage in enumerate(stages):
                 with stage as steps:
@@ -436,14 +437,6 @@ def _machine(parsed: argparse.Namespace) -> DeviceProfile:
     require("train", "omegaconf")  # the config needs more than the profile: name the extra that installs both
     machine = load_profile(parsed.device)
     return machine if parsed.memory is None else machine.with_memory(parsed.memory)
-
-
-def _stages(
-    parsed: argparse.Namespace, machine: DeviceProfile
-) -> AbstractContextManager[list[AbstractContextManager[FakeConfigSteps]]]:
-    from graphckpt.config.run import fake_stages_from  # noqa: PLC0415 - as above
-
-    return fake_stages_from(parsed.config_file, parsed.overrides, device=machine, **_options(parsed))
 
 
 def _options(parsed: argparse.Namespace) -> dict[str, Any]:

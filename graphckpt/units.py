@@ -137,3 +137,12 @@ def format_seconds(seconds: float) -> str:
         if round(size * factor) < 1000:
             return f"{sign}{_three_digits(size * factor)} {unit}"
     return f"{sign}{_three_digits(size)} s"
+
+
+def format_rate(per_second: float) -> str:
+    """Prints a number of samples per second with three significant digits.
+
+    >>> format_rate(7.12345), format_rate(1234.5)
+    ('7.12', '1234')
+    """
+    return f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"

@@ -18,7 +18,7 @@ from graphckpt.planning.cluster_profile import ClusterProfile, cluster_note
 from graphckpt.planning.fit_result import policy_counts
 from graphckpt.planning.options import Budget
 from graphckpt.planning.rows import byte_values, second_values
-from graphckpt.units import format_bytes, format_seconds
+from graphckpt.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -297,7 +297,7 @@ def _renderables(comparison: LayoutComparison) -> Iterator[RenderableType]:
     best, size = comparison.best, comparison.world_size
     limit = format_bytes(comparison.limit_bytes)
     yield Text(f"{comparison.global_batch} samples in an update, {limit} on {comparison.device}, {size} ranks")
-    yield Text(f"fastest: {best.layout}, {_rate(best.samples_per_second)} samples/s")
+    yield Text(f"fastest: {best.layout}, {format_rate(best.samples_per_second)} samples/s")
     for policies, names in _by_policies(rows).items():
         yield Text(f"policies of {', '.join(names)}: {policies}")
     for head, skipped in (("ruled out", comparison.ruled_out), ("not simulated", comparison.left_out)):
@@ -340,12 +340,8 @@ def _cells(row: LayoutRow, *, is_optimal: bool) -> list[str]:
         bytes_or_dash(row.reserved_bytes),
         *map(format_seconds, (row.seconds, slowest.exposed_seconds)),
         format_seconds(slowest.bubble_seconds) if slowest.bubble_seconds else "-",
-        *map(_rate, (total / row.layout.num_ranks, total)),
+        *map(format_rate, (total / row.layout.num_ranks, total)),
     ]
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _notes(comparison: LayoutComparison) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +32,7 @@ from graphckpt.planning.plan_step import frozen_objects, plan_step
 from graphckpt.planning.planner import Planners
 from graphckpt.planning.profile import DeviceProfile, load_profile
 from graphckpt.planning.rows import byte_values, second_values
-from graphckpt.planning.steps import FakeStep
+from graphckpt.planning.steps import FakeStep, first_step
 from graphckpt.train.build_model import ForwardBackward, build_model, check_task
 from graphckpt.train.data.samples import to_device
 from graphckpt.train.loop import attribute_errors
@@ -152,18 +151,10 @@ class FakeConfigSteps:
         if section.partition:
             self.notes.append("partition: its effect is not known without the ranks; planned without")
         self._first: LiveBytes | None = None
+        # FSDP2 and DDP allocate in the first step what they use in all later ones: for the plan, before the step.
         if cluster is not None:
-            # FSDP2 and DDP allocate in the first step what later ones use: for the plan it is alive before the step.
-            self._first = self._warm_up()
-
-    def _warm_up(self) -> LiveBytes:
-        """Runs a step, in which FSDP2 and DDP allocate what they use in all later ones."""
-        first, sizes = LiveBytes(record_timeline=False, counts_fake=True), self.run.train.sizes
-        step_fn, _ = self._step_fn(sizes.micro_batch, sizes.accumulation)
-        with self._fake, first:
-            step_fn()
-        gc.collect()  # what is alive from here on is what a step finds each time
-        return first
+            step_fn, _ = self._step_fn(run.train.sizes.micro_batch, run.train.sizes.accumulation)
+            self._first = first_step(self._fake, step_fn)
 
     def step(self, size: int, accumulation: int = 1) -> SizedStep:
         step_fn, num_traced = self._step_fn(size, accumulation)

@@ -7,7 +7,7 @@ They set its peak as much as the model: without a fused kernel attention keeps i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -47,15 +47,10 @@ class StepObserver:
 
     @contextmanager
     def observing_optimizers(self) -> Iterator[None]:
-        handles = (
-            register_optimizer_step_pre_hook(lambda *_: self._packets.clear()),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._add_update(optimizer)),
-        )
-        try:
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(lambda *_: self._packets.clear()).remove)
+            stack.callback(register_optimizer_step_post_hook(lambda optimizer, *_: self._add_update(optimizer)).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def assumptions(self, autocast: Iterable[torch.dtype]) -> tuple[str, ...]:
         """Returns one phrase each on attention, if there is any, autocast to these types, and optimizers."""

@@ -30,7 +30,6 @@ _OBJECTS = (
     "recv_object_list",
 )  # fmt: skip
 _OBJECTS_FIX = "compute the value on each rank, or plan with real ranks by torchrun"
-_OFFLOAD_FIX = "leave it out, or plan with real ranks by torchrun"
 _FIX = "use FSDP2 (fully_shard), or plan with real ranks by torchrun"
 
 
@@ -209,7 +208,7 @@ def _refuse(stand_ins: StandIns) -> None:
     def shard(*args: Any, **kwargs: Any) -> Any:
         # shards on the host and on the device would both be fake tensors of the CPU, and count as the device's
         if isinstance(kwargs.get("offload_policy"), CPUOffloadPolicy):
-            refusal("fully_shard(offload_policy=CPUOffloadPolicy(...))", _OFFLOAD_FIX)()
+            refusal("fully_shard(offload_policy=CPUOffloadPolicy(...))")()
         return fully_shard(*args, **kwargs)
 
     stand_ins.replace(fully_shard, shard)

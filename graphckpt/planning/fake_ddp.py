@@ -21,7 +21,6 @@ from graphckpt._compat_distributed import DDP_NAMES, bucket_assignment, queue_ba
 from graphckpt.errors import ConfigError
 from graphckpt.planning.stand_ins import StandIns, refusal, user_line
 
-_FIX = "leave it out, or plan with real ranks by torchrun"
 _METHODS = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook", "join")
 _ARGUMENTS = ("mixed_precision", "delay_all_reduce_named_params", "batched_grad_copy")
 
@@ -38,7 +37,7 @@ def simulate_ddp(stand_ins: StandIns) -> None:
     ) -> None:
         for name in _ARGUMENTS:
             if kwargs.get(name):
-                refusal(f"DistributedDataParallel({name}=...)", _FIX)()
+                refusal(f"DistributedDataParallel({name}=...)")()
         if device_ids is not None and len(device_ids) == 1:  # fake tensors are on the CPU, which has no number
             device_ids = output_device = None
         begin(ddp, module, device_ids, output_device, *args, **kwargs)
@@ -46,7 +45,7 @@ def simulate_ddp(stand_ins: StandIns) -> None:
 
     reducer, logger, verify = DDP_NAMES
     stand_ins.swap(dist, **{reducer: FakeReducer, logger: _FakeLogger, verify: lambda *_: None})
-    refused = {name: refusal(f"DistributedDataParallel.{name}", _FIX) for name in _METHODS}
+    refused = {name: refusal(f"DistributedDataParallel.{name}") for name in _METHODS}
     stand_ins.swap(DistributedDataParallel, __init__=init, **refused)
 
 
@@ -57,7 +56,6 @@ class _Bucket:
     numbers: list[int]
     """The numbers of the parameters, in the order of their gradients in ``flat``."""
     views: list[Tensor]
-    num_pending: int = 0
     work: Any = None
 
 
@@ -92,7 +90,7 @@ class FakeReducer:
     ) -> None:
         del per_bucket_size_limits, use_python_reducer
         if any(expect_sparse_gradients):
-            refusal("DistributedDataParallel with sparse gradients", _FIX)()
+            refusal("DistributedDataParallel with sparse gradients")()
         self._parameters = parameters
         self._group = process_group
         self._limits = list(bucket_size_limits_for_rebuilding) or [first_bucket_bytes_cap, bucket_bytes_cap]
@@ -124,8 +122,8 @@ class FakeReducer:
         self._is_in_backward = False
         self._is_expecting = False
         self._is_unfinished = False
-        self._has_marked_unused = False
         self._ready: set[int] = set()
+        """Parameters whose gradients are in the buckets, or that have none in this backward."""
         self._next = 0
         self._buckets: list[_Bucket] = []
         self._allocate(bucket_indices)
@@ -173,11 +171,8 @@ class FakeReducer:
         present = set(map(id, self._parameters if module is None else module.parameters()))
         self._absent = {number for number, each in enumerate(self._parameters) if id(each) not in present}
         self._is_expecting = True
-        self._has_marked_unused = False
-        self._ready.clear()
+        self._ready = set(self._absent)
         self._next = 0
-        for bucket in self._buckets:
-            bucket.num_pending = len(set(bucket.numbers) - self._absent)
         self._calls_left = list(self._calls)
         if self._finds_unused and not self._is_static:
             used = _nodes_behind(outputs)
@@ -188,7 +183,7 @@ class FakeReducer:
         if not self._is_unfinished:
             return
         self._is_unfinished = False
-        rest = sorted(set(range(len(self._parameters))) - self._ready - self._absent)
+        rest = sorted(set(range(len(self._parameters))) - self._ready)
         names = ", ".join(self._names.get(number, f"number {number}") for number in rest[:3])
         others = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
         raise ConfigError(
@@ -211,10 +206,8 @@ class FakeReducer:
             return
         if not self._is_expecting:  # in `no_sync()`
             return
-        if not self._has_marked_unused:
-            self._has_marked_unused = True
-            for unused in sorted(self._unused):
-                self._mark_ready(unused)
+        for unused in sorted(self._unused - self._ready):
+            self._mark_ready(unused)
         if self._is_static:
             self._calls_left[number] -= 1
             if self._calls_left[number] != 0:
@@ -227,10 +220,8 @@ class FakeReducer:
         self._is_unfinished = True
         self._ready.add(number)
         self._copy_in(number)
-        bucket, _ = self._bucket_of[number]
-        bucket.num_pending -= 1
         # in sequence, which is the same on all ranks
-        while self._next < len(self._buckets) and self._buckets[self._next].num_pending == 0:
+        while self._next < len(self._buckets) and self._ready.issuperset(self._buckets[self._next].numbers):
             bucket = self._buckets[self._next]
             self._next += 1
             if not (self._skips_unused and self._unused.issuperset(bucket.numbers)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, Self, final
 
 import torch
@@ -71,12 +71,14 @@ class FakeDevice:
         self._is_padded = is_padded
         self._tensors = FakeTensors(allow_non_fake_inputs=True)
         self._functions = _FunctionOverrides(machine)
+        self.autocast_dtypes: Iterable[torch.dtype] = self._functions.autocast_dtypes
+        """The types to which autocast has cast in steps so far."""
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Self:
         with StandIns() as stand_ins:
             stand_ins.enter_context(own_device_modules())
-            stand_ins.enter_context(_transformers_as_eager(is_padded=self._is_padded))
+            _masks_as_eager(stand_ins, is_padded=self._is_padded)
             if self.machine.kind == "cuda":
                 _autocast_here(stand_ins)
                 _choose_foreach_optimizers(stand_ins)
@@ -97,11 +99,6 @@ class FakeDevice:
 
     def __exit__(self, *exc: object) -> None:
         self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]
-
-    @property
-    def autocast_dtypes(self) -> Iterable[torch.dtype]:
-        """The types to which autocast has cast in steps so far."""
-        return self._functions.autocast_dtypes
 
     def new_timeline(self) -> Timeline:
         """Returns what counts the seconds of a step on this device, and on its cluster."""
@@ -177,13 +174,10 @@ class _FunctionOverrides(TorchFunctionMode):
 
 def _constructor() -> str | None:
     """Returns the module whose constructor is running, with its present line; ``None`` in a step."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe()):
         module = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
         if isinstance(module, nn.Module):
-            place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-            return f"the constructor of {type(module).__name__} ({place})"
-        frame = frame.f_back
+            return f"the constructor of {type(module).__name__} ({Path(frame.f_code.co_filename).name}, line {line})"
     return None
 
 
@@ -221,8 +215,7 @@ def swapped_masks(function: Callable[..., Any], *names: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
+def _masks_as_eager(stand_ins: StandIns, *, is_padded: bool) -> None:
     """Makes Transformers' mask code take the branch for masks that can be read: no packed sequences.
 
     See :mod:`graphckpt.graph.capture`, which does so for captures.
@@ -235,8 +228,8 @@ def _transformers_as_eager(*, is_padded: bool) -> Iterator[None]:
     def without_padding(original: Callable[..., Any], padding_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         return original(None if is_fake(padding_mask) else padding_mask, *args, **kwargs)
 
-    with swapped_masks(without_packing, PACKED), swapped_masks(without_padding, *([] if is_padded else PADDED)):
-        yield
+    stand_ins.enter_context(swapped_masks(without_packing, PACKED))
+    stand_ins.enter_context(swapped_masks(without_padding, *([] if is_padded else PADDED)))
 
 
 def _autocast_here(stand_ins: StandIns) -> None:

@@ -28,7 +28,7 @@ from graphckpt.ledger.plot import (
 from graphckpt.ledger.table import Column, bullet, bytes_or_dash, show, table_of, text_of
 from graphckpt.planning.plot import LEVEL_AT_START
 from graphckpt.planning.rows import Budgeted, budget_line, byte_values, device_text
-from graphckpt.units import format_bytes, format_seconds, format_sizes
+from graphckpt.units import format_bytes, format_rate, format_seconds, format_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -322,16 +322,17 @@ def _summary_lines(fit: Fit) -> Iterator[str]:
     if fit.largest.plan is not None and (shown := fit.largest.plan.predicted_nvidia_smi_bytes):
         yield f"nvidia-smi shows {format_bytes(shown)} with it"
     fastest = fit.fastest
-    yield f"fastest: {fastest.batch_size}, {_rate(fastest)} samples/s{_checked(fastest, fit)}"
+    yield f"fastest: {fastest.batch_size}, {format_rate(fastest.samples_per_second)} samples/s{_checked(fastest, fit)}"
     if fit.global_batch is not None:
         try:
             row = fit.at_global_batch(fit.global_batch)
         except PlanError as error:
             yield str(error)
             return
+        rate = format_rate(row.samples_per_second)
         bound = "up to " if row.accumulation > 1 and row.checked_peak_bytes is None else ""
         yield (
-            f"global batch {fit.global_batch}: {row.batch_size} x {row.accumulation}, {_rate(row)} samples/s, "
+            f"global batch {fit.global_batch}: {row.batch_size} x {row.accumulation}, {rate} samples/s, "
             f"peak {bound}{format_bytes(row.peak_bytes)}{_checked(row, fit)}"
         )
 
@@ -346,13 +347,8 @@ def _cells(row: BatchFit, fit: Fit, *, has_reserved: bool) -> list[str]:
         return [size, f">{format_bytes(row.floor_bytes)}", *reserved, plain, "-", "-", "does not fit", source]
     policies = ", ".join(f"{count} {name}" for name, count in policy_counts(row.plan).items())
     reserved = [bytes_or_dash(row.plan.predicted_reserved_bytes)] * has_reserved
-    took = [format_seconds(row.seconds), _rate(row)]
+    took = [format_seconds(row.seconds), format_rate(row.samples_per_second)]
     return [size, format_bytes(row.peak_bytes), *reserved, plain, *took, policies, source]
-
-
-def _rate(row: BatchFit) -> str:
-    rate = row.samples_per_second
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _checked(row: BatchFit, fit: Fit) -> str:

@@ -109,8 +109,6 @@ class LivePlan:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._optimizers: dict[Optimizer, None] = {}
         self._hooks = ExitStack()
-        self._policies = ExitStack()
-        """The policies of the plan, while there is a ``handle``."""
         self._installed: dict[int, tuple[nn.Module, int, ExitStack]] = {}
         """The module, the option and the policy of each block while there is no ``handle``."""
         self._metering = ExitStack()
@@ -227,9 +225,10 @@ class LivePlan:
             self._apply()
 
     def _remove_policies(self) -> None:
-        self._policies.close()
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
         self._head.remove()
-        self.handle = None
         for _, _, stack in self._installed.values():
             stack.close()
         self._installed.clear()
@@ -418,7 +417,6 @@ class LivePlan:
         self.handle = apply(
             self._model, {block: fields for block, fields in self.plan.policies.items() if block in names}
         )
-        self._policies.callback(self.handle.remove)
         assert self._table is not None
         self._safe_sizes = dict(self._table.largest[0])
 
@@ -445,8 +443,7 @@ class _Head:
         self._model = model
         alternatives = head_rows(model, options.head, blocks)
         self._alternatives = alternatives[-1:] if is_least else alternatives
-        self._policies = ExitStack()
-        self._is_installed = False
+        self._handle: Handle | None = None
         self.plain_peak: int | None = None
         """The peak of the plain step, where the present policy is not the first."""
 
@@ -459,14 +456,13 @@ class _Head:
         return [[row.block, row.option] for rows in self._alternatives for row in rows]
 
     def install(self) -> None:
-        if self.rows and not self._is_installed:
-            handle = apply(self._model, {row.block: row.fields for row in self.rows})
-            self._policies.callback(handle.remove)
-            self._is_installed = True
+        if self.rows and self._handle is None:
+            self._handle = apply(self._model, {row.block: row.fields for row in self.rows})
 
     def remove(self) -> None:
-        self._policies.close()
-        self._is_installed = False
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def begin_next(self, plain_peak: int) -> bool:
         """Goes on to the next policy, if there is one; returns whether there is."""

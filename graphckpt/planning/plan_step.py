@@ -300,8 +300,6 @@ def measure_all(
                 notes.append(_ALL_BLOCKS)
                 measured = measure(step, Blocks(blocks), candidates, on_run)
             measured = group.times(measured)
-            if isinstance(step, FakeStep):
-                measured = step.of_all_micro_batches(measured)
         # Without the first layer of a run, the others join the run before it, and exceed the peak.
         joins = is_joinable and _ALL_BLOCKS not in notes
         planners.append(

@@ -343,11 +343,12 @@ def _mapping(task: str) -> Any:
 
 def _task_of(name: str, config: Any, wanted: str | None) -> str:
     possible = [task for task in _TASKS if type(config) in _mapping(task)]
-    if wanted is not None and wanted in possible:
+    if wanted in possible:
         return wanted
-    listed = ", ".join(possible)
     if wanted is not None:
-        fix = f"use {listed}" if possible else "plan it in a script: graphckpt.plan(make_model, device=...)"
+        fix = (
+            f"use {', '.join(possible)}" if possible else "plan it in a script: graphckpt.plan(make_model, device=...)"
+        )
         raise ConfigError(f"task: {name} ({config.model_type}) has no {wanted} · fix: {fix}")
     architectures = tuple(getattr(config, "architectures", None) or ())
     for task in possible:

@@ -1,4 +1,4 @@
-"""Puts stand-ins in the place of PyTorch's functions for a while, and refuses what has none."""
+"""Puts stand-ins in the place of PyTorch's functions and of attributes for a while, and refuses what has none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NoReturn, final
 
 from graphckpt.errors import ConfigError
@@ -15,10 +15,10 @@ from graphckpt.errors import ConfigError
 
 @final
 class StandIns(ExitStack):
-    """Stand-ins in the place of functions and methods, until the end of the ``with`` block."""
+    """Stand-ins in the place of functions and other attributes, until the end of the ``with`` block."""
 
     def swap(self, owner: Any, **values: Any) -> None:
-        """Sets attributes of a module or a class."""
+        """Sets attributes of a module, a class or another object."""
         for name, value in values.items():
             self.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
@@ -44,7 +44,7 @@ class StandIns(ExitStack):
                 self.swap(module, **{name: call})
 
 
-def refusal(name: str, fix: str) -> Callable[..., NoReturn]:
+def refusal(name: str, fix: str = "leave it out, or plan with real ranks by torchrun") -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(f"{name} ({user_line()}): not supported on a simulated rank yet · fix: {fix}")
 
@@ -53,10 +53,8 @@ def refusal(name: str, fix: str) -> Callable[..., NoReturn]:
 
 def user_line() -> str:
     """Returns the file and the line of the innermost frame outside of PyTorch and of this library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe()):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in ("torch", "graphckpt", "contextlib", "functools"):
-            return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-        frame = frame.f_back
+            return f"{Path(frame.f_code.co_filename).name}, line {line}"
     return "an unknown line"

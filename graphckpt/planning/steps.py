@@ -29,13 +29,13 @@ from graphckpt.planning.allocations import (
 )
 from graphckpt.planning.allocator import AllocatorRules, CapacityError
 from graphckpt.planning.assumptions import StepObserver
-from graphckpt.planning.candidates import KEEP, Option
+from graphckpt.planning.candidates import Option
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.measured_step import MeasuredStep, StepSample
+from graphckpt.planning.measured_step import StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
-from graphckpt.planning.profile import DeviceProfile
-from graphckpt.planning.program import Interval
+from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.stand_ins import StandIns
 from graphckpt.planning.timeline import StepSeconds
 from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace
 from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
@@ -82,6 +82,7 @@ class RealStep:
         self._model = model
         self._step_fn = step_fn
         self.device = next((t.device for t in self._model_tensors()), torch.device("cpu"))
+        self.device_name = str(self.device)
         self._optimizers: dict[Optimizer, None] = {}
         self._parts: dict[str, PartitionStore] = {}
         """By option; each stores which tensors the ranks have compared, for all blocks that save equal ones."""
@@ -100,10 +101,6 @@ class RealStep:
         if self._random is not None:
             set_rng_state(self._random)
         self._step_fn()
-
-    @property
-    def device_name(self) -> str:
-        return str(self.device)
 
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
         """Measures the rates; ``None`` if the model is in host memory already."""
@@ -140,11 +137,9 @@ class RealStep:
         return StepSample(trace.log, trace.peak_bytes, _fastest(clocks), total, _fastest(plain))
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
-        names = dict.fromkeys(option.name for option in options if option.is_partitioned)
-        for option in options:
-            if option.is_partitioned and option.name not in self._parts:
-                self._parts[option.name] = PartitionStore(option.fields["partition"])
-        return {name: self._parts[name] for name in names}
+        listed = {option.name: option.fields["partition"] for option in options if option.is_partitioned}
+        self._parts |= {name: PartitionStore(own) for name, own in listed.items() if name not in self._parts}
+        return {name: self._parts[name] for name in listed}
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         def run() -> None:
@@ -310,12 +305,18 @@ def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[R
     optimizers: dict[Optimizer, None] = {}
     with device.building():
         model, step_fn = _checked_pair(make(), where)
-    # Counts what the step creates and leaves behind: later traces begin with it as alive.
-    first = LiveBytes(record_timeline=False, counts_fake=True)
-    with device, first, on_optimizer_step(optimizers.setdefault):
-        step_fn()  # creates the state of the optimizers
-    gc.collect()  # what is alive from here on is what the step finds each time
+    with on_optimizer_step(optimizers.setdefault):
+        first = first_step(device, step_fn)  # creates the state of the optimizers
     return FakeStep(device, model, step_fn, list(optimizers), first=first), model
+
+
+def first_step(device: FakeDevice, step_fn: Callable[[], object]) -> LiveBytes:
+    """Runs a step, and returns what has counted the storages that it leaves behind: later ones begin with them."""
+    first = LiveBytes(record_timeline=False, counts_fake=True)
+    with device, first:
+        step_fn()
+    gc.collect()  # what is alive from here on is what the step finds each time
+    return first
 
 
 def _checked_pair(pair: Any, where: str) -> tuple[nn.Module, Callable[[], object]]:
@@ -354,6 +355,12 @@ class FakeStep:
         first: LiveBytes | None = None,
     ) -> None:
         self._device = device
+        self.machine = device.machine
+        self.device_name = self.machine.name
+        self.world_size, self.rank = (
+            (1, 0) if device.cluster is None else (device.cluster.world_size, device.cluster.rank)
+        )
+        self.no_copies = f"offload: {self.device_name} has no rates of copies in its profile"
         self._model = model
         self._step_fn = step_fn
         self._optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
@@ -365,13 +372,12 @@ class FakeStep:
         """The micro-batches that do not run."""
         self._factor = 1 + self._num_others / num_traced
         self._optimizer_seconds = 0.0
+        """Those of the first step that was sampled, in which all blocks run."""
         self._comm_bytes = 0
-        self._plain = StepSeconds(), StepSeconds()
-        """Seconds of the last step in which every block kept everything: in all, and until its first backward ends."""
         self.assumptions: tuple[str, ...] = ()
         """The kernels and settings of the first step that was sampled: see :class:`StepObserver`."""
         with device:
-            self._workspaces = [torch.empty(device.machine.workspace_bytes, dtype=torch.uint8) for _ in _CUBLAS_HANDLES]
+            self._workspaces = [torch.empty(self.machine.workspace_bytes, dtype=torch.uint8) for _ in _CUBLAS_HANDLES]
             # The states exist before the first trace, as in all steps of a training but one; `run` begins without them.
             for each in self._optimizers:
                 if each.state:
@@ -381,22 +387,6 @@ class FakeStep:
                         parameter.grad = torch.empty_like(parameter)
                 each.step()
                 each.zero_grad()
-
-    @property
-    def device_name(self) -> str:
-        return self._device.machine.name
-
-    @property
-    def machine(self) -> DeviceProfile:
-        return self._device.machine
-
-    @property
-    def world_size(self) -> int:
-        return 1 if self._device.cluster is None else self._device.cluster.world_size
-
-    @property
-    def rank(self) -> int:
-        return 0 if self._device.cluster is None else self._device.cluster.rank
 
     @property
     def capacity_bytes(self) -> int:
@@ -441,12 +431,8 @@ class FakeStep:
         is_enough = num_bytes > limit > 0 and fits(allocations, limit, self.rules, **options)
         return limit if is_enough else num_bytes
 
-    @property
-    def no_copies(self) -> str:
-        return f"offload: {self.device_name} has no rates of copies in its profile"
-
     def copy_rates(self, target: Offload) -> tuple[float, float] | None:
-        rates = target.rates(self._device.machine)
+        rates = target.rates(self.machine)
         return rates if min(rates) > 0 else None
 
     def sample(self, blocks: Blocks, options: Sequence[Option]) -> StepSample:
@@ -463,11 +449,14 @@ class FakeStep:
                 trace.track_storages_of(self._first)
             with timeline.waits(), traced(blocks, trace, [store]), observer.observing_optimizers():
                 self._step_fn()
-        self.assumptions = self.assumptions or observer.assumptions(self._device.autocast_dtypes)
-        if all(option is KEEP for option in options):
-            self._plain = timeline.seconds(), timeline.first
         self._comm_bytes = max(self._comm_bytes, timeline.comm_bytes)
-        return StepSample(trace.log, trace.peak_bytes, trace.seconds, timeline.seconds().total)
+        if not self.assumptions:
+            self.assumptions = observer.assumptions(self._device.autocast_dtypes)
+            self._optimizer_seconds = sum(s for i, s in trace.seconds.items() if i.phase is Phase.OPTIMIZER)
+        factor = self._factor * (1 + self._bubble_share)  # other stages recompute as well
+        seconds = {i: s if i.phase is Phase.OPTIMIZER else factor * s for i, s in trace.seconds.items()}
+        total = self._seconds_of_all(timeline.seconds(), timeline.first).total
+        return StepSample(trace.log, trace.peak_bytes, seconds, total)
 
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         del static, sharers
@@ -508,18 +497,6 @@ class FakeStep:
         seconds = self._seconds_of_all(timeline.seconds(), timeline.first)
         return StepRun(trace.peak_bytes, seconds.total, trace.allocations, *seconds[1:])
 
-    def of_all_micro_batches(self, measured: MeasuredStep) -> MeasuredStep:
-        """Returns what was measured with the seconds of all micro-batches."""
-        self._optimizer_seconds = measured.optimizer_seconds
-        factor = self._factor * (1 + self._bubble_share)  # other stages recompute as well
-        tables = (
-            tuple(tuple(factor * seconds for seconds in row) for row in table)
-            for table in (measured.forward_seconds, measured.backward_seconds)
-        )
-        forward, backward = tables
-        total = self._seconds_of_all(*self._plain).total
-        return replace(measured, forward_seconds=forward, backward_seconds=backward, step_seconds=total)
-
     def _seconds_of_all(self, seconds: StepSeconds, first: StepSeconds) -> StepSeconds:
         """Returns the seconds of a step with all micro-batches, of which ``first`` are those of the first one.
 
@@ -538,20 +515,12 @@ class FakeStep:
     @contextmanager
     def _from_start(self) -> Iterator[None]:
         """Takes gradients and optimizer states away within the ``with`` block, as they are before the first step."""
-        parameters = list(self._model.parameters())
-        gradients = [parameter.grad for parameter in parameters]
-        states = [optimizer.state for optimizer in self._optimizers]
-        for parameter in parameters:
-            parameter.grad = None
-        for optimizer in self._optimizers:
-            optimizer.state = defaultdict(dict)
-        try:
+        with StandIns() as stand_ins:
+            for parameter in self._model.parameters():
+                stand_ins.swap(parameter, grad=None)
+            for optimizer in self._optimizers:
+                stand_ins.swap(optimizer, state=defaultdict(dict))
             yield
-        finally:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            for optimizer, state in zip(self._optimizers, states, strict=True):
-                optimizer.state = state
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
         with self._device:
@@ -567,25 +536,13 @@ class FakeStep:
         if not lists or not all(isinstance(each, nn.ModuleList) for each in lists):
             yield False
             return
-        children = [(each, dict(each._modules)) for each in lists]
-        try:
-            for each, modules in children:
+        with StandIns() as stand_ins:
+            for each in lists:
                 # Numbered anew: a list looks its children up by position.
-                rest = [module for module in modules.values() if id(module) not in others]
-                each._modules.clear()
-                each._modules.update({str(number): module for number, module in enumerate(rest)})
+                rest = [module for module in each._modules.values() if id(module) not in others]
+                stand_ins.swap(each, _modules={str(number): module for number, module in enumerate(rest)})
             yield True
-        finally:
-            for each, modules in children:
-                each._modules.clear()
-                each._modules.update(modules)
 
     def _new(self, kind: type[_AnyTrace], op_seconds: OpSeconds) -> _AnyTrace:
-        machine = self._device.machine
-        return kind(
-            "meta",
-            is_fake=True,
-            rounded=machine.rounded,
-            op_seconds=op_seconds,
-            extra_bytes=machine.op_extra_bytes,
-        )
+        rounded, extra_bytes = self.machine.rounded, self.machine.op_extra_bytes
+        return kind("meta", is_fake=True, rounded=rounded, op_seconds=op_seconds, extra_bytes=extra_bytes)
