@@ -19,9 +19,20 @@ import torch.distributed as dist
 from graphckpt.ledger.explanation import Explanation
 from helpers.subprocess_runner import preload
 
+_SECONDS = 600.0
 
-def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: bool = True, num_ranks: int = 2) -> None:
+
+def run_on_ranks(
+    work: Callable[..., None],
+    folder: Path,
+    *args: Any,
+    joins: bool = True,
+    num_ranks: int = 2,
+    seconds: float = _SECONDS,
+) -> None:
     """Calls ``work(rank, folder, *args)`` on each of several ranks; what one raises is raised here.
+
+    Ranks that do not end within ``seconds`` are killed, and a process that a signal ends is a `ProcessExitedException`.
 
     They have a process group by then, or with ``joins=False`` what torchrun gives to make one.
 
@@ -34,7 +45,14 @@ def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: boo
             path.unlink()
     preload()
     words = (port, num_ranks, work, str(folder), args, joins)
-    torch.multiprocessing.start_processes(_rank, words, nprocs=num_ranks, start_method="forkserver")
+    start, end = torch.multiprocessing.start_processes, time.monotonic() + seconds
+    context = start(_rank, words, nprocs=num_ranks, join=False, start_method="forkserver")
+    assert context is not None
+    while not context.join(max(0.0, end - time.monotonic())):
+        if time.monotonic() >= end:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"ranks: expected an end within {seconds} s")
     faults = [path.read_text() for path in sorted(folder.glob("fault of *"))]
     assert not faults, "\n".join(faults)
     assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(num_ranks)]
