@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException
 
 from graphckpt.ledger.explanation import Explanation
 from helpers.subprocess_runner import preload
@@ -24,8 +25,17 @@ _SECONDS = 600  # the slowest takes a minute, or five with six other processes o
 _SECONDS_TO_NOTICE = 20  # that a rank has failed; the others, in gloo or in a plan, would wait for it for half an hour
 
 
-def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: bool = True, num_ranks: int = 2) -> None:
+def run_on_ranks(
+    work: Callable[..., None],
+    folder: Path,
+    *args: Any,
+    joins: bool = True,
+    num_ranks: int = 2,
+    seconds: float = _SECONDS,
+) -> None:
     """Calls ``work(rank, folder, *args)`` on each of several ranks; what one raises is raised here.
+
+    Ranks that do not end within ``seconds`` show where they are, and are an error.
 
     They have a process group by then, or with ``joins=False`` what torchrun gives to make one.
 
@@ -37,16 +47,17 @@ def run_on_ranks(work: Callable[..., None], folder: Path, *args: Any, joins: boo
         for path in folder.glob(f"*{kind}*"):
             path.unlink()
     preload()
-    words = (port, num_ranks, work, str(folder), args, joins)
-    context = torch.multiprocessing.start_processes(
-        _rank, words, nprocs=num_ranks, join=False, start_method="forkserver"
-    )
+    words = (port, num_ranks, work, str(folder), args, joins, seconds)
+    start = torch.multiprocessing.start_processes
+    context = start(_rank, words, nprocs=num_ranks, join=False, start_method="forkserver")
+    assert context is not None
     try:
         while not context.join(grace_period=_SECONDS_TO_NOTICE):
             pass
-    except torch.multiprocessing.spawn.ProcessException as error:
-        reports = [path for kind in ("fault of", "stacks of") for path in sorted(folder.glob(f"{kind} *"))]
-        raise AssertionError("\n".join([str(error), *map(Path.read_text, reports)])) from None
+    except ProcessException as error:
+        for path in [*sorted(folder.glob("fault of *")), *sorted(folder.glob("stacks of *"))]:
+            error.add_note(path.read_text())
+        raise
     assert sorted(path.name for path in folder.glob("* is done")) == [f"{rank} is done" for rank in range(num_ranks)]
 
 
@@ -69,11 +80,20 @@ def _check(rank: int, _: Path, check: Callable[..., None], *args: Any) -> None:
     check(rank, *args)
 
 
-def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., None], folder: str, args: Any, joins: bool) -> None:
+def _rank(
+    rank: int,
+    port: int,
+    num_ranks: int,
+    work: Callable[..., None],
+    folder: str,
+    args: Any,
+    joins: bool,
+    seconds: float,
+) -> None:
     torch.set_num_threads(1)
     # Ranks that wait for each other end, and show where.
     stacks = os.open(Path(folder, f"stacks of {rank}"), os.O_WRONLY | os.O_CREAT)
-    faulthandler.dump_traceback_later(_SECONDS, exit=True, file=stacks)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=stacks)
     Explanation.plot = lambda explanation, path: Path(path).touch()  # a plot takes as long as a run
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -219,7 +219,7 @@ QUIET: dict[str, Callable[[], nn.Module]] = {
     "slices with gaps": lambda: Holds(lambda x: torch.cat([p.sin() * p for p in x.chunk(4, 1)], 1)),
     "nan": lambda: Holds(lambda x: (x * torch.where(x > 1, torch.nan, 1.0)).nan_to_num()),
     "infinite mask": lambda: Holds(lambda x: (x + torch.triu(torch.full((D, D), -torch.inf), 1)).softmax(-1)),
-    "integers": lambda: Holds(lambda x, e: e(x.abs().long() + 2**20), nn.Embedding(2**20 + 16, D)),
+    "integers": lambda: Holds(lambda x, e: e(x.abs().long() + 2**20).expand(*x.shape, D), nn.Embedding(2**20 + 16, 1)),
     "sparse": lambda: Holds(lambda x: torch.sparse.mm(torch.eye(D).to_sparse(), x).sin()),
     "bfloat16": lambda: nn.Sequential(nn.Linear(D, D, dtype=torch.bfloat16), nn.GELU()),
     "float64": lambda: nn.Sequential(nn.Linear(D, D, dtype=torch.float64), nn.Tanh()),
