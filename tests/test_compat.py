@@ -52,7 +52,7 @@ def test_a_version_sharing_alias_sees_later_edits() -> None:
     seen = []
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[no-untyped-def]
             out = func(*args, **(kwargs or {}))
             if func is torch.ops.aten.exp.default:
                 seen.append((_compat.version_sharing_detach(out), out.detach()))
@@ -166,7 +166,7 @@ class ReadsAutocast(TorchDispatchMode):
         super().__init__()
         self.seen: list[bool] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[no-untyped-def]
         self.seen.append(torch.is_autocast_enabled("cpu"))
         return call_with_autocast(func, args, kwargs or {})
 

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,33 +30,33 @@ def model_of_layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
 
 
-def plan(**options):
+def plan(**options: Any) -> Any:
     model = model_of_layers()
     return graphckpt.plan(model, lambda: model(X).sum().backward(), memory_budget="min", check=False, **options)
 
 
-def fit(**options):
+def fit(**options: Any) -> Any:
     model = model_of_layers()
     make_step = lambda size: (model, lambda: model(X[:size]).sum().backward())  # noqa: E731
     return graphckpt.fit(make_step, batch_sizes=[8], memory_budget="1GiB", **options).largest.plan
 
 
-def graph_plan(**options):
+def graph_plan(**options: Any) -> Any:
     options = {name: "model.[01]" if value == "[01]" else value for name, value in options.items()}
     return SquareGraph(model_of_layers()).plan(X, memory_budget="min", check=False, **options)
 
 
-def graph_options(**options):
+def graph_options(**options: Any) -> Any:
     graph = SquareGraph(model_of_layers())
     graph.config.plan_options = options
     return graph.config.plan_options
 
 
-def callback(**options):
+def callback(**options: Any) -> PolicyCallback:
     return PolicyCallback(**options)
 
 
-def arguments(**options):
+def arguments(**options: Any) -> Any:
     return GraphckptCallback.from_arguments(GraphckptArguments(**{f"graphckpt_{k}": v for k, v in options.items()}))
 
 
@@ -69,12 +70,12 @@ CASES = [
 ]
 
 
-def shown(result):
+def shown(result: Any) -> str:
     return str([row.option for row in result.rows] if isinstance(result, graphckpt.Plan) else result)
 
 
 @pytest.mark.parametrize(("call", "old", "new", "value"), CASES, ids=lambda case: getattr(case, "__name__", str(case)))
-def test_an_old_name_is_the_new_one_with_one_warning(call, old, new, value):
+def test_an_old_name_is_the_new_one_with_one_warning(call: Any, old: Any, new: Any, value: Any) -> None:
     expected = call(**{new: value})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -91,7 +92,7 @@ def test_an_old_name_is_the_new_one_with_one_warning(call, old, new, value):
         call(**{old: value, new: value})
 
 
-def test_attributes_have_their_old_names_too():
+def test_attributes_have_their_old_names_too() -> None:
     planned = plan(select="[01]")
     for owner, old, value in (
         (planned, "blocks", planned.policies),
@@ -104,7 +105,7 @@ def test_attributes_have_their_old_names_too():
         assert [each.filename for each in caught] == [__file__]
 
 
-def test_old_keys_of_configs_are_read(tmp_path: Path):
+def test_old_keys_of_configs_are_read(tmp_path: Path) -> None:
     old = [f"{CHECKPOINT}.unit=GPT2Block", f'{CHECKPOINT}.blocks={{"*.h.0": false}}']
     new = [f"{CHECKPOINT}.select=GPT2Block", f'{CHECKPOINT}.policies={{"*.h.0": false}}']
     expected = ConfigSource("quickstart.py", new)
@@ -126,14 +127,14 @@ def test_old_keys_of_configs_are_read(tmp_path: Path):
     assert (section.select, section.policies, len(caught)) == ("GPT2Block", {"*.h.0": False}, 2)
 
 
-def test_a_config_with_both_names_is_an_error():
+def test_a_config_with_both_names_is_an_error() -> None:
     words = [f"{CHECKPOINT}.unit=GPT2Block", f"{CHECKPOINT}.select=GPT2Block"]
     source = ConfigSource("quickstart.py", words)
     with pytest.raises(ConfigError, match=r"1 error:\n.*checkpoint: expected 'select' alone, got 'unit' too"):
         source.checked().__enter__()
 
 
-def test_plans_of_earlier_versions_are_policies(tmp_path: Path):
+def test_plans_of_earlier_versions_are_policies(tmp_path: Path) -> None:
     for name in ("blocks", "policies"):
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps({name: {"0": True}, "plan": {}}))

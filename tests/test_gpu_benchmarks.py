@@ -73,7 +73,9 @@ def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
     assert (tmp_path / "device.yaml").stat().st_size > 0
 
 
-def test_all_parts_in_one_command_are_refused_and_the_commands_named(benchmark, monkeypatch, capsys):
+def test_all_parts_in_one_command_are_refused_and_the_commands_named(
+    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run"])
     with pytest.raises(SystemExit, match="2"):
         benchmark("gpu").main()
@@ -81,14 +83,18 @@ def test_all_parts_in_one_command_are_refused_and_the_commands_named(benchmark, 
     assert commands == [f"make gpu GPU='--part {part} --out gpu'" for part in (1, 2, 3)]
 
 
-def test_what_is_missing_is_named_before_anything_runs(benchmark, monkeypatch):
+def test_what_is_missing_is_named_before_anything_runs(
+    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = benchmark("gpu")
     monkeypatch.setitem(sys.modules, "networkx", None)
     with pytest.raises(SystemExit, match=r"^cannot import networkx \(ModuleNotFoundError: import of networkx halted"):
         importlib.reload(command)
 
 
-def test_a_job_that_fails_or_hangs_is_a_row(tmp_path, monkeypatch, benchmark):
+def test_a_job_that_fails_or_hangs_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[[str], Any]
+) -> None:
     """Rows that it printed count, also those before it fails, whatever else is printed and however it ends."""
     jobs = benchmark("jobs")
     steps = """
@@ -143,7 +149,9 @@ def test_rows_are_written_while_their_job_runs(tmp_path: Path, benchmark: Callab
     assert ours.run({}) == [{"row": 1}, {"row": 2, "lines": 2}]
 
 
-def test_a_capture_that_fails_leaves_the_eager_row_and_the_error(benchmark, monkeypatch):
+def test_a_capture_that_fails_leaves_the_eager_row_and_the_error(
+    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, capture_gpu = benchmark("device"), benchmark("capture_gpu")
 
     def capture(self: Any, step: Callable[[], Any]) -> Any:
@@ -178,7 +186,9 @@ def test_bytes_are_given_as_allocated_and_as_requested(benchmark: Callable[[str]
     assert Counted().bytes_now() == device.Bytes(100, 100)
 
 
-def test_a_snapshot_that_fails_is_not_the_end_of_a_row(benchmark, tmp_path, capsys):
+def test_a_snapshot_that_fails_is_not_the_end_of_a_row(
+    benchmark: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def call() -> None:
         raise RuntimeError("the step failed")
 
@@ -198,7 +208,9 @@ def run_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *words
     return rows_in(rows)
 
 
-def test_an_error_that_stays_with_the_device_ends_a_worker_and_not_the_run(pytester, monkeypatch):
+def test_an_error_that_stays_with_the_device_ends_a_worker_and_not_the_run(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("xdist")
     pytester.makepyfile(
         """
@@ -223,7 +235,9 @@ def test_an_error_that_stays_with_the_device_ends_a_worker_and_not_the_run(pytes
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1", "--max-worker-restart", "20")], ids=["alone", "worker"])
-def test_a_test_that_hangs_is_named(pytester, monkeypatch, workers):
+def test_a_test_that_hangs_is_named(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: tuple[Any, ...]
+) -> None:
     if workers:
         pytest.importorskip("xdist")
     monkeypatch.setenv("GPU_TEST_SECONDS", "2")
@@ -291,7 +305,9 @@ def test_what_two_ranks_keep_is_against_the_plain_model_on_them(summary: Any) ->
     assert "0.360 without the loss" in goal.note
 
 
-def test_the_page_names_each_failed_test_and_a_picture_that_fails(summary, tmp_path, monkeypatch):
+def test_the_page_names_each_failed_test_and_a_picture_that_fails(
+    summary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     rows = [
         {"header": {}},

@@ -49,7 +49,9 @@ def test_what_is_worse(matrix: Any, then: str | None, worse: str, not_worse: str
         assert bool(matrix.worse([{**CASE, "outcome": now}], before)) == (now != not_worse), now
 
 
-def test_a_decision_record_allows_a_case_to_be_worse(matrix, monkeypatch, tmp_path):
+def test_a_decision_record_allows_a_case_to_be_worse(
+    matrix: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     row, before = {**CASE, "outcome": "refused"}, {tuple(CASE.values()): {"outcome": "equal"}}
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
     (tmp_path / "docs" / "decisions").mkdir(parents=True)

@@ -77,7 +77,9 @@ def test_an_explanation_without_matplotlib_is_a_table(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("place", "is_shown"), [("script", False), ("terminal", True), ("notebook", True)])
-def test_progress_shows_where_somebody_watches(place, is_shown, monkeypatch, capsys):
+def test_progress_shows_where_somebody_watches(
+    place: str, is_shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: place == "terminal")
     shell = SimpleNamespace(kernel=None) if place == "notebook" else None
@@ -94,14 +96,16 @@ def test_progress_shows_where_somebody_watches(place, is_shown, monkeypatch, cap
     ) * 2
 
 
-def test_progress_that_is_set_asks_no_stream(monkeypatch):
+def test_progress_that_is_set_asks_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", object())  # such as one that copies lines to a log, and has no `isatty`
     for is_shown in (False, True):
         with Progress(is_shown=is_shown) as lines:
             lines.begin("something")
 
 
-def test_progress_is_silent_when_quick_and_when_not_wanted(monkeypatch, capsys):
+def test_progress_is_silent_when_quick_and_when_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, step = mlp_step(num_layers=3)
     with Progress() as quick:
         quick.begin("one")
@@ -117,7 +121,9 @@ def test_progress_is_silent_when_quick_and_when_not_wanted(monkeypatch, capsys):
         graphckpt.plan(model, step, memory_budget="1GiB", progress="yes")
 
 
-def test_a_stage_that_takes_long_is_named_while_it_runs(monkeypatch, capsys):
+def test_a_stage_that_takes_long_is_named_while_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.3)
     with Progress() as shown:
         shown.begin("long")

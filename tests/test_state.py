@@ -136,7 +136,7 @@ def test_a_later_call_that_edits_its_argument_compares_no_buffer(monkeypatch: py
     """That would wait for an accelerator in each call, and end a capture."""
 
     @as_module(lambda: {"scale": nn.Buffer(torch.ones(3))})
-    def Edits(self, x: torch.Tensor) -> torch.Tensor:
+    def Edits(self: Any, x: torch.Tensor) -> torch.Tensor:
         return (x.mul_(2) * self.scale).sin()
 
     model, x = nn.Sequential(Edits()), torch.ones(3, requires_grad=True)

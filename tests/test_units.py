@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ SIZES = st.integers(min_value=0, max_value=2**63)
         (2**70, "1024 EiB"),
     ],
 )
-def test_bytes_are_printed_in_the_largest_unit_that_fits(num_bytes, text):
+def test_bytes_are_printed_in_the_largest_unit_that_fits(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
 
 
@@ -41,7 +43,7 @@ def test_bytes_are_printed_in_the_largest_unit_that_fits(num_bytes, text):
         (640, 640),
     ],
 )
-def test_sizes_are_read_in_binary_and_decimal_units(text, num_bytes):
+def test_sizes_are_read_in_binary_and_decimal_units(text: int | str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
@@ -63,39 +65,39 @@ def test_sizes_are_read_in_binary_and_decimal_units(text, num_bytes):
         ("17EiB", r"expected at most 16.0 EiB, got more"),
     ],
 )
-def test_a_wrong_size_says_what_to_write(text, message):
+def test_a_wrong_size_says_what_to_write(text: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_bytes(text)
 
 
 @given(SIZES)
-def test_what_is_printed_reads_back_within_half_a_percent(num_bytes):
+def test_what_is_printed_reads_back_within_half_a_percent(num_bytes: Any) -> None:
     again = parse_bytes(format_bytes(num_bytes))
     assert abs(again - num_bytes) <= 0.005 * num_bytes + 1  # parsing drops a fraction of a byte
     assert parse_bytes(f"{num_bytes} B") == num_bytes
 
 
 @given(SIZES)
-def test_what_was_read_prints_the_same_again(num_bytes):
+def test_what_was_read_prints_the_same_again(num_bytes: Any) -> None:
     text = format_bytes(num_bytes)
     assert format_bytes(parse_bytes(text)) == text
 
 
 @given(SIZES, SIZES | st.just(0))
 @example(1153433, 1153434)
-def test_two_sizes_print_alike_only_if_they_are_equal(one, other):
+def test_two_sizes_print_alike_only_if_they_are_equal(one: Any, other: Any) -> None:
     texts = format_sizes(one, other)
     assert (texts[0] == texts[1]) == (one == other)
     assert all(abs(parse_bytes(text) - size) <= size / 200 + 1 for text, size in zip(texts, (one, other), strict=True))
 
 
 @given(SIZES)
-def test_a_negative_size_differs_only_in_its_sign(num_bytes):
+def test_a_negative_size_differs_only_in_its_sign(num_bytes: Any) -> None:
     assert format_bytes(-num_bytes) == ("-" if num_bytes else "") + format_bytes(num_bytes)
 
 
 @given(st.floats(min_value=1e-9, max_value=1e6))
-def test_seconds_have_at_most_four_digits_before_the_point(seconds):
+def test_seconds_have_at_most_four_digits_before_the_point(seconds: Any) -> None:
     text = format_seconds(seconds)
     assert len(text.split()[0].split(".")[0]) <= 3
     assert format_seconds(-seconds) == "-" + text
@@ -105,5 +107,5 @@ def test_seconds_have_at_most_four_digits_before_the_point(seconds):
     ("seconds", "text"),
     [(0.9999, "1.00 s"), (0.00042, "420 us"), (59.6, "1 min 0 s"), (59.4, "59.4 s"), (3599.7, "1 h 0 min")],
 )
-def test_seconds_roll_over_to_the_next_unit(seconds, text):
+def test_seconds_roll_over_to_the_next_unit(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

@@ -668,7 +668,9 @@ def test_settings_without_effect_are_explained(policies: Any, notes: list[str]) 
         ({"offload": True}, "offload to 'cpu' has no effect: the tensors are in host memory already"),
     ],
 )
-def test_a_field_without_effect_is_logged_once(fields, text, caplog, monkeypatch):
+def test_a_field_without_effect_is_logged_once(
+    fields: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(errors, "_WARNED", set())
     for _ in range(2):
         model = build()

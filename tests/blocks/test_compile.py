@@ -116,7 +116,7 @@ def test_selective_says_that_it_cannot_see_compiled_ops() -> None:
 
 
 @as_module(lambda rate: {"linear": nn.Linear(16, 16), "rate": rate})
-def _DropsPath(self, x: torch.Tensor) -> torch.Tensor:
+def _DropsPath(self: Any, x: torch.Tensor) -> torch.Tensor:
     mask = torch.rand(len(x), 1).add(1 - self.rate).floor() / (1 - self.rate)
     return x + torch.sin(self.linear(x) * self.rate) * mask
 
@@ -269,20 +269,20 @@ def test_a_share_saves_less_and_changes_no_bit(backend: str) -> None:
 
 
 @as_module(lambda: {"inner": nn.Linear(16, 16), "scale": nn.Buffer(torch.ones(16))})
-def Updating(self, x: Tensor) -> Tensor:
+def Updating(self: Any, x: Tensor) -> Tensor:
     """Overwrites a buffer by what it computes with."""
     self.scale.mul_(1.5)
     return torch.tanh(self.inner(x) * torch.cos(self.scale)) * x
 
 
 @as_module(lambda: {"first": nn.Linear(16, 16), "inner": nn.Linear(16, 16)})
-def Dropped(self, x: Tensor) -> Tensor:
+def Dropped(self: Any, x: Tensor) -> Tensor:
     """A layer needs both results of the dropout, the output and the mask."""
     return self.inner(F.dropout(self.first(x), 0.3))
 
 
 @as_module(lambda: {"inner": nn.Linear(16, 16)})
-def Drawing(self, x: Tensor) -> Tensor:
+def Drawing(self: Any, x: Tensor) -> Tensor:
     """Draws numbers by an op that edits its argument and says that it draws, among its own."""
     noise = torch.empty_like(x)
     fill_with_noise(noise)

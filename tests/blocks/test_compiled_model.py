@@ -38,7 +38,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @as_module(lambda: {"norm": nn.LayerNorm(16), "up": nn.Linear(16, 64), "act": nn.GELU(), "down": nn.Linear(64, 16)})
-def Layer(self, x: Tensor, *, debug: float = 1.0) -> Tensor:
+def Layer(self: Any, x: Tensor, *, debug: float = 1.0) -> Tensor:
     """`debug` is also the name of an argument of PyTorch's checkpoint."""
     return x + debug * F.dropout(self.down(self.act(self.up(self.norm(x)))), 0.3, self.training)
 

@@ -26,12 +26,12 @@ D = 8
 
 
 @as_module(lambda: {"up": nn.Linear(D, D), "down": nn.Linear(D, D)})
-def Block(self, x: Tensor) -> Tensor:
+def Block(self: Any, x: Tensor) -> Tensor:
     return x + self.down(torch.tanh(self.up(x)))
 
 
 @as_module(lambda: {"layers": nn.ModuleList(Block() for _ in range(3)), "last": nn.Sequential(Block(), Block())})
-def Model(self, x: Tensor) -> Tensor:
+def Model(self: Any, x: Tensor) -> Tensor:
     for layer in self.layers:
         x = layer(x)
     return self.last(x)

@@ -343,7 +343,7 @@ def test_determinism_check() -> None:
 
 def late(reached: list[bool]) -> nn.Module:
     @as_module()
-    def Late(self, x: Tensor) -> Tensor:
+    def Late(self: Any, x: Tensor) -> Tensor:
         y = x.sin().cos() + 1
         reached.append(is_recomputing())
         return y

@@ -20,7 +20,7 @@ def layer() -> nn.Module:
 
 
 @as_module(lambda: {"layers": nn.ModuleList(layer() for _ in range(4)), "head": nn.Linear(8, 2)})
-def Model(self, x: Tensor) -> Tensor:
+def Model(self: Any, x: Tensor) -> Tensor:
     for each in self.layers:
         x = each(x)
     return self.head(x)
@@ -167,7 +167,7 @@ def test_the_advice_of_a_graph_is_a_line_of_its_constructor() -> None:
 
 
 @as_module(lambda: {"stages": nn.ModuleList(nn.Sequential(layer(), layer(), layer()) for _ in range(3))})
-def Stages(self, x: Tensor) -> Tensor:
+def Stages(self: Any, x: Tensor) -> Tensor:
     for stage in self.stages:
         x = stage(x)
     return x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import transformers
@@ -11,12 +12,12 @@ from torch import nn
 from graphckpt.blocks.select import layers
 
 
-def lines(*widths):
+def lines(*widths: Any) -> list[Any]:
     return [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
 
 
 class Block(nn.Module):
-    def __init__(self, width=8):
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.inside = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
 
@@ -40,11 +41,11 @@ class Block(nn.Module):
         "stages",
     ],
 )  # fmt: skip
-def test_layers_are_found(model, expected):
+def test_layers_are_found(model: Any, expected: list[Any] | list[str]) -> None:
     assert layers(model) == expected
 
 
-def test_a_resnet_is_cut_at_its_bottlenecks():
+def test_a_resnet_is_cut_at_its_bottlenecks() -> None:
     config = transformers.ResNetConfig(depths=[3, 4, 6, 3], hidden_sizes=[8, 16, 32, 64], embedding_size=8)
     found = layers(transformers.ResNetForImageClassification(config))
     assert len(found) == 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.layer_stacks import D, Layer, Piled
@@ -18,20 +20,20 @@ from graphckpt.train.settings import ActivationCheckpointConfig
 
 
 @as_module(lambda num_layers: {"layers": nn.ModuleList(Layer() for _ in range(num_layers))})
-def Looped(self, x):
+def Looped(self: Any, x: torch.Tensor) -> Any:
     """Layers in a list."""
     for layer in self.layers:
         x = layer(x)
     return x
 
 
-def runs(model, policies, x):
+def runs(model: nn.Module, policies: Any, x: torch.Tensor) -> list[Any]:
     """Returns how often each layer begins to run in a step: once, or again for backward."""
     layers = {name: model.get_submodule(name) for name in layer_names(model)}
     counts = dict.fromkeys(layers, 0)
 
-    def counting(name):
-        def count(*_):
+    def counting(name: str) -> Any:
+        def count(*_: Any) -> None:
             counts[name] += 1
 
         return count
@@ -61,7 +63,7 @@ X = torch.ones(8, D)
         (presets.speed, [2] * 9),
     ],
 )
-def test_presets_say_which_layers_run_again(policies, expected):
+def test_presets_say_which_layers_run_again(policies: Any, expected: Any) -> None:
     model = Piled(9)
     found = policies(model)
     assert runs(model, found, X) == expected
@@ -69,7 +71,7 @@ def test_presets_say_which_layers_run_again(policies, expected):
     assert set(block_policies(model, with_config)) == set(found), "a config takes them too"
 
 
-def test_presets_on_layers_that_a_loop_calls():
+def test_presets_on_layers_that_a_loop_calls() -> None:
     model = Looped(num_layers=5)
     assert presets.every_k(model, 2, "selective") == dict.fromkeys(["layers.0", "layers.2", "layers.4"], "selective")
     assert runs(model, presets.uniform(model, 1), X) == [2] * 5
@@ -84,7 +86,7 @@ def test_presets_on_layers_that_a_loop_calls():
         assert ran == [0, 1, 2, 3, 4, *again]
 
 
-def test_presets_that_cannot_act_say_so():
+def test_presets_that_cannot_act_say_so() -> None:
     model = Piled(3)
     for wrong in (0, -1, True, 1.5):
         for preset in (presets.every_k, presets.first_k, presets.uniform):
@@ -99,15 +101,15 @@ def test_presets_that_cannot_act_say_so():
         presets.speed(nn.Linear(2, 2))
 
 
-def test_speed_runs_no_matrix_product_again():
+def test_speed_runs_no_matrix_product_again() -> None:
     class Ops(TorchDispatchMode):
         counts = None
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
             self.counts[func] = self.counts.get(func, 0) + 1
             return func(*args, **(kwargs or {}))
 
-    def counted(policies):
+    def counted(policies: Any) -> list[Any]:
         ops = Ops()
         ops.counts = {}
         with graphckpt.apply(model, policies), ops:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 
 @as_module(lambda: {"up": nn.Linear(4, 8), "drop": nn.Dropout(0.4), "down": nn.Linear(8, 4)})
-def Block(self, x: Tensor) -> Tensor:
+def Block(self: Any, x: Tensor) -> Tensor:
     return x + self.down(self.drop(torch.tanh(self.up(x))))
 
 

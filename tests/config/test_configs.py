@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,13 @@ _FILES = sorted(path for path in packaged_folder().iterdir() if path.suffix in {
 
 
 @pytest.mark.parametrize("path", _FILES, ids=lambda path: path.name)
-def test_each_is_without_fault(path):
+def test_each_is_without_fault(path: Any) -> None:
     run, faults = check(LazyConfig.load(path))
     assert faults == []
     assert run is not None
 
 
-def test_common_train_holds_every_key_with_its_default():
+def test_common_train_holds_every_key_with_its_default() -> None:
     written = OmegaConf.to_container(get_config("common/train.py").train)
     known = asdict(TrainConfig(warmup_ratio=0.01))
     for config in (written, known):
@@ -40,7 +41,7 @@ def test_common_train_holds_every_key_with_its_default():
         ("llama_pretrain.py", 134_105_856, 12, 768, 12),
     ],
 )
-def test_models_are_the_real_ones(name, num_parameters, layers, width, heads):
+def test_models_are_the_real_ones(name: str, num_parameters: int, layers: int, width: int, heads: int) -> None:
     run, _ = check(get_config(name))
     with torch.device("meta"):
         model = run.model()
@@ -49,7 +50,7 @@ def test_models_are_the_real_ones(name, num_parameters, layers, width, heads):
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (layers, width, heads)
 
 
-def test_overrides_of_every_type_reach_the_settings():
+def test_overrides_of_every_type_reach_the_settings() -> None:
     config = get_config("bert_large_pretrain.py")
     words = [
         "train.train_iter=1e2",
@@ -81,7 +82,7 @@ def test_overrides_of_every_type_reach_the_settings():
 
 
 @pytest.mark.parametrize("params", [{"clip_grad_norm": 1.0}, [{"clip_grad_max_norm": 1.0}], 5])
-def test_parameters_of_the_optimizer_that_are_no_call_are_an_error(params):
+def test_parameters_of_the_optimizer_that_are_no_call_are_an_error(params: Any) -> None:
     config = OmegaConf.create({**get_config("quickstart.py"), "optim": {"_target_": "torch.optim.SGD"}})
     config.optim.params = params
     (fault,) = check(config)[1]
@@ -89,7 +90,7 @@ def test_parameters_of_the_optimizer_that_are_no_call_are_an_error(params):
     assert "expect" in fault
 
 
-def test_a_misspelt_key_of_the_clipping_of_a_config_is_named():
+def test_a_misspelt_key_of_the_clipping_of_a_config_is_named() -> None:
     config = get_config("quickstart.py")
     config.optim.params.clip_grad_norm = 1.0
     (fault,) = check(config)[1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -14,7 +17,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.train.settings import TrainConfig
 
 
-def _shrunk(train, *words):
+def _shrunk(train: Any, *words: Any) -> tuple[Any, ...]:
     config = OmegaConf.create({"train": train})
     override(config, words)
     settings, faults = read(TrainConfig, OmegaConf.to_container(config), "train")
@@ -23,7 +26,7 @@ def _shrunk(train, *words):
 
 
 @pytest.mark.parametrize("name", ["bert_large_pretrain.py", "gpt2_pretrain.py", "llama_pretrain.py"])
-def test_packaged_configs_become_small_and_stay_without_fault(name):
+def test_packaged_configs_become_small_and_stay_without_fault(name: str) -> None:
     config = LazyConfig.load(find_packaged(name))
     override(config, ["train.device=cpu"])
     lines = shrink(config, check(config)[0].train, ["train.device=cpu"])
@@ -46,13 +49,13 @@ def test_packaged_configs_become_small_and_stay_without_fault(name):
         ({"train_micro_batch_size": 16}, ["train={train_micro_batch_size: 7}"], (7, None, None)),
     ],
 )
-def test_batch(train, words, batch):
+def test_batch(train: dict[str, Any], words: list[Any] | list[str], batch: tuple[Any, ...]) -> None:
     made, _ = _shrunk(train, *words)
     names = ("train_micro_batch_size", "num_accumulation_steps", "global_batch_size")
     assert tuple(made.get(name) for name in names) == batch
 
 
-def test_each_change_is_told_and_no_other_key_is_touched():
+def test_each_change_is_told_and_no_other_key_is_touched() -> None:
     small = {"train_iter": 2, "train_micro_batch_size": 1, "test_micro_batch_size": 1, "log_period": 1}
     small["evaluation"] = {"eval_period": 1, "eval_iter": 1}
     before = OmegaConf.create({"train": small})
@@ -68,7 +71,7 @@ def test_each_change_is_told_and_no_other_key_is_touched():
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("cuda", True), (None, torch.cuda.is_available())])
-def test_the_shorter_type_is_left_out_where_it_is_emulated(device, expected):
+def test_the_shorter_type_is_left_out_where_it_is_emulated(device: str | None, expected: Any) -> None:
     amp = {"amp": {"enabled": True}, "device": device}
     assert _shrunk(amp)[0].amp.enabled is expected
     assert _shrunk(amp, "train.amp.enabled=True")[0].amp.enabled is True
@@ -84,7 +87,7 @@ def test_the_shorter_type_is_left_out_where_it_is_emulated(device, expected):
         {"train_iter": "${nowhere}", "dist": []},
     ],
 )
-def test_faults_are_those_of_the_schema(tmp_path, train):
+def test_faults_are_those_of_the_schema(tmp_path: Path, train: dict[str, Any] | str | None) -> None:
     config = OmegaConf.merge(LazyConfig.load(find_packaged("quickstart.yaml")), {"train": None})
     OmegaConf.save(OmegaConf.merge(config, {"train": train}), tmp_path / "config.yaml")
     with pytest.raises(ConfigError) as expected, ConfigSource(tmp_path / "config.yaml").checked():

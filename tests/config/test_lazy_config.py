@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def test_call_is_made_late_inside_out_and_with_changes():
+def test_call_is_made_late_inside_out_and_with_changes() -> None:
     described = LazyCall(torch.nn.Sequential)
     layer = LazyCall(torch.nn.Linear)(in_features=2, out_features=3, bias=False)
     layer.out_features = 5
@@ -46,19 +47,19 @@ def test_call_is_made_late_inside_out_and_with_changes():
         LazyCall(3)
 
 
-def test_what_is_no_call_comes_back():
+def test_what_is_no_call_comes_back() -> None:
     assert instantiate(None) is None
     assert instantiate(7) == 7
     assert instantiate(OmegaConf.create({"a": [1, 2]})) == {"a": [1, 2]}
 
 
-def test_dataclass_is_a_target_like_any_other():
+def test_dataclass_is_a_target_like_any_other() -> None:
     described = LazyCall(Point)(x=3)
     assert isinstance(described, DictConfig)
     assert instantiate(described) == Point(3)
 
 
-def test_error_in_target_names_it():
+def test_error_in_target_names_it() -> None:
     with pytest.raises(ConfigError, match=r"error in call to 'torch\.nn\.modules\.linear\.Linear': TypeError"):
         instantiate(LazyCall(torch.nn.Linear)(in_feature=2))
     with pytest.raises(ConfigError, match="has no 'Lineax' · did you mean 'Linear'"):
@@ -67,7 +68,7 @@ def test_error_in_target_names_it():
         instantiate({"_target_": "no_such_package.f"})
 
 
-def test_relative_imports_go_by_file_and_every_load_is_fresh(tmp_path):
+def test_relative_imports_go_by_file_and_every_load_is_fresh(tmp_path: Path) -> None:
     _write(tmp_path / "common" / "deep" / "model.py", "from ..base import base\nmodel = {'width': base.width}")
     _write(tmp_path / "common" / "base.py", "base = {'width': 4}\nnumber = 3\n_hidden = {'a': 1}")
     main = _write(
@@ -98,14 +99,14 @@ def test_relative_imports_go_by_file_and_every_load_is_fresh(tmp_path):
         ("from graphckpt.config import LazyCall as L\na = L(3)\n", r"main\.py:2: a = L\(3\): LazyCall: expected"),
     ],
 )
-def test_config_that_raises_shows_its_own_line(tmp_path, text, message):
+def test_config_that_raises_shows_its_own_line(tmp_path: Path, text: str, message: str) -> None:
     _write(tmp_path / "inner.py", "# a comment\nx = 1 / 0\n")
     with pytest.raises(ConfigError, match=message) as caught:
         LazyConfig.load(_write(tmp_path / "main.py", text))
     assert "importlib" not in str(caught.value)
 
 
-def test_yaml_and_what_is_no_config_file(tmp_path):
+def test_yaml_and_what_is_no_config_file(tmp_path: Path) -> None:
     config = LazyConfig.load(_write(tmp_path / "a.yaml", "train:\n  seed: 3\n  lr: 1e-3\n"))
     assert config.train.seed == 3
     assert config.train.lr == 1e-3
@@ -120,21 +121,21 @@ def test_yaml_and_what_is_no_config_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_yaml_with_aliases_without_end_is_one_error(tmp_path, name):
+def test_yaml_with_aliases_without_end_is_one_error(tmp_path: Path, name: Any) -> None:
     text, message = BOMBS[name]
     with pytest.raises(ConfigError, match=rf"^\S+a\.yaml: {re.escape(message)}") as caught:
         LazyConfig.load(_write(tmp_path / "a.yaml", text))
     assert "\n" not in str(caught.value)
 
 
-def test_yaml_with_aliases(tmp_path):
+def test_yaml_with_aliases(tmp_path: Path) -> None:
     text = "a: &a {lr: 1, deep: {b: 2}}\nc: *a\nd: {<<: *a, lr: 3}\ne: [*a, *a]\n"
     config = OmegaConf.to_container(LazyConfig.load(_write(tmp_path / "a.yaml", text)))
     one = {"lr": 1, "deep": {"b": 2}}
     assert config == {"a": one, "c": one, "d": {**one, "lr": 3}, "e": [one, one]}
 
 
-def test_saving_what_cannot_be_imported_warns(tmp_path):
+def test_saving_what_cannot_be_imported_warns(tmp_path: Path) -> None:
     config = OmegaConf.create({"a": LazyCall(lambda: 1)()}, flags={"allow_objects": True})
     with pytest.warns(UserWarning, match="cannot be imported by this name"):
         LazyConfig.save(config, tmp_path / "config.yaml")
@@ -144,14 +145,14 @@ def test_saving_what_cannot_be_imported_warns(tmp_path):
         LazyConfig.save(importable, tmp_path / "config.yaml")
 
 
-def test_packaged_configs():
+def test_packaged_configs() -> None:
     assert get_config("common/train.py").train.log_period == 20
     assert get_config("common/models/gpt2.py").model.config.n_layer == 12
     with pytest.raises(ConfigError, match=r"did you mean 'common/train\.py'"):
         get_config("common/trian.py")
 
 
-def test_try_get_key():
+def test_try_get_key() -> None:
     config = OmegaConf.create({"a": {"b": None}, "c": 1})
     assert try_get_key(config, "x.y", "c") == 1
     assert try_get_key(config, "a.b", default=5) is None

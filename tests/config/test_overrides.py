@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -9,7 +11,7 @@ from graphckpt.config import LazyConfig
 from graphckpt.errors import ConfigError
 
 
-def _config():
+def _config() -> Any:
     config = {"a": {"b": 1, "list": [1, 2], "map": {"x": 1}, "nothing": None}, "text": "t"}
     return OmegaConf.create(config, flags={"allow_objects": True})
 
@@ -37,7 +39,7 @@ def _config():
         ("text=http://x/y", "text", "http://x/y"),
     ],
 )
-def test_values_of_each_type(word, key, value):
+def test_values_of_each_type(word: str, key: str, value: Any) -> None:
     config = LazyConfig.apply_overrides(_config(), [word])
     found = OmegaConf.select(config, key)
     found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
@@ -45,11 +47,11 @@ def test_values_of_each_type(word, key, value):
     assert type(found) is type(value)
 
 
-def test_later_words_win():
+def test_later_words_win() -> None:
     assert LazyConfig.apply_overrides(_config(), ["a.b=2", "a.b=3"]).a.b == 3
 
 
-def test_every_senseless_word_is_named_at_once():
+def test_every_senseless_word_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         LazyConfig.apply_overrides(
             _config(), ["a.b", "=3", "a..b=1", "a.b=[1", "a.list.x=1", "~a.b", "~a.c=1", "~", "+text"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -19,7 +21,7 @@ SMALL = ["train.train_iter=2", "train.device=cpu", "train.output_dir=out", "trai
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A folder to be in, beside that of the example, and no module of the example in memory."""
     shutil.copytree(EXAMPLE, tmp_path / "example")
     (tmp_path / "here").mkdir()
@@ -29,17 +31,17 @@ def place(tmp_path, monkeypatch):
     _forget()
 
 
-def _forget():
+def _forget() -> None:
     """As in a new process."""
     sys.modules.pop("waves", None)
     _import.cache_clear()
 
 
-def _train(file, *words):
+def _train(file: Any, *words: Any) -> Any:
     return main(["train", "--config-file", str(file), *words])
 
 
-def test_a_saved_config_finds_the_modules_of_the_first(place):
+def test_a_saved_config_finds_the_modules_of_the_first(place: Any) -> None:
     assert _train("../example/config.py", *SMALL) == 0
     for saved in ("out/config.yaml", "out/model_final/run.yaml"):
         assert OmegaConf.load(saved).import_from == str(place / "example")
@@ -52,7 +54,7 @@ def test_a_saved_config_finds_the_modules_of_the_first(place):
     assert _train("out/config.yaml", "--eval-only") == 0
 
 
-def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place, capsys):
+def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert _train("../example/config.py", *SMALL) == 0
     (place / "example").rename(place / "moved")
     _forget()
@@ -65,7 +67,7 @@ def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place, capsys):
     assert OmegaConf.load("out/config.yaml").import_from == str(place / "moved")
 
 
-def test_a_module_that_cannot_be_imported_is_named(place, capsys):
+def test_a_module_that_cannot_be_imported_is_named(place: Any, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "here" / "broken_module.py").write_text("def f(:\n")
     (place / "here" / "broken.yaml").write_text(
         "model: {_target_: broken_module.f}\noptim: {_target_: torch.optim.SGD}\n"
@@ -75,7 +77,7 @@ def test_a_module_that_cannot_be_imported_is_named(place, capsys):
     assert "model: _target_ 'broken_module.f': importing broken_module raised SyntaxError" in capsys.readouterr().err
 
 
-def test_transformers_is_loaded_for_its_models_alone():
+def test_transformers_is_loaded_for_its_models_alone() -> None:
     code = "import sys, graphckpt.config.trainer; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,11 +16,11 @@ from graphckpt.train.settings import TrainConfig
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def printed(capsys, *words):
+def printed(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[Any, ...]:
     """Returns the printed config, and the origin of each last part of a key."""
     assert main(["train", "--print-config", "--config-file", *words]) == 0
     text = capsys.readouterr().out
@@ -26,7 +28,7 @@ def printed(capsys, *words):
     return yaml.safe_load(text), origins
 
 
-def test_each_value_is_that_of_the_run_and_names_its_origin(capsys, tmp_path):
+def test_each_value_is_that_of_the_run_and_names_its_origin(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     blocks = '{"*.h.0": {"activation_checkpointing": false}}'
     words = ["optim.lr=3e-4", f"train.activation_checkpoint.policies={blocks}"]
     config, origins = printed(capsys, "quickstart.py", "--fast-dev-run", *words)
@@ -48,7 +50,7 @@ def test_each_value_is_that_of_the_run_and_names_its_origin(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
-def test_the_printed_config_of_a_yaml_file_is_a_config(capsys, tmp_path):
+def test_the_printed_config_of_a_yaml_file_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config, _ = printed(capsys, "quickstart.py", "optim.lr=0.5")
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(config))
     again, origins = printed(capsys, "own.yaml", "train.seed=7")
@@ -57,7 +59,7 @@ def test_the_printed_config_of_a_yaml_file_is_a_config(capsys, tmp_path):
     assert (origins["lr"], origins["seed"]) == ("own.yaml", "command line")
 
 
-def test_every_key_is_printed_with_its_default(capsys, tmp_path):
+def test_every_key_is_printed_with_its_default(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Of an own config too, which sets few of them; an argument of a call that is not set is a comment."""
     calls = {
         "model": {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2},
@@ -85,13 +87,13 @@ def test_every_key_is_printed_with_its_default(capsys, tmp_path):
     assert printed(capsys, "again.yaml")[0] == yaml.safe_load(text)
 
 
-def test_packaged_configs_are_found_from_any_folder_and_faults_are_reported(capsys):
+def test_packaged_configs_are_found_from_any_folder_and_faults_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "configs/quickstart.py") == printed(capsys, "quickstart.py")
     assert main(["train", "--print-config", "--config-file", "quickstart.py", "train.sead=7"]) == 2
     assert "train.sead" in capsys.readouterr().err
 
 
-def test_help_names_the_sections_and_the_reference(capsys):
+def test_help_names_the_sections_and_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ class Inner:
     ratio: float = 0.5
     kind: Literal["a", "bb"] = "a"
 
-    def faults(self):
+    def faults(self) -> Iterator[Any]:
         if self.ratio > 1:
             yield f"ratio: {self.ratio} is above 1"
 
@@ -35,17 +35,17 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
-def read_outer(outer):
+def read_outer(outer: Any) -> Any:
     return read(Outer, {"t": read_calls(outer, "t", [])}, "t")
 
 
-def faults_of_call(described, where):
+def faults_of_call(described: Any, where: Any) -> list[Any]:
     faults: list[str] = []
     described = read_calls(described, where, faults)
     return [*faults, *call_faults(described)]
 
 
-def test_good_values_become_frozen_fields():
+def test_good_values_become_frozen_fields() -> None:
     given = {
         "needed": 1e3,
         "names": ["x"],
@@ -89,11 +89,11 @@ def test_good_values_become_frozen_fields():
         ({"inner": {"zzz": 2}}, "t.inner.zzz: no such key · fix: use one of ratio, kind"),
     ],
 )
-def test_each_fault_names_key_and_fix(given, fault):
+def test_each_fault_names_key_and_fix(given: dict[str, Any], fault: str) -> None:
     assert read_outer({"needed": 1, **given})[1] == fault.splitlines()
 
 
-def test_all_faults_come_at_once():
+def test_all_faults_come_at_once() -> None:
     assert read_outer({})[1] == ["t.needed: is missing · fix: give it a value"]
     faults = read_outer({"maibe": 1, "pair": 5, "inner": {"ratio": 3, "kind": 4}})[1]
     keys = ["t.inner.kind", "t.inner.ratio", "t.maibe", "t.needed", "t.pair"]
@@ -103,7 +103,7 @@ def test_all_faults_come_at_once():
 def _target(*, width: int, rate: float = 0.1, **others: object) -> None: ...
 
 
-def test_call_is_checked_against_the_signature_of_its_target():
+def test_call_is_checked_against_the_signature_of_its_target() -> None:
     described = {"_target_": _target, "width": "wide", "rate": 1, "other": 3}
     assert faults_of_call(described, "model") == ["model.width: expected int, got 'wide' (str)"]
     described = {"_target_": "torch.optim.SGD", "lr": "fast", "momentun": 0.9}
@@ -114,7 +114,7 @@ def test_call_is_checked_against_the_signature_of_its_target():
     assert faults_of_call({"_target_": "torch.optim.SDG"}, "optim")[0].startswith("optim: _target_ 'torch.optim.SDG'")
 
 
-def test_call_within_a_call_is_checked_too():
+def test_call_within_a_call_is_checked_too() -> None:
     model = {
         "_target_": "transformers.GPT2LMHeadModel",
         "config": {"_target_": "transformers.GPT2Config", "n_layers": 3, "hidden_size": 8, "n_head": "x"},
@@ -128,7 +128,7 @@ def test_call_within_a_call_is_checked_too():
     ]
 
 
-def test_a_bad_config_lists_all_faults():
+def test_a_bad_config_lists_all_faults() -> None:
     config = get_config("quickstart.py")
     config.train.activation_checkpoint.enable = True  # libai takes this in silence
     config.train.seed = -1
@@ -150,6 +150,6 @@ def test_a_bad_config_lists_all_faults():
     ]
 
 
-def test_missing_sections_are_named():
+def test_missing_sections_are_named() -> None:
     faults = check(OmegaConf.create({"train": {}}))[1]
     assert faults == [f"{name}: is missing · fix: give it a value" for name in ("model", "optim", "data")]

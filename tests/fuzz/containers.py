@@ -17,7 +17,7 @@ class Chain(nn.Sequential):
 
 
 @as_module(lambda *children, how="new": {"inner": nn.Sequential(*children), "how": how})
-def Residual(self, x: Tensor) -> Tensor:
+def Residual(self: Any, x: Tensor) -> Tensor:
     y = self.inner(x)
     if self.how == "new" or y is x:
         return y + x
@@ -28,7 +28,7 @@ def Residual(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda *children: {"inner": nn.ModuleList(children)})
-def Listed(self, x: Tensor) -> Tensor:
+def Listed(self: Any, x: Tensor) -> Tensor:
     """Calls the items of a list, and uses what each of them returned."""
     seen = []
     for child in self.inner:
@@ -38,20 +38,20 @@ def Listed(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda *children: {"inner": nn.Sequential(*children)})
-def Twice(self, x: Tensor) -> Tensor:
+def Twice(self: Any, x: Tensor) -> Tensor:
     """Calls the same children twice."""
     return self.inner(self.inner(x).tanh())
 
 
 @as_module(lambda *children: {"inner": nn.Sequential(*children), "gate": nn.Linear(D, D)})
-def Gate(self, x: Tensor) -> Tensor:
+def Gate(self: Any, x: Tensor) -> Tensor:
     """Calls its children in two branches on one argument."""
     gate = torch.sigmoid(self.gate(x))
     return self.inner(x) * gate
 
 
 @as_module(lambda *children: {"inner": nn.Sequential(*children)})
-def WithoutGradients(self, x: Tensor) -> Tensor:
+def WithoutGradients(self: Any, x: Tensor) -> Tensor:
     """Calls its children once without gradients, and once with."""
     with torch.no_grad():
         target = self.inner(x.clone())
@@ -59,14 +59,14 @@ def WithoutGradients(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda *children, enabled=True: {"inner": nn.Sequential(*children), "enabled": enabled})
-def Autocasted(self, x: Tensor) -> Tensor:
+def Autocasted(self: Any, x: Tensor) -> Tensor:
     with torch.autocast(x.device.type, torch.bfloat16, enabled=self.enabled):
         y = self.inner(x)
     return y.to(x.dtype)
 
 
 @as_module(lambda *children: {"inner": nn.Sequential(*children), "failures": 0})
-def Catches(self, x: Tensor) -> Tensor:
+def Catches(self: Any, x: Tensor) -> Tensor:
     """Tries its children on an argument that they cannot take, and then on one that they can."""
     try:
         self.inner(x[:, :3])
@@ -76,7 +76,7 @@ def Catches(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda *children: {"inner": RaisesAtTimes(*children)})
-def Retries(self, x: Tensor) -> Tensor:
+def Retries(self: Any, x: Tensor) -> Tensor:
     """Uses what its children have left behind in a call that raised."""
     results: list[Tensor] = []
     try:
@@ -87,7 +87,7 @@ def Retries(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda *children: {"inner": nn.Sequential(*children), "calls": 0})
-def RaisesAtTimes(self, x: Tensor, results: list[Tensor]) -> Tensor:
+def RaisesAtTimes(self: Any, x: Tensor, results: list[Tensor]) -> Tensor:
     """Raises at the end of every other call."""
     self.calls += 1
     y = self.inner(x)
@@ -98,7 +98,7 @@ def RaisesAtTimes(self, x: Tensor, results: list[Tensor]) -> Tensor:
 
 
 @as_module(lambda *children: {"inner": FillsCache(*children)})
-def Caches(self, x: Tensor) -> Tensor:
+def Caches(self: Any, x: Tensor) -> Tensor:
     """Passes an object by reference to a child, which fills it."""
     cache: dict[str, Any] = {"seen": [], "n": 0}
     y = self.inner(x, cache=cache)
@@ -107,7 +107,7 @@ def Caches(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda *children: {"inner": nn.Sequential(*children)})
-def FillsCache(self, x: Tensor, *, cache: dict[str, Any]) -> Tensor:
+def FillsCache(self: Any, x: Tensor, *, cache: dict[str, Any]) -> Tensor:
     cache["n"] += 1
     for earlier in cache["seen"]:
         x = x + earlier
@@ -131,7 +131,7 @@ class Hooked(nn.Module):
 
 
 @as_module(lambda *children, how="module": {"inner": nn.Sequential(*children), "how": how})
-def DropIn(self, x: Tensor) -> Tensor:
+def DropIn(self: Any, x: Tensor) -> Tensor:
     """Calls the package's ``checkpoint`` from its own forward."""
     if self.how == "module":
         return graphckpt.checkpoint(self.inner, x)

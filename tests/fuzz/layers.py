@@ -30,7 +30,7 @@ class Linear(nn.Linear):
 @as_module(
     lambda p=0.2: {"up": nn.Linear(D, 2 * D), "act": nn.GELU(), "down": nn.Linear(2 * D, D), "drop": nn.Dropout(p)}
 )
-def Mlp(self, x: Tensor) -> Tensor:
+def Mlp(self: Any, x: Tensor) -> Tensor:
     return x + self.drop(self.down(self.act(self.up(x))))
 
 
@@ -45,7 +45,7 @@ NORMS = {
 
 
 @as_module(lambda kind="batch": {"kind": kind, "norm": NORMS[kind]()})
-def Norm(self, x: Tensor) -> Tensor:
+def Norm(self: Any, x: Tensor) -> Tensor:
     """A normalization over [B, D]; those with running statistics move them without a version bump."""
     return self.norm(x.view(-1, 2, D // 2)).view(-1, D) if self.kind == "instance" else self.norm(x)
 
@@ -67,12 +67,12 @@ class FrozenStatistics(nn.Module):
 
 
 @as_module(lambda name, **options: {"act": getattr(nn, name)(**options)})
-def Activation(self, x: Tensor) -> Tensor:
+def Activation(self: Any, x: Tensor) -> Tensor:
     return self.act(x)
 
 
 @as_module(lambda name="Dropout", *, inplace=False: {"drop": getattr(nn, name)(0.3, inplace=inplace)})
-def Dropout(self, x: Tensor) -> Tensor:
+def Dropout(self: Any, x: Tensor) -> Tensor:
     return self.drop(x)
 
 
@@ -105,7 +105,7 @@ DRAWS = {
 
 
 @as_module(lambda source="python": {"linear": nn.Linear(D, D), "draw": DRAWS[source]()})
-def HostNoise(self, x: Tensor) -> Tensor:
+def HostNoise(self: Any, x: Tensor) -> Tensor:
     """Noise from a generator of Python or NumPy, or a number from an object, in training mode."""
     if not self.training:
         return self.linear(x)
@@ -172,14 +172,14 @@ class Attention(nn.Module):
 
 
 @as_module(lambda: {"qkv": nn.Linear(D, 3 * D)})
-def ScaledDotProduct(self, x: Tensor) -> Tensor:
+def ScaledDotProduct(self: Any, x: Tensor) -> Tensor:
     q, k, v = (t.view(1, -1, 2, D // 2).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
     p = 0.2 if self.training else 0.0
     return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).reshape(-1, D)
 
 
 @as_module(lambda: {"bilinear": nn.Bilinear(D, D, D)})
-def Bilinear(self, x: Tensor) -> Tensor:
+def Bilinear(self: Any, x: Tensor) -> Tensor:
     return self.bilinear(x, x.tanh())
 
 
@@ -192,18 +192,18 @@ PARAMETRIZATIONS = {
 
 
 @as_module(lambda kind="spectral": {"linear": PARAMETRIZATIONS[kind](nn.Linear(D, D))})
-def Parametrized(self, x: Tensor) -> Tensor:
+def Parametrized(self: Any, x: Tensor) -> Tensor:
     """A weight that is computed anew in every forward; spectral norm also moves two buffers."""
     return torch.tanh(self.linear(x))
 
 
 @as_module(lambda: {"conv": nn.Conv1d(1, 2, 3, padding=1), "pool": nn.MaxPool1d(2)})
-def Convolution(self, x: Tensor) -> Tensor:
+def Convolution(self: Any, x: Tensor) -> Tensor:
     return self.pool(self.conv(x.unsqueeze(1))).flatten(1)
 
 
 @as_module(lambda: {"table": nn.Embedding(5, D)})
-def Lookup(self, x: Tensor) -> Tensor:
+def Lookup(self: Any, x: Tensor) -> Tensor:
     """Embeddings of indices that are computed from ``x``."""
     index = (x.detach().float().sum(-1).abs() * 10).long() % 5
     return x + self.table(index)
@@ -221,13 +221,13 @@ INPUT_EDITS = {
 
 
 @as_module(lambda how="mul": {"linear": nn.Linear(D, D), "how": how})
-def EditsItsInput(self, x: Tensor) -> Tensor:
+def EditsItsInput(self: Any, x: Tensor) -> Tensor:
     INPUT_EDITS[self.how](x)
     return self.linear(x).sin()
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "count": 0})
-def EditsItsInputLater(self, x: Tensor) -> Tensor:
+def EditsItsInputLater(self: Any, x: Tensor) -> Tensor:
     """Edits its argument from the second call on only."""
     self.count += 1
     return self.linear(x.mul_(0.5) if self.count > 1 else x).sin()
@@ -242,7 +242,7 @@ OUTPUT_EDITS = {
 
 
 @as_module(lambda how="add": {"first": nn.Linear(D, D), "drop": nn.Dropout(0.3), "last": nn.Linear(D, D), "how": how})
-def EditsChildsOutput(self, x: Tensor) -> Tensor:
+def EditsChildsOutput(self: Any, x: Tensor) -> Tensor:
     h = self.drop(self.first(x))
     if self.how == "after":
         y = self.last(h) + h.sum()
@@ -253,7 +253,7 @@ def EditsChildsOutput(self, x: Tensor) -> Tensor:
 
 
 @as_module()
-def TakesViews(self, flat: Tensor, rows: Any, *, part: Any = None) -> Tensor:
+def TakesViews(self: Any, flat: Tensor, rows: Any, *, part: Any = None) -> Tensor:
     """Reads arguments that share memory."""
     row = rows[0] if isinstance(rows, list) else rows
     first = part["part"] if isinstance(part, dict) else part
@@ -262,7 +262,7 @@ def TakesViews(self, flat: Tensor, rows: Any, *, part: Any = None) -> Tensor:
 
 
 @as_module(lambda how="positional": {"linear": nn.Linear(D, D), "inner": TakesViews(), "how": how})
-def SharesMemory(self, x: Tensor) -> Tensor:
+def SharesMemory(self: Any, x: Tensor) -> Tensor:
     """Calls a child with views of one tensor: positional, in a list, by keyword."""
     flat = self.linear(x).view(-1)
     rows = flat.view(-1, 4)
@@ -276,13 +276,13 @@ def SharesMemory(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda: {"inner": TakesBuffer(), "average": nn.Buffer(torch.zeros(D))})
-def EditsBuffer(self, x: Tensor) -> Tensor:
+def EditsBuffer(self: Any, x: Tensor) -> Tensor:
     """Hands its own buffer to a child, which edits it."""
     return self.inner(x, self.average)
 
 
 @as_module()
-def TakesBuffer(self, x: Tensor, average: Tensor) -> Tensor:
+def TakesBuffer(self: Any, x: Tensor, average: Tensor) -> Tensor:
     average.lerp_(x.detach().float().mean(0), 0.1)
     return torch.sigmoid(x + average)
 
@@ -299,7 +299,9 @@ class Record:
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "drop": nn.Dropout(0.2)})
-def TakesContainers(self, record: Record, *, pairs: list[Pair], scale: float, nothing: None = None) -> dict[str, Any]:
+def TakesContainers(
+    self: Any, record: Record, *, pairs: list[Pair], scale: float, nothing: None = None
+) -> dict[str, Any]:
     """Nested arguments and outputs: dict, named tuple, dataclass, None, non-tensors."""
     h = self.linear(record.h) * scale + record.more["bias"]
     for pair in pairs:
@@ -308,7 +310,7 @@ def TakesContainers(self, record: Record, *, pairs: list[Pair], scale: float, no
 
 
 @as_module(lambda: {"inner": TakesContainers(), "bias": nn.Parameter(torch.zeros(D))})
-def UsesContainers(self, x: Tensor) -> Tensor:
+def UsesContainers(self: Any, x: Tensor) -> Tensor:
     out = self.inner(Record(x, {"bias": self.bias}), pairs=[Pair(x * 2, None), Pair(x.sin(), 1)], scale=1.5)
     assert (out["nothing"], out["pair"].rest, out["n"]) == (None, "text", 3)
     return out["h"] + out["pair"].a
@@ -358,7 +360,7 @@ class Codebook(nn.Module):
 
 
 @as_module(lambda: {"average": nn.Buffer(torch.zeros(D)), "count": 0})
-def MovesLater(self, x: Tensor) -> Tensor:
+def MovesLater(self: Any, x: Tensor) -> Tensor:
     """A buffer that is edited from the second call on only."""
     y = x * (1 + self.average)
     self.count += 1
@@ -390,7 +392,7 @@ class Tied(nn.Module):
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def Noise(self, x: Tensor) -> Tensor:
+def Noise(self: Any, x: Tensor) -> Tensor:
     """Draws from the random stream in several ways."""
     h = self.linear(x)
     h = F.dropout(h * torch.rand_like(h), 0.3) + torch.bernoulli(torch.full_like(x, 0.5)) * h
@@ -429,13 +431,13 @@ class AddInPlaceFunction(torch.autograd.Function):
 
 
 @as_module(lambda *, inplace=False: {"linear": nn.Linear(D, D), "inplace": inplace})
-def OwnFunction(self, x: Tensor) -> Tensor:
+def OwnFunction(self: Any, x: Tensor) -> Tensor:
     h = self.linear(x)
     return AddInPlaceFunction.apply(h) if self.inplace else SquashFunction.apply(h, 0.7)
 
 
 @as_module()
-def Indexing(self, x: Tensor) -> Tensor:
+def Indexing(self: Any, x: Tensor) -> Tensor:
     """Sorting, indexing, masking, and a branch that depends on values."""
     values, order = x.sort(dim=1)
     y = torch.zeros_like(x).scatter(1, order, values * 2)
@@ -446,7 +448,7 @@ def Indexing(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda *, edits=False: {"inner": ReturnsViews(), "edits": edits})
-def ManyOutputs(self, x: Tensor) -> Tensor:
+def ManyOutputs(self: Any, x: Tensor) -> Tensor:
     """A child that returns views and several tensors, of which some are edited and some are not used."""
     left, (right, whole, _) = self.inner(x)
     if self.edits:
@@ -455,13 +457,13 @@ def ManyOutputs(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def ReturnsViews(self, x: Tensor) -> Any:
+def ReturnsViews(self: Any, x: Tensor) -> Any:
     y = self.linear(x)
     return y[:, : D // 2], (y[:, D // 2 :], y, x)
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def HooksInside(self, x: Tensor) -> Tensor:
+def HooksInside(self: Any, x: Tensor) -> Tensor:
     """A hook on a tensor, put there by forward."""
     h = self.linear(x)
     if h.requires_grad:
@@ -470,7 +472,7 @@ def HooksInside(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "teacher": nn.Linear(D, D)})
-def Detaches(self, x: Tensor) -> Tensor:
+def Detaches(self: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         target = self.teacher(x)
         target.add_(torch.rand_like(target))
@@ -478,7 +480,7 @@ def Detaches(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D, dtype=torch.float64)})
-def ChangesType(self, x: Tensor) -> Tensor:
+def ChangesType(self: Any, x: Tensor) -> Tensor:
     """Double precision and complex numbers on the way."""
     y = self.linear(x.double())
     return torch.fft.ifft(torch.fft.fft(y) * 1j).abs().to(x.dtype)

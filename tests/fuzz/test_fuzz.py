@@ -48,7 +48,9 @@ def test_a_seed_is_one_programme_and_many_have_every_kind_of_part() -> None:
     assert min(*kinds.values(), *shapes.values()) > 5
 
 
-def test_a_broken_engine_is_found_and_the_programme_shrunk(monkeypatch, capsys):
+def test_a_broken_engine_is_found_and_the_programme_shrunk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     right = [programme for programme in map(generate, range(24)) if execute(programme).kind == "same"]
     monkeypatch.setattr("graphckpt.engine.frame.set_rng_state", lambda state: None)
     alarms = [outcome.what for outcome in map(execute, right) if outcome.failed]
@@ -92,7 +94,9 @@ def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
 
 
 @pytest.mark.parametrize(("words", "minutes"), [([], 30.0), (["--seeds", "0:9"], None), (["--worker", *"091"], None)])
-def test_a_range_of_seeds_runs_to_its_end(monkeypatch, words, minutes):
+def test_a_range_of_seeds_runs_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, words: list[Any] | list[str], minutes: float | None
+) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", *words])
     assert run.parse_arguments().minutes == minutes
 

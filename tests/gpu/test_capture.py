@@ -104,7 +104,7 @@ def test_verify_compares_replays_and_puts_everything_back(policy: str) -> None:
 
 
 @as_module(lambda: {"weight": nn.Parameter(torch.ones(4096, device="cuda"))})
-def Drops(self, x: Tensor) -> Tensor:
+def Drops(self: Any, x: Tensor) -> Tensor:
     return nn.functional.dropout(x * self.weight, 0.5)
 
 

@@ -26,12 +26,12 @@ D = 64
 
 
 @as_module(lambda: {"up": nn.Linear(D, 2 * D), "down": nn.Linear(2 * D, D)})
-def Layer(self, x: Tensor) -> Tensor:
+def Layer(self: Any, x: Tensor) -> Tensor:
     return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 @as_module(lambda: {"layers": nn.Sequential(Layer(), Layer()), "head": Layer()})
-def WithAuxiliaryHead(self, x: Tensor) -> tuple[Tensor, Tensor]:
+def WithAuxiliaryHead(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a result that the loss leaves out, as a model that returns its hidden states."""
     x = self.layers(x)
     return x, self.head(x)
@@ -90,7 +90,7 @@ def test_an_offloaded_block_outside_of_the_loss(where: str, measures: bool) -> N
 
 
 @as_module(lambda: {"project": nn.Linear(D, 3 * D)})
-def Attends(self, x: Tensor) -> Tensor:
+def Attends(self: Any, x: Tensor) -> Tensor:
     q, k, v = self.project(x).reshape(1, 16, 3, 4, D // 4).permute(2, 0, 3, 1, 4)
     return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -137,7 +137,9 @@ def test_a_setting_that_changes_needs_a_capture_of_its_own(setting: str) -> None
 
 
 @pytest.mark.parametrize("name", ["synchronize", "empty_cache"])
-def test_an_error_before_the_capture_leaves_the_garbage_collector_on(name, monkeypatch):
+def test_an_error_before_the_capture_leaves_the_garbage_collector_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error of an earlier kernel comes with the synchronization before the capture."""
     graph = Train(model_of(layers))
     for seed in range(3):
@@ -209,7 +211,7 @@ def test_rng_state_of_every_device_in_use_is_restored() -> None:
     """A block whose tensors come as keywords and in containers, which PyTorch's own checkpoint does not look into."""
 
     @as_module()
-    def Drops(self, *, states: dict[str, Tensor]) -> Tensor:
+    def Drops(self: Any, *, states: dict[str, Tensor]) -> Tensor:
         return nn.functional.dropout(states["h"].sin(), 0.5) * torch.rand((), device="cuda")
 
     x = torch.randn(64, 64, device="cuda", requires_grad=True)
@@ -232,7 +234,7 @@ class Region(nn.Sequential):
 
 
 @as_module(lambda: {"linear": nn.Linear(8, 8)})
-def Slope(self, x: Tensor) -> Tensor:
+def Slope(self: Any, x: Tensor) -> Tensor:
     """Runs backward in its forward, through the layers before it too, and uses its weight before and after that."""
     energy = self.linear(x).tanh().pow(2).sum()
     (slope,) = torch.autograd.grad(energy, self.linear.weight, create_graph=True)

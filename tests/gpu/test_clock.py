@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def waits(monkeypatch):
+def waits(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What has waited for the device, by name."""
     names: list[str] = []
 
@@ -33,11 +33,11 @@ def waits(monkeypatch):
 
 
 @pytest.fixture
-def model():
+def model() -> Any:
     return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]).cuda()
 
 
-def test_intervals_are_timed_without_waiting(model, waits):
+def test_intervals_are_timed_without_waiting(model: Any, waits: Any) -> None:
     x = torch.randn(8, 16, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = StepClock(x.device)
@@ -54,7 +54,7 @@ def test_intervals_are_timed_without_waiting(model, waits):
     assert sum(clock.seconds.values()) == pytest.approx(clock.total, rel=1e-3, abs=1e-5)
 
 
-def test_ops_are_timed_without_waiting_for_each(model, waits):
+def test_ops_are_timed_without_waiting_for_each(model: Any, waits: Any) -> None:
     x = torch.randn(8, 16, device="cuda")
     counts = []
 

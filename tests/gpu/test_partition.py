@@ -35,7 +35,7 @@ STORES: dict[str, dict[str, Any]] = {
 
 
 @as_module(lambda: {"up": nn.Linear(33, 66), "drop": nn.Dropout(0.1), "down": nn.Linear(66, 33)})
-def Layer(self, x: Tensor) -> Tensor:
+def Layer(self: Any, x: Tensor) -> Tensor:
     return x + self.down(self.drop(torch.tanh(self.up(x))))
 
 
@@ -140,7 +140,9 @@ def _rank(rank: int, check: Callable[[int], None], folder: str, schedule: str | 
 
 
 @pytest.mark.parametrize("check", [two_ranks, ranks_that_differ], ids=["equal", "differ"])
-def test_two_ranks_on_one_device(check, tmp_path, request, monkeypatch):
+def test_two_ranks_on_one_device(
+    check: Any, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tests = Path(__file__).parents[1]
     paths = [tests / "simulated_cuda" / "site", tests, tests.parent]  # new processes load the simulated device, too
     if "simulated_cuda.plugin" in sys.modules:

@@ -23,7 +23,7 @@ OFF = 0.05  # of the peak: what kernels take within an op
 
 
 @as_module(lambda d, p: {"up": nn.Linear(d, 4 * d), "down": nn.Linear(4 * d, d), "drop": nn.Dropout(p)})
-def Layer(self, x: torch.Tensor) -> torch.Tensor:
+def Layer(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
@@ -116,7 +116,7 @@ def planned_graph(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.T
 
 @pytest.mark.serial
 @pytest.mark.parametrize("planned", [planned_alone, planned_graph])
-def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned):
+def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned: Any) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = nn.Sequential(*(Layer(128, 0.0) for _ in range(6))).cuda()

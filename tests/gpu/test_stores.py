@@ -209,7 +209,9 @@ def test_bytes_from_disk_on_another_stream(tmp_path: Path) -> None:
     store.close()
 
 
-def test_memory_for_the_disk_that_cannot_be_registered_falls_back(tmp_path, monkeypatch):
+def test_memory_for_the_disk_that_cannot_be_registered_falls_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     store, notes = store_on_disk(tmp_path), []
     key = put(store, data(5000, 0), note=notes.append)
@@ -248,7 +250,9 @@ RULES = {"keep": None, "full": True, "selective": Selective("matmul"), "segments
 @pytest.mark.one_schedule(COUNTS)
 @pytest.mark.parametrize("is_offloaded", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_allocator_confirms_what_explain_says(request, rule, is_offloaded):
+def test_the_allocator_confirms_what_explain_says(
+    request: pytest.FixtureRequest, rule: Any, is_offloaded: bool
+) -> None:
     """But for the last block, whose copies are under way when forward ends: with nothing in flight, to the byte."""
     x = torch.randn(256, D, device="cuda")
     plain_kept, plain_peak = allocated(wide_chain(has_dropout=True), x)

@@ -103,7 +103,9 @@ def test_no_mask_without_a_cache(architecture: Architecture, masks: list[bool]) 
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
-def test_no_mask_where_transformers_takes_a_missing_one_for_traced(name, masks, monkeypatch):
+def test_no_mask_where_transformers_takes_a_missing_one_for_traced(
+    name: str, masks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As versions before 5.23 do."""
     for function in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
         skips = getattr(masking_utils, function)

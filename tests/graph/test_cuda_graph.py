@@ -68,7 +68,9 @@ def test_a_capture_after_a_failed_one_beside_a_live_one(graphs: CudaGraphBackend
     assert graphs.pool_bytes() == 0
 
 
-def test_a_capture_that_does_not_begin_leaves_no_allocator_recording(graphs, monkeypatch):
+def test_a_capture_that_does_not_begin_leaves_no_allocator_recording(
+    graphs: CudaGraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The allocator of device memory has begun when that of pinned memory refuses."""
     live = graphs.capture(product)
 
@@ -87,7 +89,9 @@ def test_a_capture_that_does_not_begin_leaves_no_allocator_recording(graphs, mon
     torch.cuda.empty_cache()
 
 
-def test_a_capture_that_does_not_begin_gives_back_no_pool_of_others(graphs, monkeypatch):
+def test_a_capture_that_does_not_begin_gives_back_no_pool_of_others(
+    graphs: CudaGraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     live = graphs.capture(product)
 
     def refuse(*_: object, **__: object) -> None:

@@ -16,7 +16,7 @@ from graphckpt import ConfigError, GraphError, GraphModule, Segments, Selective,
 
 
 @as_module(lambda: {"norm": nn.LayerNorm(6), "up": nn.Linear(6, 12), "down": nn.Linear(12, 6), "drop": nn.Dropout(0.2)})
-def Layer(self, x: Tensor) -> Tensor:
+def Layer(self: Any, x: Tensor) -> Tensor:
     return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
 
 

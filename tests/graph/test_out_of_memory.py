@@ -9,7 +9,9 @@ import resource
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("default:.*memory ran out; the step is r
 
 
 @pytest.fixture(autouse=True)
-def _limited():
+def _limited() -> Iterator[None]:
     with limited_address_space():
         yield
 
@@ -36,17 +38,17 @@ STEPS = 4
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.1)
         self.norm = nn.BatchNorm1d(32)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return x + self.norm(self.drop(self.down(torch.tanh(self.up(x)))))
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(16, 32)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
@@ -55,7 +57,7 @@ class Net(nn.Module):
         self.seen = []
         self.moves_0 = []
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         self.num_forwards += 1
         self.seen.append(random.random())
         moves = self.__dict__.pop(f"moves_{self.num_forwards - 1}")  # under another name, and no more attributes
@@ -69,7 +71,7 @@ class Net(nn.Module):
 
 
 class Step(Graph):
-    def __init__(self, *, num_micro_batches=1, has_scaler=False, mode="replan"):
+    def __init__(self, *, num_micro_batches: int = 1, has_scaler: bool = False, mode: str = "replan") -> None:
         super().__init__()
         self.model = Net()
         self.num_builds = 0
@@ -82,7 +84,7 @@ class Step(Graph):
         if has_scaler:
             self.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=16.0))
 
-    def build(self, x):
+    def build(self, x: torch.Tensor) -> Any:
         self.num_builds += 1
         loss = self.model(x).square().mean()
         loss.backward()
@@ -92,7 +94,7 @@ class Step(Graph):
 X = torch.randn(512, 16, generator=torch.Generator().manual_seed(2))
 
 
-def made(**settings):
+def made(**settings: Any) -> Any:
     torch.manual_seed(0)
     random.seed(0)
     step = Step(**settings)
@@ -100,7 +102,7 @@ def made(**settings):
     return step
 
 
-def run(step, limit=None):
+def run(step: Any, limit: Any = None) -> tuple[Any, ...]:
     """Returns all that training has changed, the limit, and the live bytes before the step that is limited."""
     losses, memory = [], MemoryLimit()
     memory.track([X, *step.model.origin.parameters(), *step.model.origin.buffers()])
@@ -129,13 +131,13 @@ def run(step, limit=None):
     return tensors, numbers, memory, at_rest
 
 
-def limit_at(share, of_run):
+def limit_at(share: Any, of_run: Any) -> Any:
     """Returns a limit at a share of the bytes by which the step raises the live bytes."""
     _, _, memory, at_rest = of_run
     return at_rest + int(share * (memory.peak_bytes - at_rest))
 
 
-def is_same(one, other):
+def is_same(one: Any, other: Any) -> Any:
     return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 
@@ -148,7 +150,7 @@ def is_same(one, other):
     ],
     ids=["plain", "accumulation", "scaler"],
 )
-def test_training_is_the_same_wherever_memory_runs_out(settings, shares):
+def test_training_is_the_same_wherever_memory_runs_out(settings: dict[str, Any], shares: tuple[Any, ...]) -> None:
     expected = run(made(**settings))
     num_replanned = 0
     for share in shares:
@@ -166,7 +168,7 @@ def test_training_is_the_same_wherever_memory_runs_out(settings, shares):
     assert num_replanned == len(shares)
 
 
-def test_off_by_default():
+def test_off_by_default() -> None:
     assert made(mode="raise").config.on_out_of_memory == Graph().config.on_out_of_memory == "raise"
     step = made(mode="raise")
     with pytest.raises(torch.OutOfMemoryError, match="tried to allocate") as error:
@@ -174,14 +176,14 @@ def test_off_by_default():
     assert not hasattr(error.value, "__notes__")
 
 
-def made_selective():
+def made_selective() -> Any:
     step = made()
     for layer in step.model.layers:
         layer.config.activation_checkpointing = "selective"
     return step
 
 
-def test_memory_runs_out_in_a_recomputation():
+def test_memory_runs_out_in_a_recomputation() -> None:
     expected = run(made())
     limit = limit_at(0.85, run(made_selective()))
     with pytest.warns(UserWarning, match=r"repeated: 4x selective\(matmul\+attention\) -> "):
@@ -190,7 +192,7 @@ def test_memory_runs_out_in_a_recomputation():
     assert {"backward", "_recompute"} <= got[2].functions
 
 
-def test_second_error_is_the_first_one_with_a_note_and_nothing_stays_alive():
+def test_second_error_is_the_first_one_with_a_note_and_nothing_stays_alive() -> None:
     plain = made()
     expected = [plain(X) for _ in range(STEPS)]
     step, memory = made(), MemoryLimit()
@@ -215,7 +217,7 @@ def test_second_error_is_the_first_one_with_a_note_and_nothing_stays_alive():
     assert all(torch.equal(step(X), loss) for loss in expected[FAILED:])
 
 
-def test_lowest_plan_is_tried_before_the_step_fails(monkeypatch):
+def test_lowest_plan_is_tried_before_the_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process takes memory that was free when the first plan was made."""
     expected = run(made())
     monkeypatch.setattr(options, "available_bytes", lambda *_: limit_at(0.85, expected))
@@ -227,7 +229,7 @@ def test_lowest_plan_is_tried_before_the_step_fails(monkeypatch):
     assert got[2].num_raised == 2
 
 
-def test_plan_is_at_most_the_memory_budget():
+def test_plan_is_at_most_the_memory_budget() -> None:
     step = made()
     step.config.memory_budget = 0.9
     step(X)
@@ -244,11 +246,11 @@ def test_plan_is_at_most_the_memory_budget():
     assert [layer.config.fields() for layer in step.model.layers] == policies
 
 
-def test_error_in_the_update_says_that_it_cannot_be_undone():
+def test_error_in_the_update_says_that_it_cannot_be_undone() -> None:
     step = made()
     step(X)
 
-    def run_out(optimizer, *_):
+    def run_out(optimizer: Any, *_: Any) -> None:
         optimizer.param_groups[0]["params"][0].data.add_(1)
         raise MemoryError("no room")
 
@@ -260,7 +262,7 @@ def test_error_in_the_update_says_that_it_cannot_be_undone():
     ]
 
 
-def test_inputs_may_be_inference_tensors():
+def test_inputs_may_be_inference_tensors() -> None:
     step = made()
     step(X)
     with torch.inference_mode():
@@ -273,9 +275,9 @@ def test_inputs_may_be_inference_tensors():
     assert backup.lasting_change() == "the step had modified a parameter or an input in place"
 
 
-def test_expanded_buffers_and_those_of_later_children_are_restored():
+def test_expanded_buffers_and_those_of_later_children_are_restored() -> None:
     class Counting(nn.Module):
-        def forward(self, x):
+        def forward(self, x: torch.Tensor) -> Any:
             return x
 
     step = made()
@@ -293,7 +295,7 @@ def test_expanded_buffers_and_those_of_later_children_are_restored():
     assert step.verify(X)
 
 
-def test_children_that_a_failed_step_has_made_are_removed():
+def test_children_that_a_failed_step_has_made_are_removed() -> None:
     step = made()
     step(X)
     model = step.model.origin
@@ -306,9 +308,9 @@ def test_children_that_a_failed_step_has_made_are_removed():
     assert model.first is first
 
 
-def test_input_that_was_modified_in_place_cannot_be_repeated():
+def test_input_that_was_modified_in_place_cannot_be_repeated() -> None:
     class InPlace(Step):
-        def build(self, x):
+        def build(self, x: torch.Tensor) -> None:
             x.add_(1)
             raise MemoryError("no room")
 
@@ -317,9 +319,9 @@ def test_input_that_was_modified_in_place_cannot_be_repeated():
     assert "not replanned, since the step had modified a parameter or an input in place" in error.value.__notes__[0]
 
 
-def test_step_that_reads_values_cannot_be_planned_and_raises_the_error():
+def test_step_that_reads_values_cannot_be_planned_and_raises_the_error() -> None:
     class Reads(Step):
-        def build(self, x):
+        def build(self, x: torch.Tensor) -> None:
             if int(x.argmax()) >= 0:
                 raise MemoryError("no room")
 
@@ -330,7 +332,7 @@ def test_step_that_reads_values_cannot_be_planned_and_raises_the_error():
     assert not any(t.grad is not None or type(t) is not nn.Parameter for t in step.model.origin.parameters())
 
 
-def test_several_processes_cannot_replan(monkeypatch):
+def test_several_processes_cannot_replan(monkeypatch: pytest.MonkeyPatch) -> None:
     step = made()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -338,7 +340,7 @@ def test_several_processes_cannot_replan(monkeypatch):
         step(X)
 
 
-def test_without_a_limit_no_step_is_backed_up(monkeypatch):
+def test_without_a_limit_no_step_is_backed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "StepBackup", None)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **how: None)
@@ -353,7 +355,7 @@ def test_without_a_limit_no_step_is_backed_up(monkeypatch):
 
 
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_each_limit_of_a_process_makes_allocations_fail(monkeypatch, limit):
+def test_each_limit_of_a_process_makes_allocations_fail(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **how: None)
     monkeypatch.setattr(out_of_memory, "_grants_no_more", lambda: False)
     limits = {getattr(resource, limit): (2**46, resource.RLIM_INFINITY)}
@@ -364,7 +366,7 @@ def test_each_limit_of_a_process_makes_allocations_fail(monkeypatch, limit):
     assert not out_of_memory.raises_out_of_memory()
 
 
-def test_settings_are_checked():
+def test_settings_are_checked() -> None:
     expected = r"on_out_of_memory: expected 'raise' or 'replan', got 'replann' · did you mean 'replan'\?"
     with pytest.raises(ConfigError, match=expected):
         made(mode="replann")
@@ -381,14 +383,14 @@ def test_settings_are_checked():
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     ],
 )
-def test_errors_of_allocators_are_known(text):
+def test_errors_of_allocators_are_known(text: str) -> None:
     assert is_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(ValueError(text))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space")
-def test_limit_of_the_address_space():
+def test_limit_of_the_address_space() -> None:
     script = Path(__file__).parents[1] / "helpers" / "address_space.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=300)
     assert done.stdout == "same\n", done.stderr

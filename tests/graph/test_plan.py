@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -15,7 +16,7 @@ from graphckpt import ConfigError, Graph, GraphError, PlanError
 from graphckpt.graph import auto_plan
 
 
-def made():
+def made() -> Any:
     torch.manual_seed(0)
     model = Listed(6, norm=nn.LayerNorm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -24,19 +25,19 @@ def made():
     return step
 
 
-def trained(step, x, steps=4):
+def trained(step: Any, x: torch.Tensor, steps: int = 4) -> tuple[Any, ...]:
     losses = [step(x) for _ in range(steps)]
     return [*losses, *step.model.origin.parameters()], step._update.optimizers[0].param_groups[0]["lr"]
 
 
-def same(one, other):
+def same(one: Any, other: Any) -> Any:
     return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 
 X = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
 
 
-def test_plan_keeps_its_budget_and_changes_no_bit():
+def test_plan_keeps_its_budget_and_changes_no_bit() -> None:
     plain = made()
     expected = trained(plain, X)
     step = made()
@@ -50,7 +51,7 @@ def test_plan_keeps_its_budget_and_changes_no_bit():
     assert sum(reruns.values()) > 0
 
 
-def test_what_was_set_on_the_layers_before_is_replaced():
+def test_what_was_set_on_the_layers_before_is_replaced() -> None:
     step = made()
     step.model.layers[5].config.activation_checkpointing = True
     step.model.layers[5].up.config.offload = "disk"
@@ -61,7 +62,7 @@ def test_what_was_set_on_the_layers_before_is_replaced():
     assert step.model.layers[5].up.config.fields() == {}
 
 
-def test_config_plans_at_the_first_call_and_with_each_new_shape():
+def test_config_plans_at_the_first_call_and_with_each_new_shape() -> None:
     expected = trained(made(), X)
     step = made()
     step.config.memory_budget = 0.7
@@ -77,7 +78,7 @@ def test_config_plans_at_the_first_call_and_with_each_new_shape():
     assert [layer.config.activation_checkpointing for layer in step.model.layers] == policies
 
 
-def test_a_plan_that_is_not_applied_leaves_the_flags_and_is_warned_of_once():
+def test_a_plan_that_is_not_applied_leaves_the_flags_and_is_warned_of_once() -> None:
     step = made()
     step.plan(X, memory_budget="min")
     assert [layer.config.fields() for layer in step.model.layers] == [{}] * 6
@@ -86,7 +87,7 @@ def test_a_plan_that_is_not_applied_leaves_the_flags_and_is_warned_of_once():
     step(X)
 
 
-def test_removing_a_plan_restores_the_flags_of_before():
+def test_removing_a_plan_restores_the_flags_of_before() -> None:
     step = made()
     step.model.layers[5].config.activation_checkpointing = True
     step.model.layers[5].up.config.offload = "disk"
@@ -97,7 +98,7 @@ def test_removing_a_plan_restores_the_flags_of_before():
     assert [layer.config.fields() for layer in step.model.layers[:5]] == [{}] * 5
 
 
-def test_a_graph_that_was_planned_dies_with_its_last_reference():
+def test_a_graph_that_was_planned_dies_with_its_last_reference() -> None:
     step = made()
     step.config.memory_budget = "min"
     step(X)
@@ -112,12 +113,12 @@ def test_a_graph_that_was_planned_dies_with_its_last_reference():
         gc.enable()
 
 
-def test_selectors_choose_what_is_planned():
+def test_selectors_choose_what_is_planned() -> None:
     found = made().plan(X, memory_budget="min", select=["model.layers.[01]"])
     assert [row.block for row in found.rows] == ["model.layers.0", "model.layers.1"]
 
 
-def test_a_graph_is_simulated_for_an_absent_device_and_stays_as_it_was():
+def test_a_graph_is_simulated_for_an_absent_device_and_stays_as_it_was() -> None:
     expected = trained(made(), X)
     step = made()
     found = step.plan(X, memory_budget=0.995, device="h200")
@@ -142,12 +143,14 @@ def test_a_graph_is_simulated_for_an_absent_device_and_stays_as_it_was():
         ("NVIDIA GeForce GTX 1080", "a100-80g"),
     ],
 )
-def test_a_present_device_is_simulated_with_its_own_rates(device, profile, monkeypatch):
+def test_a_present_device_is_simulated_with_its_own_rates(
+    device: str, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
     assert auto_plan._profile_of(torch.device("cuda", 0)).name == profile
 
 
-def test_micro_batches_are_planned_as_they_run():
+def test_micro_batches_are_planned_as_they_run() -> None:
     step = made()
     step.config.set_gradient_accumulation_steps(2)
     found = step.plan(X, memory_budget=0.85)
@@ -157,7 +160,7 @@ def test_micro_batches_are_planned_as_they_run():
     assert step.explain(show=False).peak_bytes == found.predicted_peak_bytes <= found.budget_bytes
 
 
-def test_faults_name_the_fix_and_leave_all_as_it_was():
+def test_faults_name_the_fix_and_leave_all_as_it_was() -> None:
     step = made()
     before = [p.clone() for p in step.model.origin.parameters()]
     with pytest.raises(PlanError, match=r"no plan fits · the lowest possible peak is .* reached .* · fix: "):

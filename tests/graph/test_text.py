@@ -15,7 +15,7 @@ from graphckpt import Graph, GraphError
 
 
 @as_module(lambda: {"first": nn.Linear(4, 6), "rest": nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))})
-def Net(self, x: Tensor) -> Tensor:
+def Net(self: Any, x: Tensor) -> Tensor:
     return self.rest(self.first(x))
 
 

@@ -411,7 +411,13 @@ def test_an_exception_in_build_leaves_nothing() -> None:
     ("dtype", "has_scaler", "num_warnings"),
     [(torch.float16, False, 1), (torch.float16, True, 0), (torch.bfloat16, False, 0)],
 )
-def test_float16_without_a_scaler_is_logged_once(monkeypatch, caplog, dtype, has_scaler, num_warnings):
+def test_float16_without_a_scaler_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dtype: torch.dtype,
+    has_scaler: bool,
+    num_warnings: int,
+) -> None:
     monkeypatch.setattr(errors, "_WARNED", set())
     for _ in range(2):
         model = mlp()

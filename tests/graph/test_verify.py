@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ class Layer(nn.Module):
 
     fault = None
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
         self.num_forwards = 0
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         self.num_forwards += 1
         FORWARDS.append(self)
         y = x + self.drop(self.norm(self.linear(x)).relu())
@@ -35,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Sequential):
-    def __init__(self):
+    def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__(*(Layer() for _ in range(3)))
 
@@ -43,8 +44,8 @@ class Net(nn.Sequential):
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
 
-def step_of(model, optimizer=None, *, zeroes=True):
-    def step():
+def step_of(model: nn.Module, optimizer: Any = None, *, zeroes: bool = True) -> Any:
+    def step() -> Any:
         loss = model(X).square().mean()
         loss.backward()
         if optimizer is not None:
@@ -56,16 +57,16 @@ def step_of(model, optimizer=None, *, zeroes=True):
     return step
 
 
-def state_of(model, optimizer):
+def state_of(model: nn.Module, optimizer: Any) -> Any:
     gradients = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
     return copy.deepcopy([model.state_dict(), optimizer.state_dict(), gradients, torch.get_rng_state()])
 
 
-def assert_same(one, other):
+def assert_same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_says_what_is_equal_and_restores_everything(capsys):
+def test_says_what_is_equal_and_restores_everything(capsys: pytest.CaptureFixture[str]) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     step = step_of(model, optimizer, zeroes=False)
@@ -81,14 +82,14 @@ def test_says_what_is_equal_and_restores_everything(capsys):
     assert policy_of(model[0]) is None
 
 
-def test_optimizer_states_of_the_first_step_are_removed():
+def test_optimizer_states_of_the_first_step_are_removed() -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     graphckpt.verify(model, step_of(model, optimizer), True, show=False)
     assert not optimizer.state
 
 
-def test_policies_of_the_model_are_verified_and_stay():
+def test_policies_of_the_model_are_verified_and_stay() -> None:
     model = Net()
     with graphckpt.apply(model, {"0": True, "1": "selective"}):
         assert (
@@ -99,11 +100,11 @@ def test_policies_of_the_model_are_verified_and_stay():
         assert policy_of(model[2]) is None
 
 
-def test_plain_step_runs_without_recomputation():
+def test_plain_step_runs_without_recomputation() -> None:
     model, num_forwards = Net(), []
     step = step_of(model)
 
-    def counted():
+    def counted() -> Any:
         del FORWARDS[:]
         loss = step()
         num_forwards.append(len(FORWARDS))
@@ -115,29 +116,29 @@ def test_plain_step_runs_without_recomputation():
 
 class _Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         return grad * 1.25
 
 
-def edit_buffer(layer):
-    def fault(y):
+def edit_buffer(layer: nn.Module) -> Any:
+    def fault(y: Any) -> Any:
         layer.norm.num_batches_tracked.add_(1)
         return y
 
     return fault
 
 
-def draw(y):
+def draw(y: Any) -> Any:
     torch.rand(1)
     return y
 
 
-def count(layer):
-    def fault(y):
+def count(layer: nn.Module) -> Any:
+    def fault(y: Any) -> Any:
         layer.num_forwards += 1
         return y
 
@@ -155,7 +156,7 @@ def count(layer):
     ],
     ids=["loss", "gradient", "buffer", "RNG", "attribute"],
 )
-def test_each_fault_is_named_and_the_state_restored(fault, message):
+def test_each_fault_is_named_and_the_state_restored(fault: Any, message: str) -> None:
     model = Net()
     model[1].fault = fault(model[1])
     model[2].drop.p = 0.0  # so that a draw in the block before it shows in the RNG state alone
@@ -166,17 +167,17 @@ def test_each_fault_is_named_and_the_state_restored(fault, message):
     assert_same(state_of(model, optimizer), before)
 
 
-def test_a_draw_in_the_last_block_shows_in_the_random_state():
+def test_a_draw_in_the_last_block_shows_in_the_random_state() -> None:
     model = Net()
     model[2].fault = draw
     with pytest.raises(GraphError, match="verify: step 1: `RNG state 0` differs from the plain step's in"):
         graphckpt.verify(model, step_of(model), {"2": True})
 
 
-def test_step_that_differs_from_itself_is_told_apart():
+def test_step_that_differs_from_itself_is_told_apart() -> None:
     model, batches = Net(), iter(torch.randn(20, 16, 8))
 
-    def step():
+    def step() -> Any:
         loss = model(next(batches)).mean()
         loss.backward()
         return loss
@@ -186,13 +187,13 @@ def test_step_that_differs_from_itself_is_told_apart():
         graphckpt.verify(model, step, True)
 
 
-def test_schedulers_are_restored():
+def test_schedulers_are_restored() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     plain = step_of(model, optimizer)
 
-    def step():
+    def step() -> Any:
         loss = plain()
         scheduler.step()
         return loss
@@ -202,12 +203,12 @@ def test_schedulers_are_restored():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_error_of_the_step_leaves_nothing_behind():
+def test_error_of_the_step_leaves_nothing_behind() -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     before, plain = state_of(model, optimizer), step_of(model, optimizer)
 
-    def step():
+    def step() -> None:
         plain()
         raise ZeroDivisionError
 
@@ -217,7 +218,7 @@ def test_error_of_the_step_leaves_nothing_behind():
     assert policy_of(model[0]) is None
 
 
-def test_arguments_are_checked():
+def test_arguments_are_checked() -> None:
     model = Net()
     with pytest.raises(ConfigError, match=r"verify: expected a model with policies, got one without · fix: verify\("):
         graphckpt.verify(model, step_of(model))

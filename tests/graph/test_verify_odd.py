@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +19,13 @@ from graphckpt.graph.verify import _difference_of
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
-def net(*first):
+def net(*first: Any) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*first, *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3)))
 
 
-def step_of(model, *optimizers, x=X):
-    def step():
+def step_of(model: nn.Module, *optimizers: Any, x: Any = X) -> Any:
+    def step() -> Any:
         loss = model(x).square().mean()
         loss.backward()
         for optimizer in optimizers:
@@ -34,11 +36,11 @@ def step_of(model, *optimizers, x=X):
     return step
 
 
-def verify(model, step, policies=True):
+def verify(model: nn.Module, step: Any, policies: bool = True) -> Any:
     return graphckpt.verify(model, step, policies, show=False)
 
 
-def assert_same(one, other):
+def assert_same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -52,12 +54,12 @@ def assert_same(one, other):
         ([2**53], [2**53 + 1], "differs from the plain step's in 1 of 1 elements, by up to 0"),
     ],
 )
-def test_each_bit_counts(own, plain, text):
+def test_each_bit_counts(own: Any, plain: Any, text: str) -> None:
     assert _difference_of(torch.tensor(own), torch.tensor(own)) is None
     assert re.fullmatch(text, _difference_of(torch.tensor(own), torch.tensor(plain)))
 
 
-def test_all_nans_are_equal():
+def test_all_nans_are_equal() -> None:
     other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert _difference_of(other, torch.tensor([float("nan")])) is None
     assert _difference_of(other, torch.tensor([1.0])) is not None
@@ -66,14 +68,14 @@ def test_all_nans_are_equal():
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.bool, torch.complex128]
 )
-def test_buffers_of_any_type(dtype):
+def test_buffers_of_any_type(dtype: Any) -> None:
     model = net()
     model[0].register_buffer("odd", torch.ones(3).to(dtype))
     assert "1 buffer" in verify(model, step_of(model)).contents
     assert _difference_of(torch.ones(3).to(dtype), torch.zeros(3).to(dtype)) is not None
 
 
-def test_sparse_gradients_are_compared_and_restored():
+def test_sparse_gradients_are_compared_and_restored() -> None:
     model = net(nn.Embedding(10, 8, sparse=True))
     step = step_of(model, x=torch.tensor([1, 1, 2]))
     step()
@@ -84,12 +86,12 @@ def test_sparse_gradients_are_compared_and_restored():
     assert_same(before.to_dense(), content)
 
 
-def test_lists_in_optimizer_states_are_restored():
+def test_lists_in_optimizer_states_are_restored() -> None:
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
-    def step():
-        def closure():
+    def step() -> Any:
+        def closure() -> Any:
             optimizer.zero_grad()
             torch.manual_seed(0)
             loss = model(X).square().sum()
@@ -109,12 +111,12 @@ def test_lists_in_optimizer_states_are_restored():
     assert_same(optimizer.state_dict()["state"][0], before["state"][0])
 
 
-def test_groups_that_the_step_adds_are_removed():
+def test_groups_that_the_step_adds_are_removed() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model[0].parameters())
     plain = step_of(model, optimizer)
 
-    def step():
+    def step() -> Any:
         loss = plain()
         if len(optimizer.param_groups) == 1:
             optimizer.add_param_group({"params": list(model[1].parameters())})
@@ -124,11 +126,11 @@ def test_groups_that_the_step_adds_are_removed():
     assert len(optimizer.param_groups) == 1
 
 
-def test_layers_that_the_step_freezes_are_trainable_again():
+def test_layers_that_the_step_freezes_are_trainable_again() -> None:
     model = net()
     plain = step_of(model)
 
-    def step():
+    def step() -> Any:
         loss = plain()
         model[0].requires_grad_(requires_grad=False)
         return loss
@@ -137,7 +139,7 @@ def test_layers_that_the_step_freezes_are_trainable_again():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_parameters_outside_of_the_model_are_restored():
+def test_parameters_outside_of_the_model_are_restored() -> None:
     model, head = net(), nn.Linear(8, 2)
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
     before = copy.deepcopy(head.state_dict())
@@ -145,7 +147,7 @@ def test_parameters_outside_of_the_model_are_restored():
     assert_same(head.state_dict(), before)
 
 
-def without_gradients(model):
+def without_gradients(model: nn.Module) -> Any:
     with torch.no_grad():
         return model(X).sum()
 
@@ -164,31 +166,31 @@ def without_gradients(model):
     ],
     ids=["nothing", "no_grad", "another model", "other blocks", "no backward"],
 )
-def test_step_that_shows_nothing_is_refused(step, message):
+def test_step_that_shows_nothing_is_refused(step: Any, message: str) -> None:
     model = net(nn.Identity())
     with pytest.raises(ConfigError, match=message):
         verify(model, lambda: step(model), ["1", "2"])
 
 
-def test_gradients_of_a_functional_step_count_as_a_backward():
+def test_gradients_of_a_functional_step_count_as_a_backward() -> None:
     model = net()
 
-    def step():
+    def step() -> Any:
         return torch.autograd.grad(model(X).sum(), list(model.parameters()))
 
     assert verify(model, step).contents == "6 outputs, 6 parameters, RNG"
 
 
-def test_model_whose_inputs_alone_are_trained():
+def test_model_whose_inputs_alone_are_trained() -> None:
     model, x = net().requires_grad_(requires_grad=False), X.clone().requires_grad_()
 
-    def step():
+    def step() -> Any:
         return torch.autograd.grad(model(x).sum(), x)[0]
 
     assert verify(model, step).contents == "1 output, 6 parameters, RNG"
 
 
-def test_compiled_model():
+def test_compiled_model() -> None:
     torch.compiler.reset()
     model = net()
     compiled = torch.compile(model, backend="aot_eager")
@@ -198,10 +200,10 @@ def test_compiled_model():
 
 
 @pytest.mark.parametrize("wrap", [lambda y: y.detach().numpy(), lambda _: object(), lambda y: (each for each in y)])
-def test_outputs_that_cannot_be_compared_are_refused(wrap):
+def test_outputs_that_cannot_be_compared_are_refused(wrap: Callable[..., Any]) -> None:
     model = net()
 
-    def step():
+    def step() -> Any:
         y = model(X)
         y.sum().backward()
         return wrap(y)
@@ -212,10 +214,10 @@ def test_outputs_that_cannot_be_compared_are_refused(wrap):
         verify(model, step)
 
 
-def test_other_outputs_are_compared():
+def test_other_outputs_are_compared() -> None:
     model = net()
 
-    def step():
+    def step() -> dict[str, Any]:
         y = model(X)
         y.sum().backward()
         return {"argmax": y.argmax(-1), "seen": {1, 2}, "model": model, "mean": y.detach().numpy().mean(), "none": None}
@@ -227,21 +229,21 @@ def test_other_outputs_are_compared():
     ("build", "fix"),
     [(lambda: nn.LazyLinear(8), "run one forward before"), (lambda: nn.Linear(8, 8, device="meta"), "model.to_empty")],
 )
-def test_model_without_values_is_refused(build, fix):
+def test_model_without_values_is_refused(build: Callable[..., Any], fix: str) -> None:
     model = nn.Sequential(build())
     with pytest.raises(ConfigError, match=f"verify: expected values in all .*, `0.weight` has none · fix: {fix}"):
         verify(model, step_of(model), {"0": True})
 
 
 @pytest.mark.parametrize("stateful", [3, [3], torch.optim.SGD(net().parameters()), net()])
-def test_stateful_is_checked(stateful):
+def test_stateful_is_checked(stateful: Any) -> None:
     model = net()
     with pytest.raises(ConfigError, match=r"verify\.stateful: expected a list of objects with state_dict"):
         graphckpt.verify(model, step_of(model), True, stateful=stateful)
 
 
 @pytest.fixture
-def process_group():
+def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -249,7 +251,7 @@ def process_group():
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("static_graph", [False, True])
-def test_model_in_ddp_that_has_not_run_yet(static_graph):
+def test_model_in_ddp_that_has_not_run_yet(static_graph: bool) -> None:
     model = net()
     ddp = nn.parallel.DistributedDataParallel(model, static_graph=static_graph)
     optimizer = torch.optim.AdamW(ddp.parameters())
@@ -258,11 +260,11 @@ def test_model_in_ddp_that_has_not_run_yet(static_graph):
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_gradients_of_parameters_that_the_step_makes_are_compared(replace):
+def test_gradients_of_parameters_that_the_step_makes_are_compared(replace: bool) -> None:
     model = net()
     weight = model[0][0].weight
 
-    def step():
+    def step() -> Any:
         if replace:
             model[0][0].weight = nn.Parameter(model[0][0].weight.detach() * 0.9)
         elif len(model) == 3:
@@ -277,14 +279,14 @@ def test_gradients_of_parameters_that_the_step_makes_are_compared(replace):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
-def test_scripted_modules_are_refused():
+def test_scripted_modules_are_refused() -> None:
     model = net(torch.jit.script(nn.Linear(8, 8)))
     with pytest.raises(ConfigError, match=r"verify: expected modules of Python, .* `0` is a ScriptModule · fix: leave"):
         verify(model, step_of(model), {"1": True})
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_a_policy_that_only_compiles_is_verified():
+def test_a_policy_that_only_compiles_is_verified() -> None:
     torch.compiler.reset()
     model = net()
     assert "6 gradients" in verify(model, step_of(model), {"*": {"compile": {"backend": "aot_eager"}}}).contents

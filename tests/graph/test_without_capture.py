@@ -29,14 +29,14 @@ RUNS: Counter[str] = Counter()
 
 
 @as_module(lambda: {"linear": nn.Linear(16, 16)})
-def Flips(self, x: Tensor) -> Tensor:
+def Flips(self: Any, x: Tensor) -> Tensor:
     """Another result in its first run, unseen by all but a comparison."""
     RUNS["flips"] += 1
     return self.linear(x) * (1 + 1e-3 * (RUNS["flips"] == 1))
 
 
 @as_module(lambda: {"last": nn.Buffer(torch.ones(3))})
-def Spoils(self, x: Tensor) -> Tensor:
+def Spoils(self: Any, x: Tensor) -> Tensor:
     """Leaves NaN in a buffer in its first run, and 0 in later ones."""
     RUNS["spoils"] += 1
     self.last.fill_(float("nan") if RUNS["spoils"] == 1 else 0.0)

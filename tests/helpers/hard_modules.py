@@ -31,7 +31,7 @@ B = 6  # batch; D is the width
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "norm": nn.BatchNorm1d(D), "relu": nn.ReLU(inplace=True)})
-def BatchNorm(self, x: Tensor) -> Tensor:
+def BatchNorm(self: Any, x: Tensor) -> Tensor:
     return self.relu(self.norm(self.linear(x)))
 
 

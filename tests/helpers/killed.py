@@ -15,10 +15,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401 - seconds, which each child would need otherwise
+from torch import nn
 
 import graphckpt.config.trainer  # noqa: F401 - before the children start
 from graphckpt.cli import main
@@ -30,18 +32,18 @@ DIED = 77  # exit code of a child that ended itself
 _SYNC_SECONDS = 0.002  # a slow disk, so that there is time to be killed in the midst of a snapshot
 
 
-def _slowly(sync):
-    def slow_sync(path):
+def _slowly(sync: Any) -> Any:
+    def slow_sync(path: Path) -> None:
         time.sleep(_SYNC_SECONDS)
         sync(path)
 
     return slow_sync
 
 
-def _dying(module, name, calls, number):
+def _dying(module: nn.Module, name: str, calls: Any, number: Any) -> None:
     call = getattr(module, name)
 
-    def dying(*args, **kwargs):
+    def dying(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == number:
             os._exit(DIED)
         return call(*args, **kwargs)
@@ -49,7 +51,7 @@ def _dying(module, name, calls, number):
     setattr(module, name, dying)
 
 
-def _child(order):
+def _child(order: Any) -> None:
     if order.get("dies_at") is not None:
         calls = itertools.count()
         for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync", "ftruncate"):
@@ -68,7 +70,7 @@ def _child(order):
         os._exit(main(order["words"]))
 
 
-def _run(order):
+def _run(order: Any) -> Any:
     pid = os.fork()
     if not pid:
         try:

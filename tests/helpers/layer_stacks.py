@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,12 @@ D = 16  # width
 
 
 @as_module(lambda: {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D), "drop": nn.Dropout(0.1)})
-def Layer(self, x: Tensor) -> Tensor:
+def Layer(self: Any, x: Tensor) -> Tensor:
     return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
 @as_module(lambda: {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D)})
-def ReLULayer(self, x: Tensor) -> Tensor:
+def ReLULayer(self: Any, x: Tensor) -> Tensor:
     """Without dropout: its steps are equal whatever ran before."""
     return x + self.down(F.relu(self.up(x)))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -24,7 +26,7 @@ class MemoryLimit(LiveBytes):
         self.functions = set()
         """The names of the functions that ran when it raised."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.limit is not None and self.live_bytes > self.limit:
             del result
@@ -35,7 +37,7 @@ class MemoryLimit(LiveBytes):
 
 
 @contextmanager
-def limited_address_space(num_bytes: int = 2**46):
+def limited_address_space(num_bytes: int = 2**46) -> Iterator[None]:
     """Limits the address space, by default to more than any test uses: allocations then fail with an error."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, before[1]))

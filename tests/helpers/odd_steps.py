@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ ROWS = 128  # of a batch
 class Gate(Layer):
     """Returns a gate too, which only the backward of the gate needs."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
         hidden = F.gelu(self.up(x))
         return x + self.down(hidden), torch.tanh(hidden)
 
@@ -26,7 +28,7 @@ class Gate(Layer):
 class Views(nn.Module):
     """An encoder, a copy of it, a head that predicts, and layers whose output may be unused."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.online, self.predictor = Listed(3), nn.Linear(8, 8)
@@ -35,89 +37,89 @@ class Views(nn.Module):
         self.gates = nn.ModuleList(Gate() for _ in range(3))
         self.views = torch.randn(2, ROWS, D, generator=torch.Generator().manual_seed(1))
 
-    def similarity(self, one, other):
+    def similarity(self, one: Any, other: Any) -> Any:
         return -F.cosine_similarity(self.predictor(one), other).mean()
 
 
-def simsiam(model):
+def simsiam(model: nn.Module) -> Any:
     return model.similarity(model.online(model.views[0]), model.online(model.views[1]).detach())
 
 
-def simsiam_target_first(model):
+def simsiam_target_first(model: nn.Module) -> Any:
     fixed = model.online(model.views[1]).detach()
     return model.similarity(model.online(model.views[0]), fixed)
 
 
-def simsiam_target_alive(model):
+def simsiam_target_alive(model: nn.Module) -> Any:
     fixed = model.online(model.views[1])  # the graph lives until the end of this function
     return model.similarity(model.online(model.views[0]), fixed.detach())
 
 
-def simsiam_symmetric(model):
+def simsiam_symmetric(model: nn.Module) -> Any:
     one, other = map(model.online, model.views)
     return model.similarity(one, other.detach()) + model.similarity(other, one.detach())
 
 
-def byol(model):
+def byol(model: nn.Module) -> Any:
     one, other = model.views
     first = model.similarity(model.online(one), model.target(other).detach())
     return first + model.similarity(model.online(other), model.target(one).detach())
 
 
-def byol_no_grad(model):
+def byol_no_grad(model: nn.Module) -> Any:
     with torch.no_grad():
         fixed = model.target(model.views[1])
     return model.similarity(model.online(model.views[0]), fixed)
 
 
-def through(layers, x):
+def through(layers: Any, x: torch.Tensor) -> Any:
     for layer in layers:
         x = layer(x)
     return x
 
 
-def unused_output(model):
+def unused_output(model: nn.Module) -> Any:
     y = x = through(model.online.layers, model.online.embed(model.views[0]))
     for layer in model.auxiliary:
         y = layer(y)
     return model.online.head(x).square().mean()
 
 
-def unused_call(model):
+def unused_call(model: nn.Module) -> Any:
     used, _ = model.online(model.views[0]), model.online(model.views[1])
     return used.square().mean()
 
 
-def micro_batches(model):
+def micro_batches(model: nn.Module) -> Any:
     model.online(model.views[0]).square().mean().backward()
     return model.online(model.views[1]).square().mean()
 
 
-def rebound_output(model):
+def rebound_output(model: nn.Module) -> Any:
     for view in model.views:
         y = model.online(view)
     return y.square().mean()
 
 
-def detached_in_the_middle(model):
+def detached_in_the_middle(model: nn.Module) -> Any:
     first, *rest = model.online.layers
     x = through(rest, first(model.online.embed(model.views[0])).detach())
     return model.online.head(x).square().mean()
 
 
-def unused_second_output(model):
+def unused_second_output(model: nn.Module) -> Any:
     x = model.online.embed(model.views[0])
     for layer in model.gates:
         x, _ = layer(x)  # drops the gate of the layer before
     return model.online.head(x).square().mean()
 
 
-def gan(model):
+def gan(model: nn.Module) -> tuple[Any, ...]:
     """Discriminates what is generated twice: once detached, once through the generator."""
     generator, discriminator = model.online, nn.Sequential(nn.Linear(8, D), model.auxiliary[0], nn.Linear(D, 1))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4, foreach=False) for m in (generator, discriminator)]
 
-    def step():
+    def step() -> None:
         torch.manual_seed(5)
         real = torch.ones(ROWS, 8)
         fake = generator(model.views[0]).detach()
@@ -132,11 +134,11 @@ def gan(model):
     return step, optimizers
 
 
-def truncated(model):
+def truncated(model: nn.Module) -> tuple[Any, ...]:
     """Updates the weights after each of four chunks, and passes a detached state on."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
 
-    def step():
+    def step() -> None:
         torch.manual_seed(5)
         state = torch.zeros(ROWS, D)
         for _ in range(4):
@@ -149,17 +151,19 @@ def truncated(model):
     return step, [optimizer]
 
 
-def optimizer_in_backward(model, loss=lambda model: model.online(model.views[0]).square().mean()):
+def optimizer_in_backward(
+    model: nn.Module, loss: Callable[..., Any] = lambda model: model.online(model.views[0]).square().mean()
+) -> tuple[Any, ...]:
     optimizers = {p: torch.optim.AdamW([p], lr=1e-4, foreach=False) for p in model.parameters()}
 
-    def update(parameter):
+    def update(parameter: Any) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
     for parameter in optimizers:
         parameter.register_post_accumulate_grad_hook(update)
 
-    def step():
+    def step() -> None:
         torch.manual_seed(5)
         loss(model).backward()
 
@@ -182,7 +186,7 @@ STEPS = {
 class OddChain(nn.Module):
     """Layers of several sizes and kinds, some of which save their output, their input, or neither."""
 
-    def __init__(self, seed):
+    def __init__(self, seed: int) -> None:
         super().__init__()
         rng = random.Random(seed)
         width = 8
@@ -201,7 +205,7 @@ class OddChain(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(width, 4)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         for layer in self.layers:
             x = layer(x)
         return self.head(x)

@@ -9,7 +9,9 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ TIMES = {"time", "data_time", "total_throughput", "tokens_per_second", "rss_byte
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A folder with texts and a config, to be in."""
     monkeypatch.chdir(tmp_path)
     generator = random.Random(0)
@@ -56,13 +58,13 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def child(place):
+def child(place: Any) -> Iterator[Any]:
     """Runs the command line in a child of a process that has imported everything; returns the exit code."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, Path(__file__).with_name("killed.py")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
 
-        def run(folder, *more, **order):
+        def run(folder: Path, *more: Any, **order: Any) -> Any:
             train_words = ["train", "--config-file", "tiny.py", f"train.output_dir={folder}", *more]
             order = {"words": train_words, "folder": folder, "output": f"{folder}.txt", **order}
             process.stdin.write(json.dumps(order) + "\n")
@@ -73,30 +75,30 @@ def child(place):
         process.stdin.close()
 
 
-def train(*words):
+def train(*words: Any) -> Any:
     return main(["train", "--config-file", "tiny.py", *words])
 
 
-def train_in(folder, *words):
+def train_in(folder: Path, *words: Any) -> Any:
     return train(f"train.output_dir={folder}", *words)
 
 
-def rows_of(folder):
+def rows_of(folder: Path) -> list[Any]:
     rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
 
-def same_weights(one, other, is_equal=torch.equal):
+def same_weights(one: Any, other: Any, is_equal: Any = torch.equal) -> Any:
     first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
     return first.keys() == second.keys() and all(is_equal(first[name], second[name]) for name in first)
 
 
-def near(one, other):
+def near(one: Any, other: Any) -> Any:
     """Whether the final weights of two runs agree up to rounding."""
     return same_weights(one, other, functools.partial(torch.allclose, rtol=1e-3, atol=1e-4))
 
 
-def near_rows(one, other):
+def near_rows(one: Any, other: Any) -> Any:
     pairs = list(zip(rows_of(one), rows_of(other), strict=True))
     return all(a.keys() == b.keys() and all(b[k] == pytest.approx(a[k], rel=1e-4) for k in a) for a, b in pairs)
 
@@ -104,30 +106,30 @@ def near_rows(one, other):
 class Calls(HookBase):
     """Calls functions with the loop, at the moments that their names say."""
 
-    def __init__(self, **functions):
+    def __init__(self, **functions: Any) -> None:
         vars(self).update(functions)
 
 
 class StopAfter(HookBase):
-    def __init__(self, done, number=signal.SIGINT):
+    def __init__(self, done: Any, number: Any = signal.SIGINT) -> None:
         self.done, self.number = done, number
 
-    def after_step(self, loop):
+    def after_step(self, loop: Any) -> None:
         if loop.done == self.done:
             os.kill(os.getpid(), self.number)
 
 
-def trainer_of(folder, *words, config="tiny.py", hooks=(), **how):
+def trainer_of(folder: Path, *words: Any, config: str = "tiny.py", hooks: tuple[Any, ...] = (), **how: Any) -> Any:
     trainer = trainer_from(config, [f"train.output_dir={folder}", *words], **how)
     trainer._more_hooks = hooks
     return trainer
 
 
-def stopped(folder, done, *words, number=signal.SIGINT, **how):
+def stopped(folder: Path, done: Any, *words: Any, number: Any = signal.SIGINT, **how: Any) -> Any:
     return trainer_of(folder, *words, hooks=(StopAfter(done, number),), **how).train()
 
 
-def writer_of(loop):
+def writer_of(loop: Any) -> Any:
     (hook,) = (hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
     return hook._writer
 
@@ -135,17 +137,17 @@ def writer_of(loop):
 class Losses(HookBase):
     """Notes the losses of a run, and what its snapshots are taken of."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.losses = []
 
-    def before_train(self, loop):
+    def before_train(self, loop: Any) -> None:
         self.state = writer_of(loop)._state
 
-    def after_step(self, loop):
+    def after_step(self, loop: Any) -> None:
         self.losses.append(float(loop.losses["total_loss"]))
 
 
-def run(folder, *words, hooks=(), **how):
+def run(folder: Path, *words: Any, hooks: tuple[Any, ...] = (), **how: Any) -> Any:
     noted = Losses()
     trainer_of(folder, *words, hooks=(noted, *hooks), **how).train()
     return noted

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
 
-def _allocator_bytes(run) -> int:
+def _allocator_bytes(run: Any) -> int:
     gc.collect()
     gc.disable()  # tensors of an earlier test, freed by a collection in between, would be subtracted
     try:
@@ -22,6 +23,6 @@ def _allocator_bytes(run) -> int:
 
 
 @pytest.fixture
-def allocator_bytes():
+def allocator_bytes() -> Any:
     """Counts the bytes that a call takes and does not give back, as the CPU allocator reports."""
     return _allocator_bytes

@@ -59,17 +59,17 @@ def convolution(channels: int) -> nn.Module:
 
 
 @as_module(lambda: {"layers": nn.Sequential(*map(convolution, (3, 8, 8, 8))), "head": nn.Linear(8, 10)})
-def Cnn(self, x: Tensor) -> Tensor:
+def Cnn(self: Any, x: Tensor) -> Tensor:
     return self.head(self.layers(x).mean((2, 3)))
 
 
 @as_module(lambda: {"head": nn.Linear(16, 5000)})
-def LossHead(self, hidden: Tensor, labels: Tensor) -> Tensor:
+def LossHead(self: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(self.head(hidden), labels, reduction="sum")
 
 
 @as_module(lambda: {"layers": chain("mlp", length=4)[1:5], "loss_head": LossHead()})
-def WithHead(self, x: Tensor, labels: Tensor) -> Tensor:
+def WithHead(self: Any, x: Tensor, labels: Tensor) -> Tensor:
     """Layers and a loss over a big vocabulary."""
     return self.loss_head(self.layers(x), labels)
 

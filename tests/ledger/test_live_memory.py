@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def kib(num: int = 1) -> torch.Tensor:
     return torch.zeros(num * KIB // 4)
 
 
-def storage_bytes(tensors) -> int:
+def storage_bytes(tensors: Any) -> int:
     storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -36,7 +37,7 @@ def mlp(width: int = 32, depth: int = 4) -> nn.Sequential:
 # ---- by hand
 
 
-def test_each_change_is_one_event_with_its_level_block_and_phase():
+def test_each_change_is_one_event_with_its_level_block_and_phase() -> None:
     with LiveBytes() as live, LiveBytes(record_timeline=False) as without_timeline:
         x = kib()
         live.block, live.phase = "a", "backward"
@@ -55,7 +56,7 @@ def test_each_change_is_one_event_with_its_level_block_and_phase():
     assert without_timeline.timeline == []
 
 
-def test_a_storage_counts_once_for_all_its_views_and_lives_as_long_as_the_last():
+def test_a_storage_counts_once_for_all_its_views_and_lives_as_long_as_the_last() -> None:
     with LiveBytes() as live:
         x = kib(4)
         views = [x.view(4, -1), x[:1], x.detach(), x.view(2, -1).T, nn.Parameter(x)]
@@ -69,7 +70,7 @@ def test_a_storage_counts_once_for_all_its_views_and_lives_as_long_as_the_last()
         assert live.live_bytes == 0
 
 
-def test_what_existed_before_counts_when_an_op_takes_it_or_when_tracked():
+def test_what_existed_before_counts_when_an_op_takes_it_or_when_tracked() -> None:
     x, w, unused = kib(), kib(2), kib(4)
     with LiveBytes() as live:
         y = torch.cat([x, w])
@@ -80,14 +81,14 @@ def test_what_existed_before_counts_when_an_op_takes_it_or_when_tracked():
     assert live.live_bytes == 3 * KIB, "what is freed after the mode was left is subtracted too"
 
 
-def test_an_output_argument_and_keyword_arguments_count():
+def test_an_output_argument_and_keyword_arguments_count() -> None:
     with LiveBytes() as live:
         out = torch.add(input=kib(), other=1, out=torch.empty(0))
         assert live.live_bytes == KIB
         del out
 
 
-def test_what_only_the_autograd_graph_holds_is_alive_until_backward():
+def test_what_only_the_autograd_graph_holds_is_alive_until_backward() -> None:
     with LiveBytes() as live:
         x = kib().requires_grad_()
         y = x.exp()
@@ -107,7 +108,7 @@ def test_what_only_the_autograd_graph_holds_is_alive_until_backward():
     assert live.peak_bytes == live.timeline[-1].live_bytes + 2 * KIB + 4, "the seed of backward has 4 bytes"
 
 
-def test_a_resize_is_counted_at_once():
+def test_a_resize_is_counted_at_once() -> None:
     with LiveBytes() as live:
         x = kib()
         x.resize_(512)
@@ -121,7 +122,7 @@ def test_a_resize_is_counted_at_once():
         assert live.live_bytes == 0
 
 
-def test_what_is_found_late_raises_every_level_so_far():
+def test_what_is_found_late_raises_every_level_so_far() -> None:
     state = kib(4)
     with LiveBytes() as live:
         x = kib()
@@ -134,7 +135,7 @@ def test_what_is_found_late_raises_every_level_so_far():
     assert live.live_bytes == 5 * KIB
 
 
-def test_meta_tensors_and_other_devices_count_nothing():
+def test_meta_tensors_and_other_devices_count_nothing() -> None:
     with LiveBytes() as live:
         torch.zeros(256, device="meta") + 1
     with LiveBytes(device="cuda") as on_cuda:
@@ -143,7 +144,7 @@ def test_meta_tensors_and_other_devices_count_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # said once a process
-def test_sparse_tensors_and_gradients_count_their_indices_and_values():
+def test_sparse_tensors_and_gradients_count_their_indices_and_values() -> None:
     x = torch.eye(16).to_sparse()
     csr = torch.eye(16).to_sparse_csr()
     with LiveBytes() as live:
@@ -164,7 +165,7 @@ def test_sparse_tensors_and_gradients_count_their_indices_and_values():
         assert before - live.live_bytes >= 2 * 8 + 2 * 8 * 4
 
 
-def test_a_wrapper_subclass_counts_what_it_holds():
+def test_a_wrapper_subclass_counts_what_it_holds() -> None:
     with LiveBytes() as live:
         pair = TwoTensor(kib(), kib())
         live.track([pair])
@@ -176,7 +177,7 @@ def test_a_wrapper_subclass_counts_what_it_holds():
         assert live.live_bytes == 0
 
 
-def test_modes_nest_and_one_may_be_entered_twice():
+def test_modes_nest_and_one_may_be_entered_twice() -> None:
     inner, outer = LiveBytes(), LiveBytes()
     with outer, inner:
         x = kib()
@@ -188,7 +189,7 @@ def test_modes_nest_and_one_may_be_entered_twice():
     assert [event.live_bytes for event in inner.timeline] == [KIB, 2 * KIB]
 
 
-def test_a_dropped_counter_leaves_storages_alone_and_is_freed():
+def test_a_dropped_counter_leaves_storages_alone_and_is_freed() -> None:
     live = LiveBytes()
     with live:
         x = kib()
@@ -199,7 +200,7 @@ def test_a_dropped_counter_leaves_storages_alone_and_is_freed():
     assert x.sum() == 0
 
 
-def test_storages_freed_by_another_thread_are_subtracted():
+def test_storages_freed_by_another_thread_are_subtracted() -> None:
     with LiveBytes() as live:
         held = [kib() for _ in range(64)]
         threads = [threading.Thread(target=lambda: [held.pop() for _ in range(16)]) for _ in range(4)]
@@ -213,7 +214,7 @@ def test_storages_freed_by_another_thread_are_subtracted():
 # ---- Note [One storage, one object]
 
 
-def test_one_storage_one_object():
+def test_one_storage_one_object() -> None:
     x = kib().requires_grad_()
     y = x.exp()
     name, alive = id(y.untyped_storage()), weakref.ref(y.untyped_storage())
@@ -231,10 +232,10 @@ def test_one_storage_one_object():
 # ---- against the allocator and the objects
 
 
-def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes):
+def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes: Any) -> None:
     model, x = mlp(), torch.randn(64, 32)
 
-    def step():
+    def step() -> None:
         model(x).square().mean().backward()
 
     truth = allocator_bytes(step)
@@ -247,7 +248,7 @@ def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes):
 
 
 @pytest.mark.gpu
-def test_on_cuda_it_equals_what_the_caching_allocator_gave_out():
+def test_on_cuda_it_equals_what_the_caching_allocator_gave_out() -> None:
     layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(128)) for _ in range(4)]
     model, x = nn.Sequential(*layers).cuda(), torch.randn(512, 128, device="cuda")
     model(x).square().mean().backward()
@@ -263,7 +264,7 @@ def test_on_cuda_it_equals_what_the_caching_allocator_gave_out():
     assert live.live_bytes > before
 
 
-def test_it_equals_a_walk_over_all_tensors_and_all_saved_tensors():
+def test_it_equals_a_walk_over_all_tensors_and_all_saved_tensors() -> None:
     model, x = mlp(), torch.randn(64, 32)
     saved = []
     with LiveBytes() as live:
@@ -273,7 +274,7 @@ def test_it_equals_a_walk_over_all_tensors_and_all_saved_tensors():
         assert live.live_bytes == storage_bytes([*model.parameters(), x, out, *saved])
 
 
-def test_a_whole_step_with_optimizer_ends_with_what_must_stay():
+def test_a_whole_step_with_optimizer_ends_with_what_must_stay() -> None:
     model, x = mlp(), torch.randn(64, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     with LiveBytes() as live:
@@ -291,7 +292,7 @@ def test_a_whole_step_with_optimizer_ends_with_what_must_stay():
 
 
 @pytest.mark.slow
-def test_a_compiled_block_runs_and_its_results_count():
+def test_a_compiled_block_runs_and_its_results_count() -> None:
     block = torch.compile(lambda x: (x + 1).exp(), backend="aot_eager")
     with LiveBytes() as live:
         x = kib()

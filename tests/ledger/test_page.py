@@ -76,7 +76,7 @@ def check_sums(part: Part) -> None:
         check_sums(child)
 
 
-def test_the_composition_sums_to_the_peak_to_the_byte():
+def test_the_composition_sums_to_the_peak_to_the_byte() -> None:
     seen = step()
     whole = composition(seen)
     assert whole.num_bytes == seen.peak_bytes
@@ -86,7 +86,7 @@ def test_the_composition_sums_to_the_peak_to_the_byte():
     assert sizes["saved for backward"] > 0
 
 
-def test_many_blocks_and_tensors_are_summed_up():
+def test_many_blocks_and_tensors_are_summed_up() -> None:
     lives = tuple(TensorLife(num_bytes=n + 1, begin=0, end=None, block=f"b{n % 90}") for n in range(900))
     total = sum(life.num_bytes for life in lives)
     whole = composition(
@@ -101,7 +101,7 @@ def test_many_blocks_and_tensors_are_summed_up():
     assert transient.parts[0].parts[-1].name == "6 other tensors"
 
 
-def test_the_page_is_one_file_with_its_title_and_the_colours_of_the_picture(tmp_path: Path):
+def test_the_page_is_one_file_with_its_title_and_the_colours_of_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "step.html"
     seen = step(path)
     text = path.read_text("utf-8")
@@ -115,7 +115,7 @@ def test_the_page_is_one_file_with_its_title_and_the_colours_of_the_picture(tmp_
         assert colour in picture, colour
 
 
-def test_names_are_text_and_never_markup(tmp_path: Path):
+def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
     bad = "<img src=x onerror=alert(1)>"
     life = TensorLife(num_bytes=8, begin=0, end=None, block=bad, saved_by=bad, source=bad, dtype="int8", shape=(8,))
     record = Explanation(
@@ -127,7 +127,7 @@ def test_names_are_text_and_never_markup(tmp_path: Path):
     assert "\\u003cimg" not in text
 
 
-def test_a_long_step_is_a_small_page_with_the_exact_peak(tmp_path: Path):
+def test_a_long_step_is_a_small_page_with_the_exact_peak(tmp_path: Path) -> None:
     record = long_record(30_000)
     assert record.plot(tmp_path / "long.html").stat().st_size < MOST_BYTES
     step = StepLevels(record, _MAX_POINTS)
@@ -149,7 +149,7 @@ TREE = """(() => {
 
 @pytest.mark.slow
 @needs_chromium
-def test_pointing_shows_the_tensor_without_a_network(tmp_path: Path):
+def test_pointing_shows_the_tensor_without_a_network(tmp_path: Path) -> None:
     seen = step(tmp_path / "step.html")
     gelu = next(life for life in seen.tensors if life.op.startswith("aten.gelu") and life.phase == "forward")
     with opened(tmp_path / "step.html") as page:
@@ -175,7 +175,7 @@ def test_pointing_shows_the_tensor_without_a_network(tmp_path: Path):
 
 @pytest.mark.slow
 @needs_chromium
-def test_a_hundred_thousand_events_stay_responsive(tmp_path: Path):
+def test_a_hundred_thousand_events_stay_responsive(tmp_path: Path) -> None:
     record = long_record()
     record.plot(tmp_path / "long.html")
     with opened(tmp_path / "long.html") as page:

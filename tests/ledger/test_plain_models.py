@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
 from helpers.thinning import slow_unless
+from torch import nn
 
 from graphckpt.ledger.live_memory import LiveBytes
 
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.parametrize(
 )
 
 
-def test_dropout_acts_where_the_architecture_has_it(architecture):
+def test_dropout_acts_where_the_architecture_has_it(architecture: Any) -> None:
     losses = []
     for seed in (3, 4):
         torch.manual_seed(seed)
@@ -23,8 +26,8 @@ def test_dropout_acts_where_the_architecture_has_it(architecture):
     assert (losses[0] != losses[1]) == architecture.has_dropout
 
 
-def test_live_bytes_after_forward_are_those_of_the_allocator(architecture, allocator_bytes):
-    def forward(model, inputs):
+def test_live_bytes_after_forward_are_those_of_the_allocator(architecture: Any, allocator_bytes: Any) -> None:
+    def forward(model: nn.Module, inputs: Any) -> Any:
         torch.manual_seed(3)
         return architecture.loss(model(**inputs))
 

@@ -6,6 +6,7 @@ import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.colors
@@ -25,7 +26,7 @@ from graphckpt.ledger.record import Event, Row, TensorLife
 PHASES = ("forward", "backward", "recompute", "optimizer")
 
 
-def record(num_events=40, num_blocks=4, title="TrainStep"):
+def record(num_events: int = 40, num_blocks: int = 4, title: str = "TrainStep") -> Explanation:
     timeline = tuple(
         Event(1024 * (1 + at), f"layers.{at * num_blocks // num_events}", PHASES[4 * at // num_events])
         for at in range(num_events)
@@ -33,12 +34,14 @@ def record(num_events=40, num_blocks=4, title="TrainStep"):
     return Explanation(title=title, rows=(), bytes_before=4096, bytes_after=1024, timeline=timeline)
 
 
-def row(block, rule, place="device"):
+def row(block: Any, rule: Any, place: str = "device") -> Row:
     return Row(block=block, rule=rule, place=place, bytes_before=1, bytes_after=1, runs=1, reruns=0)
 
 
 @pytest.mark.parametrize(("suffix", "mark"), [("png", b"\x89PNG"), ("svg", b"<svg")])
-def test_the_suffix_says_what_is_written_and_the_same_record_gives_the_same_file(tmp_path, suffix, mark):
+def test_the_suffix_says_what_is_written_and_the_same_record_gives_the_same_file(
+    tmp_path: Path, suffix: str, mark: bytes
+) -> None:
     settings = dict(mpl.rcParams)
     first, second = (record().plot(tmp_path / name) for name in (f"step.{suffix}", f"STEP.{suffix.upper()}"))
     assert (first, second) == (tmp_path / f"step.{suffix}", tmp_path / f"STEP.{suffix.upper()}")
@@ -47,13 +50,13 @@ def test_the_suffix_says_what_is_written_and_the_same_record_gives_the_same_file
     assert dict(mpl.rcParams) == settings, "drawing leaves those of matplotlib alone"
 
 
-def words_of(shown, path):
+def words_of(shown: Any, path: Path) -> Any:
     """Returns the texts of a picture."""
     with mpl.rc_context({"svg.fonttype": "none"}):
         return re.findall(r"<text[^>]*>([^<]*)</text>", shown.plot(path).read_text("utf-8"))
 
 
-def test_an_svg_says_title_peak_phases_and_blocks(tmp_path):
+def test_an_svg_says_title_peak_phases_and_blocks(tmp_path: Path) -> None:
     words = words_of(record(num_events=60, num_blocks=30, title="My <step>"), str(tmp_path / "step.svg"))
     for word in ("My &lt;step&gt;", "0", "29", *PHASES, "live bytes of all tensors (KiB)"):
         assert word in words
@@ -61,7 +64,7 @@ def test_an_svg_says_title_peak_phases_and_blocks(tmp_path):
     assert "optimizer step" in words
 
 
-def test_an_svg_says_what_policies_there_are_and_what_the_plain_step_takes(tmp_path):
+def test_an_svg_says_what_policies_there_are_and_what_the_plain_step_takes(tmp_path: Path) -> None:
     rows = (row("layers.0", "full"), row("layers.1", "selective(level 1 of 4)", place="slab"), row("layers.2", "keep"))
     shown = replace(record(), rows=rows, bytes_disk=2048, peak_bytes=40960, plain_levels=(1024,) * 39 + (65536,))
     words = words_of(shown, tmp_path / "step.svg")
@@ -76,7 +79,9 @@ _LONG_PATH = "a_model.with_many_names.encoder.stages.{}.layers.attention.self"
 
 @pytest.mark.parametrize("peak_at", [0, 20, 39])
 @pytest.mark.parametrize(("num_blocks", "path"), [(1, _LONG_PATH), (12, _LONG_PATH), (2, "{}")])
-def test_no_text_is_cut_off_and_none_covers_another(tmp_path, monkeypatch, peak_at, num_blocks, path):
+def test_no_text_is_cut_off_and_none_covers_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peak_at: int, num_blocks: int, path: Any
+) -> None:
     blocks = [path.format("abcdefghijkl"[at]) for at in range(num_blocks)]
     timeline = [Event(1024, blocks[at * num_blocks // 40], PHASES[4 * at // 40]) for at in range(40)]
     timeline[peak_at] = replace(timeline[peak_at], live_bytes=2**20)
@@ -87,7 +92,7 @@ def test_no_text_is_cut_off_and_none_covers_another(tmp_path, monkeypatch, peak_
     )  # fmt: skip
     seen = []
 
-    def save(figure, *args, **kwargs):
+    def save(figure: Any, *args: Any, **kwargs: Any) -> None:
         figure.draw_without_rendering()
         texts = [t for t in figure.findobj(mpl.text.Text) if re.search("[a-z]", t.get_text(), re.I)]
         seen.extend((t.get_text(), t.get_window_extent()) for t in texts)
@@ -111,11 +116,11 @@ def test_no_text_is_cut_off_and_none_covers_another(tmp_path, monkeypatch, peak_
         (Event(0, "a", "x"), Event(2**40, "", "forward"), Event(0, "$_{$", "backward")),
     ],
 )
-def test_odd_records_are_drawn(tmp_path, timeline):
+def test_odd_records_are_drawn(tmp_path: Path, timeline: tuple[Any, ...]) -> None:
     Explanation(title="$x_$", rows=(), bytes_before=0, bytes_after=0, timeline=timeline).plot(tmp_path / "odd.png")
 
 
-def test_a_long_record_is_drawn_in_bounded_size(tmp_path):
+def test_a_long_record_is_drawn_in_bounded_size(tmp_path: Path) -> None:
     path = record(num_events=30_000, num_blocks=200).plot(tmp_path / "long.svg")
     assert path.stat().st_size < 2**20
 
@@ -128,13 +133,13 @@ def test_a_long_record_is_drawn_in_bounded_size(tmp_path):
         ("missing/step.png", r"expected an existing folder, got '.*missing' · fix: create it first"),
     ],
 )
-def test_a_path_that_cannot_be_written_says_why(tmp_path, name, message):
+def test_a_path_that_cannot_be_written_says_why(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         record().plot(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_record_without_timeline_says_so():
+def test_a_record_without_timeline_says_so() -> None:
     empty = Explanation(title="TrainStep", rows=(), bytes_before=0, bytes_after=0)
     with pytest.raises(ConfigError, match=r"the record of 'TrainStep' has none · fix: `with handle\.measure"):
         empty.plot(Path("step.png"))
@@ -143,7 +148,7 @@ def test_a_record_without_timeline_says_so():
 # ---- kinds and colours
 
 
-def with_tensors(**change):
+def with_tensors(**change: Any) -> Any:
     lives = (
         TensorLife(num_bytes=2048, begin=0, end=None, kind="weights", is_old=True),
         TensorLife(num_bytes=512, begin=1, end=30, saved_by="layers.0", saved_from=2, saved_until=20),
@@ -156,7 +161,7 @@ def with_tensors(**change):
     return replace(record(), timeline=tuple(timeline), tensors=lives, **change)
 
 
-def test_each_byte_has_the_kind_that_it_has_at_that_time():
+def test_each_byte_has_the_kind_that_it_has_at_that_time() -> None:
     levels = levels_by_kind(with_tensors())
     assert levels["weights"] == [2048] * 40
     assert levels["saved for backward"] == [512 if 2 <= at < 20 else 0 for at in range(40)]
@@ -164,13 +169,15 @@ def test_each_byte_has_the_kind_that_it_has_at_that_time():
     assert levels["transient"] == [512 if at == 1 or 20 <= at < 30 else 0 for at in range(40)]
 
 
-def test_the_areas_of_the_picture_are_kinds_and_reach_the_level(tmp_path, monkeypatch):
+def test_the_areas_of_the_picture_are_kinds_and_reach_the_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reads the pixels in the middle of the areas, one event after another."""
     shown = with_tensors()
     path = tmp_path / "step.png"
     seen = {}
 
-    def save(figure, *args, **kwargs):
+    def save(figure: Any, *args: Any, **kwargs: Any) -> None:
         figure.draw_without_rendering()
         axes = figure.axes[-1]
         seen["at"] = lambda at, level: axes.transData.transform((at, level / 1024))
@@ -190,7 +197,7 @@ def test_the_areas_of_the_picture_are_kinds_and_reach_the_level(tmp_path, monkey
     assert mpl.colors.to_hex(pixels[pixels.shape[0] - y, x]) == "#ffffff", "nothing above the level"
 
 
-def test_no_pale_line_parts_the_areas():
+def test_no_pale_line_parts_the_areas() -> None:
     step = StepLevels(with_tensors(), limit=10)
     assert list(step.bands) == ["transient", "recomputed", "saved for backward", "weights"], "the highest first"
     for upper, lower in itertools.pairwise(step.bands.values()):
@@ -198,7 +205,7 @@ def test_no_pale_line_parts_the_areas():
     assert step.bands["transient"] == pytest.approx(step.levels)
 
 
-def test_no_pale_line_parts_the_strip(tmp_path):
+def test_no_pale_line_parts_the_strip(tmp_path: Path) -> None:
     rows = tuple(row(f"layers.{number}", "full") for number in range(4))
     pixels = mpl.image.imread(with_tensors(rows=rows).plot(tmp_path / "step.png"))
     first = mpl.colors.to_rgb(rule_colour("full"))
@@ -210,7 +217,7 @@ def test_no_pale_line_parts_the_strip(tmp_path):
     assert parts.sum(axis=1).max() < sum(first) + 0.02, "each pixel has the colour of the policy, or is a dark edge"
 
 
-def test_the_strip_names_the_running_layers_in_the_colour_of_their_policy():
+def test_the_strip_names_the_running_layers_in_the_colour_of_their_policy() -> None:
     shown = replace(
         with_tensors(), rows=(row("layers.0", "full"), row("layers.1", "full", place="host"), row("layers.2", "keep"))
     )
@@ -222,7 +229,7 @@ def test_the_strip_names_the_running_layers_in_the_colour_of_their_policy():
     assert parts[2].colour == rule_colour("keep")
 
 
-def test_the_legend_is_sorted_and_says_the_bytes_of_each_kind_at_the_peak(tmp_path):
+def test_the_legend_is_sorted_and_says_the_bytes_of_each_kind_at_the_peak(tmp_path: Path) -> None:
     words = words_of(with_tensors(rows=(row("layers.0", "full"), row("layers.1", "keep"))), tmp_path / "step.svg")
     expected = ["transient: 512 B", "recomputed: 256 B", "weights: 2.00 KiB", "phase", "keep", "full"]
     assert [word for word in words if word in expected] == ["phase", *expected], "the strip comes first"
@@ -231,7 +238,7 @@ def test_the_legend_is_sorted_and_says_the_bytes_of_each_kind_at_the_peak(tmp_pa
 RULES = ("keep", "full", "selective(matmul)", "segments(2)", "joined", "tiles(8)", "part", "own checkpointing")
 
 
-def test_every_rule_has_one_colour_of_its_own():
+def test_every_rule_has_one_colour_of_its_own() -> None:
     colours = {rule_colour(rule) for rule in RULES}
     assert len(colours) == len(RULES)
     assert rule_colour("segments(2)") == rule_colour("segments(4)")
@@ -243,7 +250,7 @@ def test_every_rule_has_one_colour_of_its_own():
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.integers(1, 60))
-def test_thinning_keeps_the_peak_and_the_order(levels, limit):
+def test_thinning_keeps_the_peak_and_the_order(levels: Any, limit: Any) -> None:
     steps = thin(levels, limit)
     assert len(steps) <= limit
     assert max(levels[at] for _, at in steps) == max(levels)

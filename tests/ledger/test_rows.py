@@ -23,7 +23,7 @@ def stage(num_layers: int) -> nn.Module:
 
 
 @as_module(lambda: {"stem": nn.Linear(16, 16), "stages": nn.ModuleList(map(stage, (2, 3))), "head": nn.Linear(16, 4)})
-def Stages(self, x: torch.Tensor) -> torch.Tensor:
+def Stages(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A model as ResNets are: stages of layers that have a stack of their own inside."""
     x = self.stem(x)
     for stage in self.stages:
@@ -73,7 +73,7 @@ def test_modules_of_another_pipeline_stage_have_no_row() -> None:
 
 
 @as_module(lambda: {"inner": chain("mlp")[1], "gradient_checkpointing": True})
-def Inner(self, x: torch.Tensor) -> torch.Tensor:
+def Inner(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.inner(x)
 
 

@@ -6,6 +6,8 @@ import io
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,11 +38,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def layers(num, **change):
+def layers(num: Any, **change: Any) -> tuple[Any, ...]:
     return tuple(replace(LAYER, block=f"transformer.h.{i}", **change) for i in range(num))
 
 
-def explanation(rows, **change):
+def explanation(rows: int, **change: Any) -> Explanation:
     fields = {
         "title": "TrainStep",
         "rows": rows,
@@ -50,7 +52,7 @@ def explanation(rows, **change):
     return Explanation(**fields | change)
 
 
-def printed(record, stream=None):
+def printed(record: Any, stream: Any = None) -> Any:
     stream = stream or io.StringIO()
     print_table(record, stream)
     return stream.getvalue()
@@ -68,7 +70,7 @@ GPT = explanation(
 )
 
 
-def test_plain_text_to_the_letter():
+def test_plain_text_to_the_letter() -> None:
     assert (
         printed(GPT)
         == """\
@@ -97,19 +99,19 @@ peak memory: 200 MiB (predicted) -> 123 MiB, 77.0 MiB less (38 %)
     )
 
 
-def test_the_peak_says_what_runs_then_and_what_no_policy_can_change():
+def test_the_peak_says_what_runs_then_and_what_no_policy_can_change() -> None:
     timeline = (Event(5 * MIB, "h.0", "forward"), Event(9 * MIB, "h.1", "recompute"))
     text = printed(explanation(layers(1), peak_bytes=9 * MIB, timeline=timeline, static_bytes=2 * MIB))
     assert "peak memory: 9.00 MiB\n" in text
     assert "reached during the recomputation of h.1; 2.00 MiB are weights and optimizer\nstates\n" in text
 
 
-def test_a_model_that_is_one_block_is_named_at_the_peak():
+def test_a_model_that_is_one_block_is_named_at_the_peak() -> None:
     for phase, what in (("recompute", "recomputation of TrainStep"), ("backward", "backward, outside any block")):
         assert explanation(layers(1), timeline=(Event(MIB, "", phase),)).peak_at == what
 
 
-def test_a_peak_outside_of_the_blocks_has_the_name_that_plans_have():
+def test_a_peak_outside_of_the_blocks_has_the_name_that_plans_have() -> None:
     forward = [Event(MIB, "", "forward"), Event(MIB, "h.0", "forward"), Event(MIB, "", "forward")]
     step = [*forward, Event(MIB, "h.1", "forward"), Event(MIB, "", "forward"), Event(MIB, "", "backward")]
     step += [Event(MIB, "h.1", "backward"), Event(MIB, "", "backward"), Event(MIB, "h.0", "backward")]
@@ -128,7 +130,7 @@ def test_a_peak_outside_of_the_blocks_has_the_name_that_plans_have():
     assert explanation(layers(1), timeline=tuple(with_head)).peak_at == head
 
 
-def test_only_blocks_with_times_are_in_the_table_of_times():
+def test_only_blocks_with_times_are_in_the_table_of_times() -> None:
     rows = [replace(row, forward_seconds=None, recompute_seconds=None) for row in layers(3)]
     rows[1] = replace(rows[1], place="disk", bytes_disk=MIB, copy_seconds=0.1, wait_seconds=0.0)
     text = printed(explanation(tuple(replace(row, block=f"transformer.h.{3 * n}") for n, row in enumerate(rows))))
@@ -138,7 +140,7 @@ def test_only_blocks_with_times_are_in_the_table_of_times():
 OPS = tuple(f"aten.some_op_{number}.default[0,1,2]" for number in range(9))
 
 
-def test_lists_of_ops_stand_below_the_table():
+def test_lists_of_ops_stand_below_the_table() -> None:
     rules = [f"selective({', '.join(OPS[:n])})" for n in (9, 8)]
     rows = [replace(LAYER, block=f"h.{number}", rule=rules[number % 2]) for number in range(6)]
     text = printed(explanation(tuple(rows), legend=(("selective(level 1 of 4)", f"keeps {OPS}"),)))
@@ -163,7 +165,7 @@ WIDE = replace(
 
 
 @pytest.mark.parametrize("block", ["h.0", "a_model.with.many.names.that.are_long.encoder.layers.17.attention.output"])
-def test_every_line_fits_80_columns(block):
+def test_every_line_fits_80_columns(block: str) -> None:
     rows = (replace(WIDE, block=block), replace(WIDE, block="", bytes_disk=3 * MIB, rule="full"))
     record = explanation(
         rows, peak_bytes=5, timeline=(Event(5, block, "backward"),), static_bytes=3, warnings=(WIDE.note * 3,)
@@ -171,7 +173,9 @@ def test_every_line_fits_80_columns(block):
     assert max(map(len, printed(record).splitlines())) <= 80
 
 
-def test_print_goes_to_the_stdout_of_now_and_ignores_its_width(capsys, monkeypatch):
+def test_print_goes_to_the_stdout_of_now_and_ignores_its_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
     rows = GPT.rows
@@ -182,7 +186,7 @@ def test_print_goes_to_the_stdout_of_now_and_ignores_its_width(capsys, monkeypat
 
 
 @pytest.mark.parametrize("width", [70, 100, 250])
-def test_a_terminal_gets_every_number_whole(monkeypatch, width):
+def test_a_terminal_gets_every_number_whole(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm-256color")
     text = printed(GPT, Terminal())
@@ -193,7 +197,7 @@ def test_a_terminal_gets_every_number_whole(monkeypatch, width):
     assert "one more" in text
 
 
-def test_an_explanation_shows_itself(tmp_path):
+def test_an_explanation_shows_itself(tmp_path: Path) -> None:
     assert str(GPT) + "\n" == printed(GPT)
     assert repr(GPT) == "<Explanation of TrainStep: 14 rows, kept for backward 84.0 MiB -> 12.5 MiB>"
     html = GPT._repr_html_()
@@ -211,7 +215,7 @@ def test_an_explanation_shows_itself(tmp_path):
     assert record.plot(tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_text_in_brackets_is_no_markup(monkeypatch):
+def test_text_in_brackets_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     record = explanation((replace(LAYER, note="[red]x[/red]"),), title="[bold]", warnings=("[/]",))
     for stream in (io.StringIO(), Terminal()):
@@ -219,7 +223,7 @@ def test_text_in_brackets_is_no_markup(monkeypatch):
         assert all(part in text for part in ("[red]", "[bold]", "[/]"))
 
 
-def test_an_empty_record_and_one_that_keeps_more_or_has_no_times_still_print():
+def test_an_empty_record_and_one_that_keeps_more_or_has_no_times_still_print() -> None:
     text = printed(explanation(layers(2, forward_seconds=None, recompute_seconds=None)))
     assert text.splitlines()[1].split() == ["block", "rule", "before", "after", "recomputed"]
     assert "kept for backward: 0 B -> 0 B, 0 B less\n" in printed(explanation(()))
@@ -228,13 +232,13 @@ def test_an_empty_record_and_one_that_keeps_more_or_has_no_times_still_print():
     assert "1.00 KiB -> 1.50 KiB, 512 B more (50 %)" in printed(more)
 
 
-def test_totals_count_a_block_inside_another_once():
+def test_totals_count_a_block_inside_another_once() -> None:
     rows = replace(LAYER, block="h.0"), replace(LAYER, block="h.0.attn", rule="keep"), replace(LAYER, block="h.01")
     total = next(line for line in printed(explanation(rows)).splitlines() if line.startswith("total"))
     assert total.split()[-5:] == ["2", "2.00", "ms", "4.00", "ms"]
 
 
-def test_a_nested_block_stands_below_its_parent():
+def test_a_nested_block_stands_below_its_parent() -> None:
     rows = [replace(LAYER, block=block) for block in ("wte", "h.0", "h.1", "head", "h.1.attn", "h.0.mlp", "h.0.mlp.up")]
     text = printed(explanation(tuple(replace(row, runs=at) for at, row in enumerate(rows))))
     order = [line.split()[0] for line in text.splitlines() if line.startswith(("wte", "h"))]
@@ -244,7 +248,7 @@ def test_a_nested_block_stands_below_its_parent():
 PEFT = ("embed_tokens", "layers.0", "layers.0.self_attn.rotary_embeddings_of_a_long_name", "layers.1", "norm")
 
 
-def test_a_common_prefix_is_said_once():
+def test_a_common_prefix_is_said_once() -> None:
     rows = [replace(LAYER, block=f"base_model.model.model.{block}", runs=at) for at, block in enumerate(PEFT)]
     text = printed(
         explanation((*rows, replace(LAYER, block="base_model.model.lm_head"), replace(LAYER, block="(else)")))
@@ -255,7 +259,7 @@ def test_a_common_prefix_is_said_once():
 
 
 @pytest.mark.parametrize("block", [f"base_model.model.model.{PEFT[2]}", "an_encoder.with.many.parts." * 3 + "layers.0"])
-def test_no_name_is_broken_within(block):
+def test_no_name_is_broken_within(block: Any) -> None:
     text = printed(explanation((replace(WIDE, block=block), replace(WIDE, block="other"))))
     names = {name for line in text.splitlines() for name in re.findall(r"\w+", line)}
     assert {*block.split("."), "selective", "matmul", "attention"} <= names
@@ -264,11 +268,11 @@ def test_no_name_is_broken_within(block):
 # ---- folding
 
 
-def names(rows):
+def names(rows: int) -> list[Any]:
     return [row.block for row in group_rows(rows)]
 
 
-def test_equal_layers_fold_to_sums():
+def test_equal_layers_fold_to_sums() -> None:
     (row,) = group_rows(layers(12))
     assert row == replace(
         LAYER,
@@ -286,7 +290,7 @@ def test_equal_layers_fold_to_sums():
     "change",
     [{"rule": "keep"}, {"place": "host"}, {"bytes_after": 1}, {"note": "x"}, {"runs": 2}, {"bytes_before": 1}],
 )
-def test_a_layer_that_differs_stays_by_itself(change):
+def test_a_layer_that_differs_stays_by_itself(change: dict[str, Any]) -> None:
     rows = list(layers(5))
     rows[2] = replace(rows[2], **change)
     assert names(rows) == ["transformer.h.0-1 (2x)", "transformer.h.2", "transformer.h.3-4 (2x)"]
@@ -311,11 +315,11 @@ PARTS = {"": "full", ".attn": "keep", ".mlp": "full"}
     ],
     ids=["by period", "every other", "two of each", "two stacks"],
 )
-def test_layers_fold(rules, folded):
+def test_layers_fold(rules: Any, folded: list[str]) -> None:
     assert names([replace(LAYER, block=block, rule=rule) for block, rule in rules.items()]) == folded
 
 
-def test_a_nested_block_stays_with_its_layer_where_the_first_layer_differs():
+def test_a_nested_block_stays_with_its_layer_where_the_first_layer_differs() -> None:
     rows = [
         replace(LAYER, block=f"h.{i}{part}", bytes_before=(i > 0) + 2 * (part != ""))
         for i in range(3)
@@ -340,7 +344,7 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_folding_loses_nothing(rows):
+def test_folding_loses_nothing(rows: int) -> None:
     folded = list(group_rows(rows))
     for name in ("bytes_before", "runs", "forward_seconds"):
         assert sum(getattr(row, name) or 0 for row in folded) == sum(getattr(row, name) or 0 for row in rows)

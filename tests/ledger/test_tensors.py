@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 import graphckpt
 
 
-def measured(policies, steps=2):
+def measured(policies: Any, steps: int = 2) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -25,13 +27,13 @@ def measured(policies, steps=2):
 
 @pytest.mark.parametrize("policies", [{}, {"*": True}, {"0": True, "1": "selective"}, {"*": {"contiguous": True}}])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_the_living_tensors_sum_to_every_level(policies, steps):
+def test_the_living_tensors_sum_to_every_level(policies: dict[str, Any], steps: int) -> None:
     _, seen = measured(policies, steps)
     for at, event in enumerate(seen.timeline):
         assert sum(life.num_bytes for life in seen.tensors if life.is_alive(at)) == event.live_bytes
 
 
-def test_kinds_have_the_bytes_of_weights_gradients_and_states_and_those_from_before_have_no_op():
+def test_kinds_have_the_bytes_of_weights_gradients_and_states_and_those_from_before_have_no_op() -> None:
     model, seen = measured({"*": True})
     weights = sum(p.nbytes for p in model.parameters())
     sums = {}
@@ -47,7 +49,7 @@ def test_kinds_have_the_bytes_of_weights_gradients_and_states_and_those_from_bef
     assert any(life.kind == "optimizer states" and not life.is_old for life in first.tensors), "the step creates them"
 
 
-def test_a_result_has_its_op_shape_dtype_block_and_line():
+def test_a_result_has_its_op_shape_dtype_block_and_line() -> None:
     _, seen = measured({"*": True})
     life = next(life for life in seen.tensors if life.op.startswith("aten.gelu") and life.phase == "forward")
     assert (life.shape, life.dtype, life.block, life.num_bytes) == ((32, 64), "float32", "0", 32 * 64 * 4)
@@ -59,11 +61,11 @@ def test_a_result_has_its_op_shape_dtype_block_and_line():
     assert again.begin > life.end
 
 
-def test_only_what_a_block_really_saves_is_saved_by_it():
+def test_only_what_a_block_really_saves_is_saved_by_it() -> None:
     _, plain = measured({})
     _, full = measured({"*": True})
 
-    def saved(seen):
+    def saved(seen: Any) -> Any:
         return {(life.saved_by, life.op.split(".")[1]) for life in seen.tensors if life.saved_by and life.op}
 
     assert ("1", "gelu") in saved(plain)
@@ -73,7 +75,7 @@ def test_only_what_a_block_really_saves_is_saved_by_it():
         assert not life.is_saved(len(full.timeline) - 1)
 
 
-def test_gradients_of_an_earlier_step_are_freed_within_the_step():
+def test_gradients_of_an_earlier_step_are_freed_within_the_step() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     x = torch.randn(4, 8)
     model(x).sum().backward()
@@ -98,7 +100,7 @@ def test_gradients_of_an_earlier_step_are_freed_within_the_step():
         {"*": True, "1": {"activation_checkpointing": True, "offload": "disk"}},
     ],
 )
-def test_the_backward_of_each_block_is_its_own(policies):
+def test_the_backward_of_each_block_is_its_own(policies: dict[str, Any]) -> None:
     _, seen = measured(policies)
     gradients = [t for t in seen.tensors if t.phase == "backward" and t.op.startswith("aten.gelu_backward")]
     assert [t.block for t in gradients] == ["2", "1", "0"]
@@ -106,7 +108,7 @@ def test_the_backward_of_each_block_is_its_own(policies):
     assert [t.block for t in weights] == ["2", "2", "1", "1", "0", "0"]
 
 
-def test_the_backward_of_an_excluded_child_is_its_own_and_what_follows_that_of_its_parent():
+def test_the_backward_of_an_excluded_child_is_its_own_and_what_follows_that_of_its_parent() -> None:
     _, seen = measured({"1": True, "1.0": False})
     weights = [t.block for t in seen.tensors if t.phase == "backward" and t.shape in ((64, 16), (16, 64))]
     assert weights == ["2", "2", "1", "1.0", "0", "0"]

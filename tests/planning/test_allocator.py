@@ -36,13 +36,13 @@ RULES = (AllocatorRules(), EXPANDABLE, UNSPLIT)
         (33 * MIB, 34 * MIB),
     ],
 )
-def test_sizes_of_segments(num_bytes: int, segment: int):
+def test_sizes_of_segments(num_bytes: int, segment: int) -> None:
     allocator = CachingAllocator()
     allocator.allocate(num_bytes)
     assert allocator.reserved_bytes == segment
 
 
-def test_what_is_left_of_a_large_segment_is_split_off_above_a_mebibyte():
+def test_what_is_left_of_a_large_segment_is_split_off_above_a_mebibyte() -> None:
     allocator = CachingAllocator()
     allocator.allocate(11 * MIB)  # of a segment of 12 MiB
     assert allocator.allocated_bytes == 12 * MIB
@@ -53,7 +53,7 @@ def test_what_is_left_of_a_large_segment_is_split_off_above_a_mebibyte():
     assert allocator.allocated_bytes == allocator.reserved_bytes == 20 * MIB
 
 
-def test_small_and_large_sizes_and_streams_and_captures_do_not_share_segments():
+def test_small_and_large_sizes_and_streams_and_captures_do_not_share_segments() -> None:
     allocator = CachingAllocator()
     for options in ({}, {"stream": 1}, {"private_pool": 1}):
         allocator.allocate(512, **options)
@@ -61,7 +61,7 @@ def test_small_and_large_sizes_and_streams_and_captures_do_not_share_segments():
     assert allocator.reserved_bytes == 3 * 22 * MIB
 
 
-def test_free_segments_are_released_where_there_is_no_memory_for_another_one():
+def test_free_segments_are_released_where_there_is_no_memory_for_another_one() -> None:
     allocator = CachingAllocator(capacity=64 * MIB)
     block = allocator.allocate(40 * MIB)
     with pytest.raises(CapacityError):
@@ -72,7 +72,7 @@ def test_free_segments_are_released_where_there_is_no_memory_for_another_one():
     assert allocator.num_retries == 2
 
 
-def test_a_split_segment_is_not_released():
+def test_a_split_segment_is_not_released() -> None:
     allocator = CachingAllocator(capacity=64 * MIB)
     block, _ = allocator.allocate(30 * MIB), allocator.allocate(8 * MIB)
     allocator.free(block)
@@ -83,7 +83,7 @@ def test_a_split_segment_is_not_released():
         allocator.allocate(40 * MIB)
 
 
-def test_large_blocks_are_not_split_with_a_largest_size():
+def test_large_blocks_are_not_split_with_a_largest_size() -> None:
     allocator = CachingAllocator(UNSPLIT, capacity=100 * MIB)
     block = allocator.allocate(64 * MIB)
     allocator.free(block)
@@ -94,7 +94,7 @@ def test_large_blocks_are_not_split_with_a_largest_size():
     assert not allocator.num_retries
 
 
-def test_an_expandable_segment_grows_by_pages():
+def test_an_expandable_segment_grows_by_pages() -> None:
     allocator = CachingAllocator(EXPANDABLE)
     first = allocator.allocate(30 * MIB)
     assert allocator.reserved_bytes == 40 * MIB
@@ -109,7 +109,7 @@ def test_an_expandable_segment_grows_by_pages():
     assert allocator.reserved_bytes == 60 * MIB
 
 
-def test_rules_of_the_environment():
+def test_rules_of_the_environment() -> None:
     assert AllocatorRules.of_environment({}) == AllocatorRules()
     values = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert AllocatorRules.of_environment(values) == EXPANDABLE
@@ -143,7 +143,7 @@ def run(allocator: Any, actions: list[int]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("rules", RULES)
 @given(actions=ACTIONS)
-def test_blocks_never_overlap_and_sums_are_right(rules: AllocatorRules, actions: list[int]):
+def test_blocks_never_overlap_and_sums_are_right(rules: AllocatorRules, actions: list[int]) -> None:
     allocator = CachingAllocator(rules, capacity=400 * MIB)
     blocks: list[SegmentBlock] = []
     for action in actions:
@@ -226,7 +226,7 @@ class PlainAllocator:
 
 
 @given(actions=ACTIONS)
-def test_a_plain_implementation_agrees(actions: list[int]):
+def test_a_plain_implementation_agrees(actions: list[int]) -> None:
     assert run(CachingAllocator(capacity=300 * MIB), actions) == run(PlainAllocator(300 * MIB), actions)
 
 
@@ -234,7 +234,7 @@ def log(*steps: list[tuple[int, int]]) -> AllocationLog:
     return AllocationLog([[Allocation(*entry) for entry in step] for step in steps])
 
 
-def test_a_step_is_repeated_with_storages_of_its_own():
+def test_a_step_is_repeated_with_storages_of_its_own() -> None:
     two = log([(0, 512)], [(1, 4 * MIB), (2, 512)], [(1, 0), (3, 4 * MIB), (4, 512), (4, 0)])
     _, _, _, third, fourth = two.repeated(4)
     new = third[1].storage
@@ -245,7 +245,7 @@ def test_a_step_is_repeated_with_storages_of_its_own():
     assert many.allocated_bytes == 4 * MIB + 1024 + 512
 
 
-def test_least_capacity_is_where_later_steps_release_nothing():
+def test_least_capacity_is_where_later_steps_release_nothing() -> None:
     first = [(0, 30 * MIB), (0, 0), (1, 40 * MIB), (1, 0)]
     two = log([], first, [(2, 30 * MIB), (2, 0), (3, 40 * MIB), (3, 0)])
     assert replay(two).reserved_bytes == 70 * MIB
@@ -256,7 +256,7 @@ def test_least_capacity_is_where_later_steps_release_nothing():
     assert replay(two, capacity=least).retries == (0, 1, 0, 0), "the first step releases what the later ones reuse"
 
 
-def test_the_memory_of_a_captured_step_is_its_own():
+def test_the_memory_of_a_captured_step_is_its_own() -> None:
     two = log([(0, 30 * MIB)], [(1, 12 * MIB), (1, 0)], [(2, 12 * MIB), (2, 0)])
     assert replay(two).reserved_bytes == 42 * MIB
     captured = replay(two, capture_after=2)
@@ -266,7 +266,7 @@ def test_the_memory_of_a_captured_step_is_its_own():
     assert replay(live, capture_after=2).reserved_bytes == 62 * MIB
 
 
-def test_the_page_of_a_plan_shows_what_the_device_will(tmp_path: Path):
+def test_the_page_of_a_plan_shows_what_the_device_will(tmp_path: Path) -> None:
     def make() -> tuple[nn.Module, Callable[[], object]]:
         model, x = (
             nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))),

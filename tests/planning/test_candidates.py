@@ -1,7 +1,10 @@
 """The levels of a block: cheapest for their price by brute force, apart from each other, and what they say they are."""
 
+from __future__ import annotations
+
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from graphckpt.rules import Selective
 from graphckpt.rules.ops import OpCall, OpGraph
 
 
-def drawn(seed):
+def drawn(seed: int) -> tuple[Any, ...]:
     """Returns a log of some ops at random, and what they take."""
     rng = random.Random(seed)
     log = OpGraph()
@@ -34,12 +37,12 @@ def drawn(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_cut_is_the_cheapest_choice_for_its_price(seed):
+def test_a_cut_is_the_cheapest_choice_for_its_price(seed: int) -> None:
     log, ticks = drawn(seed)
     able = [number for number, call in enumerate(log.calls) if call.can_be_kept]
     for price in (0.01, 0.1, 0.5, 3.0):
 
-        def cost(kept, price=price):
+        def cost(kept: Any, price: Any = price) -> Any:
             again = log.needed(lambda call: call.number in kept) - kept
             num_bytes = sum(round(price * log.calls[number].num_bytes) for number in kept)
             return num_bytes + sum(ticks[number] for number in again)
@@ -51,7 +54,7 @@ def test_a_cut_is_the_cheapest_choice_for_its_price(seed):
         assert chosen.ticks == sum(ticks[number] for number in again)
 
 
-def test_a_storage_with_the_id_of_one_that_is_freed_has_no_producer():
+def test_a_storage_with_the_id_of_one_that_is_freed_has_no_producer() -> None:
     log, add, x = OpGraph(), torch.ops.aten.add.Tensor, torch.ones(2)
     for number in range(100):
         log.add(add, number, (torch.ones(2), x), {}, x + x)  # each new tensor takes the place of one before
@@ -59,7 +62,7 @@ def test_a_storage_with_the_id_of_one_that_is_freed_has_no_producer():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed):
+def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed: int) -> None:
     front = op_levels._cheapest(*drawn(seed))[:-1]
     assert all(one.num_bytes > other.num_bytes for one, other in itertools.pairwise(front[1:]))
     assert all(one.ticks < other.ticks for one, other in itertools.pairwise(front[1:]))
@@ -67,17 +70,17 @@ def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed):
     assert slopes == sorted(slopes)
 
 
-def gpt2():
+def gpt2() -> Any:
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return gpt2_step(num_tokens=64, n_layer=6, n_embd=64, n_head=4, vocab_size=64, n_positions=64, **none)
 
 
 @pytest.fixture(scope="module")
-def known():
+def known() -> Any:
     return measured_step(*gpt2())
 
 
-def test_equal_layers_have_equal_levels_between_keep_and_full(known):
+def test_equal_layers_have_equal_levels_between_keep_and_full(known: Any) -> None:
     assert all(own == known.options_of[0] for own in known.options_of)
     names = [option.name for option in known.options_of[0]]
     count = len(names) - 2
@@ -87,7 +90,7 @@ def test_equal_layers_have_equal_levels_between_keep_and_full(known):
     assert peaks == sorted(set(peaks), reverse=True), "each level takes less than the one before"
 
 
-def test_a_level_keeps_what_it_says(known):
+def test_a_level_keeps_what_it_says(known: Any) -> None:
     model, step = gpt2()
     step()
     for option in range(len(known.options)):
@@ -95,7 +98,7 @@ def test_a_level_keeps_what_it_says(known):
             assert tracked_peak(model, step) == known.model.peak([option] * 6)
 
 
-def test_attention_is_named_in_a_way_that_holds_on_other_devices(known):
+def test_attention_is_named_in_a_way_that_holds_on_other_devices(known: Any) -> None:
     saves = [name for option in known.options_of[0][2:] for name in option.fields["activation_checkpointing"]["save"]]
     assert "attention[0]" in saves
     assert not any("scaled_dot_product" in name for name in saves)
@@ -103,7 +106,7 @@ def test_attention_is_named_in_a_way_that_holds_on_other_devices(known):
         assert Selective(option.fields["activation_checkpointing"]["save"])
 
 
-def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
+def test_a_block_whose_ops_cannot_be_seen_has_the_presets() -> None:
     assert selective_levels([]) == []
     blind = OpTimes()
     blind.log.is_complete = False
@@ -113,12 +116,12 @@ def test_a_block_whose_ops_cannot_be_seen_has_the_presets():
     assert [option.rule.save for option in own[0][2:]] == ["matmul+attention", "matmul", "attention"]
 
 
-def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
+def test_an_op_that_two_processes_time_unlike_is_decided_by_one() -> None:
     log, ticks = drawn(3)
     seen = [[OpTimes(log, [(0.0, tick / op_levels._TICKS) for tick in ticks])]]
     told = []
 
-    def tell(value):
+    def tell(value: Any) -> list[list[list[Any]]]:
         told.append(value)
         return [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]]]
 
@@ -128,7 +131,7 @@ def test_an_op_that_two_processes_time_unlike_is_decided_by_one():
     assert own[0][2].fields["activation_checkpointing"] == value
 
 
-def test_a_class_without_levels_has_full_in_their_place_near_and_far():
+def test_a_class_without_levels_has_full_in_their_place_near_and_far() -> None:
     found = [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]], [[[], 0.5]]]
     some, own = with_levels(options("disk"), [0, 1], lambda: [[], []], lambda _: found)
     near = len(some) // 2
@@ -138,7 +141,7 @@ def test_a_class_without_levels_has_full_in_their_place_near_and_far():
     assert all(option.fields["offload"] == "disk" for option in own[1][near:])
 
 
-def test_a_layer_of_one_linear_has_nothing_between():
+def test_a_layer_of_one_linear_has_nothing_between() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     x = torch.randn(16, 8, requires_grad=True)

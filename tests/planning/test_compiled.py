@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ AOT = {"backend": "aot_eager"}
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -39,11 +42,11 @@ def _fresh():
 X = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
 
 
-def stack():
+def stack() -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = Listed(5, 4, nn.Identity)
 
-    def step():
+    def step() -> None:
         model.zero_grad()
         model(X).square().mean().backward()
 
@@ -52,7 +55,7 @@ def stack():
 
 @pytest.mark.parametrize("build", [stack, pytest.param(gpt2_step, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.9, 0.75])
-def test_a_plan_takes_what_it_says(build, share):
+def test_a_plan_takes_what_it_says(build: Any, share: float) -> None:
     model, step = build()
     found = graphckpt.plan(model, step, memory_budget=share, compile=AOT, check=False)
     assert found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
@@ -65,7 +68,7 @@ def test_a_plan_takes_what_it_says(build, share):
         assert tracked_peak(model, step) == found.predicted_peak_bytes
 
 
-def test_bits_are_those_of_compiled_layers_without_a_plan():
+def test_bits_are_those_of_compiled_layers_without_a_plan() -> None:
     model, step = stack()
     with graphckpt.apply(model, {"layers.*": {"compile": AOT}}):
         torch.manual_seed(5)
@@ -79,11 +82,11 @@ def test_bits_are_those_of_compiled_layers_without_a_plan():
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
 
 
-def test_layers_save_as_much_as_fits(monkeypatch):
+def test_layers_save_as_much_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's own levels, which run nothing twice that it need not, come before a second run of all."""
     model, step = stack()
 
-    def measured(*args):
+    def measured(*args: Any) -> Any:
         found = measure(*args)
         names = ["keep", "full", *(f"keep at {n} %" for n in (80, 50, 30, 10))]
         assert [option.name for option in found.options] == names
@@ -104,7 +107,7 @@ def test_layers_save_as_much_as_fits(monkeypatch):
     assert peaks[1] < found.predicted_peak_bytes <= found.budget_bytes < peaks[0]
 
 
-def test_a_share_or_rules_that_are_given_leave_out_what_the_compiler_may_do():
+def test_a_share_or_rules_that_are_given_leave_out_what_the_compiler_may_do() -> None:
     model, step = stack()
     options = AOT | {"activation_memory_budget": 0.5}
     found = graphckpt.plan(model, step, memory_budget="min", compile=options)
@@ -114,7 +117,7 @@ def test_a_share_or_rules_that_are_given_leave_out_what_the_compiler_may_do():
     assert all(fields["compile"] == AOT for fields in found.policies.values()), "so do rules that are named"
 
 
-def test_compiled_code_runs_while_the_step_is_measured_and_under_the_plan():
+def test_compiled_code_runs_while_the_step_is_measured_and_under_the_plan() -> None:
     model, step = stack()
     counter = CompileCounterWithBackend("aot_eager")
     found = graphckpt.plan(model, step, memory_budget=0.5, compile={"backend": counter}, check=False)
@@ -128,7 +131,7 @@ def test_compiled_code_runs_while_the_step_is_measured_and_under_the_plan():
     assert counter.frame_count > first
 
 
-def test_layers_that_their_owner_has_compiled_are_planned_as_they_are():
+def test_layers_that_their_owner_has_compiled_are_planned_as_they_are() -> None:
     model, step = stack()
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
@@ -138,7 +141,7 @@ def test_layers_that_their_owner_has_compiled_are_planned_as_they_are():
         assert tracked_peak(model, step) == found.predicted_peak_bytes <= found.budget_bytes
 
 
-def test_a_part_that_its_owner_has_compiled_runs_again_with_its_layer():
+def test_a_part_that_its_owner_has_compiled_runs_again_with_its_layer() -> None:
     model, step = stack()
     for layer in model.layers:
         layer.up.forward = torch.compile(layer.up.forward, backend="aot_eager")
@@ -154,7 +157,7 @@ def test_a_part_that_its_owner_has_compiled_runs_again_with_its_layer():
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
 
 
-def test_a_plan_with_compiled_layers_can_be_saved(tmp_path):
+def test_a_plan_with_compiled_layers_can_be_saved(tmp_path: Path) -> None:
     model, step = stack()
     found = graphckpt.plan(model, step, memory_budget=0.5, compile=EAGER)
     found.save(tmp_path / "plan.yaml")
@@ -165,7 +168,7 @@ def test_a_plan_with_compiled_layers_can_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["in place", "a layer", "from outside"])
-def test_a_model_that_is_compiled_as_a_whole_is_refused(how):
+def test_a_model_that_is_compiled_as_a_whole_is_refused(how: str) -> None:
     model, step = stack()
     if how == "in place":
         model.compile(backend="eager")
@@ -177,7 +180,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(how):
         graphckpt.plan(model, step, memory_budget=0.5, select="*layers.*")
 
 
-def test_a_part_beside_the_layers_or_in_one_may_be_compiled_as_a_whole():
+def test_a_part_beside_the_layers_or_in_one_may_be_compiled_as_a_whole() -> None:
     model, step = stack()
     model.head.compile(backend="aot_eager")
     model.layers[1].up.compile(backend="aot_eager")
@@ -193,29 +196,29 @@ def test_a_part_beside_the_layers_or_in_one_may_be_compiled_as_a_whole():
         ({"dynamik": True}, r"compile: torch\.compile has no option 'dynamik' · did you mean 'dynamic'"),
     ],
 )
-def test_what_is_no_option_is_an_error_at_once(value, message):
+def test_what_is_no_option_is_an_error_at_once(value: dict[str, Any] | str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(*stack(), memory_budget=0.5, compile=value)
 
 
-def test_a_value_that_the_compiler_refuses_is_its_own_error_and_leaves_the_model_as_it_was():
+def test_a_value_that_the_compiler_refuses_is_its_own_error_and_leaves_the_model_as_it_was() -> None:
     model, step = stack()
     with pytest.raises(RuntimeError, match="nonsense"):
         graphckpt.plan(model, step, memory_budget=0.5, compile={"mode": "nonsense"})
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def planned(step, **options):
+def planned(step: Any, **options: Any) -> Any:
     found = step.plan(X, **options)
     found.apply()
     return found
 
 
-def compiled_of(step):
+def compiled_of(step: Any) -> list[Any]:
     return [step.model.layers[n].config.compile for n in range(5)]
 
 
-def test_a_graph_takes_over_how_its_blocks_are_compiled():
+def test_a_graph_takes_over_how_its_blocks_are_compiled() -> None:
     step = SquareGraph(stack()[0])
     for layer in step.model.layers:
         layer.config.compile = EAGER
@@ -228,7 +231,7 @@ def test_a_graph_takes_over_how_its_blocks_are_compiled():
 
 
 @pytest.mark.slow
-def test_a_graph_plans_again_what_its_layers_save():
+def test_a_graph_plans_again_what_its_layers_save() -> None:
     step = SquareGraph(stack()[0])
     step.config.plan_options = {"compile": AOT}
     step.config.memory_budget = 0.6
@@ -241,7 +244,7 @@ def test_a_graph_plans_again_what_its_layers_save():
     assert all(AOT.items() < how.items() for how in compiled_of(step))
 
 
-def test_a_graph_runs_what_the_plan_says_of_layers_that_were_compiled_before():
+def test_a_graph_runs_what_the_plan_says_of_layers_that_were_compiled_before() -> None:
     step = SquareGraph(stack()[0])
     for number, layer in enumerate(step.model.layers):
         layer.config.compile = AOT | {"activation_memory_budget": (0.3, 0.8)[number % 2]}
@@ -255,7 +258,7 @@ def test_a_graph_runs_what_the_plan_says_of_layers_that_were_compiled_before():
     assert {row.block: row.option for row in found.rows}.items() <= shown.items()
 
 
-def test_a_graph_compiles_what_its_plan_options_say():
+def test_a_graph_compiles_what_its_plan_options_say() -> None:
     step = SquareGraph(stack()[0])
     step.config.plan_options = {"compile": EAGER}
     step.config.memory_budget = 0.5
@@ -265,7 +268,7 @@ def test_a_graph_compiles_what_its_plan_options_say():
 
 @pytest.mark.parametrize("value", [True, {}])
 @pytest.mark.parametrize("name", ["layers.0", "layers.0.up"])
-def test_blocks_that_are_compiled_in_different_ways_are_refused(name, value):
+def test_blocks_that_are_compiled_in_different_ways_are_refused(name: str, value: bool | dict[str, Any]) -> None:
     step = SquareGraph(stack()[0])
     block = step.model.layers[0]
     (block.up if name.endswith("up") else block).config.compile = value

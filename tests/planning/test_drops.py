@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from helpers.layer_stacks import D, Layer
 from helpers.odd_steps import ROWS, STEPS, Views, simsiam, simsiam_symmetric, through
 from helpers.peaks import tracked_peak
 from helpers.plans import planner_of, stepped_once
+from torch import nn
 
 from graphckpt import apply, plan
 from graphckpt.planning import PlanError, trace
@@ -19,7 +23,7 @@ from graphckpt.planning.steps import RealStep
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_any_plan_takes_what_is_predicted(name, monkeypatch):
+def test_any_plan_takes_what_is_predicted(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Seconds of ops, by which levels of `selective` are found, that do not depend on the load of the machine.
     seconds = random.Random(0)
     clock = itertools.accumulate(seconds.uniform(1e-6, 2e-5) for _ in itertools.count())
@@ -46,7 +50,7 @@ def test_any_plan_takes_what_is_predicted(name, monkeypatch):
     assert not planner.measured.notes
 
 
-def joined(planner, rng, count=3):
+def joined(planner: Any, rng: Any, count: int = 3) -> Iterator[Any]:
     """Yields plans in which runs of blocks are recomputed as one."""
     joints, num_blocks = planner.search.joined_runs, len(planner.measured.names)
     for _ in range(count):
@@ -59,7 +63,7 @@ def joined(planner, rng, count=3):
 
 
 @pytest.mark.parametrize("name", ["simsiam", "unused_output", "unused_second_output", "optimizer_in_backward"])
-def test_a_budget_at_the_peak_of_full_is_kept(name):
+def test_a_budget_at_the_peak_of_full_is_kept(name: str) -> None:
     model = Views()
     step, optimizers = STEPS[name](model)
     with apply(model, {name: True for name, _ in find_blocks(model, Layer)}):
@@ -70,17 +74,17 @@ def test_a_budget_at_the_peak_of_full_is_kept(name):
         assert tracked_peak(model, step, optimizers) == found.predicted_peak_bytes <= budget
 
 
-def gradient_penalty(model):
+def gradient_penalty(model: nn.Module) -> Any:
     x = model.views[0].clone().requires_grad_()
     y = model.online(x)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return y.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
 
 
-def truncated_with_overlap(model):
+def truncated_with_overlap(model: nn.Module) -> tuple[Any, ...]:
     """Runs backward through each call twice: from its own loss, and from that of the next call."""
 
-    def step():
+    def step() -> None:
         state = last = None
         for _ in range(4):
             state = torch.zeros(ROWS, D) if last is None else last.detach().requires_grad_()
@@ -95,7 +99,7 @@ def truncated_with_overlap(model):
 
 
 @pytest.mark.parametrize("build", [lambda model: stepped_once(model, gradient_penalty), truncated_with_overlap])
-def test_a_second_backward_makes_it_an_estimate(build):
+def test_a_second_backward_makes_it_an_estimate(build: Any) -> None:
     model = Views()
     step, optimizers = build(model)
     for budget in ("min", "1GiB"):
@@ -107,10 +111,10 @@ def test_a_second_backward_makes_it_an_estimate(build):
         assert abs(peak - found.predicted_peak_bytes) <= 0.01 * peak
 
 
-def test_a_step_whose_graphs_are_all_dropped_cannot_be_planned():
+def test_a_step_whose_graphs_are_all_dropped_cannot_be_planned() -> None:
     model = Views()
 
-    def step():
+    def step() -> None:
         model.online(model.views[0])
 
     with pytest.raises(PlanError, match="no backward went through the blocks"):
@@ -121,7 +125,7 @@ def test_a_step_whose_graphs_are_all_dropped_cannot_be_planned():
 
 
 @pytest.fixture(scope="module")
-def simple():
+def simple() -> tuple[Any, ...]:
     """Returns a model, its step, and the lowest and the highest predicted peak."""
     model = Views()
     model.online.layers.extend(Layer() for _ in range(3))
@@ -130,11 +134,11 @@ def simple():
     return model, step, least.predicted_peak_bytes, most.predicted_peak_bytes
 
 
-def measuring(monkeypatch, change):
+def measuring(monkeypatch: pytest.MonkeyPatch, change: Any) -> Any:
     """Lets each check measure another peak; returns the peaks."""
     peaks, real_peak = [], RealStep.peak
 
-    def peak(step):
+    def peak(step: Any) -> Any:
         peaks.append(change(real_peak(step)))
         return peaks[-1]
 
@@ -142,7 +146,7 @@ def measuring(monkeypatch, change):
     return peaks
 
 
-def test_a_refuted_plan_is_not_returned(simple, monkeypatch):
+def test_a_refuted_plan_is_not_returned(simple: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, _, most = simple
     budget = most + 64  # many plans are predicted to fit
     peaks = measuring(monkeypatch, lambda peak: budget + 8)
@@ -153,7 +157,7 @@ def test_a_refuted_plan_is_not_returned(simple, monkeypatch):
     assert 2 <= len(peaks) <= 4
 
 
-def test_the_lowest_plan_is_tried_before_giving_up(simple, monkeypatch):
+def test_the_lowest_plan_is_tried_before_giving_up(simple: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, least, most = simple
     measuring(monkeypatch, lambda peak: peak if peak <= least else peak + most)
     for budget in (least, (least + most) // 2, most - 1):
@@ -161,7 +165,9 @@ def test_the_lowest_plan_is_tried_before_giving_up(simple, monkeypatch):
         assert found.predicted_peak_bytes == found.floor_bytes == least
 
 
-def test_a_plan_that_takes_less_than_predicted_is_found(simple, monkeypatch):
+def test_a_plan_that_takes_less_than_predicted_is_found(
+    simple: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, step, least, most = simple
     measuring(monkeypatch, lambda peak: peak // 2)
     for budget in (least // 2, least - 1, most - 1):
@@ -176,7 +182,7 @@ def test_a_plan_that_takes_less_than_predicted_is_found(simple, monkeypatch):
 
 
 @pytest.mark.parametrize("loss", [simsiam, simsiam_symmetric])
-def test_layers_that_are_called_twice_may_offload(loss, tmp_path):
+def test_layers_that_are_called_twice_may_offload(loss: Any, tmp_path: Path) -> None:
     model = Views()
     step, _ = stepped_once(model, loss)
     found = plan(model, step, memory_budget=0.6, select=Layer, offload=f"disk:{tmp_path}", check=False)

@@ -406,15 +406,15 @@ class TestSteps:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-def test_a_capturable_optimizer_is_planned_and_stays_as_it_was(kind):
+def test_a_capturable_optimizer_is_planned_and_stays_as_it_was(kind: Any) -> None:
     options = {} if kind is torch.optim.SGD else {"capturable": True}
     optimizers = []
 
-    def make():
+    def make() -> tuple[Any, ...]:
         model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)))
         optimizers.append(kind(model.parameters(), lr=0.1, **options))
 
-        def step():
+        def step() -> None:
             model(torch.ones(4, 8)).sum().backward()
             optimizers[-1].step()
             optimizers[-1].zero_grad()

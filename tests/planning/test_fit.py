@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,45 +31,45 @@ from graphckpt.units import format_bytes
 MIB = 2**20
 
 
-def gpt2():
+def gpt2() -> tuple[Any, ...]:
     return tiny_gpt2(n_layer=5, n_embd=32, vocab_size=64), tokens
 
 
-def bert():
+def bert() -> tuple[Any, ...]:
     sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
     config = BertConfig(**sizes, vocab_size=64, max_position_embeddings=32, num_labels=3)
     return BertForSequenceClassification(config), tokens_with_label
 
 
-def resnet():
+def resnet() -> tuple[Any, ...]:
     sizes = {"embedding_size": 8, "hidden_sizes": [16, 16, 32], "depths": [2, 2, 1], "layer_type": "basic"}
     return ResNetForImageClassification(ResNetConfig(**sizes, num_labels=3)), images
 
 
-def tokens(batch_size):
+def tokens(batch_size: Any) -> dict[str, Any]:
     x = torch.zeros(batch_size, 32, dtype=torch.long)
     return {"input_ids": x, "labels": x}
 
 
-def tokens_with_label(batch_size):
+def tokens_with_label(batch_size: Any) -> dict[str, Any]:
     return {**tokens(batch_size), "labels": torch.zeros(batch_size, dtype=torch.long)}
 
 
-def images(batch_size):
+def images(batch_size: Any) -> dict[str, Any]:
     return {"pixel_values": torch.zeros(batch_size, 3, 32, 32), "labels": torch.zeros(batch_size, dtype=torch.long)}
 
 
 class Case:
     """A model with its steps, and what they really take."""
 
-    def __init__(self, made):
+    def __init__(self, made: Any) -> None:
         self.model, self.inputs = made
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
 
-    def make_step(self, batch_size, accumulation=1):
+    def make_step(self, batch_size: Any, accumulation: int = 1) -> tuple[Any, ...]:
         batch = self.inputs(batch_size)
 
-        def step():
+        def step() -> None:
             for _ in range(accumulation):
                 self.model(**batch).loss.backward()
             self.optimizer.step()
@@ -75,7 +77,7 @@ class Case:
 
         return self.model, step
 
-    def peak(self, batch_size, accumulation=1):
+    def peak(self, batch_size: Any, accumulation: int = 1) -> Any:
         """The tracked peak of a step with the policies that the model has."""
         return tracked_peak(*self.make_step(batch_size, accumulation), [self.optimizer])
 
@@ -85,7 +87,7 @@ class Case:
     params=[pytest.param(make, marks=slow_unless(make is resnet)) for make in (gpt2, bert, resnet)],
     ids=lambda make: make.__name__,
 )
-def fitted(request):
+def fitted(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     torch.manual_seed(0)
     case = Case(request.param())
     smallest = case.peak(2)
@@ -93,7 +95,7 @@ def fitted(request):
     return case, found
 
 
-def test_the_largest_batch_runs_inside_the_budget_and_one_more_does_not(fitted):
+def test_the_largest_batch_runs_inside_the_budget_and_one_more_does_not(fitted: tuple[Any, ...]) -> None:
     case, found = fitted
     largest, plain = found.largest, found.largest_without_recompute
     assert largest.batch_size > plain.batch_size >= 8
@@ -108,7 +110,7 @@ def test_the_largest_batch_runs_inside_the_budget_and_one_more_does_not(fitted):
 
 
 @pytest.mark.slow
-def test_each_size_has_the_peaks_of_a_plan_for_it_alone(fitted):
+def test_each_size_has_the_peaks_of_a_plan_for_it_alone(fitted: tuple[Any, ...]) -> None:
     case, found = fitted
     for row in found.rows:
         model, step = case.make_step(row.batch_size)
@@ -120,7 +122,9 @@ def test_each_size_has_the_peaks_of_a_plan_for_it_alone(fitted):
             assert case.peak(row.batch_size) == row.peak_bytes
 
 
-def test_shown_sizes_are_measured_and_have_run_and_accumulating_takes_no_more_than_predicted(fitted):
+def test_shown_sizes_are_measured_and_have_run_and_accumulating_takes_no_more_than_predicted(
+    fitted: tuple[Any, ...],
+) -> None:
     case, found = fitted
     assert 6 <= len(found.rows) <= len(found.measured_sizes) <= 12
     assert all(row.is_measured and row.batch_size in found.measured_sizes for row in found.rows)
@@ -134,7 +138,7 @@ def test_shown_sizes_are_measured_and_have_run_and_accumulating_takes_no_more_th
                 assert case.peak(row.batch_size, accumulation=3) <= more.peak_bytes <= found.budget_bytes
 
 
-def test_training_state_is_as_before():
+def test_training_state_is_as_before() -> None:
     torch.manual_seed(0)
     case = Case(gpt2())
     case.make_step(2)[1]()
@@ -146,18 +150,18 @@ def test_training_state_is_as_before():
 
 
 @as_module(lambda: {"layers": nn.Sequential(*(ReLULayer() for _ in range(3)))})
-def Squared(self, x):
+def Squared(self: Any, x: torch.Tensor) -> Any:
     """Layers before a head whose memory grows with the square of the batch."""
     x = self.layers(x)
     return (x @ x.T).square().mean()
 
 
-def squared(batch_size):
+def squared(batch_size: Any) -> tuple[Any, ...]:
     model, x = Squared(), torch.ones(batch_size, 16)
     return model, lambda: model(x).backward()
 
 
-def test_listed_sizes_are_measured_where_memory_is_not_affine():
+def test_listed_sizes_are_measured_where_memory_is_not_affine() -> None:
     found = graphckpt.fit(squared, batch_sizes=[2, 16, 64, 100, 256], memory_budget="max", candidates=["full"])
     for row in found.rows:
         assert row.is_measured
@@ -165,7 +169,7 @@ def test_listed_sizes_are_measured_where_memory_is_not_affine():
         assert row.plain_peak_bytes == direct.plain_peak_bytes
 
 
-def test_a_search_is_right_where_memory_is_not_affine():
+def test_a_search_is_right_where_memory_is_not_affine() -> None:
     budget = {"memory_budget": "1MiB", "candidates": ["full"]}
     limit = graphckpt.fit(squared, device="cpu", **budget).largest.batch_size
     graphckpt.plan(*squared(limit), **budget)
@@ -173,7 +177,9 @@ def test_a_search_is_right_where_memory_is_not_affine():
         graphckpt.plan(*squared(limit + 1), **budget)
 
 
-def test_sizes_that_do_not_fit_with_everything_kept_run_under_the_plans_of_smaller_ones(monkeypatch):
+def test_sizes_that_do_not_fit_with_everything_kept_run_under_the_plans_of_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     case = Case(gpt2())
     smallest = case.peak(2)
@@ -202,14 +208,14 @@ def test_sizes_that_do_not_fit_with_everything_kept_run_under_the_plans_of_small
 class Attention(ReLULayer):
     """A layer that keeps a matrix of all pairs of rows."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return super().forward((x @ x.T).softmax(-1) @ x)
 
 
-def test_the_largest_batch_has_run_where_predictions_are_too_low():
+def test_the_largest_batch_has_run_where_predictions_are_too_low() -> None:
     model = nn.Sequential(*(Attention() for _ in range(6)))
 
-    def make_step(batch_size):
+    def make_step(batch_size: Any) -> tuple[Any, ...]:
         x = torch.ones(batch_size, 16)
         return model, lambda: model(x).sum().backward()
 
@@ -221,12 +227,12 @@ def test_the_largest_batch_has_run_where_predictions_are_too_low():
         graphckpt.plan(*make_step(largest.batch_size + 1), memory_budget="600KiB", candidates=["full"])
 
 
-def simple(batch_size):
+def simple(batch_size: Any) -> tuple[Any, ...]:
     model = nn.Sequential(*(ReLULayer() for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(batch_size, 16)
 
-    def step():
+    def step() -> None:
         model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -235,11 +241,11 @@ def simple(batch_size):
 
 
 @pytest.fixture(scope="module")
-def absent():
+def absent() -> Any:
     return graphckpt.fit(simple, memory_budget="65MiB", device="h200", global_batch=96)
 
 
-def test_a_device_that_is_not_there(absent):
+def test_a_device_that_is_not_there(absent: Any) -> None:
     assert absent.device == "h200"
     assert absent.largest.batch_size > absent.largest_without_recompute.batch_size
     assert absent.largest.checked_peak_bytes == absent.largest.peak_bytes <= 65 * MIB
@@ -249,7 +255,7 @@ def test_a_device_that_is_not_there(absent):
         pass
 
 
-def test_a_simulated_step_runs_once_under_its_plan(monkeypatch):
+def test_a_simulated_step_runs_once_under_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, run = [], FakeStep.run
     monkeypatch.setattr(FakeStep, "run", lambda step: runs.append(step) or run(step))
     (row,) = graphckpt.fit(simple, batch_sizes=[16], device="h200").rows
@@ -259,7 +265,7 @@ def test_a_simulated_step_runs_once_under_its_plan(monkeypatch):
     assert row.checked_seconds == pytest.approx(seconds)
 
 
-def test_rows_at_a_global_batch(absent):
+def test_rows_at_a_global_batch(absent: Any) -> None:
     best = absent.at_global_batch(96)
     assert best.batch_size * best.accumulation == best.global_batch == 96
     rows = [row for row in absent.rows if 96 % row.batch_size == 0]
@@ -271,18 +277,18 @@ def test_rows_at_a_global_batch(absent):
         absent.at_global_batch(96, "speed")
 
 
-def test_a_size_that_takes_exactly_the_limit_fits():
+def test_a_size_that_takes_exactly_the_limit_fits() -> None:
     assert largest(lambda size: 12 * size - 996, 1, None, [8, 16]) == 83
 
 
-def test_an_update_of_several_steps_has_one_step_of_the_optimizer():
+def test_an_update_of_several_steps_has_one_step_of_the_optimizer() -> None:
     plan, sizes = SimpleNamespace(predicted_step_seconds=5.0), dict.fromkeys(("plain_peak_bytes", "floor_bytes"), 1)
     row = BatchFit(batch_size=1, plan=plan, is_measured=True, optimizer_seconds=1.0, time_factor=2.0, **sizes)
     assert row.seconds == 2 * 5
     assert replace(row, accumulation=3).seconds == 3 * (2 * 5 - 1) + 1
 
 
-def test_what_it_prints(absent, tmp_path, capsys):
+def test_what_it_prints(absent: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = str(absent)
     assert f"largest batch: {absent.largest.batch_size} (" in text
     assert "fastest: " in text
@@ -305,8 +311,8 @@ def test_what_it_prints(absent, tmp_path, capsys):
     assert b"micro-batch size" in first
 
 
-def test_each_batch_size_may_have_a_model_of_its_own():
-    def make_step(batch_size):
+def test_each_batch_size_may_have_a_model_of_its_own() -> None:
+    def make_step(batch_size: Any) -> Any:
         return Case(gpt2()).make_step(batch_size)
 
     one_model = Case(gpt2())
@@ -317,7 +323,7 @@ def test_each_batch_size_may_have_a_model_of_its_own():
         assert one_model.peak(8) == found.largest.peak_bytes <= plain
 
 
-def test_a_list_of_sizes_is_kept():
+def test_a_list_of_sizes_is_kept() -> None:
     found = graphckpt.fit(simple, batch_sizes=[64, 8, 8, 100000], memory_budget="256KiB", device="cpu")
     assert [row.batch_size for row in found.rows] == [8, 64, 100000]
     assert [row.fits for row in found.rows] == [True, True, False]
@@ -328,7 +334,7 @@ def test_a_list_of_sizes_is_kept():
     assert "largest of the given sizes 64 in" in repr(found)
 
 
-def test_a_range_bounds_the_search():
+def test_a_range_bounds_the_search() -> None:
     found = graphckpt.fit(simple, batch_sizes=range(3, 21), memory_budget="1GiB", device="cpu")
     assert found.largest.batch_size == 20
     assert found.rows[0].batch_size == 3
@@ -356,7 +362,7 @@ def test_a_range_bounds_the_search():
         ({"ofload": "cpu"}, r"fit: unknown option 'ofload'"),
     ],
 )
-def test_faults_are_one_clear_error(arguments, message):
+def test_faults_are_one_clear_error(arguments: Any, message: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         graphckpt.fit(simple, **{"device": "cpu", **arguments})
 
@@ -369,19 +375,19 @@ def test_faults_are_one_clear_error(arguments, message):
         (nn.Linear(1, 1), "expected a function, got Linear"),
     ],
 )
-def test_a_function_that_makes_no_step_is_an_error(make_step, message):
+def test_a_function_that_makes_no_step_is_an_error(make_step: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"make_step: {message}"):
         graphckpt.fit(make_step)
 
 
-def test_a_budget_that_no_batch_fits_is_an_error():
+def test_a_budget_that_no_batch_fits_is_an_error() -> None:
     with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size 1 · fix: a la"):
         graphckpt.fit(simple, memory_budget="1KiB", device="cpu")
     with pytest.raises(PlanError, match=r"at batch size 4 · fix: smaller batch sizes, or a larger memory_budget"):
         graphckpt.fit(simple, batch_sizes=[4], memory_budget="1KiB", device="cpu")
 
 
-def test_a_percentage_is_a_share_of_the_memory_of_the_device(monkeypatch):
+def test_a_percentage_is_a_share_of_the_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     half = graphckpt.fit(simple, batch_sizes=[2], memory_budget="50%", device="h200")
     assert half.budget_bytes == load_profile("h200").memory_bytes // 2
     assert half.headroom_bytes == 0
@@ -392,7 +398,7 @@ def test_a_percentage_is_a_share_of_the_memory_of_the_device(monkeypatch):
     assert here.budget_bytes == graphckpt.plan(*simple(2), memory_budget="50%").budget_bytes
 
 
-def test_max_leaves_headroom_on_a_device_that_is_absent():
+def test_max_leaves_headroom_on_a_device_that_is_absent() -> None:
     found = graphckpt.fit(simple, batch_sizes=[2], device="h200")
     total = load_profile("h200").memory_bytes
     assert found.headroom_bytes == load_profile("h200").context_bytes
@@ -400,7 +406,7 @@ def test_max_leaves_headroom_on_a_device_that_is_absent():
     assert f"memory budget {format_bytes(found.budget_bytes)} on h200 (simulated); headroom 512 MiB" in str(found)
 
 
-def test_a_simulated_fit_never_says_that_it_has_run():
+def test_a_simulated_fit_never_says_that_it_has_run() -> None:
     found = graphckpt.fit(simple, batch_sizes=[2, 4], device="h200", global_batch=8)
     for word in ("measured", "checked", "it ran"):
         assert word not in str(found)
@@ -412,7 +418,7 @@ def test_a_simulated_fit_never_says_that_it_has_run():
     assert not graphckpt.fit(simple, batch_sizes=[2], memory_budget="1MiB").is_simulated
 
 
-def test_a_global_batch_that_nothing_fits_is_a_value_of_the_object():
+def test_a_global_batch_that_nothing_fits_is_a_value_of_the_object() -> None:
     found = graphckpt.fit(simple, batch_sizes=[2, 4], device="h200", memory_budget="65MiB", global_batch=8)
     assert found.to_dict()["global_batch"]["fits"]
     none = replace(found, rows=tuple(replace(row, plan=None, accumulating_plan=None) for row in found.rows))
@@ -421,11 +427,11 @@ def test_a_global_batch_that_nothing_fits_is_a_value_of_the_object():
     assert "none of the batch sizes 2, 4 fits" in values["fault"]
 
 
-def wide(batch_size):
+def wide(batch_size: Any) -> tuple[Any, ...]:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(3)))
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(batch_size * 128, 128)
 
-    def step():
+    def step() -> None:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -433,7 +439,7 @@ def wide(batch_size):
     return model, step
 
 
-def test_max_finds_the_largest_batch_that_keeps_everything_by_its_reserved_bytes():
+def test_max_finds_the_largest_batch_that_keeps_everything_by_its_reserved_bytes() -> None:
     card = load_profile("rtx3060").with_memory("1GiB")
     found = graphckpt.fit(wide, device=card, candidates=["full"])
     plain = found.largest_without_recompute.batch_size

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,14 +20,16 @@ SMALL = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_hea
 FULL = "train.activation_checkpoint.candidates=[full]"  # one policy where a test is not about what is chosen
 
 
-def run(*words, capsys):
+def run(*words: Any, capsys: pytest.CaptureFixture[str]) -> Any:
     code = main(["fit", *CONFIG, *words, *SMALL])
     printed = capsys.readouterr()
     assert code == 0, printed.err
     return printed
 
 
-def test_the_command_finds_the_largest_and_the_fastest_batch(tmp_path, capsys, monkeypatch):
+def test_the_command_finds_the_largest_and_the_fastest_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
     drawn = tmp_path / "fit.png"
     printed = run("--memory-budget", "200MiB", "--global-batch-size", "1024", "--plot", str(drawn), capsys=capsys)
@@ -38,7 +42,7 @@ def test_the_command_finds_the_largest_and_the_fastest_batch(tmp_path, capsys, m
     assert "simulating the step at batch size" in printed.err
 
 
-def test_json_is_one_object_with_the_bytes_of_each_size(capsys):
+def test_json_is_one_object_with_the_bytes_of_each_size(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run("--memory-budget", "1GiB", "--json", "--batch-sizes", "16,4096", capsys=capsys)
     fits, does_not = json.loads(printed.out)["rows"]
     assert fits["allocated_bytes"] == fits["peak_bytes"] <= 2**30 < does_not["peak_bytes"]
@@ -51,7 +55,7 @@ def test_json_is_one_object_with_the_bytes_of_each_size(capsys):
 
 
 @pytest.mark.slow
-def test_its_numbers_are_those_of_the_plan_command(capsys):
+def test_its_numbers_are_those_of_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run("--memory-budget", "2GiB", "--json", "--batch-sizes", "16,64,128,300", capsys=capsys)
     found = json.loads(printed.out)
     assert [row["batch_size"] for row in found["rows"]] == [16, 64, 128, 300]
@@ -65,7 +69,7 @@ def test_its_numbers_are_those_of_the_plan_command(capsys):
 
 
 @pytest.mark.slow
-def test_accumulating_steps_take_what_is_predicted(capsys):
+def test_accumulating_steps_take_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--memory-budget", "1GiB", "--global-batch-size", "4096"]
     printed = run(*flags, "--json", capsys=capsys)
     found = json.loads(printed.out)["global_batch"]
@@ -74,7 +78,7 @@ def test_accumulating_steps_take_what_is_predicted(capsys):
     assert found["checked_peak_bytes"] <= found["peak_bytes"] <= 2**30
 
 
-def test_the_allocator_of_an_absent_device_has_room_for_the_steps_that_accumulate():
+def test_the_allocator_of_an_absent_device_has_room_for_the_steps_that_accumulate() -> None:
     machine = load_profile("h200").with_memory("692MiB")
     with fake_steps_from("configs/quickstart.py", [*SMALL, FULL], device=machine) as steps:
         found = steps.fit("max", [32], 64)
@@ -90,7 +94,7 @@ def test_the_allocator_of_an_absent_device_has_room_for_the_steps_that_accumulat
 
 
 @pytest.mark.slow
-def test_sequence_lengths(tmp_path, capsys):
+def test_sequence_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = tmp_path / "fit.svg"
     flags = ["--memory-budget", "1GiB", "--sequence-lengths", "32,128", "--plot", str(drawn)]
     printed = run(*flags, "--json", capsys=capsys)
@@ -112,7 +116,7 @@ def test_sequence_lengths(tmp_path, capsys):
         (["--plot", "fit.txt"], "fit.txt: expected a file ending in '.png' or '.svg'"),
     ],
 )
-def test_faults_are_one_clear_error(words, message, capsys):
+def test_faults_are_one_clear_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", *CONFIG, *words, *SMALL]) == 2
     assert message in capsys.readouterr().err
 
@@ -130,14 +134,16 @@ def test_faults_are_one_clear_error(words, message, capsys):
         (["--cluster", "absent.yaml"], "cluster: the file absent.yaml does not exist · fix: use one of dgx-a100"),
     ],
 )
-def test_flags_are_checked_before_the_config_is_imported(command, flags, message, tmp_path, capsys):
+def test_flags_are_checked_before_the_config_is_imported(
+    command: str, flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "config.py"
     config.write_text("raise SystemExit('imported')\n")
     assert main([command, "--config-file", str(config), *flags]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_memory_replaces_that_of_the_profile(capsys):
+def test_a_memory_replaces_that_of_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "h100", "--memory", "3GiB"]
     assert main(["plan", "--config-file", "configs/quickstart.py", *flags, *SMALL]) == 0
     line = (
@@ -147,13 +153,13 @@ def test_a_memory_replaces_that_of_the_profile(capsys):
 
 
 @pytest.mark.parametrize("command", ["plan", "fit"])
-def test_a_cluster_is_for_several_processes(command, capsys):
+def test_a_cluster_is_for_several_processes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, *CONFIG, "--cluster", "pcie", *SMALL]) == 2
     message = "cluster: expected a config of several processes with it, got 'pcie' and one process · fix: leave it out"
     assert message in capsys.readouterr().err
 
 
-def test_a_cluster_sets_the_time_of_collectives(tmp_path, capsys):
+def test_a_cluster_sets_the_time_of_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "slow.yaml"
     link = "{bandwidth: 1.0e+8, latency: 0}"
     file.write_text(f"name: slow\nranks_per_node: 2\nwithin_node: {link}\nbetween_nodes: {link}\n")
@@ -170,10 +176,10 @@ def test_a_cluster_sets_the_time_of_collectives(tmp_path, capsys):
     assert any("the dgx-h200 profile" in note for note in default["notes"])
 
 
-def test_micro_batches_that_do_not_run_communicate_too():
+def test_micro_batches_that_do_not_run_communicate_too() -> None:
     """DDP reduces gradients in the last micro-batch only; with ZeRO 3 each gathers weights."""
 
-    def plan_of(stage, accumulation):
+    def plan_of(stage: Any, accumulation: Any) -> Any:
         words = [*SPREAD["train.zero_optimization.stage 3"], f"train.num_accumulation_steps={accumulation}"]
         words.append(FULL)
         words = words if stage else [words[0], *words[-2:]]
@@ -205,13 +211,13 @@ SPREAD = {
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone() -> Any:
     with fake_steps_from("configs/quickstart.py", [*SMALL, FULL], device="h200") as steps:
         return steps.plan("4GiB")
 
 
 @pytest.mark.parametrize("name", SPREAD)
-def test_what_spreads_the_step_changes_the_plan(name, alone):
+def test_what_spreads_the_step_changes_the_plan(name: Any, alone: Any) -> None:
     with fake_steps_from("configs/quickstart.py", [*SMALL, FULL, *SPREAD[name]], device="h200") as steps:
         plan = steps.plan("4GiB")
         values = steps.to_dict(plan)
@@ -222,7 +228,7 @@ def test_what_spreads_the_step_changes_the_plan(name, alone):
     assert f"rank 0 of {size}, data_parallel_size" in plan.notes[0]
 
 
-def test_the_batch_of_a_fit_is_that_of_a_rank():
+def test_the_batch_of_a_fit_is_that_of_a_rank() -> None:
     words = [*SMALL, FULL, *SPREAD["dp x tp"], "train.train_micro_batch_size=null", "train.global_batch_size=64"]
     with fake_steps_from("configs/quickstart.py", words, device="h200") as steps:
         found = steps.fit("1GiB", [8, 16])
@@ -231,7 +237,7 @@ def test_the_batch_of_a_fit_is_that_of_a_rank():
     assert any("rank 0 of 4" in note and "batch sizes are those of one rank" in note for note in found.notes)
 
 
-def test_fused_optimizers_are_for_weights_that_are_sharded_alike():
+def test_fused_optimizers_are_for_weights_that_are_sharded_alike() -> None:
     """PyTorch refuses one that gets DTensors and plain tensors, as tensor parallelism leaves them."""
     tensor, zero = SPREAD["train.dist.tensor_parallel_size"], SPREAD["train.zero_optimization.stage 3"]
     for words, kinds in (([], [True, True]), (tensor, [None, None]), ([*tensor, *zero], [True, True])):
@@ -243,7 +249,7 @@ def test_fused_optimizers_are_for_weights_that_are_sharded_alike():
 PIPELINE = ["model.config.n_layer=3", "train.dist.pipeline_parallel_size=2", "train.num_accumulation_steps=4"]
 
 
-def test_each_stage_of_a_pipeline_has_a_plan(tmp_path, capsys):
+def test_each_stage_of_a_pipeline_has_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The trainer reads the policies of all of them from one file."""
     words = ["plan", *CONFIG, *SMALL, *PIPELINE, "train.dist.data_parallel_size=3", "--memory-budget", "0.97"]
     words += ["--candidates", "full"]
@@ -273,27 +279,27 @@ def test_each_stage_of_a_pipeline_has_a_plan(tmp_path, capsys):
     assert all(stage["bubble_seconds"] > 0 for stage in found["stages"])
 
 
-def test_the_policies_of_stages_in_a_file_of_an_earlier_version_are_read(tmp_path):
+def test_the_policies_of_stages_in_a_file_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     """It has a section `stages` in the place of `plan`."""
     policies = {"h.0": {"activation_checkpointing": True}}
     (tmp_path / "old.yaml").write_text(json.dumps({"policies": policies, "stages": [{"rows": []}]}))
     assert policies_from_file(tmp_path / "old.yaml") == policies
 
 
-def test_layers_are_in_the_stages_that_the_config_names(capsys):
+def test_layers_are_in_the_stages_that_the_config_names(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*CONFIG, *SMALL, *PIPELINE, "train.dist.custom_pipeline_stage_id=[0,1,1]", "--candidates", "full"]
     assert main(["plan", *words, "--memory-budget", "4GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [len(stage["rows"]) for stage in found["stages"]] == [1, 2]
 
 
-def test_a_stage_that_does_not_fit_is_named(capsys):
+def test_a_stage_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*CONFIG, *SMALL, *PIPELINE, "--candidates", "full", "--memory-budget", "73MiB"]
     assert main(["plan", *words]) == 2
     assert "stage 0: memory_budget 73.0 MiB: no plan fits" in capsys.readouterr().err
 
 
-def test_a_fit_of_a_pipeline_is_refused(capsys):
+def test_a_fit_of_a_pipeline_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", *CONFIG, *SMALL, *PIPELINE]) == 2
     assert "train.dist.pipeline_parallel_size: expected 1 to fit a batch size, got 2" in capsys.readouterr().err
 
@@ -311,12 +317,14 @@ def test_a_fit_of_a_pipeline_is_refused(capsys):
         (["train.dist.pipeline_parallel_size=5", "train.num_accumulation_steps=5"], "the model has 3 layers"),
     ],
 )
-def test_what_the_trainer_refuses_is_refused_in_its_words(words, message, capsys):
+def test_what_the_trainer_refuses_is_refused_in_its_words(
+    words: list[Any] | list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *CONFIG, *SMALL, "model.config.n_layer=3", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_unused_parameters_are_found_at_a_cost():
+def test_unused_parameters_are_found_at_a_cost() -> None:
     peaks = []
     for may_be_unused in (False, True):
         words = [*SMALL, FULL, "train.dist.data_parallel_size=2", f"train.dist.find_unused_parameters={may_be_unused}"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,12 +16,12 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning import PlanError, options
 
 
-def with_batch_norm(batch_size):
+def with_batch_norm(batch_size: Any) -> tuple[Any, ...]:
     model, x = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)), torch.randn(batch_size, 16)
     return model, lambda: model(x).sum().backward()
 
 
-def test_a_batch_too_small_for_batch_norm_does_not_hide_that_nothing_fits():
+def test_a_batch_too_small_for_batch_norm_does_not_hide_that_nothing_fits() -> None:
     for sizes in (None, range(1, 9), [1, 2]):
         with pytest.raises(PlanError, match=r"no batch fits · the lowest possible peak is .* at batch size [^1]"):
             graphckpt.fit(with_batch_norm, batch_sizes=sizes, memory_budget="1KiB", select="*").largest
@@ -27,18 +29,18 @@ def test_a_batch_too_small_for_batch_norm_does_not_hide_that_nothing_fits():
 
 @pytest.mark.parametrize("device", [None, "h200"])
 @pytest.mark.parametrize(("sizes", "largest"), [(range(1, 9), 8), ([1, 2, 4], 4)])
-def test_a_size_at_which_the_step_cannot_run_is_left_out(sizes, largest, device):
+def test_a_size_at_which_the_step_cannot_run_is_left_out(sizes: Any, largest: int, device: str | None) -> None:
     found = graphckpt.fit(with_batch_norm, batch_sizes=sizes, memory_budget="1GiB", select="*", device=device)
     assert found.largest.batch_size == largest
     assert 1 not in [row.batch_size for row in found.rows]
     assert "left out: the step cannot run at batch size 1: Expected more" in " ".join(str(found).split())
 
 
-def test_a_search_goes_on_to_where_the_step_can_run():
-    def make_step(batch_size):
+def test_a_search_goes_on_to_where_the_step_can_run() -> None:
+    def make_step(batch_size: Any) -> tuple[Any, ...]:
         model, x = nn.Sequential(ReLULayer(), ReLULayer()), torch.randn(batch_size, 16)
 
-        def step():
+        def step() -> None:
             if batch_size % 2:
                 raise ValueError("an even batch, please")
             model(x).sum().backward()
@@ -55,8 +57,8 @@ def test_a_search_goes_on_to_where_the_step_can_run():
 
 
 @pytest.mark.parametrize("sizes", [None, [1], range(1, 2), range(1, 99)])
-def test_a_step_that_runs_at_no_size_is_one_error_with_its_own_as_the_cause(sizes):
-    def make_step(batch_size):
+def test_a_step_that_runs_at_no_size_is_one_error_with_its_own_as_the_cause(sizes: Any) -> None:
+    def make_step(batch_size: Any) -> Any:
         if batch_size > 100:
             pytest.fail("the search does not end")
         return with_batch_norm(1)
@@ -69,14 +71,14 @@ def test_a_step_that_runs_at_no_size_is_one_error_with_its_own_as_the_cause(size
 class Limited:
     """Makes steps that run only at some sizes, and counts at how many they do not."""
 
-    def __init__(self, runs_at, error=ValueError):
+    def __init__(self, runs_at: Any, error: Any = ValueError) -> None:
         self.runs_at, self.error, self.failed = runs_at, error, set()
         self.model = nn.Sequential(*(ReLULayer() for _ in range(3)))
 
-    def __call__(self, batch_size):
+    def __call__(self, batch_size: Any) -> tuple[Any, ...]:
         x = torch.ones(batch_size, 16)
 
-        def step():
+        def step() -> None:
             if not self.runs_at(batch_size):
                 self.failed.add(batch_size)
                 raise self.error(f"got a batch of {batch_size}")
@@ -87,7 +89,7 @@ class Limited:
 
 @pytest.mark.parametrize("device", [None, "h200"])
 @pytest.mark.parametrize("unit", [pytest.param(unit, marks=slow_unless(unit in (2, 5))) for unit in (2, 4, 5, 12, 32)])
-def test_a_search_finds_the_largest_multiple_at_which_the_step_runs(unit, device):
+def test_a_search_finds_the_largest_multiple_at_which_the_step_runs(unit: Any, device: str | None) -> None:
     make_step = Limited(lambda size: size % unit == 0)
     budget = {"memory_budget": "66MiB" if device else "2MiB", "candidates": ["full"]}  # 64 MiB are cuBLAS workspaces
     found = graphckpt.fit(make_step, device=device, **budget)
@@ -101,7 +103,7 @@ def test_a_search_finds_the_largest_multiple_at_which_the_step_runs(unit, device
 @pytest.mark.parametrize("device", [None, "h200"])
 @pytest.mark.parametrize("sizes", [None, range(1, 5000)])
 @pytest.mark.parametrize("last", [1, 100])
-def test_a_step_that_runs_up_to_a_size_is_tried_at_few_larger_ones(last, sizes, device):
+def test_a_step_that_runs_up_to_a_size_is_tried_at_few_larger_ones(last: int, sizes: Any, device: str | None) -> None:
     make_step = Limited(lambda size: size <= last)
     found = graphckpt.fit(make_step, batch_sizes=sizes, memory_budget="100MiB", device=device, candidates=["full"])
     assert found.largest.batch_size == last
@@ -114,7 +116,7 @@ def test_a_step_that_runs_up_to_a_size_is_tried_at_few_larger_ones(last, sizes, 
     assert note == f"left out: the step cannot run at {fault}"
 
 
-def test_sizes_at_which_some_steps_cannot_run_do_not_end_the_search():
+def test_sizes_at_which_some_steps_cannot_run_do_not_end_the_search() -> None:
     make_step = Limited(lambda size: size % 8 != 1)
     budget = {"memory_budget": "2MiB", "candidates": ["full"]}
     for sizes in (None, range(2, 5000)):
@@ -124,7 +126,9 @@ def test_sizes_at_which_some_steps_cannot_run_do_not_end_the_search():
 
 
 @pytest.mark.parametrize("unit", [2, 5, 8])
-def test_sizes_that_run_under_plans_of_smaller_ones_are_such_multiples_too(unit, monkeypatch):
+def test_sizes_that_run_under_plans_of_smaller_ones_are_such_multiples_too(
+    unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(options, "available_bytes", lambda device, alive, sharers: 400_000)
     make_step = Limited(lambda size: size % unit == 0)
     found = graphckpt.fit(make_step, candidates=["full"])
@@ -134,7 +138,7 @@ def test_sizes_that_run_under_plans_of_smaller_ones_are_such_multiples_too(unit,
     assert not more.fits
 
 
-def test_a_range_is_never_tried_below_its_first_size():
+def test_a_range_is_never_tried_below_its_first_size() -> None:
     make_step = Limited(lambda size: size % 5 == 0)
     found = graphckpt.fit(make_step, batch_sizes=range(3, 500), memory_budget="100MiB")
     assert found.largest.batch_size == 495
@@ -142,14 +146,14 @@ def test_a_range_is_never_tried_below_its_first_size():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, torch.OutOfMemoryError])
-def test_another_error_names_the_size_at_which_it_was_raised(error):
+def test_another_error_names_the_size_at_which_it_was_raised(error: Any) -> None:
     with pytest.raises(error, match="got a batch of 8") as info:
         graphckpt.fit(Limited(lambda size: False, error), batch_sizes=[16, 8], memory_budget="1GiB")
     assert info.value.__notes__ == ["fit: raised at batch size 8"]
 
 
-def test_each_kind_of_fault_is_one_note():
-    def make_step(batch_size):
+def test_each_kind_of_fault_is_one_note() -> None:
+    def make_step(batch_size: Any) -> tuple[Any, ...]:
         model, step = with_batch_norm(batch_size)
         return model, step if batch_size < 5 else Limited(lambda size: False)(batch_size)[1]
 
@@ -175,14 +179,14 @@ ANY = Limited(lambda size: True)
     ],
     ids=["array", "bytes", "scalars", "tensor", "keys", "generator"],
 )
-def test_sizes_are_any_iterable_of_ints(sizes):
+def test_sizes_are_any_iterable_of_ints(sizes: Any) -> None:
     found = graphckpt.fit(ANY, batch_sizes=sizes, memory_budget="1GiB", candidates=["full"], global_batch=np.int64(8))
     assert [row.batch_size for row in found.rows] == [2, 4, 8]
     assert all(type(size) is int for size in (found.global_batch, *found.measured_sizes))
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [(range(2, 20, 4), [2, 6, 10, 14, 18]), (range(3, 0, -1), [1, 2, 3])])
-def test_a_range_with_another_step_is_a_list_of_sizes(sizes, rows):
+def test_a_range_with_another_step_is_a_list_of_sizes(sizes: Any, rows: list[int]) -> None:
     found = graphckpt.fit(ANY, batch_sizes=sizes, memory_budget="1GiB", candidates=["full"])
     assert [row.batch_size for row in found.rows] == rows
 
@@ -193,11 +197,11 @@ def test_a_range_with_another_step_is_a_list_of_sizes(sizes, rows):
      np.array([True]), np.array([2.0]), np.array([[1, 2]]), torch.tensor(4), torch.tensor([True]), range(0, 9, 2)],
     ids=repr,
 )  # fmt: skip
-def test_others_are_one_clear_error(sizes):
+def test_others_are_one_clear_error(sizes: Any) -> None:
     with pytest.raises(ConfigError, match=r"batch_sizes: expected a list or a range of ints of 1 or more, got .* · f"):
         graphckpt.fit(ANY, batch_sizes=sizes)
 
 
-def test_an_error_of_the_sizes_themselves_is_raised():
+def test_an_error_of_the_sizes_themselves_is_raised() -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         graphckpt.fit(ANY, batch_sizes=(1 + size for size in "12"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,23 +25,23 @@ from graphckpt.planning.sweep import measure
 
 
 @as_module(lambda width, num_words: {"words": nn.Linear(width, num_words)})
-def Head(self, x, labels):
+def Head(self: Any, x: torch.Tensor, labels: Any) -> Any:
     return nn.functional.cross_entropy(self.words(x), labels, reduction="sum")
 
 
-def mlp():
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
 
 
 @as_module(lambda: {"layers": nn.ModuleList(mlp() for _ in range(4)), "head": Head(16, 2000)})
-def Language(self, x, labels):
+def Language(self: Any, x: torch.Tensor, labels: Any) -> Any:
     """Layers whose results are small beside the logits."""
     for layer in self.layers:
         x = layer(x)
     return self.head(x, labels)
 
 
-def made():
+def made() -> tuple[Any, ...]:
     torch.manual_seed(0)
     model, x, labels = Language(), torch.randn(256, 16), torch.randint(0, 2000, (256,))
     return model, lambda: model(x, labels).backward()
@@ -48,7 +50,7 @@ def made():
 SLICED = {"head": [Tiles(4, reduce="sum"), Tiles(16, reduce="sum")]}
 
 
-def test_it_is_cut_where_nothing_else_fits():
+def test_it_is_cut_where_nothing_else_fits() -> None:
     model, step = made()
     sizes = []
     for coarser in (None, {"head": Tiles(4, reduce="sum")}):
@@ -63,7 +65,7 @@ def test_it_is_cut_where_nothing_else_fits():
     assert sizes[1] == 16
 
 
-def test_the_error_names_the_head():
+def test_the_error_names_the_head() -> None:
     model, step = made()
     text = str(planner_of(model, step).infeasible(1000, 2000))
     assert "reached in the head and the loss" in text
@@ -71,7 +73,9 @@ def test_the_error_names_the_head():
 
 
 @pytest.mark.parametrize(("seconds", "block"), [((1.0, 2.0, 3.0), None), ((3.0, 1.0, 2.0), "head")])
-def test_it_stays_whole_where_there_is_room_unless_slices_are_faster(seconds, block, monkeypatch):
+def test_it_stays_whole_where_there_is_room_unless_slices_are_faster(
+    seconds: tuple[Any, ...], block: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``seconds`` are those of the step with its loss computed at once, in 4 slices, and in 16."""
     took = iter(seconds)
     monkeypatch.setattr(plan_step, "measure", lambda *args: replace(measure(*args), step_seconds=next(took)))
@@ -80,7 +84,7 @@ def test_it_stays_whole_where_there_is_room_unless_slices_are_faster(seconds, bl
     assert [row.block for row in found.rows] == [f"layers.{n}" for n in range(4)] + [block] * (block is not None)
 
 
-def test_the_least_is_that_of_the_finest_slices(tmp_path):
+def test_the_least_is_that_of_the_finest_slices(tmp_path: Path) -> None:
     model, step = made()
     found = graphckpt.plan(model, step, memory_budget="min", head=SLICED)
     assert found.rows[-1].option == "tiles(16, reduce=sum)"
@@ -91,7 +95,7 @@ def test_the_least_is_that_of_the_finest_slices(tmp_path):
         assert tracked_peak(model, step) <= found.predicted_peak_bytes
 
 
-def test_a_graph_takes_it_and_lets_it_go_again():
+def test_a_graph_takes_it_and_lets_it_go_again() -> None:
     graph = SquareGraph(Language())
     x, labels = torch.randn(256, 16), torch.randint(0, 2000, (256,))
     cut = graph.plan(x, labels, memory_budget="min", head={"model.head": Tiles(16, reduce="sum")})
@@ -114,18 +118,18 @@ def test_a_graph_takes_it_and_lets_it_go_again():
         ({"head": "tlies"}, "expected a rule, got 'tlies'"),
     ],
 )
-def test_what_is_no_head_is_an_error(head, message):
+def test_what_is_no_head_is_an_error(head: dict[str, Any], message: str) -> None:
     model, step = made()
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(model, step, memory_budget=0.5, head=head)
 
 
 @pytest.mark.parametrize(("budget", "option"), [("between", "tiles(4, reduce=sum)"), ("min", "tiles(16, reduce=sum)")])
-def test_a_training_takes_it_where_nothing_else_fits(budget, option):
+def test_a_training_takes_it_where_nothing_else_fits(budget: str, option: str) -> None:
     model, step = made()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
-    def update():
+    def update() -> None:
         step()
         optimizer.step()
         optimizer.zero_grad()

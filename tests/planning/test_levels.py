@@ -6,6 +6,7 @@ The figures are also in docs/decisions/025-table-of-levels.md and 027-plans-from
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -154,13 +155,13 @@ def test_chains_of_single_blocks(seed: int) -> None:
 
 
 @as_module(lambda: {"project": nn.Linear(16, 16)})
-def Attention(self, x):
+def Attention(self: Any, x: torch.Tensor) -> tuple[Any, ...]:
     weights = torch.softmax(self.project(x) @ x.T, dim=-1)
     return weights @ x, weights
 
 
 @as_module(lambda: {"layers": nn.ModuleList(Attention() for _ in range(6))})
-def Returning(self, x):
+def Returning(self: Any, x: torch.Tensor) -> Any:
     for layer in self.layers:
         x, _weights = layer(x)  # `_weights` lives until the next layer has returned
     return x

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +26,14 @@ from graphckpt.planning.update_planner import UpdatePlanner
 class Loop:
     """A training loop, whose updates are planned for."""
 
-    def __init__(self, budget, candidates=("full",), device="cpu", num_layers=4, **more):
+    def __init__(
+        self,
+        budget: Any,
+        candidates: tuple[Any, ...] = ("full",),
+        device: str = "cpu",
+        num_layers: int = 4,
+        **more: Any,
+    ) -> None:
         self.device = device
         self.model = nn.Sequential(*(ReLULayer() for _ in range(num_layers))).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
@@ -31,12 +41,12 @@ class Loop:
         options = PlanOptions(candidates=candidates, progress=False, **more)
         self.live = LivePlan(self.model, budget, options, self.lines.append)
 
-    def step(self, size):
+    def step(self, size: Any) -> None:
         self.model(torch.ones(size, 16, device=self.device)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def updates(self, *sizes):
+    def updates(self, *sizes: Any) -> Any:
         """Runs one update of each size, and returns which of them ended with a new plan."""
         planned = []
         for size in sizes:
@@ -46,11 +56,11 @@ class Loop:
             self.handle = self.live.handle  # which callbacks keep alive, until they see another one
         return planned
 
-    def peak(self, size):
+    def peak(self, size: Any) -> Any:
         return tracked_peak(self.model, lambda: self.step(size), [self.optimizer])
 
 
-def test_larger_batches_one_after_the_other_recompute_every_block_and_are_planned_for():
+def test_larger_batches_one_after_the_other_recompute_every_block_and_are_planned_for() -> None:
     loop = Loop("min")
     assert loop.updates(256, 256, 256) == [False, True, False]
     first = loop.live.plan
@@ -64,7 +74,7 @@ def test_larger_batches_one_after_the_other_recompute_every_block_and_are_planne
 
 
 @pytest.mark.parametrize("budget", ["1GiB", 420_000])
-def test_no_layer_runs_more_often_than_its_policy_says(budget):
+def test_no_layer_runs_more_often_than_its_policy_says(budget: int | str) -> None:
     loop = Loop(budget, candidates=None)
     calls, num_updates = [], 0
     for layer in loop.model:
@@ -81,7 +91,7 @@ def test_no_layer_runs_more_often_than_its_policy_says(budget):
     loop.live.close()
 
 
-def test_a_layer_next_to_the_last_is_compared_with_layers_there():
+def test_a_layer_next_to_the_last_is_compared_with_layers_there() -> None:
     """The gradient of the last layer is that of a sum, a number: what the one before frees is less by a gradient."""
     loop = Loop(980_000, candidates=None, num_layers=8)
     loop.updates(*[384] * 8)
@@ -92,7 +102,7 @@ def test_a_layer_next_to_the_last_is_compared_with_layers_there():
     loop.live.close()
 
 
-def test_no_faster_plan_is_tried_where_no_update_would_check_it(monkeypatch):
+def test_no_faster_plan_is_tried_where_no_update_would_check_it(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(420_000, candidates=None)
     while loop.live.plan is None:
         loop.updates(256)
@@ -105,10 +115,10 @@ def test_no_faster_plan_is_tried_where_no_update_would_check_it(monkeypatch):
     loop.live.close()
 
 
-def test_a_step_without_a_backward_is_not_planned_for():
+def test_a_step_without_a_backward_is_not_planned_for() -> None:
     loop = Loop("min")
 
-    def skip(size):
+    def skip(size: Any) -> Any:
         loop.live.begin_step()
         if size:
             loop.model(torch.ones(size, 16))
@@ -131,10 +141,10 @@ def test_a_step_without_a_backward_is_not_planned_for():
 
 @pytest.mark.parametrize("block", [0, 2])
 @pytest.mark.parametrize("is_ended", [False, True])
-def test_a_step_that_fails_in_a_block_does_not_end_the_training(block, is_ended):
+def test_a_step_that_fails_in_a_block_does_not_end_the_training(block: int, is_ended: bool) -> None:
     loop = Loop("min")
 
-    def fail(size):
+    def fail(size: Any) -> None:
         loop.live.begin_step()
         hook = loop.model[block].down.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -153,7 +163,7 @@ def test_a_step_that_fails_in_a_block_does_not_end_the_training(block, is_ended)
     loop.live.close()
 
 
-def test_parameters_of_another_class_are_planned_for():
+def test_parameters_of_another_class_are_planned_for() -> None:
     class Odd(nn.Parameter):
         pass
 
@@ -165,7 +175,7 @@ def test_parameters_of_another_class_are_planned_for():
 
 
 @pytest.mark.parametrize("budget", [200_000, 2_750_000])
-def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_what_a_callback_takes(budget):
+def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_what_a_callback_takes(budget: int) -> None:
     loop = Loop(budget, num_layers=8)
     with pytest.raises(PlanError, match=r"no plan fits · the lowest possible peak is .* MiB, reached ") as error:
         loop.updates(*[2048] * 8)
@@ -176,7 +186,7 @@ def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_what_a_callback_ta
 
 
 @pytest.mark.parametrize("host_budget", [None, 300_000])
-def test_offloaded_layers_are_planned_for(host_budget, tmp_path):
+def test_offloaded_layers_are_planned_for(host_budget: int | None, tmp_path: Path) -> None:
     """A layer that offloads everything takes less than one that keeps it, and recomputes nothing."""
     more = {"offload": f"disk:{tmp_path}", "host_budget": host_budget}
     loop = Loop(480_000, **more)
@@ -192,12 +202,12 @@ def test_offloaded_layers_are_planned_for(host_budget, tmp_path):
 class Student(Loop):
     """Its teacher is a copy of the model that each update makes anew, at some moment of the step."""
 
-    def __init__(self, moment="before"):
+    def __init__(self, moment: str = "before") -> None:
         super().__init__("min")
         self.moment = moment
         self.features = []
 
-    def step(self, size):
+    def step(self, size: Any) -> None:
         x = torch.ones(size, 16)
         teacher = self.copied() if self.moment == "before" else None
         y = self.model(x)
@@ -211,12 +221,12 @@ class Student(Loop):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def copied(self):
+    def copied(self) -> Any:
         return copy.deepcopy(self.model)
 
 
 class SavedStudent(Student):
-    def copied(self):
+    def copied(self) -> Any:
         file = io.BytesIO()
         torch.save(self.model, file)
         file.seek(0)
@@ -225,7 +235,7 @@ class SavedStudent(Student):
 
 @pytest.mark.parametrize("kind", [Student, SavedStudent])
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
-def test_copies_that_are_made_in_every_update_have_no_part_in_it(kind, moment):
+def test_copies_that_are_made_in_every_update_have_no_part_in_it(kind: Any, moment: str) -> None:
     loop = kind(moment)
     assert loop.updates(64, 64, 64) == [False, True, False]
     assert loop.updates(128, 128) == [True, False]
@@ -239,13 +249,13 @@ def test_copies_that_are_made_in_every_update_have_no_part_in_it(kind, moment):
 class Replaced(Loop):
     """Some layers are replaced by copies of others before each update, as a teacher by its student."""
 
-    def __init__(self, new, every=1):
+    def __init__(self, new: Any, every: int = 1) -> None:
         super().__init__("min")
         self.new = new
         self.every = every
         self.number = 0
 
-    def step(self, size):
+    def step(self, size: Any) -> None:
         if self.number % self.every == 0:
             self.model[2] = self.new(self.model)
         self.number += 1
@@ -254,7 +264,7 @@ class Replaced(Loop):
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("new", [lambda model: copy.deepcopy(model[1]), lambda _: ReLULayer()])
-def test_layers_that_are_replaced_get_the_policies_of_the_ones_before(new, every):
+def test_layers_that_are_replaced_get_the_policies_of_the_ones_before(new: Callable[..., Any], every: int) -> None:
     loop = Replaced(new, every)
     planned = loop.updates(*[64] * 20)
     assert any(planned)
@@ -268,11 +278,11 @@ def test_layers_that_are_replaced_get_the_policies_of_the_ones_before(new, every
     assert not any("forward" in vars(module) for module in loop.model.modules())
 
 
-def rules_of(plan):
+def rules_of(plan: Any) -> list[Any]:
     return [row.option for name in "0123" for row in plan.rows if row.block == name]
 
 
-def test_a_layer_that_is_dropped_is_planned_for_no_more():
+def test_a_layer_that_is_dropped_is_planned_for_no_more() -> None:
     loop = Loop("min")
     loop.updates(64)
     del loop.model[3]
@@ -284,7 +294,7 @@ def test_a_layer_that_is_dropped_is_planned_for_no_more():
 
 
 @pytest.mark.gpu
-def test_the_allocator_of_a_device_plans_a_training(device):
+def test_the_allocator_of_a_device_plans_a_training(device: str) -> None:
     """Nothing is counted op by op: levels are those of the allocator, which rounds up and has other tensors as well."""
     gc.collect()  # of other tests; what of theirs is freed later must not decide what fits, so the budget is a share
     other = torch.ones(1000, device=device)

@@ -7,9 +7,11 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
-from typing import Unpack, get_overloads, get_type_hints
+from pathlib import Path
+from typing import Any, Unpack, get_overloads, get_type_hints
 
 import pytest
 import torch
@@ -49,8 +51,8 @@ class Caught(Exception):
 
 
 @pytest.fixture
-def caught(monkeypatch):
-    def catch(*args):
+def caught(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def catch(*args: Any) -> None:
         raise Caught(next(value for value in args if isinstance(value, PlanOptions)))
 
     import_module("graphckpt.graph.auto_plan")  # at its first import it would take what replaces the function
@@ -59,23 +61,23 @@ def caught(monkeypatch):
 
 
 @as_module(lambda: {"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), "head": nn.Linear(4, 1)})
-def Model(self, x):
+def Model(self: Any, x: torch.Tensor) -> Any:
     for layer in self.layers:
         x = layer(x)
     return self.head(x).sum()
 
 
-def arrived(action):
+def arrived(action: Any) -> Any:
     with pytest.raises(Caught) as error:
         action()
     return error.value.args[0]
 
 
-def test_there_is_a_value_for_every_option():
+def test_there_is_a_value_for_every_option() -> None:
     assert tuple(VALUES) == PlanOptions.names() == tuple(option.name for option in fields(PlanOptions))
 
 
-def test_the_typed_options_are_the_fields():
+def test_the_typed_options_are_the_fields() -> None:
     assert get_type_hints(PlanOptionsDict) == get_type_hints(PlanOptions)
     own = {"fit": {"progress"}, "callback": {"select"}}  # parameters of their own, which have other types
     assert FitOptionsDict.__annotations__.keys() == set(PlanOptions.names()) - own["fit"]
@@ -94,7 +96,7 @@ def test_the_typed_options_are_the_fields():
         (PolicyCallback.__init__, CallbackOptionsDict),
     ],
 )
-def test_entry_points_are_typed(function, options):
+def test_entry_points_are_typed(function: Any, options: Any) -> None:
     annotations = function.__annotations__
     assert [text for text in annotations.values() if text.startswith("Unpack[")] == [f"Unpack[{options.__name__}]"]
     assert not annotations.keys() & options.__annotations__.keys(), "no parameter has the name of an option"
@@ -102,7 +104,7 @@ def test_entry_points_are_typed(function, options):
 
 
 @pytest.mark.parametrize("function", [graphckpt.plan, graphckpt.fit, fit_training_arguments, graphckpt.Graph.plan])
-def test_signatures_list_the_options(function):
+def test_signatures_list_the_options(function: Any) -> None:
     parameters = inspect.signature(function).parameters
     defaults = {option.name: option.default for option in fields(PlanOptions) if option.name != "progress"}
     options = {name: parameters[name].default for name in defaults}
@@ -112,13 +114,13 @@ def test_signatures_list_the_options(function):
     assert "options" not in parameters
 
 
-def test_annotations_can_be_read_at_run_time():
+def test_annotations_can_be_read_at_run_time() -> None:
     assert get_type_hints(graphckpt.plan)["options"] == Unpack[PlanOptionsDict]
     assert get_type_hints(graphckpt.fit)["options"] == Unpack[FitOptionsDict]
 
 
 @pytest.mark.slow
-def test_a_type_checker_knows_the_options(tmp_path):
+def test_a_type_checker_knows_the_options(tmp_path: Path) -> None:
     code = """
 import graphckpt
 import torch
@@ -143,7 +145,7 @@ def steps(model: nn.Module, graph: graphckpt.Graph, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", PlanOptions.names())
-def test_plan_and_graphs_take_it(name, caught):
+def test_plan_and_graphs_take_it(name: Any, caught: Callable[..., Any]) -> None:
     model, x = Model(), torch.ones(2, 4)
     value = {"model.head": "full"} if name == "head" else ["model.layers.*"] if name == "select" else VALUES[name]
     given = arrived(lambda: graphckpt.plan(model, lambda: None, memory_budget="min", **{name: VALUES[name]}))
@@ -156,7 +158,7 @@ def test_plan_and_graphs_take_it(name, caught):
 
 
 @pytest.mark.parametrize("name", PlanOptions.names())
-def test_a_config_has_it(name):
+def test_a_config_has_it(name: Any) -> None:
     if name not in PlanOptions.names("config"):
         assert name in ELSEWHERE
         return
@@ -166,7 +168,7 @@ def test_a_config_has_it(name):
 
 
 @pytest.mark.parametrize("name", PlanOptions.names())
-def test_the_command_has_it(name, caught):
+def test_the_command_has_it(name: Any, caught: Callable[..., Any]) -> None:
     parser = argparse.ArgumentParser()
     add_plan(parser.add_subparsers())
     words = {"head": ["loss_head=full"], "candidates": ["full"], "contiguous": []}.get(name, [str(VALUES[name])])
@@ -182,7 +184,7 @@ def test_the_command_has_it(name, caught):
     assert getattr(arrived(lambda: parsed.run(parsed)), name) == expected
 
 
-def test_a_config_is_what_the_command_begins_with(caught):
+def test_a_config_is_what_the_command_begins_with(caught: Callable[..., Any]) -> None:
     parser = argparse.ArgumentParser()
     add_plan(parser.add_subparsers())
     word = "train.activation_checkpoint.host_budget=1GiB"
@@ -200,12 +202,12 @@ def test_a_config_is_what_the_command_begins_with(caught):
         ({"compile": "yes"}, r"compile: "),
     ],
 )
-def test_faults_are_one_clear_error(options, message):
+def test_faults_are_one_clear_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(Model(), lambda: None, memory_budget="min", **options)
 
 
-def test_a_slab_is_in_the_plan_of_the_command_too(tmp_path):
+def test_a_slab_is_in_the_plan_of_the_command_too(tmp_path: Path) -> None:
     words, options = ["model.config.n_layer=2"], {"contiguous": True}
     with fake_steps_from("configs/quickstart.py", words, device="h200", options=options) as steps:
         plan = steps.plan("max")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from helpers.layer_stacks import mlp_step
 from helpers.peaks import tracked_peak
@@ -13,7 +16,7 @@ from graphckpt.planning.candidates import options
 from graphckpt.planning.plan_group import planning_group
 
 
-def test_slabs_hold_what_is_kept_within_the_budget():
+def test_slabs_hold_what_is_kept_within_the_budget() -> None:
     model, step = mlp_step()
     found = graphckpt.plan(model, step, memory_budget=0.6, candidates=["full"], contiguous=True)
     assert {row.option for row in found.rows} == {"keep + slab", "full + slab"}
@@ -26,7 +29,7 @@ def test_slabs_hold_what_is_kept_within_the_budget():
         assert place.slab_bytes > 0
 
 
-def test_layers_joined_to_others_keep_nothing_and_get_no_slab():
+def test_layers_joined_to_others_keep_nothing_and_get_no_slab() -> None:
     model, step = mlp_step(num_layers=16, inner=2)
     wanted = {"memory_budget": "min", "candidates": ["full", "joined"], "check": False}
     found = graphckpt.plan(model, step, contiguous=True, **wanted)
@@ -35,26 +38,26 @@ def test_layers_joined_to_others_keep_nothing_and_get_no_slab():
     assert all("contiguous" not in row.fields for row in joined)
 
 
-def test_parts_of_one_process_are_left_out_with_a_note():
+def test_parts_of_one_process_are_left_out_with_a_note() -> None:
     model, step = mlp_step(num_layers=2)
     found = graphckpt.plan(model, step, memory_budget="min", candidates=["full"], partition=True)
     assert "partition has no effect: there is one process" in found.notes
     assert not any("part" in row.option for row in found.rows)
 
 
-def test_parts_are_options_of_their_own():
+def test_parts_are_options_of_their_own() -> None:
     assert [option.name for option in options("disk", ["full"], partition=True)] == [
         "keep", "full", "keep + disk", "full + disk", "keep + part", "full + part",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("group", [True, "all", 3])
-def test_what_is_no_group_is_an_error(group):
+def test_what_is_no_group_is_an_error(group: Any) -> None:
     with pytest.raises(ConfigError, match=r"group: expected a ProcessGroup, got .* · fix: use None .* or False"):
         planning_group(group)
 
 
-def test_a_plan_that_no_file_can_hold_is_an_error(tmp_path):
+def test_a_plan_that_no_file_can_hold_is_an_error(tmp_path: Path) -> None:
     row = graphckpt.planning.rows.PlanRow(block="0", option="full", fields={"partition": object()})
     numbers = {"predicted_peak_bytes": 0, "floor_bytes": 0, "budget_bytes": 0, "plain_peak_bytes": 0}
     plan = Plan(rows=(row,), predicted_step_seconds=0.0, plain_step_seconds=0.0, binding="", **numbers)

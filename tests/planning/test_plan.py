@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import textwrap
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +25,13 @@ from graphckpt.units import format_bytes
 
 
 @pytest.fixture(scope="module")
-def planned():
+def planned() -> tuple[Any, ...]:
     """Returns a model, its step, and the plan with the lowest peak."""
     model, step = mlp_step(num_layers=5)
     return model, step, graphckpt.plan(model, step, memory_budget="min")
 
 
-def test_save_and_load(planned, tmp_path):
+def test_save_and_load(planned: tuple[Any, ...], tmp_path: Path) -> None:
     model, step, found = planned
     path = tmp_path / "plan.yaml"
     found.save(path)
@@ -82,7 +84,7 @@ CORRECTED = "(corrected by 1.00 KiB after a measured step)"
 PEAK_OF_FIXED = f"predicted peak 11.0 MiB, 91.7 % of the budget; reached during the backward of h.3 {CORRECTED}"
 
 
-def test_explain_prints_policies_costs_and_notes(capsys):
+def test_explain_prints_policies_costs_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
     assert FIXED.explain(show=False) is FIXED
     assert capsys.readouterr().out == ""
     FIXED.explain()
@@ -111,7 +113,9 @@ def test_explain_prints_policies_costs_and_notes(capsys):
     assert json.loads(json.dumps(FIXED.to_dict()))["plan"]["rows"][3]["option"] == "full + host"
 
 
-def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tmp_path):
+def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     model, step = gpt2_step()
     uniform = planner_of(model, step).uniform()
     found = next(choice for choice in uniform.values() if choice.rows[0].option.startswith("selective(level"))
@@ -131,7 +135,7 @@ def test_levels_have_one_name_in_all_tables_and_their_ops_stand_below(capsys, tm
 
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg"])
-def test_the_picture_of_a_plan(tmp_path, name):
+def test_the_picture_of_a_plan(tmp_path: Path, name: str) -> None:
     for folder in "ab":
         (tmp_path / folder).mkdir()
         FIXED.plot(str(tmp_path / folder / name))
@@ -140,11 +144,11 @@ def test_the_picture_of_a_plan(tmp_path, name):
     assert b"\x89PNG" in one[:100] if name.endswith("png") else b"<svg" in one[:2000]
 
 
-def words_of(path):
+def words_of(path: Path) -> Any:
     return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
 
 
-def test_the_picture_names_what_counts(planned, tmp_path):
+def test_the_picture_names_what_counts(planned: tuple[Any, ...], tmp_path: Path) -> None:
     found = planned[2]
     path = tmp_path / "plan.svg"
     found.plot(str(path))
@@ -158,8 +162,8 @@ def test_the_picture_names_what_counts(planned, tmp_path):
         found.plot(str(tmp_path / "plan.jpg"))
 
 
-def test_the_picture_of_a_sweep(tmp_path):
-    def plan_of(gib, seconds):
+def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
+    def plan_of(gib: Any, seconds: Any) -> Any:
         return dataclasses.replace(FIXED, predicted_peak_bytes=gib << 30, predicted_step_seconds=seconds)
 
     front = [plan_of(3, 0.3), plan_of(2, 0.4), plan_of(5, 0.2)]
@@ -176,12 +180,12 @@ def test_the_picture_of_a_sweep(tmp_path):
         draw_sweep(front, {}, tmp_path / "none" / "front.svg")
 
 
-def test_the_plain_peak_of_an_absent_device_is_that_of_the_plan_that_keeps_everything():
-    def make():
+def test_the_plain_peak_of_an_absent_device_is_that_of_the_plan_that_keeps_everything() -> None:
+    def make() -> tuple[Any, ...]:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
         average, x = [parameter.detach().clone() for parameter in model.parameters()], torch.ones(8, 64)
 
-        def step():
+        def step() -> None:
             model(x).sum().backward()
             model.zero_grad()
             torch._foreach_lerp_(average, list(model.parameters()), 0.1)  # it is used late in the step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,17 @@ KEYS = {
 }  # fmt: skip
 
 
-def planned(*words, capsys, config="configs/quickstart.py", device="h200"):
+def planned(
+    *words: Any, capsys: pytest.CaptureFixture[str], config: str = "configs/quickstart.py", device: str = "h200"
+) -> tuple[Any, ...]:
     assert main(["plan", "--config-file", str(config), "--device", device, "--json", *SMALL, *words]) == 0
     printed = capsys.readouterr()
     return json.loads(printed.out), printed.err
 
 
-def test_its_numbers_are_those_of_the_plan(tmp_path, capsys, monkeypatch):
+def test_its_numbers_are_those_of_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
     saved, picture, front = tmp_path / "plan.yaml", tmp_path / "plan.svg", tmp_path / "front.svg"
     flags = ["--memory-budget", "0.98", "--save", str(saved), "--plot", str(picture), "--sweep", str(front)]
@@ -49,7 +54,7 @@ def test_its_numbers_are_those_of_the_plan(tmp_path, capsys, monkeypatch):
         assert line in err
 
 
-def test_the_parts_are_those_of_the_peak(capsys):
+def test_the_parts_are_those_of_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = planned("train.train_micro_batch_size=64", capsys=capsys)
     parts = found["parts"]
     assert sum(parts.values()) == found["allocated_bytes"]
@@ -63,7 +68,7 @@ def test_the_parts_are_those_of_the_peak(capsys):
     assert parts["workspaces_bytes"] == 2 * 32 * 2**20
 
 
-def test_what_is_not_known_is_null(capsys):
+def test_what_is_not_known_is_null(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = planned(device="cpu", capsys=capsys)
     assert (found["reserved_bytes"], found["nvidia_smi_bytes"]) == (None, None)
     assert sum(found["parts"].values()) == found["allocated_bytes"]
@@ -71,7 +76,7 @@ def test_what_is_not_known_is_null(capsys):
     assert (unchecked["reserved_bytes"], unchecked["parts"]) == (None, None)
 
 
-def test_every_key_is_documented(capsys):
+def test_every_key_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = planned(capsys=capsys)
     page = Path("docs/reference/planning.md").read_text(encoding="utf-8")
     section = page.partition("## All numbers as JSON")[2].partition("\n## ")[0]
@@ -84,7 +89,7 @@ def test_every_key_is_documented(capsys):
     assert found["assumptions"].keys() == meanings["assumptions"] - {"assumed"}
 
 
-def test_only_the_object_is_printed_to_stdout(tmp_path, capsys):
+def test_only_the_object_is_printed_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "noisy.py"
     names = ", ".join(get_config("quickstart.py"))
     text = "from graphckpt.config import get_config\nbase = get_config('quickstart.py')\nprint('loading')\n"
@@ -98,7 +103,7 @@ def test_only_the_object_is_printed_to_stdout(tmp_path, capsys):
     assert "no plan fits" in printed.err
 
 
-def test_parts_count_rounded_storages_of_the_last_step():
+def test_parts_count_rounded_storages_of_the_last_step() -> None:
     steps = [
         [Allocation(0, 10)],
         [Allocation(1, 1000), Allocation(1, 0)],
@@ -109,7 +114,7 @@ def test_parts_count_rounded_storages_of_the_last_step():
     assert {kind: size for kind, size in parts.items() if size} == {"weights": 16, "gradients": 8, "activations": 32}
 
 
-def test_estimates_are_printed_to_stdout_too(tmp_path, capsys):
+def test_estimates_are_printed_to_stdout_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,17 +34,17 @@ from graphckpt.units import format_bytes, parse_bytes
 class Case:
     """A model with its step, and what such a step really takes."""
 
-    def __init__(self, model, loss):
+    def __init__(self, model: nn.Module, loss: Any) -> None:
         self.model = model
         self.step, (self.optimizer,) = stepped_once(model, loss)
 
-    def peak(self):
+    def peak(self) -> Any:
         return tracked_peak(self.model, self.step, [self.optimizer])
 
-    def planner(self):
+    def planner(self) -> Any:
         return planner_of(self.model, self.step)
 
-    def check_plans(self, planner, count):
+    def check_plans(self, planner: Any, count: Any) -> Any:
         """Runs the plans of some budgets, and returns them."""
         plans = []
         for budget in budgets(planner, count):
@@ -52,13 +54,13 @@ class Case:
         return plans
 
 
-def stack(num_layers=5, rows=256):
+def stack(num_layers: int = 5, rows: int = 256) -> Case:
     torch.manual_seed(0)
     x = torch.randn(rows, D)
     return Case(Piled(num_layers), lambda model: model(x).square().mean())
 
 
-def gpt2(*, use_cache=False, vocabulary=32, num_layers=4):
+def gpt2(*, use_cache: bool = False, vocabulary: int = 32, num_layers: int = 4) -> Case:
     torch.manual_seed(0)
     ids = torch.randint(0, vocabulary, (4, 24))
     model = tiny_gpt2(n_layer=num_layers, vocab_size=vocabulary, use_cache=use_cache)
@@ -66,18 +68,18 @@ def gpt2(*, use_cache=False, vocabulary=32, num_layers=4):
 
 
 @pytest.fixture(scope="module", params=[gpt2, stack], ids=["gpt2", "sequential"])
-def known(request):
+def known(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     case = request.param()
     return case, case.planner()
 
 
 @pytest.fixture(scope="module")
-def planned():
+def planned() -> tuple[Any, ...]:
     case = stack()
     return case, case.planner()
 
 
-def budgets(planner, count):
+def budgets(planner: Any, count: Any) -> list[Any]:
     low, high = planner.floor.peak, planner.plain.peak
     return [low + (high - low) * n // (count - 1) for n in range(count)]
 
@@ -85,19 +87,19 @@ def budgets(planner, count):
 # ---- the promise
 
 
-def test_a_plan_takes_what_it_says_and_never_more_than_the_budget(known):
+def test_a_plan_takes_what_it_says_and_never_more_than_the_budget(known: tuple[Any, ...]) -> None:
     case, planner = known
     policies = {tuple(row.option for row in found.rows) for found in case.check_plans(planner, 6)}
     assert len(policies) > 2, "budgets lead to plans that differ"
 
 
-def test_a_larger_budget_is_never_slower(known):
+def test_a_larger_budget_is_never_slower(known: tuple[Any, ...]) -> None:
     _, planner = known
     seconds = [planner.plan(budget).predicted_step_seconds for budget in budgets(planner, 40)]
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(seconds))
 
 
-def test_no_uniform_policy_that_fits_is_faster(known):
+def test_no_uniform_policy_that_fits_is_faster(known: tuple[Any, ...]) -> None:
     _, planner = known
     uniform = planner.search.uniform()
     assert len(uniform) == len(planner.measured.options)
@@ -107,7 +109,7 @@ def test_no_uniform_policy_that_fits_is_faster(known):
             assert choice.peak > budget or chosen.seconds <= choice.seconds + 1e-12
 
 
-def test_the_front_holds_plans_of_which_none_is_better_in_both(known):
+def test_the_front_holds_plans_of_which_none_is_better_in_both(known: tuple[Any, ...]) -> None:
     _, planner = known
     front = planner.search.pareto()
     assert front[0].peak == planner.floor.peak
@@ -116,7 +118,7 @@ def test_the_front_holds_plans_of_which_none_is_better_in_both(known):
         assert planner.search.fastest(choice.peak).seconds <= choice.seconds + 1e-12
 
 
-def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known):
+def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known: tuple[Any, ...]) -> None:
     case, planner = known
     floor = planner.floor.peak
     least = planner.plan(floor)
@@ -138,20 +140,22 @@ def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known):
         assert case.peak() == floor == least.floor_bytes
 
 
-def test_a_floor_that_the_head_sets_is_mended_there():
+def test_a_floor_that_the_head_sets_is_mended_there() -> None:
     planner = gpt2(vocabulary=2000, num_layers=2).planner()
     with pytest.raises(PlanError, match=r"reached in the head and the loss, after transformer\.h\.1; .* and `Tiles`"):
         planner.plan(planner.floor.peak - 1)
 
 
-def test_one_measurement_gives_the_same_plan_each_time(planned):
+def test_one_measurement_gives_the_same_plan_each_time(planned: tuple[Any, ...]) -> None:
     case, planner = planned
     again = Planner(PolicySearch(planner.measured), model=case.model)
     for budget in budgets(planner, 5):
         assert planner.plan(budget) == planner.plan(budget) == again.plan(budget)
 
 
-def test_a_check_above_the_budget_counts_however_little(planned, monkeypatch):
+def test_a_check_above_the_budget_counts_however_little(
+    planned: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, planner = planned
     real_peak = RealStep.peak
     monkeypatch.setattr(RealStep, "peak", lambda step: real_peak(step) + 64)
@@ -165,14 +169,14 @@ def test_a_check_above_the_budget_counts_however_little(planned, monkeypatch):
     assert least.predicted_peak_bytes == least.floor_bytes == least.budget_bytes
 
 
-def deep_sequence():
+def deep_sequence() -> Case:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(64)))
     x = torch.randn(512, D)
     return Case(nn.Sequential(nn.Linear(D, D), layers), lambda model: model(x).square().mean())
 
 
-def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less():
+def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less() -> None:
     case = deep_sequence()
     floor = plan(case.model, case.step, memory_budget="min").predicted_peak_bytes
     with pytest.raises(PlanError, match=r"no plan fits .* · fix: segments='log' on '1' \(less memory, more time\)"):
@@ -186,7 +190,7 @@ def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less():
         plan(case.model, case.step, memory_budget=num_bytes)
 
 
-def test_a_budget_below_the_parameters_is_refused_before_the_step_runs():
+def test_a_budget_below_the_parameters_is_refused_before_the_step_runs() -> None:
     model = nn.Sequential(Layer(), Layer())
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with pytest.raises(PlanError, match=r"no plan fits · the parameters alone take .* · fix: a larger budget$"):
@@ -194,7 +198,7 @@ def test_a_budget_below_the_parameters_is_refused_before_the_step_runs():
 
 
 @pytest.mark.parametrize("share", [lambda weight: weight.data, lambda weight: weight.data[:1].expand(512, 512)])
-def test_parameters_that_share_memory_count_once_in_a_budget(share):
+def test_parameters_that_share_memory_count_once_in_a_budget(share: Callable[..., Any]) -> None:
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))).requires_grad_(requires_grad=False)
     model[1].weight = nn.Parameter(share(model[0].weight), requires_grad=False)
     x = torch.ones(4, 512, requires_grad=True)
@@ -204,7 +208,7 @@ def test_parameters_that_share_memory_count_once_in_a_budget(share):
     assert found.predicted_peak_bytes <= budget
 
 
-def test_layers_are_joined_where_the_rules_say_so(monkeypatch):
+def test_layers_are_joined_where_the_rules_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     case = deep_sequence()
     alone = plan(case.model, case.step, memory_budget="min", candidates=["full"])
     joined = plan(case.model, case.step, memory_budget="min", candidates=["full", "joined"])
@@ -219,7 +223,7 @@ def test_layers_are_joined_where_the_rules_say_so(monkeypatch):
 # ---- budgets
 
 
-def test_budgets_of_every_kind(planned):
+def test_budgets_of_every_kind(planned: tuple[Any, ...]) -> None:
     _, planner = planned
     static, plain = planner.measured.model.static_bytes, planner.plain.peak
     memory = DeviceMemory(total=1000, available=99, headroom=9)
@@ -237,7 +241,7 @@ def test_budgets_of_every_kind(planned):
 
 
 @pytest.mark.parametrize("budget", ["min", "max", "70%", 0.9, "0.9", "1GiB", 1 << 30])
-def test_plan_takes_budgets_of_every_kind(budget):
+def test_plan_takes_budgets_of_every_kind(budget: Any) -> None:
     case = stack(num_layers=2, rows=64)
     told = []
     found = plan(case.model, case.step, memory_budget=budget, progress=lambda done, all_runs: told.append(done))
@@ -269,7 +273,7 @@ def test_plan_takes_budgets_of_every_kind(budget):
         (12e9, r"expected a float .*, got 12000000000\.0 · did you mean the int 12000000000, in bytes\?"),
     ],
 )
-def test_a_budget_that_cannot_be_read(budget, message):
+def test_a_budget_that_cannot_be_read(budget: Any, message: Any) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(nn.Sequential(Layer(), Layer()), lambda: pytest.fail("runs nothing"), memory_budget=budget)
 
@@ -277,7 +281,7 @@ def test_a_budget_that_cannot_be_read(budget, message):
 # ---- what is planned
 
 
-def test_blocks_may_be_named(planned):
+def test_blocks_may_be_named(planned: tuple[Any, ...]) -> None:
     case, _ = planned
     found = plan(case.model, case.step, memory_budget="min", select=["body.[01]", "body.4"], check=False)
     assert [row.block for row in found.rows] == ["body.0", "body.1", "body.4"]
@@ -292,7 +296,7 @@ def test_blocks_may_be_named(planned):
         plan(nn.Linear(2, 2), case.step, memory_budget="min")
 
 
-def test_rules_may_be_named(planned):
+def test_rules_may_be_named(planned: tuple[Any, ...]) -> None:
     case, _ = planned
     found = plan(case.model, case.step, memory_budget="min", candidates=["full"], check=False)
     assert {row.option for row in found.rows} <= {"keep", "full"}
@@ -300,12 +304,12 @@ def test_rules_may_be_named(planned):
         plan(case.model, case.step, memory_budget="min", candidates=[False])
 
 
-def test_a_layer_that_runs_several_times_is_one_block():
+def test_a_layer_that_runs_several_times_is_one_block() -> None:
     torch.manual_seed(0)
     layer, first, last, x = Layer(), nn.Linear(D, D), nn.Linear(D, 2), torch.randn(64, D)
     model = nn.ModuleDict({"first": first, "layers": nn.ModuleList([layer, layer, Layer(), layer]), "last": last})
 
-    def loss(model):
+    def loss(model: nn.Module) -> Any:
         y = model["first"](x)
         for each in (layer, layer, model["layers"][2], layer):
             y = each(y)
@@ -317,7 +321,7 @@ def test_a_layer_that_runs_several_times_is_one_block():
     case.check_plans(planner, 4)
 
 
-def test_a_model_that_runs_twice_before_backward():
+def test_a_model_that_runs_twice_before_backward() -> None:
     torch.manual_seed(0)
     model, x = Listed(), torch.randn(2, 64, D)
     case = Case(model, lambda model: (model(x[0]) * model(x[1])).square().mean())
@@ -328,10 +332,10 @@ def test_a_model_that_runs_twice_before_backward():
 
 
 @pytest.mark.parametrize("keeps_output", [False, True])
-def test_a_cache_of_keys_lives_as_long_as_any_block_that_is_recomputed_with_it(keeps_output):
+def test_a_cache_of_keys_lives_as_long_as_any_block_that_is_recomputed_with_it(keeps_output: bool) -> None:
     case, ids = gpt2(use_cache=True, num_layers=6), torch.randint(0, 32, (4, 24))
 
-    def step():
+    def step() -> None:
         torch.manual_seed(5)
         output = case.model(input_ids=ids, labels=ids)
         loss = output.loss
@@ -347,7 +351,7 @@ def test_a_cache_of_keys_lives_as_long_as_any_block_that_is_recomputed_with_it(k
     case.check_plans(planner, 12)
 
 
-def test_a_step_without_its_blocks_cannot_be_planned(planned):
+def test_a_step_without_its_blocks_cannot_be_planned(planned: tuple[Any, ...]) -> None:
     case, _ = planned
     with pytest.raises(PlanError, match="no block ran with gradients enabled · fix: run"):
         plan(case.model, lambda: None, memory_budget="min")
@@ -355,10 +359,10 @@ def test_a_step_without_its_blocks_cannot_be_planned(planned):
         plan(case.model, torch.ones(99, 99), memory_budget="min")
 
 
-def test_a_step_that_takes_another_path_each_time_cannot_be_planned():
+def test_a_step_that_takes_another_path_each_time_cannot_be_planned() -> None:
     model, x, calls = Listed(), torch.randn(8, D), []
 
-    def step():
+    def step() -> None:
         calls.append(1)
         y = x
         for layer in model.layers if len(calls) < 4 else reversed(model.layers):
@@ -372,11 +376,11 @@ def test_a_step_that_takes_another_path_each_time_cannot_be_planned():
 class Dropped(Listed):
     """Leaves out some layers at random, as LayerDrop does."""
 
-    def __init__(self, rate, draw):
+    def __init__(self, rate: Any, draw: Any) -> None:
         super().__init__(num_layers=6)
         self.rate, self.draw = rate, draw
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.embed(x)
         for layer in self.layers:
             if self.draw() >= self.rate:
@@ -385,12 +389,12 @@ class Dropped(Listed):
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), np.random.rand, random.random])
-def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw):
+def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(256, D)
     case = Case(Dropped(0.2, draw), lambda model: model(x).square().mean())
 
-    def step():
+    def step() -> None:
         case.model(x).square().mean().backward()
         case.optimizer.step()
         case.optimizer.zero_grad()
@@ -416,7 +420,7 @@ def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw):
 # ---- nothing is left behind
 
 
-def everything(case):
+def everything(case: Any) -> Any:
     optimizer = case.optimizer
     return copy.deepcopy(
         {
@@ -429,7 +433,7 @@ def everything(case):
     )
 
 
-def is_clean(model):
+def is_clean(model: nn.Module) -> bool:
     return not any(
         isinstance(m.forward, BlockForward) or "forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks
         for m in model.modules()
@@ -438,7 +442,7 @@ def is_clean(model):
 
 @pytest.mark.parametrize("fails_at", [None, 1, 2, 5], ids=lambda n: "" if n is None else f"fails_at_{n}")
 @pytest.mark.parametrize("is_first", [True, False], ids=["before_any_step", "later"])
-def test_planning_changes_nothing(is_first, fails_at):
+def test_planning_changes_nothing(is_first: bool, fails_at: int | None) -> None:
     torch.manual_seed(0)
     x, calls = torch.randn(64, D), []
     case = Case(Listed(num_layers=2), lambda model: model(x).square().mean())
@@ -450,7 +454,7 @@ def test_planning_changes_nothing(is_first, fails_at):
     torch.manual_seed(7)
     before = everything(case)
 
-    def step():
+    def step() -> None:
         calls.append(1)
         if fails_at == 1 == len(calls):
             raise RuntimeError("out of data")
@@ -470,7 +474,7 @@ def test_planning_changes_nothing(is_first, fails_at):
     assert is_clean(case.model)
 
 
-def test_apply_leaves_the_model_clean(planned):
+def test_apply_leaves_the_model_clean(planned: tuple[Any, ...]) -> None:
     case, planner = planned
     found = planner.plan(planner.floor.peak)
     with found.apply():

@@ -23,7 +23,7 @@ def plan() -> Plan:
     return graphckpt.plan(*mlp_step(rows=1024), memory_budget=0.6)
 
 
-def test_the_front_of_a_plan_holds_the_plans_for_all_budgets(plan: Plan):
+def test_the_front_of_a_plan_holds_the_plans_for_all_budgets(plan: Plan) -> None:
     assert plan.front is not None
     front = plan.front()
     assert len(front) > 2
@@ -35,7 +35,7 @@ def test_the_front_of_a_plan_holds_the_plans_for_all_budgets(plan: Plan):
     assert {found.correction_bytes for found in front} == {plan.correction_bytes}
 
 
-def test_the_front_below_a_child_has_the_names_below_it(plan: Plan):
+def test_the_front_below_a_child_has_the_names_below_it(plan: Plan) -> None:
     named = replace(plan, rows=tuple(replace(row, block=f"model.{row.block}") for row in plan.rows))
     named = replace(named, front=lambda: [named])
     relative = named.relative_to("model")
@@ -43,13 +43,13 @@ def test_the_front_below_a_child_has_the_names_below_it(plan: Plan):
     assert [row.block for row in relative.front()[0].rows] == [row.block for row in plan.rows]
 
 
-def test_a_plan_can_be_pickled_without_its_front(plan: Plan):
+def test_a_plan_can_be_pickled_without_its_front(plan: Plan) -> None:
     read = pickle.loads(pickle.dumps(plan.relative_to("model")))
     assert read == plan.relative_to("model")
     assert read.front is None
 
 
-def test_a_plan_of_a_thousand_blocks_is_a_small_page(plan: Plan, tmp_path: Path):
+def test_a_plan_of_a_thousand_blocks_is_a_small_page(plan: Plan, tmp_path: Path) -> None:
     names = [f"model.decoder.layers.{number}" for number in range(1000)]
     rows = tuple(PlanRow(block=n, option=f"option {at % 9}", fields={}) for at, n in enumerate(names))
     intervals = [(at, f"{phase} of {name}") for phase in ("forward", "backward") for at, name in enumerate(names)]
@@ -81,7 +81,7 @@ STATE = """(() => {
 
 @pytest.mark.slow
 @needs_chromium
-def test_the_slider_changes_the_plan_without_a_network(plan: Plan, tmp_path: Path):
+def test_the_slider_changes_the_plan_without_a_network(plan: Plan, tmp_path: Path) -> None:
     assert plan.front is not None
     highest = plan.front()[-1]
     plan.plot(tmp_path / "plan.html")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -50,18 +52,18 @@ FEW = {
 CASES = ARCHITECTURES if os.environ.get("GRAPHCKPT_ALL_ARCHITECTURES") else [a for a in ARCHITECTURES if a.name in FEW]
 
 
-def trained(model, inputs, loss_of):
+def trained(model: nn.Module, inputs: Any, loss_of: Any) -> tuple[Any, ...]:
     """Returns a step, and the tracked peak of it under policies that `apply` puts on."""
     step, optimizers = stepped_once(model, lambda model: loss_of(model(**inputs)))
 
-    def tracked(fields):
+    def tracked(fields: Any) -> Any:
         with graphckpt.apply(model, fields):
             return tracked_peak(model, step, optimizers)
 
     return step, tracked
 
 
-def plans(num_blocks, num_options, count, seed=0):
+def plans(num_blocks: Any, num_options: Any, count: Any, seed: int = 0) -> Any:
     rng = random.Random(seed)
     uniform = [[option] * num_blocks for option in range(num_options)]
     return uniform + [[rng.randrange(num_options) for _ in range(num_blocks)] for _ in range(count)]
@@ -73,7 +75,7 @@ FAST = {"albert", "fnet", "gpt2", "gptj", "llama", "qwen2_moe", "resnet"}
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(a, id=a.name, marks=slow_unless(a.name in FAST)) for a in CASES])
-def test_predicted_is_tracked(architecture):
+def test_predicted_is_tracked(architecture: Any) -> None:
     model = architecture.build()
     step, tracked = trained(model, architecture.inputs(), architecture.loss)
     blocks = Blocks(list(architecture.layer_modules(model).items()))
@@ -96,7 +98,7 @@ def test_predicted_is_tracked(architecture):
         assert -0.01 * really <= choice.peak - really <= 0.02 * really, plan
 
 
-def joined(planner, count, seed=0):
+def joined(planner: Any, count: Any, seed: int = 0) -> Iterator[Any]:
     """Yields choices in which runs of blocks are recomputed as one, drawn at random."""
     joints = planner.search.joined_runs
     chain = StepChain(planner.measured, joined_runs=joints)
@@ -120,7 +122,7 @@ def joined(planner, count, seed=0):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
+def test_odd_chains_are_predicted_near_and_far(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced_stores, "_MIN_ELEMENTS", 1)
     torch.manual_seed(seed)
     model = OddChain(seed)
@@ -141,7 +143,7 @@ def test_odd_chains_are_predicted_near_and_far(seed, monkeypatch):
             assert really == tracked(fields_of(known, plan))
 
 
-def test_equal_blocks_share_the_runs():
+def test_equal_blocks_share_the_runs() -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)]
     model = nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 1))  # the first layer's input needs a gradient too
@@ -149,7 +151,7 @@ def test_equal_blocks_share_the_runs():
 
     four = ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul", "matmul+attention"))]
 
-    def known(names, considered=options(False, four)):
+    def known(names: Any, considered: Any = options(False, four)) -> Any:
         return measured_step(model, lambda: model(x).sum().backward(), list(map(str, names)), considered)
 
     assert known(range(1, 9)).num_runs == 4, "all kept, all recomputed, and two in which four each share the others"
@@ -163,11 +165,11 @@ def test_equal_blocks_share_the_runs():
 
 
 @as_module(lambda size: {"linear": nn.Linear(16, 16), "counts": nn.Buffer(torch.ones(size))})
-def Counted(self, x):
+def Counted(self: Any, x: torch.Tensor) -> Any:
     return torch.tanh(self.linear(x)) + self.counts.sum()
 
 
-def test_layers_with_buffers_of_other_sizes_are_measured_apart():
+def test_layers_with_buffers_of_other_sizes_are_measured_apart() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), *(Counted(8 if number % 2 else 4000) for number in range(6)))
     step, tracked = trained(model, {"input": torch.randn(64, 16)}, torch.sum)
@@ -179,14 +181,14 @@ def test_layers_with_buffers_of_other_sizes_are_measured_apart():
 class Collecting(nn.Module):
     """Layers whose inputs the model returns, or that something lies between."""
 
-    def __init__(self, returns_all=False, between=lambda x: x):
+    def __init__(self, returns_all: bool = False, between: Callable[..., Any] = lambda x: x) -> None:
         super().__init__()
         self.returns_all = returns_all
         self.between = between
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
         x, states = self.first(x), []
         for layer in self.layers:
             states.append(x)
@@ -194,13 +196,13 @@ class Collecting(nn.Module):
         return self.last(x), states if self.returns_all else None
 
 
-def with_hooks(model, kind, hook):
+def with_hooks(model: nn.Module, kind: Any, hook: Any) -> Any:
     for layer in model.layers:
         getattr(layer, f"register_{kind}_hook")(hook)
     return model
 
 
-def kept(module, args, output):
+def kept(module: nn.Module, args: Any, output: Any) -> None:
     module.kept = output.detach()
 
 
@@ -218,11 +220,11 @@ def kept(module, args, output):
     ],
     ids=["plain", "returned", "view", "in_place", "replaced", "kept", "seen", "backward_hook"],
 )
-def test_layers_join_only_where_that_frees_what_the_one_before_returns(build, are_joined):
+def test_layers_join_only_where_that_frees_what_the_one_before_returns(build: Any, are_joined: bool) -> None:
     torch.manual_seed(0)
     model, x = build(), torch.randn(64, 16)
 
-    def step():
+    def step() -> None:
         output = model(x)
         output[0].square().mean().backward()
         model.zero_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ class TestOpSeconds:
         ops: dict[str, float] = {}
 
         class Seconds(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
                 ops[str(func)] = TestOpSeconds.device.op_seconds(func, args, kwargs or {}, result)
                 return result

@@ -66,7 +66,7 @@ def check_bytes(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("budget", [0.8, 0.7])
-def test_a_plan_with_selective_beside_full_predicts_the_bytes_of_a_run(budget: float):
+def test_a_plan_with_selective_beside_full_predicts_the_bytes_of_a_run(budget: float) -> None:
     candidates = ["full", {"rule": "selective", "save": "matmul"}]
     plan = graphckpt.plan(llama, memory_budget=budget, device=DEVICE, candidates=candidates)
     assert {row.option for row in plan.rows} >= {"full", "selective(matmul)"}
@@ -74,7 +74,7 @@ def test_a_plan_with_selective_beside_full_predicts_the_bytes_of_a_run(budget: f
     check_bytes(plan)
 
 
-def test_an_offloaded_plan_predicts_the_bytes_of_a_run():
+def test_an_offloaded_plan_predicts_the_bytes_of_a_run() -> None:
     plan = graphckpt.plan(llama, memory_budget=0.8, device=DEVICE, candidates=["full"], offload="cpu")
     assert any(row.moved_bytes for row in plan.rows)
     assert plan.predicted_peak_bytes <= plan.budget_bytes
@@ -82,7 +82,7 @@ def test_an_offloaded_plan_predicts_the_bytes_of_a_run():
 
 
 @pytest.mark.parametrize("policy", [{"offload": True}, {"activation_checkpointing": True, "offload": True}])
-def test_a_run_frees_what_is_offloaded(policy: dict[str, object]):
+def test_a_run_frees_what_is_offloaded(policy: dict[str, object]) -> None:
     """Before, tensors of an absent device stayed on it, so that an offloaded plan had the peak of one without."""
     step, model = new_step()
     with graphckpt.apply(model, {"model.layers.*": policy | {"offload": None}}):
@@ -98,7 +98,7 @@ def level_after(run: StepRun) -> int:
     return sum({storage: num_bytes for storage, num_bytes, _ in entries}.values())
 
 
-def test_settings_that_are_not_simulated_are_a_note(monkeypatch: pytest.MonkeyPatch):
+def test_settings_that_are_not_simulated_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = "garbage_collection_threshold:0.8,max_split_size_mb:512,roundup_power2_divisions:4"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
     plan = graphckpt.plan(llama, memory_budget="max", device=DEVICE, candidates=["full"])

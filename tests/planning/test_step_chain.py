@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,12 @@ from graphckpt.planning.step_chain import StepChain
 
 
 @as_module(lambda: {"up": nn.Linear(32, 128, bias=False), "down": nn.Linear(128, 32, bias=False)})
-def Layer(self, x):
+def Layer(self: Any, x: torch.Tensor) -> Any:
     return x + self.down(torch.relu(self.up(x)))
 
 
 @as_module(lambda: {"layers": nn.ModuleList(Layer() for _ in range(8))})
-def Stack(self, x):
+def Stack(self: Any, x: torch.Tensor) -> Any:
     """Returns a loss; a list holds what the layers return until it is computed."""
     seen = []
     for layer in self.layers:
@@ -41,10 +42,10 @@ def assert_few_states(chain: StepChain) -> None:
         assert len(states) <= 4 * (block + 2)
 
 
-def test_tensors_that_other_code_holds_do_not_multiply_the_states():
+def test_tensors_that_other_code_holds_do_not_multiply_the_states() -> None:
     model, x = Stack(), torch.randn(64, 32)
 
-    def step():
+    def step() -> None:
         with torch.autocast("cpu", torch.bfloat16):  # keeps a copy of each weight until its end
             loss = model(x)
         loss.backward()
@@ -54,7 +55,9 @@ def test_tensors_that_other_code_holds_do_not_multiply_the_states():
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_tensors_that_blocks_may_offload_do_not_multiply_the_states(use_cache, monkeypatch):
+def test_tensors_that_blocks_may_offload_do_not_multiply_the_states(
+    use_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU, the norms of a layer save its input, which the code around it holds until its backward.
 
     A cache of keys and values is an argument of all layers, and holds tensors that each of them may offload.
@@ -63,11 +66,11 @@ def test_tensors_that_blocks_may_offload_do_not_multiply_the_states(use_cache, m
     make = StepChain.__init__
     monkeypatch.setattr(StepChain, "__init__", lambda self, *a, **k: (make(self, *a, **k), chains.append(self))[0])
 
-    def make_model():
+    def make_model() -> tuple[Any, ...]:
         model = tiny_gpt2(n_layer=6, n_embd=64, n_positions=64, vocab_size=100)
         tokens = torch.randint(0, 100, (4, 64), device="cuda")
 
-        def step():
+        def step() -> None:
             model(tokens, labels=tokens, use_cache=use_cache).loss.backward()
 
         return model, step
@@ -78,18 +81,18 @@ def test_tensors_that_blocks_may_offload_do_not_multiply_the_states(use_cache, m
     assert chains
 
 
-def two_losses():
+def two_losses() -> tuple[Any, ...]:
     """Returns two stacks of layers, and a step that runs the backward of the first before the forward of the other."""
     model, x = nn.ModuleList(nn.Sequential(*(Layer() for _ in range(4))) for _ in range(2)), torch.randn(256, 32)
 
-    def step():
+    def step() -> None:
         for stack in model:
             stack(x).sum().backward()
 
     return model, step
 
 
-def test_each_pass_of_a_step_has_a_chain_of_its_own():
+def test_each_pass_of_a_step_has_a_chain_of_its_own() -> None:
     search = PolicySearch(measured_step(*two_losses(), ["0.*", "1.*"], options(False, ["full"])))
     plain, low = search.evaluate([0] * 8), search.floor.peak
     choice = search.fastest((low + plain.peak) // 2)
@@ -99,7 +102,7 @@ def test_each_pass_of_a_step_has_a_chain_of_its_own():
     assert {low, plain.peak} < {one.peak for one in search.pareto()}
 
 
-def test_blocks_have_no_banned_options_and_those_that_were_not_called_follow_equal_ones():
+def test_blocks_have_no_banned_options_and_those_that_were_not_called_follow_equal_ones() -> None:
     known = measured_step(*two_losses(), ["0.*", "1.*"], options(False, ["full"]))
     partial = replace(known, banned=frozenset({(0, 0)}), uncalled={6: 2, 7: None})
     assert partial.completed([0, 0, 0, 1, 1, 1, 1, 1]) == (1, 0, 0, 1, 1, 1, 0, 1)
@@ -109,7 +112,7 @@ def test_blocks_have_no_banned_options_and_those_that_were_not_called_follow_equ
     assert search.fastest(10**9).plan[0] == 1
 
 
-def test_late_bytes_of_many_sizes_do_not_multiply_the_states(monkeypatch):
+def test_late_bytes_of_many_sizes_do_not_multiply_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_chain, "_MOST_SUMS", 255)
     model, x = Stack(), torch.randn(64, 32)
     known = measured_step(model, lambda: model(x).backward(), options=options(False, ["full"]))

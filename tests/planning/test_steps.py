@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -25,7 +29,7 @@ from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
 
 
-def made(num_layers=7, vocab_size=64):
+def made(num_layers: int = 7, vocab_size: int = 64) -> tuple[Any, ...]:
     config = transformers.LlamaConfig(
         num_hidden_layers=num_layers, hidden_size=32, intermediate_size=64, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=vocab_size, use_cache=False,
@@ -34,7 +38,7 @@ def made(num_layers=7, vocab_size=64):
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     x = torch.ones(2, 16, dtype=torch.long)
 
-    def step():
+    def step() -> None:
         model(input_ids=x, labels=x).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -42,7 +46,7 @@ def made(num_layers=7, vocab_size=64):
     return model, optimizer, step
 
 
-def simulate(build=made, profile="cpu"):
+def simulate(build: Any = made, profile: str = "cpu") -> tuple[Any, ...]:
     """Returns a simulated step, its model, and the number of blocks of each sample that is taken of it."""
     device, runs = FakeDevice(load_profile(profile)), []
     with device:
@@ -53,7 +57,7 @@ def simulate(build=made, profile="cpu"):
     return fake, model, runs
 
 
-def test_equal_layers_are_run_in_a_shorter_stack():
+def test_equal_layers_are_run_in_a_shorter_stack() -> None:
     fake, model, runs = simulate()
     known = measure(fake, Blocks(find_blocks(model, None)), NEAR)
     few = len(NEAR)
@@ -62,14 +66,14 @@ def test_equal_layers_are_run_in_a_shorter_stack():
     assert not known.notes
 
 
-def test_a_step_that_needs_all_of_its_layers_is_measured_with_all_of_them():
+def test_a_step_that_needs_all_of_its_layers_is_measured_with_all_of_them() -> None:
     @as_module(lambda: {"layers": nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(7))})
-    def Counts(self, x):
+    def Counts(self: Any, x: torch.Tensor) -> Any:
         for number in range(7):
             x = self.layers[number](x)
         return x.sum()
 
-    def build():
+    def build() -> tuple[Any, ...]:
         model, x = Counts(), torch.ones(2, 8)
         return model, None, lambda: model(x).backward()
 
@@ -79,7 +83,7 @@ def test_a_step_that_needs_all_of_its_layers_is_measured_with_all_of_them():
     assert len(model.layers) == len(known.names) == 7
 
 
-def test_the_ops_of_a_few_equal_layers_are_timed(monkeypatch):
+def test_the_ops_of_a_few_equal_layers_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_MOST_TIMED", 2)
     model, _, step = made()
     real, timed = RealStep(model, step), []
@@ -89,12 +93,12 @@ def test_the_ops_of_a_few_equal_layers_are_timed(monkeypatch):
     assert [len(names) for names in timed] == [2], "of seven"
 
 
-def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights():
-    def build():
+def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights() -> None:
+    def build() -> tuple[Any, ...]:
         model, optimizer, _ = made(vocab_size=4096)  # so that the loss sets the peak
         x = torch.ones(2, 64, dtype=torch.long)
 
-        def step():
+        def step() -> None:
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(input_ids=x, labels=x).loss
             loss.backward()
@@ -111,7 +115,7 @@ def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights():
         assert known.model.peak(plan) == fake.sample(blocks, chosen).peak_bytes, plan
 
 
-def test_it_predicts_the_bytes_of_the_real_step():
+def test_it_predicts_the_bytes_of_the_real_step() -> None:
     by_hand = options(False, ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul"))])
     by_hand += options(False, [{"rule": "selective", "save": "matmul+attention"}])[1:]  # levels depend on times
     fake, model, _ = simulate()
@@ -122,14 +126,14 @@ def test_it_predicts_the_bytes_of_the_real_step():
         assert known.model.peak(plan) == really.model.peak(plan)
 
 
-def measured_with_offload():
+def measured_with_offload() -> tuple[Any, ...]:
     target = load_profile("h200")
     step, model, _ = simulate(profile="h200")
     known = measure(step, Blocks(find_blocks(model, None)), options("cpu", ["full"]))
     return known, CopyRates(target.copy_out, target.copy_in)
 
 
-def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
+def test_moving_bytes_beside_the_computation_costs_less_than_running_again() -> None:
     known, rates = measured_with_offload()
     near = Planner(PolicySearch(known), device="h200")
     far = Planner(PolicySearch(known, rates), device="h200")
@@ -142,10 +146,10 @@ def test_moving_bytes_beside_the_computation_costs_less_than_running_again():
         assert other.predicted_peak_bytes <= budget
 
 
-def test_no_more_is_offloaded_than_the_budget_of_host_memory():
+def test_no_more_is_offloaded_than_the_budget_of_host_memory() -> None:
     known, rates = measured_with_offload()
 
-    def moved_bytes(host_budget):
+    def moved_bytes(host_budget: Any) -> Any:
         planner = Planner(PolicySearch(known, rates, host_budget))
         static = known.model.static_bytes
         plan = planner.plan(static + 7 * (planner.plain.peak - static) // 10)
@@ -157,8 +161,8 @@ def test_no_more_is_offloaded_than_the_budget_of_host_memory():
     assert moved_bytes(0) == 0
 
 
-def test_plan_simulates_an_absent_device():
-    def build(_=None):
+def test_plan_simulates_an_absent_device() -> None:
+    def build(_: Any = None) -> Any:
         return made(num_layers=3)[::2]
 
     few = {"candidates": ["full"]}
@@ -182,7 +186,7 @@ def test_plan_simulates_an_absent_device():
     assert least.budget_bytes + least.headroom_bytes == 24_000_000_000
 
 
-def test_a_function_may_build_the_model_of_a_real_step_too():
+def test_a_function_may_build_the_model_of_a_real_step_too() -> None:
     plan = graphckpt.plan(lambda: made()[::2], memory_budget="1GiB")
     assert not plan.is_simulated
     assert plan.model is not None
@@ -202,12 +206,14 @@ def test_a_function_may_build_the_model_of_a_real_step_too():
         (lambda: (made()[0],), {"device": None}, r"plan.step_fn: expected a function without arguments"),
     ],
 )
-def test_faults_of_a_simulated_plan_are_one_clear_error(arguments, options, message):
+def test_faults_of_a_simulated_plan_are_one_clear_error(
+    arguments: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(*arguments(), memory_budget="max", **{"device": "h200"} | options)
 
 
-def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
+def test_the_command_plans_a_config_for_another_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model.config.n_layer=4", "train.train_micro_batch_size=4", f"train.output_dir={tmp_path / 'none'}"]
     saved, drawn = tmp_path / "plan.yaml", tmp_path / "front.svg"
     flags = ["--device", "h200", "--memory-budget", "0.9", "--save", str(saved), "--sweep", str(drawn)]
@@ -227,7 +233,9 @@ def test_the_command_plans_a_config_for_another_device(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("patience", [0.0, 1e6])
-def test_the_command_says_what_takes_long(patience, monkeypatch, capsys):
+def test_the_command_says_what_takes_long(
+    patience: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", patience)
     words = ["model.config.n_layer=2", "train.train_micro_batch_size=2"]
     assert main(["plan", "--config-file", "configs/quickstart.py", "--device", "h200", *words]) == 0
@@ -238,7 +246,7 @@ def test_the_command_says_what_takes_long(patience, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_cuts_the_head_in_slices(tmp_path):
+def test_the_command_cuts_the_head_in_slices(tmp_path: Path) -> None:
     words = ["model.config.n_layer=2", "train.train_micro_batch_size=16", "task.loss_head=True"]
     saved = tmp_path / "plan.yaml"
     flags = ["--device", "h200", "--memory-budget", "min", "--save", str(saved)]
@@ -266,18 +274,18 @@ def test_the_command_cuts_the_head_in_slices(tmp_path):
         (["model.config.n_layers=2"], "n_layers"),
     ],
 )
-def test_faults_are_one_clear_error(words, message, capsys):
+def test_faults_are_one_clear_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config-file", "configs/quickstart.py", "train.train_micro_batch_size=2", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_what_a_step_uses_late_is_alive_before():
-    def make():
+def test_what_a_step_uses_late_is_alive_before() -> None:
+    def make() -> tuple[Any, ...]:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
         optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(4096, 256)
         average = [parameter.detach().clone() for parameter in model.parameters()]
 
-        def step():
+        def step() -> None:
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ BUSY = 0.05  # seconds
 
 
 @as_module(lambda: {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
-def Slow(self, x):
+def Slow(self: Any, x: torch.Tensor) -> Any:
     """Takes long in backward, once the gradient of its second layer is whole."""
     x = self.first(x)
     if x.requires_grad:
@@ -30,7 +31,7 @@ def Slow(self, x):
     return self.second(x)
 
 
-def timed(model, x, *, after, steps=0):
+def timed(model: nn.Module, x: torch.Tensor, *, after: Any, steps: int = 0) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = StepClock(x.device)
     with Blocks(find_blocks(model, "*")).marked(clock):
@@ -43,7 +44,7 @@ def timed(model, x, *, after, steps=0):
 
 
 @pytest.mark.parametrize("wants_gradient", [False, True], ids=["data", "of-a-stem"])
-def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradient):
+def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradient: bool) -> None:
     """Processes wait for each other there, to average their gradients."""
     x = torch.ones(2, 4, requires_grad=wants_gradient) * 1
     clock = timed(nn.Sequential(Slow(), Slow()), x, after=lambda: be_busy(BUSY))
@@ -54,14 +55,14 @@ def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradi
     assert sum(clock.seconds.values()) == pytest.approx(clock.total)
 
 
-def test_what_precedes_the_optimizer_is_not_the_first_blocks_either():
+def test_what_precedes_the_optimizer_is_not_the_first_blocks_either() -> None:
     clock = timed(nn.Sequential(Slow()), torch.ones(2, 4), after=lambda: be_busy(BUSY), steps=1)
     assert BUSY <= clock.seconds[Interval(Phase.BACKWARD, 0)] < 2 * BUSY
     assert clock.seconds[Interval(Phase.AFTER_BACKWARD, 0)] >= BUSY
     assert any(interval.phase is Phase.OPTIMIZER for interval in clock.seconds)
 
 
-def test_a_first_block_without_gradients_of_its_own_keeps_the_time():
+def test_a_first_block_without_gradients_of_its_own_keeps_the_time() -> None:
     """All its parameters are frozen: its backward goes through to a tensor that it has beside its arguments."""
     model = nn.Sequential(Slow())
     shift = torch.zeros(4, requires_grad=True)
@@ -74,14 +75,14 @@ def test_a_first_block_without_gradients_of_its_own_keeps_the_time():
     assert clock.seconds[Interval(Phase.BACKWARD, 0)] >= BUSY
 
 
-def test_the_hooks_are_taken_off():
+def test_the_hooks_are_taken_off() -> None:
     model = nn.Sequential(Slow())
     timed(model, torch.ones(2, 4), after=lambda: None)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_trace_in_words_is_the_same_trace():
+def test_a_trace_in_words_is_the_same_trace() -> None:
     model, x = nn.Sequential(Slow(), Slow()), torch.ones(2, 4)
     log = RealStep(model, lambda: model(x).sum().backward()).sample(Blocks(find_blocks(model, "*")), [KEEP] * 2).trace
     log.calls[1].far_bytes = 7
@@ -89,22 +90,22 @@ def test_a_trace_in_words_is_the_same_trace():
 
 
 class Sparse(nn.Linear):
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return torch.sparse.mm(torch.eye(len(x)).to_sparse(), super().forward(x))
 
 
-def test_tensors_without_a_storage_are_saved_as_they_are():
+def test_tensors_without_a_storage_are_saved_as_they_are() -> None:
     model, x = nn.Sequential(Sparse(4, 4), Sparse(4, 4)), torch.ones(3, 4)
     step = RealStep(model, lambda: model(x).sum().backward())
     assert step.sample(Blocks(find_blocks(model, "*")), [KEEP, KEEP]).peak_bytes > 0
 
 
-def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch):
+def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are synchronous, and to pageable memory; what a plan's own copies take follows from the device's rates."""
     copied = []
 
     class Slowly(traced_stores._OffloadedStorage):
-        def __init__(self, tensor):
+        def __init__(self, tensor: torch.Tensor) -> None:
             super().__init__(tensor)
             copied.append(tensor)
             be_busy(BUSY)

@@ -91,7 +91,9 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("architecture", "policy"), list(cases()))
 @pytest.mark.one_schedule("a rule uses one stream")
-def test_same_bits_as_the_plain_step(architecture, policy, plain_steps, device):
+def test_same_bits_as_the_plain_step(
+    architecture: Any, policy: Any, plain_steps: dict[str, dict[str, torch.Tensor]], device: str
+) -> None:
     if architecture.name not in plain_steps:
         plain_steps[architecture.name] = step(architecture, architecture.build().to(device), device)
     plain = plain_steps[architecture.name]

@@ -33,7 +33,7 @@ OWN_CALL = [way for way in WAYS if way not in ("joined", "nested")]
 
 
 @as_module(lambda block, make: {"before": nn.Linear(3, 3), "block": block, "make": make})
-def Around(self, x: Tensor) -> Tensor:
+def Around(self: Any, x: Tensor) -> Tensor:
     """Calls a block with what ``make`` returns for the activation ``h``."""
     args, kwargs = self.make(self, self.before(x))
     return self.block(*args, **kwargs)
@@ -67,7 +67,7 @@ def check(block: type[nn.Module], make: Any, policies: dict[str, Any]) -> None:
 
 
 @as_module(lambda: {"linear": nn.Linear(3, 3)})
-def Masked(self, h: Tensor, mask: Tensor) -> Tensor:
+def Masked(self: Any, h: Tensor, mask: Tensor) -> Tensor:
     """Reads a Python attribute of its arguments."""
     return torch.sin(self.linear(h) * getattr(mask, "factor", 1.0)) * mask * getattr(h, "factor", 1.0)
 
@@ -89,7 +89,7 @@ class Scaled(Tensor):
 
 
 @as_module(lambda: {"linear": nn.Linear(3, 3)})
-def Classes(self, h: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+def Classes(self: Any, h: Tensor, weight: Tensor, other: Tensor) -> Tensor:
     """Takes other paths for a parameter, for the block's own weight, and for a subclass."""
     if weight is not self.linear.weight or not isinstance(weight, nn.Parameter):
         h = h * 2
@@ -122,7 +122,7 @@ def test_an_argument_that_stays_on_the_device_is_the_same_object_in_the_recomput
 
 
 @as_module(lambda: {"linear": nn.Linear(3, 3)})
-def Edits(self, rows: Tensor, more: dict[str, list[Tensor]]) -> Tensor:
+def Edits(self: Any, rows: Tensor, more: dict[str, list[Tensor]]) -> Tensor:
     """Edits one of two arguments that share memory, and saves both."""
     rows.mul_(2)
     flat = more["flat"][0]
@@ -192,7 +192,7 @@ def test_an_argument_that_forward_edits_is_as_it_was_in_each_of_two_recomputatio
 
 
 @as_module(lambda: {"linear": nn.Linear(3, 3), "average": nn.Buffer(torch.ones(3))})
-def OwnBuffer(self, h: Tensor, average: Tensor) -> Tensor:
+def OwnBuffer(self: Any, h: Tensor, average: Tensor) -> Tensor:
     """Is called with its own buffer, which it edits, through the argument and by name."""
     y = self.linear(h * average.clone())
     average.lerp_(y.detach().mean(0), 0.5)
@@ -200,7 +200,7 @@ def OwnBuffer(self, h: Tensor, average: Tensor) -> Tensor:
 
 
 @as_module(lambda: {"norm": nn.BatchNorm1d(3)})
-def ReadsStatistics(self, h: Tensor, mean: Tensor) -> Tensor:
+def ReadsStatistics(self: Any, h: Tensor, mean: Tensor) -> Tensor:
     """Is called with running statistics that BatchNorm moves without a trace in their version."""
     return self.norm(h * (mean + 1)).sin() * (mean + 2)
 
@@ -222,7 +222,7 @@ def test_an_argument_that_is_a_buffer_which_forward_edits_is_refused(block: Any,
 
 
 @as_module(lambda: {"linear": nn.Linear(3, 3), "act": nn.RReLU()})
-def Rrelu(self, h: Tensor) -> Tensor:
+def Rrelu(self: Any, h: Tensor) -> Tensor:
     return self.act(self.linear(h) - 1)
 
 
@@ -257,8 +257,8 @@ def test_tiles_refuse_an_argument_that_one_slice_changes_for_the_next(use_cache:
 
 
 @pytest.mark.parametrize("inner", ["tiles:1", True, "selective"])
-def test_a_buffer_with_attributes_that_a_child_edits(inner):
-    def make_model():
+def test_a_buffer_with_attributes_that_a_child_edits(inner: bool | str) -> None:
+    def make_model() -> nn.Sequential:
         return nn.Sequential(nn.Sequential(nn.Linear(D, D), EditsBuffer()))
 
     assert [*vars(make_model()[0][1].average)], "an nn.Buffer has attributes"

@@ -15,7 +15,7 @@ from graphckpt import RecomputeError, Selective
 
 
 @as_module(lambda of="input": {"layers": nn.Sequential(nn.Linear(8, 8), nn.Tanh()), "last": nn.Linear(8, 8), "of": of})
-def Force(self, x: Tensor) -> Tensor:
+def Force(self: Any, x: Tensor) -> Tensor:
     """Adds the gradient of an energy, as models of atoms do."""
     wanted = x if self.of == "input" else self.layers[0].weight
     (force,) = torch.autograd.grad(self.layers(x).pow(2).sum(), wanted, create_graph=True)
@@ -23,7 +23,7 @@ def Force(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda: {"child": nn.Sequential(nn.Linear(8, 8), nn.Tanh())})
-def GradientOfOutput(self, x: Tensor) -> Tensor:
+def GradientOfOutput(self: Any, x: Tensor) -> Tensor:
     """Differentiates what comes before its child by the child's output: only the child's ops are met."""
     energy = self.child(x)
     (force,) = torch.autograd.grad(energy, self.child[0].weight, torch.ones_like(energy), retain_graph=True)
@@ -31,7 +31,7 @@ def GradientOfOutput(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda: {"linear": nn.Linear(8, 8)})
-def GradientOfOuter(self, x: Tensor, y: Tensor) -> Tensor:
+def GradientOfOuter(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Runs a backward through another block, which was called before."""
     (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     return self.linear(y + gradient)
@@ -115,12 +115,12 @@ def test_policies_that_leave_it_alone_give_the_bits_of_the_plain_step(of: str, r
 
 
 @as_module(lambda: {"linear": nn.Linear(8, 8)})
-def BesideInput(self, x: Tensor) -> tuple[Tensor, Tensor]:
+def BesideInput(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return self.linear(x), x
 
 
 @as_module(lambda: {"child": BesideInput(), "last": nn.Linear(8, 8)})
-def CallsCheckpoint(self, x: Tensor) -> Tensor:
+def CallsCheckpoint(self: Any, x: Tensor) -> Tensor:
     """Recomputes a part of itself in which it edits what a child returns beside the part's own input."""
 
     def part(value: Tensor) -> Tensor:

@@ -188,7 +188,7 @@ GRAPHS = {
 @as_module(
     lambda read, find: {"up": nn.Linear(D, 2 * D), "down": nn.Linear(2 * D, D), "read": read, "find": find, "ctx": None}
 )
-def Convolution(self, graph: Any = None, *, named: Any = None, among: Any = ()) -> Tensor:
+def Convolution(self: Any, graph: Any = None, *, named: Any = None, among: Any = ()) -> Tensor:
     x, edges = self.read(self.find(self, graph, named, among))
     return x + self.down(nn.functional.gelu(self.up(edges @ x.tanh())))
 
@@ -260,7 +260,7 @@ class Containers(nn.Module):
 
 def stack(layer: Callable[[], nn.Module], number: int = 2) -> Callable[[], nn.Module]:
     @as_module(lambda: {"embed": nn.Linear(D, D), "layers": nn.Sequential(*(layer() for _ in range(number)))})
-    def Stack(self, x: Tensor) -> Tensor:
+    def Stack(self: Any, x: Tensor) -> Tensor:
         return self.layers(self.embed(x))
 
     return Stack
@@ -321,14 +321,14 @@ def test_a_tensor_of_an_object_that_is_modified_in_place_before_backward_is_an_e
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def ReadsOne(self, x: Tensor, memory: Any) -> Tensor:
+def ReadsOne(self: Any, x: Tensor, memory: Any) -> Tensor:
     return (self.linear(x) * memory.own).sin()
 
 
 @policies
 def test_a_tensor_of_an_object_that_the_block_does_not_read_may_be_modified(policy: str) -> None:
     @as_module(lambda: {"layers": nn.ModuleList([ReadsOne(), ReadsOne()])})
-    def Model(self, x: Tensor) -> Tensor:
+    def Model(self: Any, x: Tensor) -> Tensor:
         memory = SimpleNamespace(own=torch.ones(D), other=torch.zeros(D))
         for layer in self.layers:
             x = layer(x, memory)
@@ -475,7 +475,7 @@ def setting(variable: ContextVar[float], value: float) -> Iterator[None]:
 
 
 @as_module(lambda read: {"norm": nn.LayerNorm(D), "up": nn.Linear(D, D), "down": nn.Linear(D, D), "read": read})
-def Reads(self, x: Tensor) -> Tensor:
+def Reads(self: Any, x: Tensor) -> Tensor:
     return x + self.down(nn.functional.gelu(self.up(self.norm(x)) / self.read())).sin()
 
 
@@ -545,7 +545,7 @@ def test_a_context_variable_that_forward_sets_is_set_once() -> None:
     calls: ContextVar[int] = ContextVar("calls", default=0)
 
     @as_module(lambda: {"linear": nn.Linear(D, D)})
-    def Counts(self, x: Tensor) -> Tensor:
+    def Counts(self: Any, x: Tensor) -> Tensor:
         calls.set(calls.get() + 1)
         return (self.linear(x) * calls.get()).sin()
 
@@ -614,7 +614,7 @@ conditions: ContextVar[dict[str, Tensor]] = ContextVar("conditions")
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def Conditioned(self, x: Tensor) -> Tensor:
+def Conditioned(self: Any, x: Tensor) -> Tensor:
     return (self.linear(x) + conditions.get()["mask"] * conditions.get().get("bias", 0)).sin()
 
 
@@ -786,7 +786,7 @@ def test_an_object_in_a_context_variable_that_is_freed_is_an_error_if_it_is_read
 
 
 @as_module(lambda value: {"linear": nn.Linear(D, D), "value": value})
-def Valued(self, x: Tensor) -> Tensor:
+def Valued(self: Any, x: Tensor) -> Tensor:
     value = getattr(self, "value", 1.0)
     while not isinstance(value, (float, int, Tensor)):
         value = READERS[type(value)](value)
@@ -949,7 +949,7 @@ def test_hooks_that_were_there_act_in_the_recomputation(case: str, policy: str) 
 
 def test_hooks_that_the_first_call_adds_stay_and_are_those_of_later_calls() -> None:
     @as_module(lambda: {"inner": nn.Linear(D, D), "is_set_up": False, "calls": 0})
-    def SetsUp(self, x: Tensor) -> Tensor:
+    def SetsUp(self: Any, x: Tensor) -> Tensor:
         if not self.is_set_up:
             self.inner.register_forward_hook(lambda module, args, output: output.tanh())
             self.is_set_up = True
@@ -1062,7 +1062,7 @@ def test_a_view_of_a_buffer_follows_it(view: str, as_buffer: bool, policy: str) 
 
 
 @as_module(lambda make, read: {"linear": nn.Linear(D, D), "buffer": nn.Buffer(make()), "read": read})
-def ReadsBuffer(self, x: Tensor) -> Tensor:
+def ReadsBuffer(self: Any, x: Tensor) -> Tensor:
     return x + (self.linear(x) * self.read(self)).sin()
 
 
@@ -1154,7 +1154,7 @@ class Settings:
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def Scaled(self, x: Tensor) -> Tensor:
+def Scaled(self: Any, x: Tensor) -> Tensor:
     assert Settings.current is not None
     return self.linear(x).relu() * Settings.current["scale"]
 
@@ -1186,7 +1186,7 @@ def test_what_ends_a_recomputation_is_no_base_exception(policy: str) -> None:
             self.write: Callable[[Tensor], None] = lambda x: held.__setitem__(0, x)
 
     @as_module(lambda: {"message": nn.Linear(D, D), "update": nn.Linear(D, D)})
-    def Writes(self, graph: Sealed) -> Sealed:
+    def Writes(self: Any, graph: Sealed) -> Sealed:
         hidden = self.message(graph.read()).tanh()
         graph.write(graph.read()[:, :D] + self.update(hidden * 0.5))
         return graph

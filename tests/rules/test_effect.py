@@ -186,7 +186,7 @@ def test_log_segments_run_each_layer_at_most_log_times() -> None:
 
 
 @as_module(lambda: {"head": nn.Linear(32, 5000, bias=False)})
-def LossHead(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def LossHead(self: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(self.head(hidden), labels, reduction="sum")
 
 
@@ -220,7 +220,7 @@ def test_tiles_cut_the_logits_peak_to_one_slice() -> None:
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 def test_tiles_agree_with_a_float64_reference(reduce: str, rows: int) -> None:
     @as_module(lambda: {"head": nn.Linear(8, 11, dtype=torch.float64)})
-    def Head(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def Head(self: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.head(x)
         return F.cross_entropy(logits, y, reduction=reduce), logits.argmax(-1)
 

@@ -17,7 +17,7 @@ import graphckpt
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "child": nn.ELU(inplace=True)})
-def EditsItsArgument(self, x: Tensor) -> Tensor:
+def EditsItsArgument(self: Any, x: Tensor) -> Tensor:
     """The child is an activation that edits its argument, of which the parent goes on to use the edited values."""
     h = self.linear(x)
     y = self.child(h)
@@ -25,27 +25,27 @@ def EditsItsArgument(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def AppendsToCache(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+def AppendsToCache(self: Any, x: Tensor, cache: list[Tensor]) -> Tensor:
     cache.append(self.linear(x).sin())
     return x.cos()
 
 
 @as_module(lambda: {"child": AppendsToCache()})
-def FillsCache(self, x: Tensor) -> Tensor:
+def FillsCache(self: Any, x: Tensor) -> Tensor:
     """The child appends to a list of the parent's."""
     cache: list[Tensor] = []
     return self.child(x * 2, cache) * torch.stack(cache).sum(0).exp()
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "loss": None})
-def SetsLoss(self, x: Tensor) -> Tensor:
+def SetsLoss(self: Any, x: Tensor) -> Tensor:
     y = self.linear(x)
     self.loss = y.square().mean()
     return y.sin()
 
 
 @as_module(lambda: {"child": SetsLoss()})
-def ReadsAttribute(self, x: Tensor) -> Tensor:
+def ReadsAttribute(self: Any, x: Tensor) -> Tensor:
     """The parent reads what the child sets on itself, as the loss of a router."""
     return self.child(x).exp() * self.child.loss.exp()
 
@@ -58,7 +58,7 @@ class RaisesError(nn.Module):
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "child": RaisesError()})
-def CatchesError(self, x: Tensor) -> Tensor:
+def CatchesError(self: Any, x: Tensor) -> Tensor:
     """The child raises, and the parent goes on without it."""
     try:
         return self.child(self.linear(x))
@@ -67,19 +67,19 @@ def CatchesError(self, x: Tensor) -> Tensor:
 
 
 @as_module(lambda: {"child": nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5)), "drop": nn.Dropout(0.5)})
-def DrawsNumbers(self, x: Tensor) -> Tensor:
+def DrawsNumbers(self: Any, x: Tensor) -> Tensor:
     """The child draws random numbers, and the parent does so after it."""
     return self.drop(self.child(x).exp()).sin()
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "average": nn.Buffer(torch.zeros(D))})
-def Averages(self, x: Tensor) -> Tensor:
+def Averages(self: Any, x: Tensor) -> Tensor:
     self.average.mul_(0.5).add_(x.detach().mean(0))
     return (self.linear(x) + self.average).sin()
 
 
 @as_module(lambda: {"child": Averages()})
-def MovesBuffer(self, x: Tensor) -> Tensor:
+def MovesBuffer(self: Any, x: Tensor) -> Tensor:
     """The child is called twice and modifies its buffer each time; the parent modifies the second output in place."""
     y = self.child(x)
     return self.child(y.sin()).mul_(0.5).sin() * y
@@ -94,13 +94,13 @@ def test_an_excluded_child_that_does_more_than_return(kind: type[nn.Module], aro
 
 
 @as_module(lambda: {"child": Averages()})
-def CallsTwice(self, x: Tensor) -> tuple[Tensor, Tensor]:
+def CallsTwice(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     y = self.child(self.child(x))
     return y, (y * 2).sin()
 
 
 @as_module(lambda: {"block": CallsTwice()})
-def ModifiesOutput(self, x: Tensor) -> Tensor:
+def ModifiesOutput(self: Any, x: Tensor) -> Tensor:
     """A repeated second call would find the buffer as the first call, which is not repeated, has found it."""
     y, z = self.block(x)
     return y.mul_(2).sin() * z
@@ -149,21 +149,21 @@ class HalvesItsInput(nn.Module):
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def Transposes(self, x: torch.Tensor) -> torch.Tensor:
+def Transposes(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Returns a copy through a view that does not share its version counter."""
     y = self.linear(x).sigmoid()
     return y.view(-1, 2, D // 2).transpose(0, 1).reshape(-1, D)
 
 
 @as_module(lambda: {"calls": nn.Buffer(torch.zeros(()))})
-def Counts(self, x: torch.Tensor) -> torch.Tensor:
+def Counts(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Adds the number of its call, a buffer, to its input."""
     self.calls.add_(1)
     return torch.sigmoid(x + self.calls)
 
 
 @as_module(lambda: {"counts": Counts(), "linear": nn.Linear(D, D)})
-def Targets(self, x: torch.Tensor) -> torch.Tensor:
+def Targets(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Calls a child with and without gradients, in turns."""
     for _ in range(2):
         with torch.no_grad():
@@ -183,7 +183,7 @@ class EditsAndRaises(nn.Module):
 
 
 @as_module(lambda: {"inner": EditsAndRaises()})
-def Catches(self, x: torch.Tensor) -> torch.Tensor:
+def Catches(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Goes on with what its child has left behind."""
     with contextlib.suppress(ValueError):
         self.inner(x)
@@ -211,7 +211,7 @@ def test_hooks_of_the_caller_may_pack_a_tuple() -> None:
 
 
 @as_module(lambda: {"child": nn.Sequential(nn.Linear(D, D), nn.ReLU())})
-def EditsWhatTheChildSaves(self, x: Tensor) -> Tensor:
+def EditsWhatTheChildSaves(self: Any, x: Tensor) -> Tensor:
     return self.child(x).add_(1)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ DRAWS = {
 
 
 @as_module(lambda draw: {"first": nn.Linear(8, 8), "last": nn.Linear(8, 8), "draw": draw})
-def Noisy(self, x):
+def Noisy(self: Any, x: torch.Tensor) -> Any:
     """Multiplies by host noise, in training mode only, between two layers."""
     x = torch.tanh(self.first(x))
     if self.training:
@@ -35,11 +37,11 @@ def Noisy(self, x):
 class Inner(Noisy):
     """Draws in a child."""
 
-    def __init__(self, draw):
+    def __init__(self, draw: Any) -> None:
         super().__init__(draw)
         self.inner = Noisy(draw)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         return super().forward(self.inner(x))
 
 
@@ -54,7 +56,7 @@ POLICIES = {
 }
 
 
-def run(draw, policies, num_steps=3):
+def run(draw: Any, policies: Any, num_steps: int = 3) -> Iterator[Any]:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
@@ -70,17 +72,17 @@ def run(draw, policies, num_steps=3):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("library", DRAWS)
-def test_masks_and_generators_are_those_of_the_plain_step(library, policy):
+def test_masks_and_generators_are_those_of_the_plain_step(library: Any, policy: Any) -> None:
     plain_steps = list(run(DRAWS[library], {}))  # the generators are those of the process: one after the other
     for plain, seen in zip(plain_steps, run(DRAWS[library], POLICIES[policy]), strict=True):
         assert all(map(torch.equal, plain[0], seen[0]))
         assert plain[1] == seen[1]
 
 
-def test_a_function_without_modules_draws_the_same_mask():
+def test_a_function_without_modules_draws_the_same_mask() -> None:
     x = X.clone().requires_grad_()
 
-    def noisy(x):
+    def noisy(x: torch.Tensor) -> Any:
         return torch.tanh(x * torch.from_numpy(np.random.rand(8)).float())  # noqa: NPY002
 
     gradients = []
@@ -92,7 +94,7 @@ def test_a_function_without_modules_draws_the_same_mask():
     assert torch.equal(gradients[1], gradients[3])
 
 
-def test_only_blocks_that_draw_read_the_state_of_the_host(monkeypatch):
+def test_only_blocks_that_draw_read_the_state_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     original = rng.HostRNGState.read
     monkeypatch.setattr(rng.HostRNGState, "read", classmethod(lambda cls: (reads.append(1), original())[1]))
@@ -106,7 +108,7 @@ def test_only_blocks_that_draw_read_the_state_of_the_host(monkeypatch):
     assert counts["does not draw", 0] > 1, "the first call learns whether the block draws"
 
 
-def test_plan_and_verify_restore_the_generators():
+def test_plan_and_verify_restore_the_generators() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[Noisy(DRAWS["both, in training mode"]) for _ in range(4)], nn.Linear(8, 2))
     before = rng.HostRNGState.read().fingerprints()
@@ -118,7 +120,7 @@ def test_plan_and_verify_restore_the_generators():
     assert rng.HostRNGState.read().fingerprints() == before
 
 
-def test_a_block_that_does_not_draw_leaves_the_generators_alone():
+def test_a_block_that_does_not_draw_leaves_the_generators_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2))
     with graphckpt.apply(model, {"0": True, "0.2": {"activation_checkpointing": False}}):

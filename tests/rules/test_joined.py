@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ class Loop(nn.Module):
 
 
 @as_module(lambda: {"mlp": Mlp()})
-def Scaled(self, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor]:
+def Scaled(self: Any, x: torch.Tensor, *, scale: torch.Tensor) -> tuple[torch.Tensor]:
     return (self.mlp(x) * scale,)
 
 
@@ -148,7 +149,7 @@ class Switch:
 
 
 @as_module(lambda result: {"linear": nn.Linear(16, 16), "result": result})
-def Returns(self, x: torch.Tensor) -> Any:
+def Returns(self: Any, x: torch.Tensor) -> Any:
     """Returns something else beside its result, and something else again once the switch points to it."""
     return self.result(self.linear(x).tanh(), Switch.block is self)
 
@@ -186,7 +187,9 @@ def test_what_is_handed_on_may_be_returned_beside_inference_tensors() -> None:
     ],
     ids=["fewer", "another shape", "another type"],
 )
-def test_a_block_that_returns_something_else_again_is_named(result, now, monkeypatch):
+def test_a_block_that_returns_something_else_again_is_named(
+    result: Callable[..., Any], now: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Last(result)
     with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):
         loss = model(torch.randn(6, 16)).sum()
@@ -223,7 +226,7 @@ def test_units_of_fsdp2_are_refused(tmp_path: Any) -> None:
 
 
 @as_module(lambda: {"linear": nn.Linear(16, 16), "norms": nn.ModuleList(nn.BatchNorm1d(16) for _ in range(2))})
-def TwoNorms(self, x: torch.Tensor) -> torch.Tensor:
+def TwoNorms(self: Any, x: torch.Tensor) -> torch.Tensor:
     first, second = self.norms
     return second(first(self.linear(x)).tanh())
 

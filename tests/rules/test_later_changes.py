@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,61 +17,61 @@ from torch import nn
 
 
 @as_module(lambda: {"mean": nn.Buffer(torch.zeros(D))})
-def OwnNorm(self, x):
+def OwnNorm(self: Any, x: torch.Tensor) -> Any:
     """A batch norm that writes its statistics through ``data``, which no version counter shows."""
     if self.training:
         self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
     return x - self.mean
 
 
-def counts_in_a_buffer(module, x):
+def counts_in_a_buffer(module: nn.Module, x: torch.Tensor) -> Any:
     module.steps += 1
     return module.steps.item()
 
 
-def counts_through_data(module, x):
+def counts_through_data(module: nn.Module, x: torch.Tensor) -> Any:
     module.steps.data.add_(1)
     return module.steps.item()
 
 
-def counts_in_a_number(module, x):
+def counts_in_a_number(module: nn.Module, x: torch.Tensor) -> Any:
     module.number += 1
     return module.number
 
 
-def counts_in_a_list(module, x):
+def counts_in_a_list(module: nn.Module, x: torch.Tensor) -> int:
     module.calls.append(1)
     return len(module.calls)
 
 
-def counts_in_a_dict(module, x):
+def counts_in_a_dict(module: nn.Module, x: torch.Tensor) -> Any:
     module.table["calls"] = module.table.get("calls", 0) + 1
     return module.table["calls"]
 
 
-def counts_in_a_new_attribute(module, x):
+def counts_in_a_new_attribute(module: nn.Module, x: torch.Tensor) -> Any:
     module.late = getattr(module, "late", 1.5) + 1.0
     return module.late
 
 
-def counts_in_a_cached_tensor(module, x):
+def counts_in_a_cached_tensor(module: nn.Module, x: torch.Tensor) -> Any:
     scale = 1.0 if module.cache is None else module.cache.sum().item()
     module.cache = x.detach().clone() if module.cache is None else module.cache + 1
     return scale
 
 
 @as_module(lambda count: {"count": count, "number": 0, "calls": [], "table": {}, "cache": None, "steps": steps()})
-def Count(self, x):
+def Count(self: Any, x: torch.Tensor) -> Any:
     """Scales by the number of its calls."""
     return x * self.count(self, x)
 
 
-def steps():
+def steps() -> Any:
     return nn.Buffer(torch.zeros((), dtype=torch.long))
 
 
 @as_module(lambda late: {"first": nn.Linear(D, D), "late": late, "last": nn.Linear(D, D), "is_on": False})
-def Branch(self, x):
+def Branch(self: Any, x: torch.Tensor) -> Any:
     """Calls ``late`` from some call on only."""
     x = torch.tanh(self.first(x))
     if self.is_on:
@@ -98,7 +100,7 @@ POLICIES = {
 }
 
 
-def late_step(bench):
+def late_step(bench: Any) -> None:
     bench.model[0].is_on = bench.model[1].is_on = True
     plain(bench)
 
@@ -107,23 +109,23 @@ STEPS = (no_grad_between, plain, late_step, late_step)
 
 
 @functools.cache
-def model_of(late):
+def model_of(late: Any) -> Callable[..., Any]:
     return lambda: nn.Sequential(Branch(LATE[late]()), Branch(LATE[late]()), nn.Linear(D, 2))
 
 
 @functools.cache
-def plain_steps(late):
+def plain_steps(late: Any) -> Any:
     return seen_in(model_of(late), None, STEPS)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("late", LATE)
-def test_what_begins_to_change_in_a_later_call_changes_once(late, policy):
+def test_what_begins_to_change_in_a_later_call_changes_once(late: Any, policy: Any) -> None:
     assert differing(seen_in(model_of(late), POLICIES[policy], STEPS), plain_steps(late)) == []
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "is_first": True})
-def FirstCall(self, x):
+def FirstCall(self: Any, x: torch.Tensor) -> Any:
     """Scales in its first call only."""
     x = self.linear(x)
     if self.is_first:
@@ -132,5 +134,5 @@ def FirstCall(self, x):
     return torch.tanh(x)
 
 
-def test_a_flag_that_the_first_call_clears_is_set_in_its_recomputation():
+def test_a_flag_that_the_first_call_clears_is_set_in_its_recomputation() -> None:
     assert_same_steps(lambda: nn.Sequential(FirstCall(), nn.Linear(D, 2)), {"0": FULL})

@@ -34,7 +34,7 @@ class Outside:
 
 
 @as_module()
-def Takes(self, x: Tensor, states: list[Any] | None = None, *, mask: Tensor | None = None) -> Tensor:
+def Takes(self: Any, x: Tensor, states: list[Any] | None = None, *, mask: Tensor | None = None) -> Tensor:
     for extra in (mask, *(states or ())):
         x = x * extra if isinstance(extra, Tensor) else x
     return x.sin()
@@ -73,7 +73,7 @@ def test_the_root_has_a_name_in_messages() -> None:
 
 def test_a_forward_that_begins_to_edit_its_argument() -> None:
     @as_module(lambda: {"edits": False})
-    def Begins(self, x: Tensor) -> Tensor:
+    def Begins(self: Any, x: Tensor) -> Tensor:
         return (x.mul_(2) if self.edits else x * 2).sin()
 
     block = Begins()
@@ -95,7 +95,7 @@ def test_an_iterator_as_argument() -> None:
 
 def test_children_called_in_another_order() -> None:
     @as_module(lambda: {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "outside": Outside()})
-    def Swaps(self, x: Tensor) -> Tensor:
+    def Swaps(self: Any, x: Tensor) -> Tensor:
         self.outside.calls += 1
         first, second = (self.a, self.b) if self.outside.calls % 2 else (self.b, self.a)
         return torch.sin(second(torch.sin(first(x))))
@@ -116,7 +116,7 @@ def test_an_argument_object_that_changes_is_seen_as_it_was() -> None:
             self.path = [1]
 
     @as_module()
-    def Reads(self, x: Tensor, settings: Settings) -> Tensor:
+    def Reads(self: Any, x: Tensor, settings: Settings) -> Tensor:
         settings.path.append(2)
         return (x * settings.scale * len(settings.path)).sin()
 
@@ -131,7 +131,7 @@ def test_an_argument_object_that_changes_is_seen_as_it_was() -> None:
 
 def test_a_failed_recomputation_leaves_the_module_as_it_was() -> None:
     @as_module(lambda: {"norm": nn.BatchNorm1d(4), "outside": Outside()})
-    def Raises(self, x: Tensor) -> Tensor:
+    def Raises(self: Any, x: Tensor) -> Tensor:
         self.outside.calls += 1
         if self.outside.calls == 2:
             self.norm(x)
@@ -151,13 +151,13 @@ def test_a_failed_recomputation_leaves_the_module_as_it_was() -> None:
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def ReturnsResultOfChild(self, x: Tensor) -> tuple[Tensor, Tensor]:
+def ReturnsResultOfChild(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     y = self.linear(x)
     return y, (y * 2).sin()
 
 
 @as_module(lambda: {"block": ReturnsResultOfChild()})
-def EditsResultOfBlock(self, x: Tensor) -> Tensor:
+def EditsResultOfBlock(self: Any, x: Tensor) -> Tensor:
     y, z = self.block(x)
     return y.add_(1).sin() * z
 
@@ -169,7 +169,7 @@ def test_a_kept_result_that_later_code_edits_is_made_again(policies: dict[str, A
 
 
 @as_module(lambda: {"child": nn.Sequential(nn.Linear(4, 4), nn.Tanh())})
-def _EditsChildsResult(self, x: Tensor) -> Tensor:
+def _EditsChildsResult(self: Any, x: Tensor) -> Tensor:
     y = self.child(x)
     y += x
     return y
@@ -192,7 +192,7 @@ def test_a_kept_result_that_the_recomputed_block_around_edits_is_recomputed() ->
 
 def test_a_large_buffer_that_begins_to_move_is_refused_once() -> None:
     @as_module(lambda: {"steps": nn.Buffer(torch.zeros(20_000)), "begun": False})
-    def Late(self, x: Tensor) -> Tensor:
+    def Late(self: Any, x: Tensor) -> Tensor:
         if self.begun:
             self.steps.add_(1)
         return x.sin() * self.steps[0].cos()
@@ -239,7 +239,7 @@ def test_an_embedding_that_renormalizes_its_weight_is_refused_but_where_it_is_ex
 
 def test_an_attribute_that_a_hook_sets_before_each_call_is_that_of_its_call() -> None:
     @as_module()
-    def Scaled(self, x: Tensor) -> Tensor:
+    def Scaled(self: Any, x: Tensor) -> Tensor:
         return (x * self.scale).sin()
 
     grads = []
@@ -258,7 +258,7 @@ def test_an_attribute_that_a_hook_sets_before_each_call_is_that_of_its_call() ->
 
 
 @as_module(lambda change: {"linear": nn.Linear(4, 4), "outside": Outside(), "change": change})
-def Fickle(self, x: Tensor) -> Tensor:
+def Fickle(self: Any, x: Tensor) -> Tensor:
     """Does something else on every call; ``outside`` is no state of the module."""
     self.outside.calls += 1
     return self.change(self.outside.calls, self.linear(x)).exp()
@@ -304,7 +304,7 @@ class Around:
 
 
 @as_module(lambda: {"layer": nn.Linear(4, 4)})
-def Reads(self, x: Tensor) -> Tensor:
+def Reads(self: Any, x: Tensor) -> Tensor:
     return Around.change(torch.sigmoid(self.layer(x))).exp()
 
 

@@ -44,12 +44,12 @@ multiply.register_autograd(_multiply_backward, setup_context=_save_for_backward)
 
 
 @as_module(lambda function: {"weight": nn.Parameter(torch.randn(32, 32)), "function": function})
-def Calls(self, x: torch.Tensor) -> torch.Tensor:
+def Calls(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(self.function(x, self.weight).float())
 
 
 @as_module(lambda: {"product": nn.Bilinear(32, 32, 32)})
-def Doubled(self, x: torch.Tensor) -> torch.Tensor:
+def Doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(self.product(x, x.sin()))
 
 
@@ -146,7 +146,7 @@ def test_ops_of_the_engine_are_no_ops_of_the_block(save: str, inner: str, kind: 
 
 
 @as_module(lambda inner: {"inner": inner})
-def OnHost(self, x: torch.Tensor) -> torch.Tensor:
+def OnHost(self: Any, x: torch.Tensor) -> torch.Tensor:
     """What it saves goes through hooks of the caller's, whose copies are no ops of the block."""
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         return self.inner(x)
@@ -167,7 +167,7 @@ def test_ops_of_hooks_around_are_no_ops_of_the_block(rules: dict[str, Any]) -> N
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_sparse_results_are_kept() -> None:
     @as_module(lambda: {"weight": nn.Parameter(torch.randn(32, 32))})
-    def Masked(self, x: torch.Tensor) -> torch.Tensor:
+    def Masked(self: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.sparse.mm((self.weight * (self.weight > 0.5)).to_sparse_csr(), x).tanh()
 
     model, x = made(Masked)
@@ -231,7 +231,7 @@ def test_backward_within_autocast_keeps_the_same_bytes(save: Any, shared: bool) 
 
 
 @as_module(lambda: {"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
-def Narrow(self, x: torch.Tensor) -> torch.Tensor:
+def Narrow(self: Any, x: torch.Tensor) -> torch.Tensor:
     """All that a policy may keep of it is as big with autocast as without."""
     return x + self.down(torch.tanh(self.up(x).float())).float()
 

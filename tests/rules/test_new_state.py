@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fuzz.shapes import plain
@@ -19,13 +21,13 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 class Averaging(nn.Module):
     """Scales by a running mean of its inputs, if it has one; may register it in its forward."""
 
-    def __init__(self, *, registers=False, in_place=True):
+    def __init__(self, *, registers: bool = False, in_place: bool = True) -> None:
         super().__init__()
         self.linear = nn.Linear(D, D)
         self.registers = registers
         self.in_place = in_place
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         if self.registers and not hasattr(self, "mean"):
             self.register_buffer("mean", torch.zeros(D))
         if not hasattr(self, "mean"):
@@ -37,17 +39,17 @@ class Averaging(nn.Module):
         return self.linear(x) * self.mean.clone()
 
 
-def add_norm(module):
+def add_norm(module: nn.Module) -> None:
     module.norm = nn.BatchNorm1d(D)
     module.register_forward_hook(lambda module, args, output: module.norm(output))
 
 
-def swap_buffer(module):
+def swap_buffer(module: nn.Module) -> None:
     del module.scale
     module.register_buffer("mean", torch.zeros(D))
 
 
-def with_scale():
+def with_scale() -> Any:
     module = Averaging()
     module.register_buffer("scale", torch.ones(D))
     return module
@@ -66,14 +68,14 @@ CHANGES = {
 }
 
 
-def model_of(build):
+def model_of(build: Any) -> nn.Sequential:
     return nn.Sequential(nn.Sequential(build(), nn.Tanh()), nn.Linear(D, 1))
 
 
-def altered(alter):
+def altered(alter: Any) -> Any:
     """Returns a step of a model that is altered before it."""
 
-    def step(bench):
+    def step(bench: Any) -> None:
         alter(bench.model)
         plain(bench)
 
@@ -84,15 +86,15 @@ def altered(alter):
 @pytest.mark.parametrize("rule", [True, {"rule": "selective", "save": "matmul"}], ids=["full", "selective"])
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("change", CHANGES)
-def test_new_state_takes_part_in_the_recomputation(change, num_before, rule):
+def test_new_state_takes_part_in_the_recomputation(change: Any, num_before: int, rule: bool | dict[str, Any]) -> None:
     build, alter = CHANGES[change]
     steps = ["plain"] * num_before + [altered(lambda model: alter(model[0][0])), "plain", "plain"]
     assert_same_steps(lambda: model_of(build), {"0": {"activation_checkpointing": rule}}, steps)
 
 
-def test_layer_that_got_the_memory_of_the_one_it_replaces():
-    def put(layer):
-        def alter(model):
+def test_layer_that_got_the_memory_of_the_one_it_replaces() -> None:
+    def put(layer: nn.Module) -> Any:
+        def alter(model: nn.Module) -> None:
             model[0][1] = nn.Identity()
             model[0][1] = layer()
 
@@ -103,24 +105,24 @@ def test_layer_that_got_the_memory_of_the_one_it_replaces():
 
 
 @pytest.mark.parametrize("num_segments", [2, "log"])
-def test_layers_that_a_segmented_chain_got_later(num_segments):
+def test_layers_that_a_segmented_chain_got_later(num_segments: int | str) -> None:
     steps = ["plain", altered(lambda model: model.__setitem__(0, nn.BatchNorm1d(D))), "plain"]
     assert_same_steps(lambda: nn.Sequential(*(nn.Linear(D, D) for _ in range(4))), {"": Segments(num_segments)}, steps)
 
 
 class Symmetric(nn.Module):
-    def forward(self, weight):
+    def forward(self, weight: Any) -> Any:
         return weight.triu() + weight.triu(1).T
 
 
 @pytest.mark.parametrize("rule", ["full", "selective"])
-def test_weights_that_parametrize_caches_are_those_of_the_forward(rule):
+def test_weights_that_parametrize_caches_are_those_of_the_forward(rule: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)))
     for block in model:
         parametrize.register_parametrization(block[0], "weight", Symmetric())
 
-    def gradients():
+    def gradients() -> list[Any]:
         model.zero_grad()
         with parametrize.cached():
             model(X).square().sum().backward()
@@ -133,10 +135,10 @@ def test_weights_that_parametrize_caches_are_those_of_the_forward(rule):
 
 
 @pytest.mark.parametrize("rule", [True, "selective"])
-def test_a_recurrent_layer_may_get_other_parameters_in_a_later_call(rule):
+def test_a_recurrent_layer_may_get_other_parameters_in_a_later_call(rule: bool | str) -> None:
     """It then makes its lists of weights anew, and once more after the call: attributes of a module of PyTorch's."""
 
-    def gradients(rules):
+    def gradients(rules: Any) -> list[Any]:
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.GRU(4, 4)), torch.randn(3, 2, 4)
         others = {name: (p.detach() + 0.5).requires_grad_() for name, p in model.named_parameters()}

@@ -34,7 +34,7 @@ class Statistics:
 
 
 @as_module(lambda scale, state: {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8), "scale": scale, **state})
-def Layer(self, x: Tensor) -> Tensor:
+def Layer(self: Any, x: Tensor) -> Tensor:
     """Scales what it returns by a state that ``scale`` changes."""
     return self.down((self.up(x) * self.scale(self)).tanh()) * self.scale(self)
 
@@ -199,7 +199,7 @@ class Holder:
 
 
 @as_module(lambda find, **state: {"linear": nn.Linear(8, 8), "find": find, **state})
-def Editing(self, x: Tensor, holder: Holder) -> Tensor:
+def Editing(self: Any, x: Tensor, holder: Holder) -> Tensor:
     """Modifies a tensor in place that a container or an object holds."""
     held = self.find(self, holder)
     held += x.detach().mean(0)
@@ -229,7 +229,7 @@ def test_the_recomputation_of_a_modified_tensor_that_is_only_held_is_refused(kin
 
 
 @as_module(lambda: {"linear": nn.Linear(8, 8), "buffer": nn.Buffer(torch.ones(8))})
-def Sharing(self, x: Tensor, holder: Holder) -> Tensor:
+def Sharing(self: Any, x: Tensor, holder: Holder) -> Tensor:
     """Modifies a buffer and an argument of which there are views and aliases in containers, and counts its calls."""
     if not is_recomputing():
         holder.tensor += 1
@@ -253,7 +253,7 @@ def test_a_held_tensor_may_share_memory_with_what_is_restored_and_be_modified_wh
 
 
 @as_module(lambda: {"linear": nn.Linear(8, 8)})
-def Drawing(self, x: Tensor, generator: torch.Generator) -> Tensor:
+def Drawing(self: Any, x: Tensor, generator: torch.Generator) -> Tensor:
     """Draws from a generator that it is called with."""
     return (self.linear(x) * torch.rand(8, generator=generator)).tanh()
 

@@ -1,7 +1,10 @@
 """What the recomputation of a `selective` block skips, and what is not kept: ops counted, bytes measured."""
 
+from __future__ import annotations
+
 import copy
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -17,31 +20,31 @@ from graphckpt.rules import Selective
 
 
 @as_module(lambda: {"norm": nn.LayerNorm(32), "up": nn.Linear(32, 128), "down": nn.Linear(128, 32)})
-def Block(self, x_ND):
+def Block(self: Any, x_ND: Any) -> Any:
     """Seven cheap ops between two products, as GPT-2's GELU."""
     h_NH = self.up(self.norm(x_ND))
     g_NH = 0.5 * h_NH * (1.0 + torch.tanh(0.8 * (h_NH + 0.04 * torch.pow(h_NH, 3.0))))
     return x_ND + self.down(g_NH)
 
 
-def made(block=Block, num=3, rows=64):
+def made(block: Any = Block, num: int = 3, rows: int = 64) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = nn.Sequential(*(block() for _ in range(num)))
     return model, torch.randn(rows, 32)
 
 
-def step(model, x):
+def step(model: nn.Module, x: torch.Tensor) -> list[Any]:
     torch.manual_seed(1)
     model.zero_grad(set_to_none=True)
     model(x).square().sum().backward()
     return [p.grad for p in model.parameters()]
 
 
-def under(model, save, **more):
+def under(model: nn.Module, save: Any, **more: Any) -> Any:
     return graphckpt.apply(model, {"*": {"activation_checkpointing": Selective(save), **more}})
 
 
-def counted(model, x, save, **more):
+def counted(model: nn.Module, x: torch.Tensor, save: Any, **more: Any) -> tuple[Any, ...]:
     """Returns the ops of a third step, its peak, and whether the gradients are those of the plain step."""
     expected = step(model, x)
     with under(model, save, **more):
@@ -57,7 +60,7 @@ def counted(model, x, save, **more):
 TANH = ["aten.addmm.default[0]", "aten.tanh.default"]
 
 
-def test_what_leads_up_to_a_kept_result_is_not_run_again_even_if_that_is_on_disk():
+def test_what_leads_up_to_a_kept_result_is_not_run_again_even_if_that_is_on_disk() -> None:
     model, x = made(rows=256)
     plain, _ = counted(model, x, [])
     ops, _ = counted(model, x, TANH)
@@ -70,7 +73,7 @@ def test_what_leads_up_to_a_kept_result_is_not_run_again_even_if_that_is_on_disk
     assert counted(model, x, TANH, offload="disk", min_elements=1)[0]["tanh.default"] == 3
 
 
-def test_a_result_that_no_recomputation_reads_is_not_kept():
+def test_a_result_that_no_recomputation_reads_is_not_kept() -> None:
     model, x = made(rows=1024)
     both, peak_of_both = counted(model, x, "matmul")
     one, peak_of_one = counted(model, x, ["aten.addmm.default[0]"])
@@ -78,9 +81,9 @@ def test_a_result_that_no_recomputation_reads_is_not_kept():
     assert peak_of_both == peak_of_one
 
 
-def test_the_second_product_of_a_block_alone_can_be_named():
+def test_the_second_product_of_a_block_alone_can_be_named() -> None:
     @as_module(lambda: {name: nn.Linear(32, 32) for name in ("one", "other", "last")})
-    def Two(self, x):
+    def Two(self: Any, x: torch.Tensor) -> Any:
         return self.last(torch.sin(self.other(torch.sin(self.one(x)))))
 
     model, x = made(Two)
@@ -91,7 +94,7 @@ def test_the_second_product_of_a_block_alone_can_be_named():
     assert counted(model, x, ["aten.addmm.default[0]", "aten.addmm.default[1]"])[0] == ops, "or apart"
 
 
-def test_ops_that_do_not_run_are_named():
+def test_ops_that_do_not_run_are_named() -> None:
     model, x = made(num=1)
     with under(
         model, ["aten.addmm.default[0]", "aten.relu.default", "attention[0]", "aten.tanh.default[0,9]"]
@@ -104,7 +107,7 @@ def test_ops_that_do_not_run_are_named():
 
 
 @as_module(lambda: {"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
-def TwoWays(self, x):
+def TwoWays(self: Any, x: torch.Tensor) -> Any:
     """Takes another way for some inputs, with tensors of the same shapes."""
     h = self.up(x)
     if torch.is_grad_enabled() and x.sum() > 0:
@@ -122,7 +125,7 @@ def TwoWays(self, x):
     ],
     ids=["other shapes", "another way"],
 )
-def test_calls_of_other_shapes_and_ways_leave_recipes_of_their_own(block, save, batches):
+def test_calls_of_other_shapes_and_ways_leave_recipes_of_their_own(block: Any, save: Any, batches: list[Any]) -> None:
     model, _ = made(block)
     expected = [step(model, x) for x in batches]
     with under(model, save):
@@ -131,7 +134,7 @@ def test_calls_of_other_shapes_and_ways_leave_recipes_of_their_own(block, save, 
 
 
 @as_module(lambda: {"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
-def ReadsBeside(self, x):
+def ReadsBeside(self: Any, x: torch.Tensor) -> Any:
     """A kernel that is no op of PyTorch reads what the ops only pass on, which nothing shows."""
     h = self.up(x)
     y = torch.sin(h)
@@ -139,19 +142,19 @@ def ReadsBeside(self, x):
     return self.down(torch.tanh(y.detach() * 2) + h + beside)
 
 
-def test_what_a_foreign_kernel_reads_is_made_after_all():
+def test_what_a_foreign_kernel_reads_is_made_after_all() -> None:
     model, x = made(ReadsBeside)
     ops, _ = counted(model, x, ["aten.addmm.default[0]", "aten.tanh.default"])
     assert ops["sin.default"] == 6, "the sine is read, by no op"
 
 
 @as_module(lambda: {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32), "drop": nn.Dropout(0.5)})
-def Drops(self, x):
+def Drops(self: Any, x: torch.Tensor) -> Any:
     return self.drop(self.down(torch.tanh(self.drop(torch.sin(self.up(x))))))
 
 
 @as_module(lambda: {"block": Block()})
-def Shared(self, x):
+def Shared(self: Any, x: torch.Tensor) -> Any:
     """One block that runs three times: autocast casts its weights in the first call only."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return self.block(self.block(self.block(x)))
@@ -160,7 +163,7 @@ def Shared(self, x):
 @pytest.mark.parametrize(
     "save", ["matmul", ["aten._to_copy.default[0,1,2]"], ["aten._to_copy.default", "aten.tanh.default[0]"]]
 )
-def test_casts_of_weights_that_only_the_first_call_makes_do_not_shift_other_results(save):
+def test_casts_of_weights_that_only_the_first_call_makes_do_not_shift_other_results(save: list[str] | str) -> None:
     model, x = made(Shared, num=1)
     expected = step(model, x)
     with graphckpt.apply(model, {"0.block": {"activation_checkpointing": Selective(save)}}) as handle:
@@ -169,7 +172,7 @@ def test_casts_of_weights_that_only_the_first_call_makes_do_not_shift_other_resu
         assert "by number are not kept" not in str(handle.explain(show=False).rows)
 
 
-def test_random_ops_keep_their_place_in_the_stream():
+def test_random_ops_keep_their_place_in_the_stream() -> None:
     model, x = made(Drops)
     ops, _ = counted(model, x, ["aten.tanh.default"])
     assert ops["tanh.default"] == 3
@@ -178,19 +181,19 @@ def test_random_ops_keep_their_place_in_the_stream():
 
 
 class DrawsMasks(Drops):
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> Any:
         h, _ = torch.native_dropout(self.up(x), 0.5, True)
         return self.drop(self.down(h.sin()))
 
 
-def test_numbers_behind_a_kept_random_result_are_those_of_the_original_forward():
+def test_numbers_behind_a_kept_random_result_are_those_of_the_original_forward() -> None:
     model, x = made(DrawsMasks)
     ops, _ = counted(model, x, ["aten.native_dropout.default"])
     assert ops["native_dropout.default"] == 3, "only the original forwards draw"
 
 
 @as_module(lambda: {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
-def InPlace(self, x):
+def InPlace(self: Any, x: torch.Tensor) -> Any:
     h = torch.sin(self.up(x))
     h += 1
     h.mul_(2.0)
@@ -198,7 +201,7 @@ def InPlace(self, x):
     return x + self.down(h)
 
 
-def test_edits_of_what_is_skipped_are_skipped_with_it():
+def test_edits_of_what_is_skipped_are_skipped_with_it() -> None:
     model, x = made(InPlace)
     plain, _ = counted(model, x, [])
     ops, _ = counted(model, x, TANH)
@@ -207,14 +210,14 @@ def test_edits_of_what_is_skipped_are_skipped_with_it():
     counted(model, x, ["aten.sin.default"])  # edited after it was kept
 
 
-def gather(h, x):
+def gather(h: Any, x: torch.Tensor) -> Any:
     with torch.no_grad():
         flat = torch.empty(2, *x.shape)
         torch._foreach_copy_(list(flat.unbind(0)), [h.detach(), x.detach()])
     return h * flat.mean(0)
 
 
-def split_into(h, x):
+def split_into(h: Any, x: torch.Tensor) -> Any:
     with torch.no_grad():
         flat = torch.empty(x.numel())
         parts = [part.view(len(x), -1) for part in flat.split([len(x) * 20, len(x) * 12])]
@@ -222,19 +225,19 @@ def split_into(h, x):
     return h * flat.view(x.shape).cos()
 
 
-def scale_slices(h, x):
+def scale_slices(h: Any, x: torch.Tensor) -> Any:
     h = h.clone()
     torch._foreach_mul_([h[:, :9], h[:, 9:]], 0.5)
     return h.sigmoid() + x
 
 
-def scale_overlapping_slices(h, x):
+def scale_overlapping_slices(h: Any, x: torch.Tensor) -> Any:
     h = h.clone()
     torch._foreach_add_([h[:, :20], h[:, 12:], h], 0.25)
     return h.sigmoid() * x
 
 
-def sort_into(h, x):
+def sort_into(h: Any, x: torch.Tensor) -> Any:
     with torch.no_grad():
         both = torch.empty(2, *x.shape, dtype=torch.float64)
         torch.frexp(h.detach().double(), out=(both[0], torch.empty(x.shape, dtype=torch.int32)))
@@ -244,9 +247,9 @@ def sort_into(h, x):
 
 @pytest.mark.parametrize("write", [gather, split_into, scale_slices, scale_overlapping_slices, sort_into])
 @pytest.mark.parametrize("save", ["matmul", TANH, ["aten.addmm.default[1]"], []])
-def test_ops_that_write_several_views_of_one_storage(write, save):
+def test_ops_that_write_several_views_of_one_storage(write: Any, save: Any) -> None:
     @as_module(lambda: {"gate": nn.Linear(32, 32), "out": nn.Linear(32, 32)})
-    def Writes(self, x_ND):
+    def Writes(self: Any, x_ND: Any) -> Any:
         return x_ND + self.out(torch.tanh(write(self.gate(x_ND), x_ND)))
 
     model, x = made(Writes)
@@ -257,10 +260,10 @@ def test_ops_that_write_several_views_of_one_storage(write, save):
         assert handle.explain(show=False).rows[1].reruns == 1
 
 
-def test_a_policy_function_is_called_for_each_op_each_time():
+def test_a_policy_function_is_called_for_each_op_each_time() -> None:
     asked = []
 
-    def every_second(context, func, *args, **kwargs):
+    def every_second(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         asked.append(func)
         return func is torch.ops.aten.addmm.default and len(asked) % 2 == 0
 
@@ -275,7 +278,7 @@ def test_a_policy_function_is_called_for_each_op_each_time():
     assert numbers[0] == numbers[1] == numbers[2] > 0
 
 
-def kept_bytes(save):
+def kept_bytes(save: Any) -> Any:
     model, x = made(rows=256)
     expected = step(model, x)
     with under(model, save):
@@ -284,10 +287,10 @@ def kept_bytes(save):
     return kept
 
 
-def test_a_policy_function_keeps_no_result_that_no_recomputation_reads():
+def test_a_policy_function_keeps_no_result_that_no_recomputation_reads() -> None:
     aten = torch.ops.aten
 
-    def last(context, op, first, *args, **kwargs):
+    def last(context: Any, op: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
         """Chooses the second product and the sum behind it, after which autograd saves nothing."""
         return op in (aten.addmm.default, aten.add.Tensor) and first.shape[-1] == 32
 
@@ -300,7 +303,7 @@ class Tag:
     """Lives as long as what it is put on."""
 
 
-def test_nothing_of_a_call_outlives_it():
+def test_nothing_of_a_call_outlives_it() -> None:
     model, x = made(num=1)
     with under(model, TANH):
         for _ in range(3):
@@ -335,12 +338,12 @@ NO_FUNCTION = r"list of ops or a policy function, got .*\[torch\.ops\.aten\.mm"
         (torch.ops.aten.mm.default, NO_FUNCTION),
     ],
 )
-def test_what_is_no_op_is_refused(save, message):
+def test_what_is_no_op_is_refused(save: Any, message: Any) -> None:
     with pytest.raises(graphckpt.ConfigError, match=message):
         Selective(save)
 
 
-def test_explain_counts_no_result_that_is_not_kept():
+def test_explain_counts_no_result_that_is_not_kept() -> None:
     model, x = made(rows=256)
     with under(model, "matmul") as handle:
         step(model, x)
@@ -400,7 +403,7 @@ class CatchesFailedOp(nn.Module):
     [({1}, set()), ({1, 2}, set()), ({2}, set()), ({2}, {2}), ({2, 3}, {3})],
     ids=["first call", "each call", "later call", "later call with another op", "first call of another schedule"],
 )
-def test_ops_that_fail_are_counted_in_no_call(fails_in, adds_in, policy) -> None:
+def test_ops_that_fail_are_counted_in_no_call(fails_in: set[Any], adds_in: Any, policy: Selective) -> None:
     def gradients(model: nn.Module) -> list[torch.Tensor]:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
         outputs = [model(x) for _ in range(3)]
@@ -415,7 +418,7 @@ def test_ops_that_fail_are_counted_in_no_call(fails_in, adds_in, policy) -> None
 
 
 @as_module(lambda: {"linear": nn.Linear(8, 8)})
-def ChangesItsOps(self, x: torch.Tensor) -> torch.Tensor:
+def ChangesItsOps(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Saves another shape in the recomputation, and runs another op behind the last one that saves a tensor."""
     y = self.linear(x)[: self.rows].tanh()
     return y.mul(2) if self.rows == 4 else y.add(1)

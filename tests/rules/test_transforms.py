@@ -42,7 +42,7 @@ STORES: dict[str, dict[str, Any]] = {
 
 
 @as_module(lambda: {"up": nn.Linear(D, D), "down": nn.Linear(D, D)})
-def Mlp(self, x: Tensor) -> Tensor:
+def Mlp(self: Any, x: Tensor) -> Tensor:
     return x + self.down(torch.tanh(self.up(x)))
 
 
@@ -208,7 +208,7 @@ def test_transforms_run_within_measurements_of_two_models() -> None:
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_a_transform_outside_of_the_blocks_does_not_stop_a_record(policy: Any, is_measured: bool) -> None:
     @as_module(lambda: {"layers": built()})
-    def HasForces(self, x: Tensor) -> Tensor:
+    def HasForces(self: Any, x: Tensor) -> Tensor:
         force = torch.func.grad(lambda x: x.square().sum())
         return self.layers(x) * torch.func.vmap(force)(x)
 
@@ -226,7 +226,7 @@ def test_checkpointed_functions_run_as_they_are(transform: str) -> None:
     expected = outcome(transform, model)
 
     @as_module(lambda: {"model": model})
-    def Checkpointed(self, x: Tensor) -> Tensor:
+    def Checkpointed(self: Any, x: Tensor) -> Tensor:
         x = graphckpt.checkpoint(self.model[0], x, use_reentrant=False)
         return graphckpt.checkpoint_sequential(self.model[1:], 2, x)  # type: ignore[index]
 

@@ -604,7 +604,7 @@ def test_explain_counts_the_sketches() -> None:
 
 
 @as_module(lambda: {"layer": nn.Sequential(nn.Linear(D, D), nn.Tanh())})
-def Repeated(self, x: Tensor) -> Tensor:
+def Repeated(self: Any, x: Tensor) -> Tensor:
     for _ in range(5):
         x = self.layer(x)
     return x

@@ -21,7 +21,7 @@ NUM_STEPS = 6  # three of warm-up, then replays
 @as_module(
     lambda: {"norm": nn.LayerNorm(D), "drop": nn.Dropout(0.1), "up": nn.Linear(D, 2 * D), "down": nn.Linear(2 * D, D)}
 )
-def Block(self, x: Tensor) -> Tensor:
+def Block(self: Any, x: Tensor) -> Tensor:
     return x + self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
 
 

@@ -14,7 +14,9 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,65 +30,65 @@ KIB, MIB = 2**10, 2**20
 SECONDS = 10.0  # until a test gives up on the thread
 
 
-def opened(folder, *, min_elements=0, **settings):
+def opened(folder: Path, *, min_elements: int = 0, **settings: Any) -> Any:
     return Placement(offload=Disk(folder, **settings), min_elements=min_elements).store
 
 
-def group(block="h.0", traffic=None, notes=None):
+def group(block: str = "h.0", traffic: Any = None, notes: Any = None) -> TensorGroup:
     return TensorGroup(block, list, (notes if notes is not None else []).append, traffic)
 
 
-def put_one(store, tensor, block="h.0"):
+def put_one(store: Any, tensor: torch.Tensor, block: str = "h.0") -> Any:
     mine = store.open_group(group(block))
     key = store.put(tensor, mine)
     store.close_group(mine)
     return key
 
 
-def put_numbers(store, count):
+def put_numbers(store: Any, count: Any) -> list[Any]:
     """Stores as many tensors, each in a group of its own and full of its number."""
     return [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(count)]
 
 
-def place_of(store):
+def place_of(store: Any) -> Any:
     (found,) = store._open_stores()
     return found
 
 
-def io_of(store):
+def io_of(store: Any) -> Any:
     return place_of(store)._file
 
 
-def disk_threads():
+def disk_threads() -> list[Any]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("graphckpt disk")]
 
 
-def files_in(folder):
+def files_in(folder: Path) -> list[Any]:
     """The open files of this process that lie in ``folder``, whether or not they have a name."""
     return [
         int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(str(folder))
     ]
 
 
-def until(is_so):
+def until(is_so: Any) -> None:
     deadline = time.monotonic() + SECONDS
     while not is_so():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.001)
 
 
-def until_written(store):
+def until_written(store: Any) -> None:
     until(lambda: all(handle.write is None or handle.write.done() for handle in io_of(store)._unwritten))
 
 
-def put_written(store, tensor, block="h.0"):
+def put_written(store: Any, tensor: torch.Tensor, block: str = "h.0") -> Any:
     key = put_one(store, tensor, block)
     until_written(store)
     return key
 
 
-def same(a, b):
-    def bits(x):
+def same(a: Any, b: Any) -> Any:
+    def bits(x: torch.Tensor) -> Any:
         return x.contiguous().flatten().view(torch.uint8) if x.numel() else x
 
     return (
@@ -101,7 +103,7 @@ def same(a, b):
 class Gate:
     """Stands in for a call of ``os``: counts, lets through only when open, and notes what ``measure`` returns then."""
 
-    def __init__(self, monkeypatch, name, measure=lambda: 0):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, measure: Callable[..., Any] = lambda: 0) -> None:
         self._call = getattr(os, name)
         self.measure = measure
         self.is_open = threading.Event()
@@ -110,14 +112,14 @@ class Gate:
         self.measured: list[int] = []
         monkeypatch.setattr(os, name, self)
 
-    def __call__(self, number, buffers, offset):
+    def __call__(self, number: Any, buffers: Any, offset: Any) -> Any:
         self.offsets.append(offset)
         assert self.is_open.wait(SECONDS)
         self.measured.append(self.measure())
         return self._call(number, buffers, offset)
 
 
-def with_held_writes(folder, monkeypatch, **settings):
+def with_held_writes(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, ...]:
     """Returns a store whose file is open, and the gate that its next writes wait for."""
     store = opened(folder, **settings)
     put_written(store, torch.zeros(10))
@@ -127,7 +129,7 @@ def with_held_writes(folder, monkeypatch, **settings):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(tmp_path):
+def nothing_left(tmp_path: Path) -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     gc.collect()
@@ -137,7 +139,7 @@ def nothing_left(tmp_path):
 
 
 @pytest.fixture
-def store(tmp_path, nothing_left):
+def store(tmp_path: Path, nothing_left: None) -> Iterator[Any]:
     store = opened(tmp_path)
     yield store
     for place in store._open_stores():
@@ -169,7 +171,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("is_written", [True, False])
-def test_what_comes_back_is_the_same_in_every_bit(store, make, is_written, monkeypatch):
+def test_what_comes_back_is_the_same_in_every_bit(
+    store: Any, make: Any, is_written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writes = Gate(monkeypatch, "pwritev")
     before = put_one(store, torch.zeros(10))  # opens the file, and takes its first block
     if not is_written:
@@ -188,7 +192,7 @@ def test_what_comes_back_is_the_same_in_every_bit(store, make, is_written, monke
     del before
 
 
-def test_it_really_leaves_memory_and_really_comes_from_the_file(store, tmp_path):
+def test_it_really_leaves_memory_and_really_comes_from_the_file(store: Any, tmp_path: Path) -> None:
     tensor = torch.arange(5000.0)
     gone = []
     weakref.finalize(tensor.untyped_storage(), gone.append, 1)
@@ -206,7 +210,7 @@ def test_it_really_leaves_memory_and_really_comes_from_the_file(store, tmp_path)
     assert torch.equal(back[1:], torch.arange(5000.0)[1:])
 
 
-def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store):
+def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store: Any) -> None:
     key = put_written(store, torch.arange(5000.0))
     back = store.get(key)
     freed = []
@@ -216,7 +220,7 @@ def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store):
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_what_was_read_for_a_closed_file_is_freed_with_its_keys(store):
+def test_what_was_read_for_a_closed_file_is_freed_with_its_keys(store: Any) -> None:
     keys = put_numbers(store, 3)
     until_written(store)
     store.get(keys[2])
@@ -231,7 +235,7 @@ def test_what_was_read_for_a_closed_file_is_freed_with_its_keys(store):
         gc.enable()
 
 
-def test_what_is_saved_again_after_an_edit_has_its_new_bytes(store):
+def test_what_is_saved_again_after_an_edit_has_its_new_bytes(store: Any) -> None:
     tensor = torch.zeros(5000)
     mine = store.open_group(group())
     before = store.put(tensor, mine)
@@ -242,7 +246,7 @@ def test_what_is_saved_again_after_an_edit_has_its_new_bytes(store):
     assert torch.equal(store.get(after), torch.ones(5000))
 
 
-def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(store):
+def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(store: Any) -> None:
     qkv = torch.randn(64, 300)
     mine = store.open_group(group())
     keys = [store.put(part, mine) for part in (qkv, *qkv.split(100, dim=1))]
@@ -253,7 +257,7 @@ def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(store):
     assert all(same(part, twin) for part, twin in zip(parts, qkv.split(100, dim=1), strict=True))
 
 
-def test_keys_that_die_free_their_bytes_with_or_without_backward(store):
+def test_keys_that_die_free_their_bytes_with_or_without_backward(store: Any) -> None:
     for _ in range(2):
         keys = [put_one(store, torch.randn(3000), f"h.{at}") for at in range(5)]
         store.get(keys[2])
@@ -269,7 +273,7 @@ def test_keys_that_die_free_their_bytes_with_or_without_backward(store):
 # ---- memory, files, threads
 
 
-def test_nothing_is_opened_before_the_first_put(tmp_path):
+def test_nothing_is_opened_before_the_first_put(tmp_path: Path) -> None:
     store = opened(tmp_path, min_elements=1024)
     put_one(store, torch.randn(1000))
     assert not files_in(tmp_path)
@@ -277,7 +281,9 @@ def test_nothing_is_opened_before_the_first_put(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["close", "collected"])
-def test_file_and_thread_end_with_the_place_even_while_it_writes(tmp_path, monkeypatch, how):
+def test_file_and_thread_end_with_the_place_even_while_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     store = opened(tmp_path)
     key = put_written(store, torch.randn(3000))
     writes = Gate(monkeypatch, "pwritev")
@@ -296,7 +302,7 @@ def test_file_and_thread_end_with_the_place_even_while_it_writes(tmp_path, monke
     assert_gone(tmp_path)
 
 
-def test_no_thread_is_waited_for_when_the_program_ends(tmp_path):
+def test_no_thread_is_waited_for_when_the_program_ends(tmp_path: Path) -> None:
     script = f"""
 import torch
 from graphckpt.stores import Disk, TensorGroup, Placement
@@ -309,12 +315,12 @@ key = store.put(torch.ones(10**6), store.open_group(TensorGroup("h.0", list, pri
 # ---- bounds, reading ahead, cancelling
 
 
-def test_no_more_than_the_bound_is_in_flight(tmp_path, monkeypatch):
+def test_no_more_than_the_bound_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, writes = with_held_writes(tmp_path, monkeypatch, in_flight_bytes=100 * KIB)
     alive = []
     number_put = []
 
-    def put_all():
+    def put_all() -> None:
         for at in range(8):
             tensor = torch.full((10 * KIB,), float(at))  # 40 KiB
             alive.append(weakref.ref(tensor.untyped_storage()))
@@ -337,7 +343,7 @@ def test_no_more_than_the_bound_is_in_flight(tmp_path, monkeypatch):
     assert [store.get(key)[0].item() for key in number_put] == list(range(8))
 
 
-def test_the_next_group_is_read_before_anybody_takes_it(store, monkeypatch):
+def test_the_next_group_is_read_before_anybody_takes_it(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = put_numbers(store, 6)
     until_written(store)
     reads = Gate(monkeypatch, "preadv")
@@ -350,7 +356,7 @@ def test_the_next_group_is_read_before_anybody_takes_it(store, monkeypatch):
     reads.is_open.set()
 
 
-def test_reading_ahead_stays_within_the_bound(tmp_path, monkeypatch):
+def test_reading_ahead_stays_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path, in_flight_bytes=100 * KIB)
     mine = store.open_group(group())
     keys = [store.put(torch.full((10 * KIB,), float(at)), mine) for at in range(8)]  # 40 KiB each, in one group
@@ -364,7 +370,9 @@ def test_reading_ahead_stays_within_the_bound(tmp_path, monkeypatch):
     until(lambda: io_of(store)._loaded_bytes == 0)
 
 
-def test_what_was_asked_for_while_it_was_being_written_needs_no_read(tmp_path, monkeypatch):
+def test_what_was_asked_for_while_it_was_being_written_needs_no_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, writes = with_held_writes(tmp_path, monkeypatch)
     reads = Gate(monkeypatch, "preadv")
     keys = put_numbers(store, 3)
@@ -375,12 +383,14 @@ def test_what_was_asked_for_while_it_was_being_written_needs_no_read(tmp_path, m
     assert not [offset for offset in reads.offsets if offset != keys[2].piece.handle.offset]
 
 
-def test_what_is_returned_while_its_write_ends_is_not_held_by_the_store(tmp_path, monkeypatch):
+def test_what_is_returned_while_its_write_ends_is_not_held_by_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, writes = with_held_writes(tmp_path, monkeypatch)
     has_saved, ends = threading.Event(), threading.Event()
     save = disk_store.Transfer.save
 
-    def save_and_wait(transfer, handle, ready):
+    def save_and_wait(transfer: Any, handle: Any, ready: Any) -> None:
         save(transfer, handle, ready)
         has_saved.set()
         assert ends.wait(SECONDS)
@@ -396,7 +406,7 @@ def test_what_is_returned_while_its_write_ends_is_not_held_by_the_store(tmp_path
     assert memory() is None
 
 
-def test_a_freed_key_cancels_its_write(tmp_path, monkeypatch):
+def test_a_freed_key_cancels_its_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, writes = with_held_writes(tmp_path, monkeypatch)
     keys = put_numbers(store, 5)
     until(lambda: writes.offsets)
@@ -410,7 +420,9 @@ def test_a_freed_key_cancels_its_write(tmp_path, monkeypatch):
     assert (store.get(first)[0], store.get(last)[0]) == (0, 4)
 
 
-def test_a_range_that_is_reused_while_it_is_written_holds_the_new_bytes(tmp_path, monkeypatch):
+def test_a_range_that_is_reused_while_it_is_written_holds_the_new_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, writes = with_held_writes(tmp_path, monkeypatch)
     old = put_one(store, torch.zeros(5000))
     until(lambda: writes.offsets)
@@ -424,7 +436,7 @@ def test_a_range_that_is_reused_while_it_is_written_holds_the_new_bytes(tmp_path
     assert torch.equal(store.get(new), torch.ones(5000))
 
 
-def test_asking_twice_reads_once_and_taking_twice_reads_twice(store, monkeypatch):
+def test_asking_twice_reads_once_and_taking_twice_reads_twice(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = store.open_group(group())
     key = store.put(torch.arange(5000.0), mine)
     until_written(store)
@@ -439,11 +451,11 @@ def test_asking_twice_reads_once_and_taking_twice_reads_twice(store, monkeypatch
     assert torch.equal(first, second)
 
 
-def test_several_threads(tmp_path):
+def test_several_threads(tmp_path: Path) -> None:
     store = opened(tmp_path, in_flight_bytes=50 * KIB)
     faults = []
 
-    def work(number):
+    def work(number: Any) -> None:
         try:
             for step in range(40):
                 value = 1000.0 * number + step
@@ -464,11 +476,13 @@ def test_several_threads(tmp_path):
     assert len(disk_threads()) == 2
 
 
-def test_a_thread_stores_while_another_one_is_in_the_destructor_of_a_piece(store, monkeypatch):
+def test_a_thread_stores_while_another_one_is_in_the_destructor_of_a_piece(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = put_one(store, torch.zeros(3000))
     others = []
 
-    def release(handle):
+    def release(handle: Any) -> None:
         monkeypatch.undo()
         others.append(put_one(store, torch.full((3000,), 1.0)))
 
@@ -481,7 +495,7 @@ def test_a_thread_stores_while_another_one_is_in_the_destructor_of_a_piece(store
     assert store.num_alive == 0
 
 
-def test_the_time_of_copies_and_the_bytes_are_counted(store):
+def test_the_time_of_copies_and_the_bytes_are_counted(store: Any) -> None:
     traffic = Traffic()
     key = store.put(torch.randn(5000), store.open_group(group(traffic=traffic)))
     until_written(store)
@@ -495,10 +509,10 @@ def test_the_time_of_copies_and_the_bytes_are_counted(store):
 # ---- what can fail
 
 
-def failing(monkeypatch, name, fault, *, owner=os, after=0):
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, fault: Any, *, owner: Any = os, after: int = 0) -> None:
     call, count = getattr(owner, name), [0]
 
-    def fails(*arguments, **_):
+    def fails(*arguments: Any, **_: Any) -> Any:
         count[0] += 1
         if count[0] <= after:
             return call(*arguments)
@@ -509,7 +523,7 @@ def failing(monkeypatch, name, fault, *, owner=os, after=0):
     monkeypatch.setattr(owner, name, fails)
 
 
-def assert_gone(folder):
+def assert_gone(folder: Path) -> None:
     until(lambda: not disk_threads())  # those of failed tests hold theirs, so the first failure is the one to look at
     assert not files_in(folder)
 
@@ -527,7 +541,9 @@ WRITE_FAULTS = {
 
 @pytest.mark.parametrize(("fault", "says"), WRITE_FAULTS.values(), ids=WRITE_FAULTS)
 @pytest.mark.parametrize("asks", ["put", "seal", "get"])
-def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(store, tmp_path, monkeypatch, fault, says, asks):
+def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, says: Any, asks: str
+) -> None:
     good = put_written(store, torch.zeros(10), "h.6")
     with monkeypatch.context() as broken:
         failing(broken, "pwritev", fault)
@@ -555,7 +571,9 @@ def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(store, tm
 
 
 @pytest.mark.parametrize("fault", [OSError(errno.ENOSPC, "No space left on device"), SystemExit("killed")])
-def test_a_put_that_waits_for_room_learns_of_the_failure(tmp_path, monkeypatch, fault):
+def test_a_put_that_waits_for_room_learns_of_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
     store = opened(tmp_path, in_flight_bytes=1)
     put_written(store, torch.zeros(10))
     failing(monkeypatch, "pwritev", fault)
@@ -576,7 +594,9 @@ READ_FAULTS = {
 
 
 @pytest.mark.parametrize(("owner", "name", "fault", "says"), READ_FAULTS.values(), ids=READ_FAULTS)
-def test_a_read_that_fails_is_one_error(store, tmp_path, monkeypatch, owner, name, fault, says):
+def test_a_read_that_fails_is_one_error(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: Any, fault: Any, says: Any
+) -> None:
     key = put_written(store, torch.randn(5000), "h.7")
     with monkeypatch.context() as broken:
         failing(broken, name, fault, owner=owner)
@@ -588,7 +608,9 @@ def test_a_read_that_fails_is_one_error(store, tmp_path, monkeypatch, owner, nam
     assert store.get(put_one(store, torch.ones(5000))).sum() == 5000
 
 
-def test_a_failure_while_reading_ahead_is_told_at_the_next_call(store, tmp_path, monkeypatch):
+def test_a_failure_while_reading_ahead_is_told_at_the_next_call(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = put_numbers(store, 3)
     until_written(store)
     failing(monkeypatch, "preadv", OSError(errno.EIO, "Input/output error"), after=1)
@@ -601,7 +623,7 @@ def test_a_failure_while_reading_ahead_is_told_at_the_next_call(store, tmp_path,
 
 
 @pytest.mark.parametrize("where", ["put", "get", "between"])
-def test_after_an_interrupt_the_next_step_is_right(tmp_path, monkeypatch, where):
+def test_after_an_interrupt_the_next_step_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Ctrl-C ends a method that waits for a thread, or a step between two of them; nothing hangs, nothing is left."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -638,10 +660,12 @@ def test_after_an_interrupt_the_next_step_is_right(tmp_path, monkeypatch, where)
         signal.signal(signal.SIGINT, previous)
 
 
-def test_an_interrupted_step_that_is_still_held_does_not_fail_the_next_ones(tmp_path, monkeypatch):
+def test_an_interrupted_step_that_is_still_held_does_not_fail_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A traceback holds the keys of the interrupted step; the input is the same tensor in the next one."""
 
-    def interrupt(self, handle):
+    def interrupt(self: Any, handle: Any) -> None:
         raise KeyboardInterrupt
 
     store, x = opened(tmp_path), torch.randn(5000)
@@ -668,7 +692,9 @@ OPEN_FAULTS = {
 
 
 @pytest.mark.parametrize(("owner", "name", "fault", "says"), OPEN_FAULTS.values(), ids=OPEN_FAULTS)
-def test_a_file_that_cannot_be_opened(store, tmp_path, monkeypatch, owner, name, fault, says):
+def test_a_file_that_cannot_be_opened(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: Any, fault: Any, says: Any
+) -> None:
     with monkeypatch.context() as broken:
         failing(broken, name, fault, owner=owner)
         with pytest.raises(StoreError, match=rf"h.7: offload: .* 19.5 KiB in {tmp_path}.*{says}"):
@@ -678,7 +704,7 @@ def test_a_file_that_cannot_be_opened(store, tmp_path, monkeypatch, owner, name,
     assert put_one(store, torch.randn(5000)) is not None
 
 
-def test_a_folder_that_is_missing(tmp_path):
+def test_a_folder_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scrath.txt").touch()  # nearer, but a file
     store = opened(tmp_path / "scrath")
@@ -690,7 +716,7 @@ def test_a_folder_that_is_missing(tmp_path):
     assert put_one(store, torch.randn(5000)) is not None
 
 
-def test_a_forked_child_has_a_file_of_its_own(store, tmp_path):
+def test_a_forked_child_has_a_file_of_its_own(store: Any, tmp_path: Path) -> None:
     key = put_written(store, torch.arange(5000.0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
@@ -714,7 +740,9 @@ def test_a_forked_child_has_a_file_of_its_own(store, tmp_path):
 
 
 @pytest.mark.parametrize("lacks", [("O_DIRECT",), ("O_TMPFILE",), ("O_DIRECT", "O_TMPFILE")])
-def test_without_what_linux_has(store, tmp_path, monkeypatch, lacks):
+def test_without_what_linux_has(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: tuple[Any, ...]
+) -> None:
     for name in lacks:
         monkeypatch.delattr(os, name)
     tensor = torch.randn(3 * MIB)
@@ -726,10 +754,10 @@ def test_without_what_linux_has(store, tmp_path, monkeypatch, lacks):
 
 
 @pytest.mark.parametrize("name", ["pwritev", "open"])
-def test_a_file_system_that_refuses_direct_writes(store, monkeypatch, name):
+def test_a_file_system_that_refuses_direct_writes(store: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     call = getattr(os, name)
 
-    def refuses(*arguments):
+    def refuses(*arguments: Any) -> Any:
         if name == "open" and not arguments[1] & os.O_DIRECT:
             return call(*arguments)
         if name == "pwritev" and count:
@@ -747,7 +775,7 @@ def test_a_file_system_that_refuses_direct_writes(store, monkeypatch, name):
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_writes_and_reads_that_stop_half_way_go_on(store, monkeypatch):
+def test_writes_and_reads_that_stop_half_way_go_on(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev, preadv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda number, data, offset: min(pwritev(number, data, offset), 2 * BLOCK + 100))
     monkeypatch.setattr(os, "preadv", lambda number, data, offset: min(preadv(number, data, offset), BLOCK + 7))
@@ -760,7 +788,7 @@ IN_MEMORY = pytest.mark.skipif(file_system_in_memory("/dev/shm") is None, reason
 
 
 @IN_MEMORY
-def test_a_folder_in_memory_is_said_to_save_nothing():
+def test_a_folder_in_memory_is_said_to_save_nothing() -> None:
     store = opened("/dev/shm", min_elements=1024)
     notes: list[str] = []
     mine = store.open_group(group(notes=notes))
@@ -770,7 +798,7 @@ def test_a_folder_in_memory_is_said_to_save_nothing():
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_a_device_that_it_does_not_know_stays(tmp_path):
+def test_a_device_that_it_does_not_know_stays(tmp_path: Path) -> None:
     notes: list[str] = []
     assert Disk(tmp_path).byte_store_for(torch.device("mps"), notes.append) is None
     assert notes == ["offload to 'disk' has no effect: tensors on 'mps' are not supported"]
@@ -779,7 +807,7 @@ def test_a_device_that_it_does_not_know_stays(tmp_path):
 # ---- settings
 
 
-def test_settings_are_read():
+def test_settings_are_read() -> None:
     assert parse_offload("disk") == Disk()
     assert parse_offload("disk:/scratch/run:7") == Disk("/scratch/run:7")
     assert Disk.parse("~/scratch").folder == str(Path.home() / "scratch")
@@ -798,6 +826,6 @@ def test_settings_are_read():
         (lambda: Disk(in_flight_bytes=1.5), r"Disk.in_flight_bytes: .* · fix"),
     ],
 )
-def test_settings_without_meaning(make, says):
+def test_settings_without_meaning(make: Callable[..., Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()

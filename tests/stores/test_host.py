@@ -258,7 +258,9 @@ def test_the_slab_reuses_what_is_freed_within_a_step(copies: WatchedCopies, plac
     assert place.host_bytes == 256 + 1024
 
 
-def test_a_step_of_another_shape_fits_or_grows_with_one_line(copies, caplog, place):
+def test_a_step_of_another_shape_fits_or_grows_with_one_line(
+    copies: WatchedCopies, caplog: pytest.LogCaptureFixture, place: HostStore
+) -> None:
     caplog.set_level(logging.INFO, "graphckpt")
     run_step(place, [4096, 4096])
     run_step(place, [4096, 4096])
@@ -302,7 +304,9 @@ def make_poor(copies: WatchedCopies, patch: pytest.MonkeyPatch, limit: int, erro
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_no_host_memory_is_one_error_and_leaves_nothing(copies, monkeypatch, error, place):
+def test_no_host_memory_is_one_error_and_leaves_nothing(
+    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch, error: Any, place: HostStore
+) -> None:
     make_poor(copies, monkeypatch, 2000, error)
     place.begin_step()
     kept = place.put(data(1500), group(1))
@@ -320,7 +324,9 @@ def test_no_host_memory_is_one_error_and_leaves_nothing(copies, monkeypatch, err
     compare(place.get(kept, group(1)), data(1500))
 
 
-def test_without_memory_for_a_slab_single_buffers_go_on(copies, monkeypatch, caplog, place):
+def test_without_memory_for_a_slab_single_buffers_go_on(
+    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: HostStore
+) -> None:
     """The slab is rounded up to 256 bytes a piece, which is too much here."""
     make_poor(copies, monkeypatch, 1999, MemoryError)
     for _ in range(4):
@@ -331,7 +337,9 @@ def test_without_memory_for_a_slab_single_buffers_go_on(copies, monkeypatch, cap
     assert copies.num_buffers == 4
 
 
-def test_a_copy_that_cannot_be_issued_gives_its_room_back(copies, monkeypatch, place):
+def test_a_copy_that_cannot_be_issued_gives_its_room_back(
+    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch, place: HostStore
+) -> None:
     run_step(place, [1000])
     with monkeypatch.context() as patch:
         patch.setattr(copies, "offload", fail)
@@ -370,7 +378,9 @@ def test_seconds_of_copies_are_counted_when_watched(copies: WatchedCopies, place
 # --- a capture, as far as the host's side of it goes
 
 
-def test_nothing_is_allocated_or_given_back_in_a_capture(copies, monkeypatch, place):
+def test_nothing_is_allocated_or_given_back_in_a_capture(
+    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch, place: HostStore
+) -> None:
     sizes = [1000, 256]
     run_step(place, sizes)
     monkeypatch.setattr(copies, "is_capturing", lambda: True)
@@ -392,7 +402,9 @@ def test_nothing_is_allocated_or_given_back_in_a_capture(copies, monkeypatch, pl
 
 
 @bound(0)
-def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(copies, monkeypatch, place):
+def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(
+    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch, place: HostStore
+) -> None:
     """An attention mask among blocks: these lie where they lay before, in a slab of their exact size."""
     blocks = [1000, 256, 1000]
     for _ in range(3):

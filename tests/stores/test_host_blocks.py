@@ -91,7 +91,9 @@ def test_a_model_may_be_copied_while_blocks_offload() -> None:
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_no_host_memory_fails_in_forward_and_the_next_step_is_whole(copies, monkeypatch):
+def test_no_host_memory_fails_in_forward_and_the_next_step_is_whole(
+    copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, plain = wide(), wide()
     with graphckpt.apply(model, {"[0-5]": offload(True)}):
         with monkeypatch.context() as patch:

@@ -118,7 +118,7 @@ class Product(torch.autograd.Function):
 
 
 @as_module(lambda: {"up": nn.Linear(D, D), "down": nn.Linear(D, D)})
-def Mlp(self, x: Tensor) -> Tensor:
+def Mlp(self: Any, x: Tensor) -> Tensor:
     return F.gelu(self.down(F.gelu(self.up(x))))
 
 

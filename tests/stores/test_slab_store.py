@@ -42,7 +42,9 @@ def keep(placed: TensorStore, *tensors: torch.Tensor) -> list[Any]:
     return keys
 
 
-def test_same_addresses_and_no_allocation_from_the_second_step_on(monkeypatch, caplog):
+def test_same_addresses_and_no_allocation_from_the_second_step_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     placed = store()
     allocated: list[int] = []
     allocate = SlabStore._allocate

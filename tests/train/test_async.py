@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from helpers.small_run import rows_of, same_weights, train
 
@@ -14,12 +17,12 @@ from graphckpt.train.snapshot.weights import read_weights
 ASYNC = "train.checkpointer.async_save=True"
 
 
-def test_the_files_are_those_of_a_run_that_waits(place, monkeypatch):
+def test_the_files_are_those_of_a_run_that_waits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train("train.output_dir=waits") == 0
     threads = set()
     write = snapshot.write
 
-    def noted(folder, **parts):
+    def noted(folder: Path, **parts: Any) -> None:
         threads.add(threading.current_thread().name)
         write(folder, **parts)
 
@@ -39,10 +42,12 @@ def test_the_files_are_those_of_a_run_that_waits(place, monkeypatch):
         assert str(states[0]) == str(states[1])
 
 
-def test_a_full_disk_is_told_and_the_next_one_is_written_but_the_last_one_has_to_be(place, monkeypatch, capsys):
+def test_a_full_disk_is_told_and_the_next_one_is_written_but_the_last_one_has_to_be(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write = snapshot.write
 
-    def full(folder, **parts):
+    def full(folder: Path, **parts: Any) -> None:
         if folder.name in {"model_0000003", "model_best"} or folder.parent.name == "full":
             raise SnapshotWriteError(f"{folder}: No space left on device")
         write(folder, **parts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +26,13 @@ train.evaluation.enabled = False
 
 
 @pytest.fixture(autouse=True)
-def wide(place):
+def wide(place: Path) -> None:
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
 
 
-def test_weights_are_those_of_the_plain_run_and_planning_counts_as_no_iteration(place, monkeypatch, capsys):
+def test_weights_are_those_of_the_plain_run_and_planning_counts_as_no_iteration(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("train.output_dir=plain") == 0
     calls = []
     with monkeypatch.context() as patch:
@@ -60,7 +64,7 @@ def kept_bytes(printed: str) -> str:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_layers_are_compiled_where_the_config_says_so(place):
+def test_layers_are_compiled_where_the_config_says_so(place: Path) -> None:
     assert train("train.output_dir=plain", "train.train_iter=1") == 0
     compiled = "train.activation_checkpoint.compile={backend: eager}"
     assert train("train.output_dir=planned", f"{BUDGET}=0.6", compiled, "train.train_iter=1") == 0
@@ -71,11 +75,11 @@ def test_layers_are_compiled_where_the_config_says_so(place):
     assert same_weights(place / "plain", place / "planned")
 
 
-def limit_call(monkeypatch, number, limit):
+def limit_call(monkeypatch: pytest.MonkeyPatch, number: Any, limit: Any) -> Any:
     """Limits what the ``number``-th update allocates; returns the limits that were in place."""
     plain, used = TrainGraph.__call__, []
 
-    def call(self, **batch):
+    def call(self: Any, **batch: Any) -> Any:
         used.append(MemoryLimit(limit if len(used) == number else None))
         with used[-1]:
             return plain(self, **batch)
@@ -84,7 +88,7 @@ def limit_call(monkeypatch, number, limit):
     return used
 
 
-def test_run_goes_on_with_the_same_bits(place, monkeypatch):
+def test_run_goes_on_with_the_same_bits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         used = limit_call(patch, 2, None)
         assert train("train.output_dir=plain", "train.train_iter=4") == 0
@@ -99,7 +103,9 @@ def test_run_goes_on_with_the_same_bits(place, monkeypatch):
     assert rows_of(place / "plain") == rows_of(place / "limited")
 
 
-def test_it_raises_where_the_config_says_so(place, monkeypatch, capsys):
+def test_it_raises_where_the_config_says_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     used = limit_call(monkeypatch, 1, 1_000_000)
     assert train("train.activation_checkpoint.on_out_of_memory=raise") == 2
     assert "memory ran out: tried to allocate" in capsys.readouterr().err

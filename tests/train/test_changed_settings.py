@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from helpers.small_run import CONFIG, rows_of, same_weights, stopped, train
@@ -17,16 +20,16 @@ def halves(optimizer, *, max_iter, warmup_iter, step_size=2):
 """
 
 
-def rates(folder):
+def rates(folder: Path) -> dict[str, Any]:
     return {row["iteration"]: row["lr"] for row in rows_of(folder) if "lr" in row}
 
 
-def resumed_by_hand(folder, lr, groups, monkeypatch):
+def resumed_by_hand(folder: Path, lr: Any, groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resumes with the former config, and sets the new values on the optimizer itself before the first iteration."""
     trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", "train.log_period=1"], resume=True)
     restore = trainer.saved.restore
 
-    def restore_and_set(state, loop, **how):
+    def restore_and_set(state: Any, loop: Any, **how: Any) -> None:
         restore(state, loop, **how)
         (scheduler,) = state.graph._update.schedulers
         for group in state.optimizer.param_groups:
@@ -39,7 +42,9 @@ def resumed_by_hand(folder, lr, groups, monkeypatch):
     trainer.train()
 
 
-def test_another_learning_rate_decay_and_betas_take_effect(place, capsys, monkeypatch):
+def test_another_learning_rate_decay_and_betas_take_effect(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rate is that of the new schedule at this iteration; the states are those of the snapshot."""
     for folder in ("ours", "by_hand", "unchanged"):
         stopped(folder, 5)
@@ -63,7 +68,7 @@ def test_another_learning_rate_decay_and_betas_take_effect(place, capsys, monkey
     assert "lr: 0.02" in (place / "ours" / "config.yaml").read_text()
 
 
-def test_another_schedule_takes_effect_where_it_would_be_at_this_iteration(place):
+def test_another_schedule_takes_effect_where_it_would_be_at_this_iteration(place: Path) -> None:
     (place / "schedules.py").write_text(_STEPS, encoding="utf-8")
     (place / "tiny.py").write_text(f"{CONFIG}del train.scheduler['warmup_factor'], train.scheduler['alpha']\n")
     words = ["train.scheduler._target_=schedules.halves", "train.log_period=1"]
@@ -96,7 +101,9 @@ def test_another_schedule_takes_effect_where_it_would_be_at_this_iteration(place
         ("Rprop", ("betas", "eps", "weight_decay", "params"), {"optim.lr=0.1": "optim.lr: expected"}),
     ],
 )
-def test_what_would_not_fit_the_states_is_refused(place, capsys, optimizer, gone, faults):
+def test_what_would_not_fit_the_states_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], optimizer: str, gone: tuple[Any, ...], faults: dict[str, Any]
+) -> None:
     (place / "tiny.py").write_text(CONFIG + "".join(f"del optim[{key!r}]\n" for key in gone), encoding="utf-8")
     before = f"optim._target_=torch.optim.{optimizer}"
     stopped("out", 4, before)
@@ -113,7 +120,7 @@ def test_what_would_not_fit_the_states_is_refused(place, capsys, optimizer, gone
     assert train("--resume", before) == 0
 
 
-def test_settings_of_the_device_are_those_of_the_run(place):
+def test_settings_of_the_device_are_those_of_the_run(place: Path) -> None:
     """A run that was fused goes on where its optimizer cannot be, and the other way round."""
     stopped("out", 5, "optim.fused=True", "train.log_period=1")
     stopped("plain", 5, "optim.foreach=False", "train.log_period=1")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from helpers.small_run import rows_of
 from omegaconf import OmegaConf
@@ -27,7 +30,9 @@ _BERT = [f"model.config.{word}" for word in ("num_hidden_layers=2", "hidden_size
         ("quickstart.yaml", [], {"lm_loss", "eval_ppl"}),
     ],
 )
-def test_it_trains_evaluates_and_recomputes(tmp_path, monkeypatch, name, small, metrics):
+def test_it_trains_evaluates_and_recomputes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, small: Any, metrics: set[Any]
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["train", "--config-file", f"configs/{name}", "--fast-dev-run", *_DATA, *_RUN, *small]
     assert main(words) == 0
@@ -41,7 +46,7 @@ def test_it_trains_evaluates_and_recomputes(tmp_path, monkeypatch, name, small, 
     assert "kept for backward" in log
 
 
-def _own(kinds):
+def _own(kinds: Any) -> Any:
     parts = {"train": {"output_dir": "out", "device": "cpu"}, "optim": {"_target_": "torch.optim.SGD"}}
     return OmegaConf.create(parts | {name: {"_target_": kind} for name, kind in kinds.items()})
 
@@ -62,7 +67,13 @@ def _own(kinds):
         ),
     ],
 )
-def test_parts_of_the_wrong_kind_are_named(tmp_path, monkeypatch, capsys, kinds, messages):
+def test_parts_of_the_wrong_kind_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kinds: dict[str, Any],
+    messages: list[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     LazyConfig.save(_own(kinds), "wrong.yaml")
     assert main(["train", "--config-file", "wrong.yaml"]) == 2

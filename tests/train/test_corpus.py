@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from graphckpt.train.data.documents import DataError, read_files, split_documents
 from graphckpt.train.data.text_data import TextData
 
 
-def _names(documents):
+def _names(documents: Any) -> Any:
     return {document.source.name for document in documents}
 
 
-def read_corpus(paths, **options):
+def read_corpus(paths: Any, **options: Any) -> Any:
     return split_documents(read_files(paths), **options)
 
 
 @pytest.fixture
-def library(tmp_path):
+def library(tmp_path: Path) -> Any:
     folder = tmp_path / "library"
     for index in range(60):
         file = folder / f"shelf{index % 3}" / f"{index}.txt"
@@ -26,7 +29,7 @@ def library(tmp_path):
     return folder
 
 
-def test_heldout_files_are_disjoint_and_fixed_by_content_and_a_copy_counts_once(library, tmp_path):
+def test_heldout_files_are_disjoint_and_fixed_by_content_and_a_copy_counts_once(library: Any, tmp_path: Path) -> None:
     corpus = read_corpus([str(library)], eval_fraction=0.2)
     train, heldout = _names(corpus.train), _names(corpus.heldout)
     assert not train & heldout
@@ -42,7 +45,7 @@ def test_heldout_files_are_disjoint_and_fixed_by_content_and_a_copy_counts_once(
     assert _names(again.train) - {"new.txt"} == train
 
 
-def test_only_file_is_cut_at_a_line_and_nothing_is_lost(tmp_path):
+def test_only_file_is_cut_at_a_line_and_nothing_is_lost(tmp_path: Path) -> None:
     file = tmp_path / "only.txt"
     file.write_text("".join(f"line {n} äöü\n" for n in range(1000)), encoding="utf-8")
     corpus = read_corpus([str(file)], eval_fraction=0.1)
@@ -52,7 +55,7 @@ def test_only_file_is_cut_at_a_line_and_nothing_is_lost(tmp_path):
     assert 0.08 < len(heldout) / len(train + heldout) < 0.12
 
 
-def test_two_files_are_one_for_each(tmp_path):
+def test_two_files_are_one_for_each(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_text(name * 100, encoding="utf-8")
     for fraction in (0.0001, 0.9999):
@@ -60,7 +63,7 @@ def test_two_files_are_one_for_each(tmp_path):
         assert (len(corpus.train), len(corpus.heldout)) == (1, 1)
 
 
-def test_folders_yield_text_alone(tmp_path):
+def test_folders_yield_text_alone(tmp_path: Path) -> None:
     (tmp_path / "text.md").write_text("text", encoding="utf-8")
     (tmp_path / "more.txt").write_text("more", encoding="utf-8")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
@@ -71,14 +74,14 @@ def test_folders_yield_text_alone(tmp_path):
     assert _names((*corpus.train, *corpus.heldout)) == {"text.md", "more.txt"}
 
 
-def test_bytes_that_are_no_utf8_become_marks(tmp_path):
+def test_bytes_that_are_no_utf8_become_marks(tmp_path: Path) -> None:
     file = tmp_path / "latin.txt"
     file.write_bytes(b"caf\xe9 " * 10 + "é".encode() * 3)
     corpus = read_corpus([str(file)], eval_fraction=0.1)
     assert "".join(corpus.train[0].texts()).startswith("caf� ")
 
 
-def test_text_across_blocks_is_whole(tmp_path):
+def test_text_across_blocks_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     text = "ä" * (3 << 19) + "\n" + "end" * 1000  # 3 MiB: the first block ends within a character's bytes or not
     file.write_text("x" + text, encoding="utf-8")
@@ -87,7 +90,7 @@ def test_text_across_blocks_is_whole(tmp_path):
     assert "".join(text for part in parts for text in part.texts()) == "x" + text
 
 
-def test_max_bytes_takes_a_fixed_subset(library):
+def test_max_bytes_takes_a_fixed_subset(library: Any) -> None:
     some = read_corpus([str(library)], eval_fraction=0.2, max_bytes=5000)
     more = read_corpus([str(library)], eval_fraction=0.2, max_bytes=9000)
     everything = read_corpus([str(library)], eval_fraction=0.2)
@@ -96,7 +99,7 @@ def test_max_bytes_takes_a_fixed_subset(library):
     assert _names(some.heldout) <= _names(everything.heldout)
 
 
-def test_standard_library_without_tests_and_tables():
+def test_standard_library_without_tests_and_tables() -> None:
     corpus = read_corpus(None, eval_fraction=0.05)
     parts = (*corpus.train, *corpus.heldout)
     assert corpus.num_bytes > 5_000_000
@@ -113,7 +116,7 @@ def test_standard_library_without_tests_and_tables():
         ("picture.png", r"data\.paths: no text in picture\.png · fix: name text files"),
     ],
 )
-def test_faults(tmp_path, monkeypatch, quiet, paths, message):
+def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Any, paths: Any, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "nothing.txt").touch()

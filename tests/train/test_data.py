@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ _WORDS = ["the", "step", "keeps", "what", "a", "block", "needs", "and", "runs", 
 
 
 @pytest.fixture
-def texts(tmp_path):
+def texts(tmp_path: Path) -> Any:
     folder = tmp_path / "texts"
     folder.mkdir()
     generator = random.Random(0)
@@ -27,16 +30,18 @@ def texts(tmp_path):
 
 
 @pytest.fixture
-def data(texts, tmp_path):
+def data(texts: Any, tmp_path: Path) -> Callable[..., Any]:
     fields = {"paths": str(texts), "vocab_size": 300, "seq_length": 16, "eval_fraction": 0.2}
     return lambda **more: TextData(**{**fields, "cache_dir": str(tmp_path / "cache"), **more})
 
 
-def _folders(tmp_path):
+def _folders(tmp_path: Path) -> list[Any]:
     return sorted(path.name for path in (tmp_path / "cache").iterdir())
 
 
-def test_tokens_say_the_text_again_and_heldout_text_is_nowhere_in_the_training_tokens(data, texts, quiet):
+def test_tokens_say_the_text_again_and_heldout_text_is_nowhere_in_the_training_tokens(
+    data: Callable[..., Any], texts: Any, quiet: Any
+) -> None:
     prepared = data().prepare(quiet)
     tokenizer = Tokenizer.from_file(str(prepared.tokenizer_file))
     decoded = []
@@ -53,7 +58,9 @@ def test_tokens_say_the_text_again_and_heldout_text_is_nowhere_in_the_training_t
     assert tokenizer.token_to_id("<|endoftext|>") == 0
 
 
-def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(data, texts, tmp_path, quiet):
+def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(
+    data: Callable[..., Any], texts: Any, tmp_path: Path, quiet: Any
+) -> None:
     first = data().prepare(quiet)
     stamp = first.tokenizer_file.stat().st_mtime_ns
     assert data(seq_length=8).prepare(quiet).tokenizer_file.stat().st_mtime_ns == stamp
@@ -65,7 +72,7 @@ def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(data, texts, tm
     assert len(_folders(tmp_path)) == 3
 
 
-def test_broken_cache_is_made_again(data, quiet):
+def test_broken_cache_is_made_again(data: Callable[..., Any], quiet: Any) -> None:
     folder = data().prepare(quiet).tokenizer_file.parent
     whole = {name: (folder / name).read_bytes() for name in ("train.arrow", "heldout.arrow", "tokenizer.json")}
     for name, content in whole.items():
@@ -76,8 +83,10 @@ def test_broken_cache_is_made_again(data, quiet):
         assert {name: (folder / name).read_bytes() for name in whole} == whole
 
 
-def test_interrupted_making_leaves_nothing(data, tmp_path, quiet, monkeypatch):
-    def interrupt(*args):
+def test_interrupted_making_leaves_nothing(
+    data: Callable[..., Any], tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("graphckpt.train.data.text_data.write_tokens", interrupt)
@@ -86,19 +95,23 @@ def test_interrupted_making_leaves_nothing(data, tmp_path, quiet, monkeypatch):
     assert _folders(tmp_path) == []
 
 
-def test_default_cache_follows_the_environment(data, tmp_path, quiet, monkeypatch):
+def test_default_cache_follows_the_environment(
+    data: Callable[..., Any], tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     prepared = data(cache_dir=None).prepare(quiet)
     assert prepared.tokenizer_file.is_relative_to(tmp_path / "xdg" / "graphckpt")
 
 
-def test_a_folder_for_the_cache_needs_no_home(data, quiet, monkeypatch):
+def test_a_folder_for_the_cache_needs_no_home(
+    data: Callable[..., Any], quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", lambda: pytest.fail("a user without one"))
     assert data().prepare(quiet).vocab_size
 
 
-def test_faults(data, tmp_path, quiet):
+def test_faults(data: Callable[..., Any], tmp_path: Path, quiet: Any) -> None:
     with pytest.raises(DataError) as caught:
         data(seq_length=100_000).prepare(quiet)
     lines = str(caught.value).splitlines()
@@ -113,7 +126,7 @@ def test_faults(data, tmp_path, quiet):
         data(cache_dir=str(blocked / "below")).prepare(quiet)
 
 
-def test_order_is_fixed_by_the_seed_and_sees_all_once_an_epoch():
+def test_order_is_fixed_by_the_seed_and_sees_all_once_an_epoch() -> None:
     order = ShuffledOrder(num_sequences=50, seed=3)
     taken = np.concatenate([order.take(start=start, count=20) for start in range(0, 100, 20)])
     assert sorted(taken[:50]) == sorted(taken[50:]) == list(range(50))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
+from typing import Any
 
+import pytest
 from helpers.small_run import rows_of, same_weights, stopped, train
 
 from graphckpt.train import output as files
 from graphckpt.train.snapshot import folder as snapshot
 
 
-def train_with_full_disk(monkeypatch, first, last, *words):
+def train_with_full_disk(monkeypatch: pytest.MonkeyPatch, first: Any, last: Any, *words: Any) -> Any:
     """Has calls number ``first`` to ``last`` of the writer of weights meet a full disk."""
     save, calls = snapshot.save_file, iter(range(100))
 
-    def full(*args, **kwargs):
+    def full(*args: Any, **kwargs: Any) -> None:
         if first <= next(calls) <= last:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*args, **kwargs)
@@ -24,7 +27,9 @@ def train_with_full_disk(monkeypatch, first, last, *words):
         return train(*words)
 
 
-def test_a_disk_that_is_full_costs_snapshots_and_the_end_of_the_run(place, monkeypatch, capsys):
+def test_a_disk_that_is_full_costs_snapshots_and_the_end_of_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("train.output_dir=whole") == 0
     capsys.readouterr()
     assert train_with_full_disk(monkeypatch, 2, 4, "train.output_dir=for a while") == 0
@@ -43,12 +48,14 @@ def test_a_disk_that_is_full_costs_snapshots_and_the_end_of_the_run(place, monke
     assert rows_of(place / "whole") == rows_of(place / "out")
 
 
-def test_a_disk_that_is_full_before_the_run_is_one_clear_error(place, monkeypatch, capsys):
+def test_a_disk_that_is_full_before_the_run_is_one_clear_error(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     stopped("out", 3)
     capsys.readouterr()
     (place / "out" / "metrics.json").write_text("half a li")
 
-    def full(path, text):
+    def full(path: Path, text: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(files, "write_text", full)

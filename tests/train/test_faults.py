@@ -7,6 +7,8 @@ import random
 import signal
 import sys
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,11 +36,11 @@ VALUES = [
 ]
 
 
-def keys():
+def keys() -> list[Any]:
     """The keys of the config, of the section ``train``, of the model and of the optimizer; also of whole sections."""
     found = {"task", "task.loss_head", "task._target_", "import_from"}
 
-    def walk(node, key):
+    def walk(node: Any, key: Any) -> None:
         found.add(key)
         for name, value in node.items() if isinstance(node, dict) else ():
             walk(value, f"{key}.{name}")
@@ -51,15 +53,15 @@ def keys():
     return sorted(found)
 
 
-def is_long(key, value):
+def is_long(key: Any, value: Any) -> Any:
     """Whether a run does what it says, for very long."""
     return key in {"train.train_iter", "train.train_epoch", "train.train_samples"} and value in {"1e30", "0x10"}
 
 
-def one_error(capsys, *words):
+def one_error(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
     """Returns what the command line says, which must not be the end of a traceback or of patience."""
 
-    def late(*_):
+    def late(*_: Any) -> None:
         raise TimeoutError(f"{words}: no end within {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, late)
@@ -81,7 +83,7 @@ def one_error(capsys, *words):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_random_values_of_random_keys(place, capsys):
+def test_random_values_of_random_keys(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known, refused = keys(), 0
     for seed in range(NUM_CASES):
         generator = random.Random(seed)
@@ -126,7 +128,9 @@ _SLICED = f'{_HEAD}={{"loss_head": {{"rule": "tiles", "num_tiles": 4, "reduce": 
         (_SLICED, "no memory_budget is set to plan it for"),
     ],
 )
-def test_the_key_is_named(capsys, monkeypatch, word, fault):
+def test_the_key_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word: Any, fault: str
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert f"{word.partition('=')[0]}: {fault}" in one_error(capsys, word)
 
@@ -185,13 +189,20 @@ def test_the_key_is_named(capsys, monkeypatch, word, fault):
         ),
     ],
 )
-def test_what_is_wrong_is_said(capsys, monkeypatch, words, messages):
+def test_what_is_wrong_is_said(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[Any] | list[str],
+    messages: list[str],
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     error = one_error(capsys, *words)
     assert all(message in error for message in messages), error
 
 
-def test_a_model_that_fails_in_its_first_forward_is_named_with_the_line(place, capsys):
+def test_a_model_that_fails_in_its_first_forward_is_named_with_the_line(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (place / "broken_model.py").write_text(
         "import transformers\n\n\nclass Broken(transformers.GPT2LMHeadModel):\n"
         "    def forward(self, *args, **kwargs):\n        return self.no_such_part\n"
@@ -202,7 +213,7 @@ def test_a_model_that_fails_in_its_first_forward_is_named_with_the_line(place, c
     assert not (place / "out").exists()
 
 
-def test_data_that_fails_is_named(place, capsys):
+def test_data_that_fails_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "broken_data.py").write_text(
         "class Broken:\n    def __init__(self, **_):\n        pass\n\n    def open(self, task, *, seed, report):\n"
         "        return {}['nothing']\n"
@@ -212,7 +223,7 @@ def test_data_that_fails_is_named(place, capsys):
     assert "broken_data.py:6) · fix: check these keys of the config" in error
 
 
-def test_a_sample_that_raises_stop_iteration_is_named(place, capsys):
+def test_a_sample_that_raises_stop_iteration_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Python gives it a meaning of its own in generators, which contexts are made of."""
     (place / "ends.py").write_text(
         "import torch\n\n\nclass Ends(list):\n    def __getitem__(self, index):\n        raise StopIteration('end')\n"
@@ -227,7 +238,9 @@ def test_a_sample_that_raises_stop_iteration_is_named(place, capsys):
     assert "error: model, task, data, optim, train.scheduler: iteration 1 failed, StopIteration: end (at " in error
 
 
-def test_a_yaml_file_with_a_number_in_base_60_names_key_and_line(place, capsys):
+def test_a_yaml_file_with_a_number_in_base_60_names_key_and_line(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (place / "odd.yaml").write_text("train:\n  train_samples: 12:30:45\n  output_dir: '12:30'\n  seed: 007\n")
     assert main(["train", "--config-file", "odd.yaml"]) == 2
     fix = "fix: write it in digits, without ':' and without a zero in front, or quote it"

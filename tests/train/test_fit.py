@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.small_run import rows_of, same_weights, train
@@ -21,11 +23,11 @@ FIT = [*SHORT, f"{CHECKPOINT}.fit=batch", f"{CHECKPOINT}.memory_budget=1MiB"]
 LONG = ["model.config.n_layer=4", "data.seq_length=32", "train.evaluation.enabled=False"]
 
 
-def saved(folder):
+def saved(folder: Path) -> Any:
     return OmegaConf.load(folder / CONFIG).train
 
 
-def test_a_run_has_the_sizes_and_policies_that_fit(place, capsys):
+def test_a_run_has_the_sizes_and_policies_that_fit(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     live = LiveBytes(record_timeline=False)
     words = [*FIT, *LONG, "train.checkpointer.period=2"]
     trainer = trainer_from("tiny.py", words)
@@ -49,7 +51,7 @@ def test_a_run_has_the_sizes_and_policies_that_fit(place, capsys):
     assert saved(place / "out").train_micro_batch_size == fit.train_micro_batch_size
 
 
-def test_a_short_trial_run_chooses_nothing(place, capsys):
+def test_a_short_trial_run_chooses_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (place / "tiny.py").open("a") as config:
         config.write("train.update(global_batch_size=6, num_accumulation_steps=None)\n")
         config.write("train.activation_checkpoint.update(fit='batch', memory_budget='1MiB')\n")
@@ -72,6 +74,6 @@ def test_a_short_trial_run_chooses_nothing(place, capsys):
         ([f"{CHECKPOINT}.memory_budget=1KiB"], "global batch 6|no batch fits"),
     ],
 )
-def test_faults_are_one_clear_error(words, message, capsys):
+def test_faults_are_one_clear_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(*FIT, *words) == 2
     assert re.search(message, capsys.readouterr().err)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.small_run import Calls, rows_of, same_weights, stopped, train, trainer_of
@@ -20,7 +21,7 @@ from graphckpt.train.snapshot import folder as snapshot
 BRIEF = ["train.train_iter=3", "train.evaluation.enabled=False"]
 
 
-def content(folder):
+def content(folder: Path) -> dict[str, Any]:
     """What is in a folder, and when it was written."""
     return {
         path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
@@ -28,10 +29,10 @@ def content(folder):
     }
 
 
-def broken_off(done):
+def broken_off(done: Any) -> None:
     """Ends a run by an error after some iterations."""
 
-    def fail(loop):
+    def fail(loop: Any) -> None:
         if loop.done == done:
             raise OSError("the machine is gone")
 
@@ -40,7 +41,7 @@ def broken_off(done):
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
-def test_a_run_is_not_replaced_unasked(place, capsys, is_finished):
+def test_a_run_is_not_replaced_unasked(place: Path, capsys: pytest.CaptureFixture[str], is_finished: bool) -> None:
     assert train(*BRIEF) == 0 if is_finished else stopped("out", 2)
     before = content(place / "out")
     capsys.readouterr()
@@ -54,7 +55,7 @@ def test_a_run_is_not_replaced_unasked(place, capsys, is_finished):
         assert content(place / "out") == before
 
 
-def test_a_run_that_has_no_snapshot_yet_is_not_replaced_either(place, capsys):
+def test_a_run_that_has_no_snapshot_yet_is_not_replaced_either(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken_off(2)
     before = content(place / "out")
     assert train() == 2
@@ -64,7 +65,7 @@ def test_a_run_that_has_no_snapshot_yet_is_not_replaced_either(place, capsys):
     assert content(place / "out") == before
 
 
-def test_what_is_no_run_is_no_hindrance_and_stays(place):
+def test_what_is_no_run_is_no_hindrance_and_stays(place: Path) -> None:
     (place / "out").mkdir()
     (place / "out" / "notes.txt").write_text("mine")
     (place / "out" / ".mine.old").write_text("mine too")
@@ -73,7 +74,7 @@ def test_what_is_no_run_is_no_hindrance_and_stays(place):
     assert [(place / "out" / name).read_text()[:4] for name in ("notes.txt", ".mine.old", ".mine.tmp")] == ["mine"] * 3
 
 
-def test_the_same_trainer_does_not_train_over_its_own_run_nor_over_a_snapshot_alone(place):
+def test_the_same_trainer_does_not_train_over_its_own_run_nor_over_a_snapshot_alone(place: Path) -> None:
     trainer = trainer_from("tiny.py", BRIEF)
     trainer.train()
     before = content(place / "out")
@@ -88,7 +89,7 @@ def test_the_same_trainer_does_not_train_over_its_own_run_nor_over_a_snapshot_al
     assert content(place / "out") == before
 
 
-def test_overwrite_leaves_the_new_run_alone_and_what_is_not_of_a_run(place):
+def test_overwrite_leaves_the_new_run_alone_and_what_is_not_of_a_run(place: Path) -> None:
     assert train() == 0
     (place / "out" / "notes.txt").write_text("mine")
     (place / "out" / "plan.yaml").write_text("of the old run")
@@ -102,7 +103,9 @@ def test_overwrite_leaves_the_new_run_alone_and_what_is_not_of_a_run(place):
     assert same_weights(place / "out", place / "fresh")
 
 
-def test_overwrite_is_not_in_the_saved_config_and_does_not_go_with_resume(place, capsys):
+def test_overwrite_is_not_in_the_saved_config_and_does_not_go_with_resume(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(*BRIEF, "train.overwrite=True") == 0
     saved = OmegaConf.load("out/config.yaml")
     assert saved.train.overwrite is False
@@ -121,13 +124,15 @@ def test_overwrite_is_not_in_the_saved_config_and_does_not_go_with_resume(place,
     [([], 0), (["train.overwrite=True"], 0), (["--resume", "train.train_iter=7"], 1)],
     ids=["new", "overwrite", "resume"],
 )
-def test_a_run_that_cannot_start_changes_nothing(place, monkeypatch, more, num_good):
-    def content_of_runs():
+def test_a_run_that_cannot_start_changes_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, more: list[Any] | list[str], num_good: int
+) -> None:
+    def content_of_runs() -> dict[str, Any]:
         is_lock = "--resume" not in more and Path("out/run.lock")  # it notes its last holder
         found = content(place).items()
         return {path: what[1] for path, what in found if path.parts[0] != "cache" and path != is_lock}
 
-    def without_memory(self, **batch):
+    def without_memory(self: Any, **batch: Any) -> None:
         raise MemoryError("no room")
 
     if more:
@@ -150,7 +155,7 @@ def test_a_run_that_cannot_start_changes_nothing(place, monkeypatch, more, num_g
     assert (content_of_runs() == before) is not bool(num_good)
 
 
-def test_a_resume_that_finds_nothing_makes_no_folder(place, capsys):
+def test_a_resume_that_finds_nothing_makes_no_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--resume", "train.output_dir=some/where") == 2
     assert "some/where holds no last_checkpoint" in capsys.readouterr().err
     assert not (place / "some").exists()
@@ -159,13 +164,15 @@ def test_a_resume_that_finds_nothing_makes_no_folder(place, capsys):
     assert list((place / "some").iterdir()) == []
 
 
-def test_evaluation_alone_makes_no_folder_and_begins_no_log(place):
+def test_evaluation_alone_makes_no_folder_and_begins_no_log(place: Path) -> None:
     assert train(*BRIEF) == 0
     assert train("--eval-only", "train.load_weight=out/model_final", "train.output_dir=other") == 0
     assert not (place / "other").exists()
 
 
-def test_fast_dev_run_writes_to_a_temporary_folder_and_says_which(place, monkeypatch, capsys):
+def test_fast_dev_run_writes_to_a_temporary_folder_and_says_which(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(*BRIEF) == 0
     before = content(place / "out")
     (place / "temporary").mkdir()
@@ -182,13 +189,13 @@ def test_fast_dev_run_writes_to_a_temporary_folder_and_says_which(place, monkeyp
     assert len(list((place / "temporary").iterdir())) == 1
 
 
-def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place):
+def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place: Path) -> None:
     stopped("out", 2)
     before = content(place / "out")
 
     seen = []
 
-    def look(loop):
+    def look(loop: Any) -> None:
         if loop.done == 0:
             seen.append(content(place / "out"))
 
@@ -199,16 +206,18 @@ def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place):
     assert not (place / "out" / "model_0000001").exists()
 
 
-def test_what_cannot_be_saved_shows_before_the_run(place, capsys):
+def test_what_cannot_be_saved_shows_before_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("model.config.output_attentions=True") == 2  # which Transformers saves in no generation config
     assert "error: model: saving its config failed, " in capsys.readouterr().err
     assert not (place / "out").exists()
 
 
-def test_a_snapshot_whose_companions_cannot_be_written_does_not_end_the_run(place, monkeypatch, capsys):
+def test_a_snapshot_whose_companions_cannot_be_written_does_not_end_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save, calls = GenerationConfig.save_pretrained, iter(range(100))
 
-    def refuse_later(self, folder):
+    def refuse_later(self: Any, folder: Path) -> None:
         if next(calls) == 1:
             raise ValueError("a generation config that means nothing")
         save(self, folder)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from helpers.small_run import CONFIG, train
 
@@ -44,13 +47,13 @@ train.checkpointer.period = 1
 
 
 @pytest.fixture
-def third_party(place):
+def third_party(place: Path) -> Any:
     (place / "third_party_hooks.py").write_text(THIRD_PARTY)
     (place / "tiny.py").write_text(CONFIG + HOOKS)
     return place
 
 
-def test_a_hook_of_another_package_is_named_in_a_config_and_goes_on_with_its_run(third_party):
+def test_a_hook_of_another_package_is_named_in_a_config_and_goes_on_with_its_run(third_party: Any) -> None:
     assert train() == 0
     assert (third_party / "first.txt").read_text() == "2 of 2"
     assert (third_party / "second.txt").read_text() == "102 of 2"
@@ -63,7 +66,7 @@ def test_a_hook_of_another_package_is_named_in_a_config_and_goes_on_with_its_run
     assert (third_party / "third.txt").read_text() == "3 of 3"
 
 
-def test_what_is_no_hook_is_one_error_before_the_run(third_party, capsys):
+def test_what_is_no_hook_is_one_error_before_the_run(third_party: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for hooks, message in (
         ("[{_target_: builtins.dict}]", "hooks[0]: expected a HookBase, got dict · fix: call a class derived from"),
         ("[{_target_: third_party_hooks.Counts}]", "hooks[0]"),
@@ -75,7 +78,7 @@ def test_what_is_no_hook_is_one_error_before_the_run(third_party, capsys):
         assert not (third_party / "out" / "log.txt").exists()
 
 
-def test_the_public_names_are_exported():
+def test_the_public_names_are_exported() -> None:
     assert package.HookBase is HookBase
     for name in ("HookBase", "Loop", "OwnData", "OwnLoss", "Task", "TextData", "TrainConfig", "Trainer"):
         assert getattr(package, name).__name__ == name

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,16 +39,16 @@ MOMENTS = (  # files whose appearance starts the clock: a run under way, and tho
 )
 
 
-def final(folder):
+def final(folder: Path) -> tuple[Any, ...]:
     state = torch.load(f"{folder}/model_final/graph.pt", weights_only=True)
     return load_file(f"{folder}/model_final/model.safetensors"), state["System-Train-Optimizer-0"]["state"]
 
 
-def lines_of(folder):
+def lines_of(folder: Path) -> Any:
     return (folder / "metrics.json").read_text().splitlines()
 
 
-def test_killed_at_random_moments_and_resumed_it_ends_at_the_same_bits(place, child):
+def test_killed_at_random_moments_and_resumed_it_ends_at_the_same_bits(place: Path, child: Any) -> None:
     assert child("whole", *LONG) == 0
     weights, moments = final("whole")
     generator = random.Random(1)
@@ -75,7 +76,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_at_the_same_bits(place, ch
 
 
 @pytest.mark.parametrize("mode", ["--resume", "train.overwrite=True"])
-def test_dead_at_any_call_the_folder_holds_the_old_or_the_new(child, mode):
+def test_dead_at_any_call_the_folder_holds_the_old_or_the_new(child: Any, mode: str) -> None:
     words = ["train.checkpointer.period=2"]
     assert child("old", *words, "train.train_iter=4", draws=True) == 0
     old = Path("old")

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.small_run import train, trainer_of
@@ -45,7 +47,7 @@ for folder in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def hold():
+def hold() -> Iterator[Any]:
     """Has another process lock a folder until it is killed, and returns its number; 0 if it is locked already.
 
     These processes are children of one that has imported what they need, which takes seconds.
@@ -53,7 +55,7 @@ def hold():
     words = [sys.executable, "-c", _HOLDERS]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
-        def hold(folder):
+        def hold(folder: Path) -> Any:
             process.stdin.write(f"{folder}\n")
             process.stdin.flush()
             return int(process.stdout.readline())
@@ -62,7 +64,7 @@ def hold():
         process.stdin.close()
 
 
-def end(number):
+def end(number: Any) -> None:
     """Kills a process, and waits until it is gone."""
     with contextlib.suppress(ProcessLookupError):
         while True:
@@ -71,7 +73,7 @@ def end(number):
 
 
 @pytest.fixture
-def other(place, hold):
+def other(place: Path, hold: Any) -> Iterator[Any]:
     """A process that holds the lock of ``out``."""
     (place / "out").mkdir()
     number = hold(place / "out")
@@ -81,7 +83,9 @@ def other(place, hold):
 
 
 @pytest.mark.multi_process
-def test_the_second_process_is_told_which_is_the_first_until_that_is_killed(place, other, capsys):
+def test_the_second_process_is_told_which_is_the_first_until_that_is_killed(
+    place: Path, other: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     (place / "out" / "log.txt").write_text("of the first\n")
     (place / "out" / "config.yaml").write_text("of: the first\n")
     for words in ([], ["--resume"]):
@@ -98,7 +102,7 @@ def test_the_second_process_is_told_which_is_the_first_until_that_is_killed(plac
 
 
 @pytest.mark.multi_process
-def test_evaluation_may_look_on(place, other, capsys):
+def test_evaluation_may_look_on(place: Path, other: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("train.output_dir=good", *BRIEF) == 0
     assert train("--eval-only", "train.load_weight=good/model_final") == 0
     assert train("--eval-only") == 2
@@ -107,8 +111,8 @@ def test_evaluation_may_look_on(place, other, capsys):
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_run_lets_others_in_once_it_has_ended(place, hold, is_good):
-    def is_free():
+def test_a_run_lets_others_in_once_it_has_ended(place: Path, hold: Any, is_good: bool) -> None:
+    def is_free() -> bool:
         number = hold(place / "out")
         if number:
             end(number)
@@ -117,7 +121,7 @@ def test_a_run_lets_others_in_once_it_has_ended(place, hold, is_good):
     class Looks(HookBase):
         is_free = None
 
-        def before_step(self, loop):
+        def before_step(self, loop: Any) -> None:
             self.is_free = is_free()
             with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* is training in this folder"):
                 trainer_of("out", "train.overwrite=True").train()
@@ -130,8 +134,8 @@ def test_a_run_lets_others_in_once_it_has_ended(place, hold, is_good):
     assert is_free()
 
 
-def test_what_a_file_system_cannot_do_stops_nobody(tmp_path, monkeypatch):
-    def unsupported(*_):
+def test_what_a_file_system_cannot_do_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
@@ -139,8 +143,8 @@ def test_what_a_file_system_cannot_do_stops_nobody(tmp_path, monkeypatch):
 
 
 @pytest.mark.multi_process
-def test_a_full_disk_locks_all_the_same(tmp_path, monkeypatch, hold):
-    def full(*_, **__):
+def test_a_full_disk_locks_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:

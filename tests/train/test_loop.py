@@ -10,7 +10,9 @@ import mmap
 import os
 import signal
 import time
-from typing import ClassVar
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,48 +31,48 @@ from graphckpt.train.tasks import CausalLM
 
 
 class Written(HookBase):
-    def __init__(self):
+    def __init__(self) -> None:
         self.calls = []
 
-    def before_train(self, loop):
+    def before_train(self, loop: Any) -> None:
         self.calls.append("before_train")
 
-    def before_step(self, loop):
+    def before_step(self, loop: Any) -> None:
         self.calls.append(f"before_step {loop.done}")
 
-    def after_step(self, loop):
+    def after_step(self, loop: Any) -> None:
         self.calls.append(f"after_step {loop.done}")
 
-    def after_train(self, loop):
+    def after_train(self, loop: Any) -> None:
         self.calls.append("after_train")
 
 
-def _report(log_file=None):
+def _report(log_file: Any = None) -> Report:
     return Report(Console(file=io.StringIO()), log_file)
 
 
-def _log_hook(**more):
+def _log_hook(**more: Any) -> LogHook:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     fields = {"device": torch.device("cpu"), "log_period": 2, "batch_size": 3, "seq_length": 5}
     return LogHook(optimizer, **{**fields, **more})
 
 
-def _loss(iteration):
+def _loss(iteration: Any) -> dict[str, Any]:
     return {"total_loss": torch.tensor(float(iteration))}
 
 
-def test_hooks_run_around_every_step():
+def test_hooks_run_around_every_step() -> None:
     hook = Written()
     Loop(_loss, train_iter=2, report=_report(), hooks=[hook]).run()
     steps = ["before_step 0", "after_step 1", "before_step 1", "after_step 2"]
     assert hook.calls == ["before_train", *steps, "after_train"]
 
 
-def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored():
+def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     hook = Written()
 
-    def step(iteration):
+    def step(iteration: Any) -> Any:
         if iteration == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return _loss(iteration)
@@ -82,9 +84,9 @@ def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_interrupt_while_a_line_is_printed_prints_it_once():
+def test_interrupt_while_a_line_is_printed_prints_it_once() -> None:
     class Screen(io.StringIO):
-        def write(self, text):
+        def write(self, text: Any) -> Any:
             if "a line" in text and loop.done == 1:
                 os.kill(os.getpid(), signal.SIGINT)
             return super().write(text)
@@ -97,10 +99,10 @@ def test_interrupt_while_a_line_is_printed_prints_it_once():
     assert screen.getvalue().count("a line 1") == 1
 
 
-def test_second_interrupt_ends_at_once():
+def test_second_interrupt_ends_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
 
-    def step(iteration):
+    def step(iteration: Any) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("goes on")
@@ -110,7 +112,7 @@ def test_second_interrupt_ends_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_log_holds_the_mean_since_the_line_before(tmp_path):
+def test_log_holds_the_mean_since_the_line_before(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.json"
     hooks = [_log_hook(), MetricsHook(metrics)]
     report = _report(tmp_path / "log.txt")
@@ -125,16 +127,16 @@ def test_log_holds_the_mean_since_the_line_before(tmp_path):
     assert "  iteration: 4/5  consumed_samples: 12  total_loss: 2.5000  time: " in log
 
 
-def test_evaluation_weighs_by_tokens_and_restores_the_mode():
+def test_evaluation_weighs_by_tokens_and_restores_the_mode() -> None:
     model = nn.Dropout()
     seen = []
 
-    def evaluate(batch):
+    def evaluate(batch: Any) -> dict[str, Any]:
         seen.append((model.training, torch.is_grad_enabled()))
         labels = batch["labels"].float()
         return {"loss": torch.stack([labels.sum(), torch.tensor(labels.numel())])}
 
-    def batches():
+    def batches() -> Iterator[Any]:
         yield {"labels": torch.full((3, 5), 2.0)}, True
         yield {"labels": torch.full((1, 5), 6.0)}, True
         yield {"labels": torch.full((1, 5), 9.0)}, False  # runs for the sake of other processes, and does not count
@@ -152,7 +154,7 @@ def test_evaluation_weighs_by_tokens_and_restores_the_mode():
     assert metrics[-1]["eval_ppl"] == math.exp(3.0)
 
 
-def test_memory_counts_what_is_held():
+def test_memory_counts_what_is_held() -> None:
     before = process_memory()["rss_bytes"]
     held = mmap.mmap(-1, 64 << 20)  # not a tensor: an allocator may have kept as many pages from an earlier test
     held.write(b"\1" * len(held))
@@ -162,7 +164,7 @@ def test_memory_counts_what_is_held():
     assert process_memory()["peak_rss_bytes"] > 0.99 * after  # the kernel sums its counters late
 
 
-def test_parameter_groups():
+def test_parameter_groups() -> None:
     model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3, bias=False))
     model[3].weight = model[0].weight  # shared: counts once
     model[2].bias.requires_grad_(False)
@@ -175,7 +177,7 @@ def test_parameter_groups():
     assert "clip_grad_norm_type" not in groups[0]
 
 
-def test_learning_rate_rises_then_falls():
+def test_learning_rate_rises_then_falls() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = warmup_cosine_lr(optimizer, max_iter=20, warmup_iter=4, warmup_factor=0.5, alpha=0.1)
     rates = []
@@ -205,22 +207,22 @@ class FakeEvent:
 
 
 @pytest.fixture
-def device_events(monkeypatch):
+def device_events(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device whose tensors are the CPU's: what is launched, recorded and waited for is noted."""
     monkeypatch.setattr(FakeEvent, "seen", [])
     monkeypatch.setattr(torch, "Event", FakeEvent)
     return FakeEvent.seen
 
 
-def _late_loop(hooks, events, report, **more):
-    def step(iteration):
+def _late_loop(hooks: Any, events: Any, report: Any, **more: Any) -> Loop:
+    def step(iteration: Any) -> Any:
         events.append(f"step {iteration}")
         return _loss(iteration)
 
     return Loop(step, report=report, hooks=hooks, **more)
 
 
-def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(tmp_path, device_events):
+def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(tmp_path: Path, device_events: Any) -> None:
     metrics = tmp_path / "metrics.json"
     hooks = [_log_hook(device=torch.device("xpu"), log_period=2), MetricsHook(metrics)]
     report = _report(tmp_path / "log.txt")
@@ -236,12 +238,12 @@ def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(tmp_pat
     assert "  iteration: 4/7  consumed_samples: 12  total_loss: 2.5000  time: " in (tmp_path / "log.txt").read_text()
 
 
-def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path, device_events):
-    def losses(name):
+def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path: Path, device_events: Any) -> None:
+    def losses(name: str) -> list[Any]:
         rows = (json.loads(line) for line in (tmp_path / name).read_text().splitlines())
         return [(row["iteration"], row["total_loss"]) for row in rows]
 
-    def stop(loop):
+    def stop(loop: Any) -> None:
         if loop.done == 4:
             resumed.load_state_dict(hook.state_dict())
             assert losses("stopped") == [(0, 0.0), (1, 1.0)]
@@ -256,7 +258,7 @@ def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path, de
     assert losses("resumed") == [(3, 2.5), (5, 4.5)]
 
 
-def test_seconds_that_a_hook_waits_for_the_device_are_the_steps(tmp_path):
+def test_seconds_that_a_hook_waits_for_the_device_are_the_steps(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.json"
     hooks = [_log_hook(log_period=4), MetricsHook(metrics), Calls(after_step=lambda loop: loop.synchronize())]
     Loop(_loss, train_iter=4, report=_report(), hooks=hooks, synchronize=lambda: time.sleep(0.05)).run()
@@ -265,7 +267,9 @@ def test_seconds_that_a_hook_waits_for_the_device_are_the_steps(tmp_path):
 
 
 @pytest.mark.parametrize("has_driver", [True, False])
-def test_memory_of_a_cuda_device_is_allocated_reserved_and_used(monkeypatch, has_driver):
+def test_memory_of_a_cuda_device_is_allocated_reserved_and_used(
+    monkeypatch: pytest.MonkeyPatch, has_driver: bool
+) -> None:
     names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
     for number, name in enumerate(names):
         monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from helpers.plans import tiny_gpt2
@@ -26,12 +29,12 @@ SLICED = f'{HEAD}={{"loss_head": {{"rule": "tiles", "num_tiles": 4, "reduce": "s
 NUM_WORDS, NUM_TILES = 211, 8
 
 
-def gpt2():
+def gpt2() -> Any:
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return tiny_gpt2(n_layer=2, vocab_size=NUM_WORDS, **drop)
 
 
-def llama(kind=LlamaForCausalLM, config=LlamaConfig, **more):
+def llama(kind: Any = LlamaForCausalLM, config: Any = LlamaConfig, **more: Any) -> Any:
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     return kind(config(**sizes, **ids, num_key_value_heads=2, vocab_size=NUM_WORDS, max_position_embeddings=32, **more))
@@ -40,7 +43,7 @@ def llama(kind=LlamaForCausalLM, config=LlamaConfig, **more):
 MODELS = {"tied": gpt2, "free": llama, "tied llama": lambda: llama(tie_word_embeddings=True)}
 
 
-def made(make):
+def made(make: Any) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = make().train()
     tokens = torch.randint(0, NUM_WORDS, (4, 32))
@@ -51,7 +54,7 @@ def made(make):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_those_of_the_model(name):
+def test_loss_and_gradients_are_those_of_the_model(name: Any) -> None:
     model, batch = made(MODELS[name])
     names = list(model.state_dict())
     plain = CausalLM()
@@ -76,18 +79,18 @@ def test_loss_and_gradients_are_those_of_the_model(name):
 class Products(TorchDispatchMode):
     """Counts the matrix products that make logits."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.rows = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mm.default and result.shape[-1] == NUM_WORDS and args[0].shape[-1] == 16:
             self.rows.append(len(result))
         return result
 
 
-def test_logits_of_one_slice_are_alive_at_a_time():
+def test_logits_of_one_slice_are_alive_at_a_time() -> None:
     model, batch = made(gpt2)
     task = CausalLM(loss_head=True)
     task.prepare(model)
@@ -110,14 +113,14 @@ def test_logits_of_one_slice_are_alive_at_a_time():
     assert peaks[0] - peaks[1] > logits
 
 
-def test_a_model_that_caps_its_logits_is_refused():
+def test_a_model_that_caps_its_logits_is_refused() -> None:
     model, _ = made(lambda: llama(Gemma2ForCausalLM, Gemma2Config, head_dim=8, final_logit_softcapping=30.0))
     add_loss_head(model)
     assert "Gemma2ForCausalLM does more than its output layer" in next(differences(model))
     assert model.training
 
 
-def test_what_has_no_output_layer_is_refused():
+def test_what_has_no_output_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.loss_head: Linear has no output layer behind a base model"):
         add_loss_head(torch.nn.Linear(2, 2))
 
@@ -135,7 +138,7 @@ train.evaluation.update(eval_period=3, eval_iter=1)
 
 
 @pytest.mark.slow
-def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place, capsys):
+def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     assert train("train.output_dir=plain", "task.loss_head=False") == 0
     assert train("train.output_dir=whole", f"{BUDGET}=min") == 0
@@ -150,18 +153,18 @@ def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place, capsys):
     )
 
 
-def test_it_is_cut_by_name_without_a_budget(place, capsys):
+def test_it_is_cut_by_name_without_a_budget(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     cut = 'train.activation_checkpoint.policies={"loss_head": "tiles:4:sum"}'
     assert train("train.activation_checkpoint.enabled=True", "train.activation_checkpoint.rule=null", cut) == 0
     assert "tiles(4, reduce=sum)" in capsys.readouterr().out
 
 
-def test_several_processes_are_refused():
+def test_several_processes_are_refused() -> None:
     settings = TrainConfig(dist=DistConfig(data_parallel_size=2))
     with pytest.raises(ConfigError, match=r"task\.loss_head: expected one process"):
         build_model(gpt2, CausalLM(loss_head=True), settings, ranks=None, device=torch.device("cpu"))
 
 
-def last_loss(folder):
+def last_loss(folder: Path) -> Any:
     return [row["eval_loss"] for row in rows_of(folder) if "eval_loss" in row][-1]

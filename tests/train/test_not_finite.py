@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -49,13 +51,13 @@ class Loses(Model):
 
 
 @pytest.fixture
-def broken(place):
+def broken(place: Path) -> Any:
     (place / "broken.py").write_text(_MODEL, encoding="utf-8")
     (place / "tiny.py").write_text(f"{CONFIG}model._target_ = 'broken.Model'\n", encoding="utf-8")
     return place
 
 
-def assert_whole(folder, *names):
+def assert_whole(folder: Path, *names: Any) -> None:
     """Only the snapshots of these names are there, and they are finite but for masks."""
     found = sorted(path.name for path in folder.glob("model_*"))
     assert found == sorted(names)
@@ -66,7 +68,9 @@ def assert_whole(folder, *names):
         check(folder / name)
 
 
-def test_a_gradient_that_is_not_finite_spoils_no_snapshot(broken, capsys, monkeypatch):
+def test_a_gradient_that_is_not_finite_spoils_no_snapshot(
+    broken: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loss of its iteration is finite, and the only good snapshot would be pruned."""
     words = ["train.checkpointer.period=1", "train.checkpointer.max_to_keep=1", "train.evaluation.enabled=False"]
     assert train(*words, "train.log_period=20") == 2
@@ -81,7 +85,9 @@ def test_a_gradient_that_is_not_finite_spoils_no_snapshot(broken, capsys, monkey
 
 
 @pytest.mark.parametrize("is_async", ["True", "False"])
-def test_in_the_last_iteration_no_final_model_is_written(broken, capsys, is_async):
+def test_in_the_last_iteration_no_final_model_is_written(
+    broken: Any, capsys: pytest.CaptureFixture[str], is_async: str
+) -> None:
     words = ["train.train_iter=4", "train.checkpointer.period=2", "train.evaluation.enabled=False"]
     assert train(*words, f"train.checkpointer.async_save={is_async}") == 2
     assert "is not finite after iteration 4" in capsys.readouterr().err
@@ -89,7 +95,9 @@ def test_in_the_last_iteration_no_final_model_is_written(broken, capsys, is_asyn
     assert (broken / "out" / "last_checkpoint").read_text() == "model_0000001\n"
 
 
-def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(broken, capsys):
+def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(
+    broken: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["model._target_=broken.Loses", "train.evaluation.enabled=False", "train.log_period=20"]
     for folder, period, done in (("rare", 20, 0), ("often", 3, 1)):
         capsys.readouterr()
@@ -101,7 +109,9 @@ def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(broken
 
 @pytest.mark.parametrize(("period", "most", "ends_at"), [(4, 1000, 8), (100, 5, 6), (100, 1000, 9)])
 @pytest.mark.parametrize("device", ["cpu", "xpu"])
-def test_the_first_loss_is_named_on_any_device(quiet, monkeypatch, device, period, most, ends_at):
+def test_the_first_loss_is_named_on_any_device(
+    quiet: Any, monkeypatch: pytest.MonkeyPatch, device: str, period: int, most: int, ends_at: int
+) -> None:
     """On a device its line is read one period late, and a long period is looked through before its end."""
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch, "Event", lambda device: event)

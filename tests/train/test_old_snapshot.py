@@ -7,6 +7,7 @@ import json
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ DEFAULT = (
 class Look(HookBase):
     """Notes the whole state as it was read."""
 
-    def before_train(self, loop):
+    def before_train(self, loop: Any) -> None:
         state = writer_of(loop)._state
         self.weights = {name: value.clone() for name, value in state.weights().items()}
         self.states = state.states({})
@@ -47,18 +48,18 @@ class Look(HookBase):
         self.states = torch.load("read.pt", weights_only=True)
 
 
-def old_run(name, place):
+def old_run(name: str, place: Path) -> float:
     """Extracts a run into ``out``, and returns its last snapshot."""
     with zipfile.ZipFile(OLD_RUNS / f"{name}.zip") as archive:
         archive.extractall(place)
     return place / "out" / LAST
 
 
-def states_of(folder):
+def states_of(folder: Path) -> dict[str, Any]:
     return {name: snapshot.read_state(folder, name) for name in ("graph", "trainer")}
 
 
-def rewrite(folder, state=None, **fields):
+def rewrite(folder: Path, state: Any = None, **fields: Any) -> None:
     """Replaces ``trainer.pt`` and fields of the manifest of a snapshot, with right sizes and checksums."""
     info = json.loads((folder / "snapshot.json").read_text())
     if state is not None:
@@ -68,7 +69,7 @@ def rewrite(folder, state=None, **fields):
     (folder / "snapshot.json").write_text(json.dumps({**info, **fields}))
 
 
-def as_format_1(folder):
+def as_format_1(folder: Path) -> Any:
     """Takes out of a snapshot what its format 1 did not have; returns the snapshot."""
     state = snapshot.read_state(folder, "trainer")
     del state["settings"]
@@ -76,7 +77,7 @@ def as_format_1(folder):
     return folder
 
 
-def test_every_format_that_is_read_has_a_run_here_and_says_what_it_lacks():
+def test_every_format_that_is_read_has_a_run_here_and_says_what_it_lacks() -> None:
     assert {int(path.stem.split("_")[1]) for path in OLD_RUNS.glob("format_*.zip")} >= set(READABLE)
     assert sorted(LACKS) == [*range(1, FORMAT)]
     assert [*READABLE] == [1, 2]
@@ -86,7 +87,7 @@ def test_every_format_that_is_read_has_a_run_here_and_says_what_it_lacks():
 
 
 @pytest.mark.parametrize("number", READABLE)
-def test_every_bit_of_a_snapshot_of_an_earlier_version_is_read(place, number):
+def test_every_bit_of_a_snapshot_of_an_earlier_version_is_read(place: Path, number: Any) -> None:
     old = old_run(f"format_{number}", place)
     written = states_of(old)
     look = Look()
@@ -102,7 +103,9 @@ def test_every_bit_of_a_snapshot_of_an_earlier_version_is_read(place, number):
 
 
 @pytest.mark.parametrize("number", READABLE)
-def test_it_continues_as_the_run_that_was_not_stopped(place, capsys, number):
+def test_it_continues_as_the_run_that_was_not_stopped(
+    place: Path, capsys: pytest.CaptureFixture[str], number: Any
+) -> None:
     old = old_run(f"format_{number}", place)
     stopped("here", 4, *WORDS, *AMP)
     # Another processor may have rounded the old run's sums differently: then it cannot end in the same bits.
@@ -125,7 +128,7 @@ def test_it_continues_as_the_run_that_was_not_stopped(place, capsys, number):
 near = functools.partial(torch.allclose, rtol=1e-3, atol=1e-4)
 
 
-def test_shards_of_two_ranks_are_read_by_one(place):
+def test_shards_of_two_ranks_are_read_by_one(place: Path) -> None:
     old = old_run("format_1_two_ranks", place)
     weights, random = read_weights(old), states_of(old)["trainer"]["random_of_each"]
     look = Look()
@@ -136,12 +139,12 @@ def test_shards_of_two_ranks_are_read_by_one(place):
     assert snapshot.check(place / "out" / "model_0000004")["format"] == FORMAT
 
 
-def go_on(rank, folder):
+def go_on(rank: int, folder: Path) -> None:
     del rank, folder
     trainer_of("out", *WORDS, *ZERO, resume=True).train()
 
 
-def run_plainly(rank, folder):
+def run_plainly(rank: int, folder: Path) -> None:
     del rank, folder
     trainer_of("plain", *WORDS, *ZERO).train()
     trainer_of("here", *WORDS, *ZERO, hooks=(StopAfter(4),)).train()
@@ -149,7 +152,7 @@ def run_plainly(rank, folder):
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-def test_shards_continue_on_two_ranks_as_if_never_stopped(place):
+def test_shards_continue_on_two_ranks_as_if_never_stopped(place: Path) -> None:
     old = old_run("format_1_two_ranks", place)
     run_on_ranks(run_plainly, place)
     run_on_ranks(go_on, place)
@@ -161,7 +164,7 @@ def test_shards_continue_on_two_ranks_as_if_never_stopped(place):
         assert equal(then["random_of_each"], now["random_of_each"])
 
 
-def stop_on_two(rank, folder):
+def stop_on_two(rank: int, folder: Path) -> None:
     del rank, folder
     for kind in ("tensor", "pipeline"):
         words = [*WORDS, "model.config.n_layer=2", f"train.dist.{kind}_parallel_size=2"]
@@ -169,7 +172,7 @@ def stop_on_two(rank, folder):
         trainer_of(kind, *words, hooks=(StopAfter(5),)).train()
 
 
-def resume_on_two(rank, folder):
+def resume_on_two(rank: int, folder: Path) -> None:
     del rank, folder
     for kind in ("tensor", "pipeline"):
         words = [*WORDS, "model.config.n_layer=2", f"train.dist.{kind}_parallel_size=2"]
@@ -178,7 +181,7 @@ def resume_on_two(rank, folder):
 
 @pytest.mark.multi_process
 @pytest.mark.slow
-def test_parts_of_layers_and_stages_continue_without_settings(place):
+def test_parts_of_layers_and_stages_continue_without_settings(place: Path) -> None:
     run_on_ranks(stop_on_two, place)
     for kind in ("tensor", "pipeline"):
         as_format_1(place / kind / "model_0000004")
@@ -194,7 +197,7 @@ def test_parts_of_layers_and_stages_continue_without_settings(place):
 # ---- what format 1 lacks: the settings of the run
 
 
-def test_a_snapshot_without_settings_is_what_the_old_code_has_written(place):
+def test_a_snapshot_without_settings_is_what_the_old_code_has_written(place: Path) -> None:
     """``as_format_1`` stands for other runs of 37f83c5 below."""
     old = old_run("format_1", place)
     stopped("here", 4, *WORDS, *AMP)
@@ -233,7 +236,9 @@ def tensor_rate(params, lr):
     ],
     ids=["momentum moves too", "schedules in a schedule", "tensor rate", "amsgrad"],
 )
-def test_settings_that_move_are_those_of_the_run_bit_by_bit(place, capsys, words):
+def test_settings_that_move_are_those_of_the_run_bit_by_bit(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
     (place / "moving_schedules.py").write_text(SCHEDULES)
     text = (place / "tiny.py").read_text()
     if any("scheduler" in word for word in words):
@@ -255,7 +260,9 @@ def test_settings_that_move_are_those_of_the_run_bit_by_bit(place, capsys, words
     assert then["trainer"]["settings"] == now["trainer"]["settings"]
 
 
-def test_changed_settings_take_effect_and_are_named_as_in_the_newest_format(place, capsys):
+def test_changed_settings_take_effect_and_are_named_as_in_the_newest_format(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logs = {}
     for name in ("out", "newest"):
         stopped(name, 5, *WORDS)
@@ -283,7 +290,9 @@ def test_changed_settings_take_effect_and_are_named_as_in_the_newest_format(plac
         (["optim._target_=torch.optim.NAdam"], "got torch.optim.nadam.NAdam, as only one of the two has amsgrad, "),
     ],
 )
-def test_an_optimizer_that_its_states_do_not_fit_is_refused(place, capsys, words, message):
+def test_an_optimizer_that_its_states_do_not_fit_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
     stopped("out", 5, *WORDS)
     as_format_1(place / "out" / "model_0000004")
     assert train("--resume", *WORDS, *words) == 2
@@ -293,7 +302,7 @@ def test_an_optimizer_that_its_states_do_not_fit_is_refused(place, capsys, words
     assert not (place / "out" / "model_final").exists()
 
 
-def test_the_newest_format_needs_what_the_older_ones_lack(place, capsys):
+def test_the_newest_format_needs_what_the_older_ones_lack(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = old_run("format_2", place)
     state = snapshot.read_state(old, "trainer")
     del state["settings"]
@@ -303,7 +312,9 @@ def test_the_newest_format_needs_what_the_older_ones_lack(place, capsys):
 
 
 @pytest.mark.parametrize("state", [3, [], {"hooks": 3}])
-def test_a_broken_state_of_an_older_format_is_one_error(place, capsys, state):
+def test_a_broken_state_of_an_older_format_is_one_error(
+    place: Path, capsys: pytest.CaptureFixture[str], state: Any
+) -> None:
     old = old_run("format_1", place)
     rewrite(old, state)
     assert train("--resume", *WORDS, *AMP) == 2
@@ -313,7 +324,9 @@ def test_a_broken_state_of_an_older_format_is_one_error(place, capsys, state):
 # ---- other uses of an older snapshot
 
 
-def test_an_older_snapshot_is_evaluated_loaded_and_removed_as_others_are(place, capsys):
+def test_an_older_snapshot_is_evaluated_loaded_and_removed_as_others_are(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = old_run("format_1", place)
     metrics = trainer_of("out", *WORDS, eval_only=True).evaluate()
     again = trainer_of("other", *WORDS, f"train.load_weight={old}", eval_only=True).evaluate()
@@ -322,7 +335,7 @@ def test_an_older_snapshot_is_evaluated_loaded_and_removed_as_others_are(place, 
     assert not old.exists(), "a run keeps as many snapshots as it says, of any format"
 
 
-def test_a_broken_snapshot_leads_back_to_an_older_format(place, capsys):
+def test_a_broken_snapshot_leads_back_to_an_older_format(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old_run("format_1", place)
     stopped("out", 5, *WORDS, *AMP, resume=True)
     (place / "out" / "model_0000004" / "graph.pt").write_bytes(b"")
@@ -337,7 +350,7 @@ def test_a_broken_snapshot_leads_back_to_an_older_format(place, capsys):
     ("number", "got"),
     [(0, "0"), (-1, "-1"), ("1", "'1'"), (None, "None"), (True, "True"), (1.5, "1.5"), ([1], "[1]"), ({}, "{}")],
 )
-def test_a_broken_number_is_a_broken_snapshot(place, number, got):
+def test_a_broken_number_is_a_broken_snapshot(place: Path, number: Any, got: str) -> None:
     old = old_run("format_1", place)
     rewrite(old, format=number)
     with pytest.raises(SnapshotError, match=r"snapshot\.json: format: expected ") as raised:
@@ -346,7 +359,7 @@ def test_a_broken_number_is_a_broken_snapshot(place, number, got):
     assert not isinstance(raised.value, FormatError)
 
 
-def test_no_number_is_a_broken_snapshot(place, capsys):
+def test_no_number_is_a_broken_snapshot(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = old_run("format_1", place)
     info = json.loads((old / "snapshot.json").read_text())
     del info["format"]
@@ -356,7 +369,9 @@ def test_no_number_is_a_broken_snapshot(place, capsys):
 
 
 @pytest.mark.parametrize("number", [FORMAT + 1, 99, 10**30])
-def test_a_newer_format_is_refused_before_its_fields_are_read(place, capsys, number):
+def test_a_newer_format_is_refused_before_its_fields_are_read(
+    place: Path, capsys: pytest.CaptureFixture[str], number: Any
+) -> None:
     """It may have none of ours. Going back to an older snapshot, or to the start, would lose what it holds."""
     old = old_run("format_1", place)
     (old / "snapshot.json").write_text(json.dumps({"format": number, "parts": {}}))
@@ -371,7 +386,7 @@ def test_a_newer_format_is_refused_before_its_fields_are_read(place, capsys, num
     assert "which a newer version of graphckpt has written" in capsys.readouterr().err
 
 
-def test_a_format_that_is_too_old_is_refused_by_name(place, monkeypatch):
+def test_a_format_that_is_too_old_is_refused_by_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = old_run("format_1", place)
     monkeypatch.setattr(schema, "READABLE", range(2, 4))
     with pytest.raises(FormatError) as raised:

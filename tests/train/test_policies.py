@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from helpers.architectures import ARCHITECTURES
 from torch import nn
@@ -18,7 +21,7 @@ class Block(nn.Linear):
 class Older(nn.Module):
     """As Transformers marked layers before: a flag on the module that holds their list."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(2, 2)
         self.encoder = nn.Module()
@@ -31,24 +34,24 @@ class Whole(nn.Module):
 
     _no_split_modules = ("Block",)
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(Block(2, 2), nn.Tanh(), Block(2, 2))
 
 
-def _blocks(model, **fields):
+def _blocks(model: nn.Module, **fields: Any) -> Any:
     return block_policies(model, ActivationCheckpointConfig(enabled=True, **fields))
 
 
 @pytest.mark.parametrize(
     ("make", "names"), [(Older, [f"encoder.layer.{number}" for number in range(3)]), (Whole, ["body.0", "body.2"])]
 )
-def test_layers_are_found_by_other_marks(make, names):
+def test_layers_are_found_by_other_marks(make: Any, names: list[Any] | list[str]) -> None:
     assert _blocks(make(), rule="selective") == {name: {"activation_checkpointing": "selective"} for name in names}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-def test_layers_of_every_architecture_are_found(architecture):
+def test_layers_of_every_architecture_are_found(architecture: Any) -> None:
     model = architecture.build()
     found, layers = set(_blocks(model)), set(architecture.layer_modules(model))
     if architecture.name == "resnet":  # marks its convolutions alone, as what no device boundary may cut
@@ -69,11 +72,11 @@ def test_layers_of_every_architecture_are_found(architecture):
         (["Tanh", "body.0"], ["body.1", "body.0"]),
     ],
 )
-def test_selected_blocks_are_named_by_class_or_pattern(select, names):
+def test_selected_blocks_are_named_by_class_or_pattern(select: list[str] | str, names: list[str]) -> None:
     assert list(_blocks(Whole(), select=select)) == names
 
 
-def test_blocks_come_on_top_of_the_rule():
+def test_blocks_come_on_top_of_the_rule() -> None:
     rule = {"rule": "selective"}
     blocks = {"body.0": False, "body.*": {"stage_id": 1}, "body.2": rule}
     assert _blocks(Whole(), select="Block", policies=blocks) == {
@@ -100,20 +103,20 @@ def test_blocks_come_on_top_of_the_rule():
         ({"policies": {"body.*": {"tilse": 2}}}, ["unknown field · did you mean 'tiles'"]),
     ],
 )
-def test_faults_name_key_and_fix(fields, messages):
+def test_faults_name_key_and_fix(fields: dict[str, Any], messages: list[str]) -> None:
     for message in messages:
         with pytest.raises(ConfigError, match=message):
             _blocks(Whole(), **fields)
 
 
-def test_model_without_marks_asks_for_a_selection():
+def test_model_without_marks_asks_for_a_selection() -> None:
     with pytest.raises(
         ConfigError, match="expected a model that marks its layers, got Sequential · fix: name its class or its blocks"
     ):
         _blocks(nn.Sequential(nn.Tanh()))
 
 
-def test_a_saved_plan_replaces_the_rule(tmp_path):
+def test_a_saved_plan_replaces_the_rule(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("blocks:\n  body.0: {activation_checkpointing: selective, offload: cpu}\nplan: {}\n")
     fields = {"activation_checkpointing": "selective", "offload": "cpu"}

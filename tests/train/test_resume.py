@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import types
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from graphckpt.train.snapshot import folder as snapshot
 pytestmark = pytest.mark.usefixtures("place")
 
 
-def test_a_finished_run_has_the_files_of_libai_and_is_evaluated_and_resumed(place, capsys):
+def test_a_finished_run_has_the_files_of_libai_and_is_evaluated_and_resumed(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train() == 0
     out = place / "out"
     files = ["config.yaml", "last_checkpoint", "log.txt", "metrics.json", "run.lock", "step.png"]
@@ -59,7 +63,7 @@ def test_a_finished_run_has_the_files_of_libai_and_is_evaluated_and_resumed(plac
 @pytest.mark.parametrize(
     ("optimizer", "number"), [("torch.optim.AdamW", signal.SIGINT), ("torch.optim.NAdam", signal.SIGTERM)]
 )
-def test_stopped_and_resumed_it_ends_at_the_same_bits(place, optimizer, number):
+def test_stopped_and_resumed_it_ends_at_the_same_bits(place: Path, optimizer: str, number: Any) -> None:
     """With dropout, accumulation, a schedule, evaluation, and a stop between two lines of the log."""
     words = [f"optim._target_={optimizer}", "train.amp.enabled=True"]
     if optimizer.endswith("NAdam"):
@@ -79,13 +83,13 @@ def test_stopped_and_resumed_it_ends_at_the_same_bits(place, optimizer, number):
     assert "resumed from parts/model_0000004, after iteration: 5/10" in log
 
 
-def test_another_batch_size_goes_on_with_the_samples_that_come_next(place):
+def test_another_batch_size_goes_on_with_the_samples_that_come_next(place: Path) -> None:
     stopped("out", 3)
     assert train("--resume", "train.num_accumulation_steps=4", "train.train_iter=6") == 0
     assert [row["consumed_samples"] for row in rows_of(place / "out") if "lr" in row] == [4, 12, 36]
 
 
-def test_a_snapshot_of_another_model_is_one_clear_error(place, capsys):
+def test_a_snapshot_of_another_model_is_one_clear_error(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopped("out", 5)
     assert train("--resume", "model.config.n_embd=32") == 2
     error = capsys.readouterr().err
@@ -98,7 +102,9 @@ def test_a_snapshot_of_another_model_is_one_clear_error(place, capsys):
     assert train("--resume") == 0
 
 
-def test_other_data_and_another_number_of_threads_are_told(place, monkeypatch, capsys):
+def test_other_data_and_another_number_of_threads_are_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     stopped("out", 3)
     assert train("--resume", "train.train_iter=4") == 0
     assert "changed since" not in capsys.readouterr().out
@@ -110,7 +116,7 @@ def test_other_data_and_another_number_of_threads_are_told(place, monkeypatch, c
     assert "-> 77; sums may be rounded differently" in printed
 
 
-def test_a_metric_that_is_not_measured_is_told_once(place, capsys):
+def test_a_metric_that_is_not_measured_is_told_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("train.evaluation.eval_metric=acc") == 0
     printed = capsys.readouterr().out
     assert printed.count("train.evaluation.eval_metric: 'acc' was not measured") == 1
@@ -118,7 +124,7 @@ def test_a_metric_that_is_not_measured_is_told_once(place, capsys):
     assert not (place / "out" / "model_best").exists()
 
 
-def test_best_is_by_the_mode():
+def test_best_is_by_the_mode() -> None:
     saved = []
     loop = types.SimpleNamespace(metrics={})
     first, resumed = (
@@ -133,20 +139,20 @@ def test_best_is_by_the_mode():
     assert saved == [0.5, 0.6]
 
 
-def test_tensorboard_gets_every_metric(place, pictures, monkeypatch):
+def test_tensorboard_gets_every_metric(place: Path, pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     written, pictures = [], {}
 
     class SummaryWriter:
-        def __init__(self, folder, purge_step):
+        def __init__(self, folder: Path, purge_step: Any) -> None:
             written.append((folder, purge_step))
 
-        def add_scalar(self, name, value, step):
+        def add_scalar(self, name: str, value: Any, step: Any) -> None:
             written.append((name, value, step))
 
-        def add_image(self, name, picture, step, dataformats):
+        def add_image(self, name: str, picture: Any, step: Any, dataformats: Any) -> None:
             pictures[name] = picture.shape, step, dataformats
 
-        def close(self):
+        def close(self) -> None:
             written.append("closed")
 
     module = types.ModuleType("torch.utils.tensorboard")
@@ -171,7 +177,7 @@ def test_tensorboard_gets_every_metric(place, pictures, monkeypatch):
     assert pictures == {"memory/step": ((*pictures["memory/step"][0][:2], 4), last, "HWC")}
 
 
-def test_wandb_gets_every_metric_and_goes_on_with_the_same_run(place, monkeypatch):
+def test_wandb_gets_every_metric_and_goes_on_with_the_same_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, logged = [], []
     run = types.SimpleNamespace(finish=lambda: begun.append("end"))
     run.log = lambda values, step: logged.append((step, values))
@@ -193,7 +199,7 @@ def test_wandb_gets_every_metric_and_goes_on_with_the_same_run(place, monkeypatc
     assert all({tag_of(key): number for key, number in rows[step].items()}[name] == value for step, name, value in sent)
 
 
-def test_epochs_between_snapshots_and_evaluations(place):
+def test_epochs_between_snapshots_and_evaluations(place: Path) -> None:
     assert train("train.train_iter=1", "train.evaluation.enabled=False") == 0
     num_samples = snapshot.read_info(place / "out" / "model_final")["data"]["num_samples"]
     batch = [f"train.train_micro_batch_size={num_samples // 2 - 1}", "train.num_accumulation_steps=1"]

@@ -8,6 +8,7 @@ import re
 import shutil
 from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,15 +34,15 @@ train.activation_checkpoint.enabled = True
 
 
 @pytest.fixture(autouse=True)
-def larger(place):
+def larger(place: Path) -> None:
     (place / "tiny.py").write_text(CONFIG + LARGER, encoding="utf-8")
 
 
-def _losses(folder):
+def _losses(folder: Path) -> list[Any]:
     return [row["total_loss"] for row in rows_of(folder) if "total_loss" in row]
 
 
-def test_a_run_learns_and_writes_all(place, pictures, capsys):
+def test_a_run_learns_and_writes_all(place: Path, pictures: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("train.train_iter=40", "train.log_period=5") == 0
     out = place / "out"
     rows = rows_of(out)
@@ -68,7 +69,7 @@ def test_a_run_learns_and_writes_all(place, pictures, capsys):
     assert "model_final" in printed
 
 
-def test_the_saved_model_is_that_of_transformers_and_the_saved_config_runs_the_same_again(place):
+def test_the_saved_model_is_that_of_transformers_and_the_saved_config_runs_the_same_again(place: Path) -> None:
     assert train("train.seed=7") == 0
     model = AutoModelForCausalLM.from_pretrained(place / "out" / "model_final")
     tokenizer = AutoTokenizer.from_pretrained(place / "out" / "model_final")
@@ -89,7 +90,7 @@ def test_the_saved_model_is_that_of_transformers_and_the_saved_config_runs_the_s
     assert _losses(place / "out") != first
 
 
-def test_policies_change_no_bit_and_amp_little(place):
+def test_policies_change_no_bit_and_amp_little(place: Path) -> None:
     assert train("train.output_dir=plain", "train.activation_checkpoint.enabled=False") == 0
     plain, weights = _losses(place / "plain"), (place / "plain" / "model_final" / "model.safetensors").read_bytes()
     for policy in (
@@ -105,7 +106,7 @@ def test_policies_change_no_bit_and_amp_little(place):
     assert _losses(place / "short") == pytest.approx(plain, rel=0.05)
 
 
-def test_accumulation_comes_near_one_large_batch(place):
+def test_accumulation_comes_near_one_large_batch(place: Path) -> None:
     assert train("train.output_dir=one", *STILL) == 0
     steps = ["train.num_accumulation_steps=4", "train.train_micro_batch_size=2"]
     assert train("train.output_dir=four", *STILL, *steps) == 0
@@ -113,7 +114,7 @@ def test_accumulation_comes_near_one_large_batch(place):
     assert [row["consumed_samples"] for row in rows_of(place / "four")] == [8 * n for n in range(1, 13)]
 
 
-def test_fast_dev_run_and_overrides_between_flags(place):
+def test_fast_dev_run_and_overrides_between_flags(place: Path) -> None:
     first = ["train.evaluation.eval_iter=1", "train.output_dir=out"]
     assert main(["train", *first, "--fast-dev-run", "optim.lr=1e-3", "--config-file", "tiny.py"]) == 0
     rows = rows_of(place / "out")
@@ -142,8 +143,14 @@ def test_fast_dev_run_and_overrides_between_flags(place):
         ),
     ],
 )
-def test_memory_that_runs_out_is_one_clear_error(monkeypatch, capsys, error, words, fix):
-    def full(self, **batch):
+def test_memory_that_runs_out_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Any,
+    words: list[Any] | list[str],
+    fix: str,
+) -> None:
+    def full(self: Any, **batch: Any) -> None:
         raise error
 
     monkeypatch.setattr(TrainGraph, "build", full)
@@ -154,8 +161,8 @@ def test_memory_that_runs_out_is_one_clear_error(monkeypatch, capsys, error, wor
     assert len(printed.splitlines()) == 1
 
 
-def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(place):
-    def remove(loop):
+def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(place: Path) -> None:
+    def remove(loop: Any) -> None:
         if loop.done == 4:
             shutil.rmtree(place / "out")
 
@@ -178,7 +185,9 @@ def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(p
         ([], 2, "required: command"),
     ],
 )
-def test_words_of_the_command_line(capsys, words, code, message):
+def test_words_of_the_command_line(
+    capsys: pytest.CaptureFixture[str], words: list[Any] | list[str], code: int, message: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == code
@@ -186,27 +195,29 @@ def test_words_of_the_command_line(capsys, words, code, message):
     assert re.search(message, captured.out + captured.err)
 
 
-def test_known_options_are_those_of_the_parser_and_not_of_its_coloured_usage(capsys, monkeypatch):
+def test_known_options_are_those_of_the_parser_and_not_of_its_coloured_usage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = ArgumentParser.format_usage
     monkeypatch.setattr(ArgumentParser, "format_usage", lambda self: usage(self).replace("--", "\x1b[36m--"))
     assert main(["train", "--config-file", "nowhere.py"]) == 2
     assert "nowhere.py: no such config file" in capsys.readouterr().err
 
 
-def test_a_packaged_config_has_several_names_and_a_missing_one_has_a_hint(capsys):
+def test_a_packaged_config_has_several_names_and_a_missing_one_has_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert existing(Path("quickstart")) == existing(Path("configs/quickstart.py"))
     assert main(["train", "--config-file", "configs/quickstrat.py"]) == 2
     assert "did you mean 'quickstart.py'" in capsys.readouterr().err
 
 
-def test_exit_code_reaches_the_shell(place):
+def test_exit_code_reaches_the_shell(place: Path) -> None:
     ran = run_script("graphckpt", "train", "--config-file", "nowhere.py", folder=place)
     assert ran.code == 2
     assert ran.stderr.startswith("error: nowhere.py: no such config file")
     assert len(ran.stderr.splitlines()) == 1
 
 
-def test_terminal_shows_a_bar_with_the_time_left(place):
+def test_terminal_shows_a_bar_with_the_time_left(place: Path) -> None:
     screen = io.StringIO()
     trainer = trainer_from("tiny.py", ["train.train_iter=3"])
     trainer.report = Report(Console(file=screen, force_terminal=True, width=100))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,12 +13,12 @@ from graphckpt.config.schema import read
 from graphckpt.train.settings import DistConfig, TrainConfig
 
 
-def _faults(*words):
+def _faults(*words: Any) -> Any:
     train = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
     return read(TrainConfig, {"train": train}, "train")[1]
 
 
-def _sizes(micro, total, accumulation, parallel=1):
+def _sizes(micro: Any, total: Any, accumulation: Any, parallel: int = 1) -> Any:
     sizes = {"train_micro_batch_size": micro, "global_batch_size": total, "num_accumulation_steps": accumulation}
     return TrainConfig(**sizes, dist=DistConfig(data_parallel_size=parallel)).sizes
 
@@ -25,12 +27,12 @@ def _sizes(micro, total, accumulation, parallel=1):
     ("sizes", "expected"),
     [((8, None, None), (8, 1)), ((8, None, 4), (8, 4)), ((None, 32, None), (32, 1)), ((8, 32, 4), (8, 4))],
 )
-def test_what_is_missing_is_derived(sizes, expected):
+def test_what_is_missing_is_derived(sizes: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     assert _sizes(*sizes)[:2] == expected
 
 
 @given(micro=st.integers(1, 64), accumulation=st.integers(1, 64), parallel=st.integers(1, 8))
-def test_any_one_follows_from_the_others(micro, accumulation, parallel):
+def test_any_one_follows_from_the_others(micro: Any, accumulation: Any, parallel: Any) -> None:
     expected = _sizes(micro, None, accumulation, parallel)
     total = expected.global_batch
     assert total == micro * accumulation * parallel
@@ -40,7 +42,7 @@ def test_any_one_follows_from_the_others(micro, accumulation, parallel):
 @pytest.mark.parametrize(
     ("train", "expected"), [({}, 5), ({"train_epoch": 2}, 13), ({"train_epoch": 0.1}, 5), ({"train_samples": 9}, 3)]
 )
-def test_length_of_a_run(train, expected):
+def test_length_of_a_run(train: dict[str, Any], expected: int) -> None:
     assert TrainConfig(train_iter=5, train_micro_batch_size=4, **train).iterations(num_samples=25) == expected
 
 
@@ -87,12 +89,12 @@ UNLIKE = "processes that do not share matrices keep different tensors · fix: ra
         ("warmup_ratio=1.0", "expected less than 1, got 1.0"),
     ],
 )
-def test_keys_without_effect_or_in_contradiction_say_so(words, fault):
+def test_keys_without_effect_or_in_contradiction_say_so(words: Any, fault: Any) -> None:
     (found,) = _faults(*words.split())
     assert found.startswith(f"train.{words.split()[-1].partition('=')[0]}: {fault}")
 
 
-def test_neutral_values_are_good():
+def test_neutral_values_are_good() -> None:
     neutral = [
         *("dist.data_parallel_size=4", "dist.tensor_parallel_size=2", "dist.custom_pipeline_stage_id=null"),
         *("zero_optimization.enabled=False", "zero_optimization.stage=2", "start_iter=0", "consumed_valid_samples=0"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ INFO = {
 }
 
 
-def _write(folder, value=1.0, run="r", **more):
+def _write(folder: Path, value: float = 1.0, run: str = "r", **more: Any) -> None:
     snapshot.write(
         folder,
         weights={"w": torch.full((3,), value)},
@@ -35,11 +37,11 @@ def _write(folder, value=1.0, run="r", **more):
     )
 
 
-def _names(folder):
+def _names(folder: Path) -> list[Any]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_written_is_read_and_replaced(tmp_path):
+def test_what_is_written_is_read_and_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "model_best"
     _write(folder, companions=lambda folder: (folder / "config.json").write_text("{}"))
     assert _names(tmp_path) == ["model_best"]
@@ -53,7 +55,7 @@ def test_what_is_written_is_read_and_replaced(tmp_path):
     assert read_weights(folder)["w"][0] == 2
 
 
-def test_all_of_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_all_of_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "model_best"
     synced = []
     monkeypatch.setattr(snapshot, "sync", lambda path: synced.append((path.name, target.exists())))
@@ -67,13 +69,15 @@ class _Killed(BaseException):
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_killed_at_any_call_of_the_system_the_old_or_the_new_one_is_there(tmp_path, monkeypatch, number):
+def test_killed_at_any_call_of_the_system_the_old_or_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     """Each rename and each sync is a place to die; at every one of them what the folder holds is whole."""
     _write(tmp_path / "model_best", 1.0)
     calls = iter(range(1000))
 
-    def dying(function):
-        def call(*args, **kwargs):
+    def dying(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == number:
                 raise _Killed
             return function(*args, **kwargs)
@@ -96,15 +100,17 @@ def test_killed_at_any_call_of_the_system_the_old_or_the_new_one_is_there(tmp_pa
 
 
 class _Full:
-    def write(self, *_):
+    def write(self, *_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def flush(self):
+    def flush(self) -> None:
         pass
 
 
 @pytest.mark.parametrize("broken", ["save_file", "sync", "torch.save"])
-def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(tmp_path, monkeypatch, broken):
+def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
     _write(tmp_path / "model_best")
     if broken == "torch.save":  # whose writer has words of its own
         save = torch.save
@@ -117,11 +123,11 @@ def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(tmp_path, monkeyp
     assert read_weights(tmp_path / "model_best")["w"][0] == 1
 
 
-def _cut_short(path):
+def _cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def _flip(path):
+def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -136,7 +142,9 @@ def _flip(path):
         (lambda path: path.unlink(), "No such file or directory"),
     ],
 )
-def test_a_broken_file_is_named_and_the_snapshot_before_it_is_offered(tmp_path, name, break_it, message):
+def test_a_broken_file_is_named_and_the_snapshot_before_it_is_offered(
+    tmp_path: Path, name: str, break_it: Any, message: str
+) -> None:
     for iteration in (3, 7, 11):
         _write(tmp_path / periodic_name(iteration))
     Snapshots(tmp_path).mark_last("model_0000011")
@@ -149,7 +157,7 @@ def test_a_broken_file_is_named_and_the_snapshot_before_it_is_offered(tmp_path, 
     assert Snapshots(tmp_path).last()[0].name == "model_0000003"
 
 
-def test_a_snapshot_that_is_alone_and_broken_says_so(tmp_path):
+def test_a_snapshot_that_is_alone_and_broken_says_so(tmp_path: Path) -> None:
     _write(tmp_path / "model_0000003")
     Snapshots(tmp_path).mark_last("model_0000003")
     (tmp_path / "model_0000003" / "snapshot.json").write_text("{")
@@ -171,14 +179,14 @@ def test_a_snapshot_that_is_alone_and_broken_says_so(tmp_path):
         ("model_0000009\n", "names model_0000009, which is not there"),
     ],
 )
-def test_last_checkpoint_that_makes_no_sense(tmp_path, text, message):
+def test_last_checkpoint_that_makes_no_sense(tmp_path: Path, text: str, message: str) -> None:
     _write(tmp_path / "model_0000003")
     (tmp_path / "last_checkpoint").write_text(text)
     with pytest.raises(SnapshotError, match=rf"{message}.* · fix: resume from model_0000003"):
         Snapshots(tmp_path).last()
 
 
-def test_prune_keeps_the_newest_of_this_run_alone(tmp_path):
+def test_prune_keeps_the_newest_of_this_run_alone(tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path)
     _write(tmp_path / "model_0000001", run="another")
     for iteration in (3, 7, 11, 15, 99):
@@ -190,7 +198,7 @@ def test_prune_keeps_the_newest_of_this_run_alone(tmp_path):
     assert snapshots.names() == ["model_0000001", "model_0000015", "model_0000099", "model_best"]
 
 
-def test_tied_weights_and_views_are_saved_once_and_loaded_whole(tmp_path):
+def test_tied_weights_and_views_are_saved_once_and_loaded_whole(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
     weights = distinct_tensors(dict(model.state_dict()))
@@ -202,7 +210,7 @@ def test_tied_weights_and_views_are_saved_once_and_loaded_whole(tmp_path):
     assert torch.equal(other["b"].weight, model["a"].weight)
 
 
-def test_weights_of_another_model_change_nothing():
+def test_weights_of_another_model_change_nothing() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     weights = {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(3), "1.bias": torch.ones(2), "2.bias": torch.ones(2)}

@@ -6,6 +6,8 @@ import copy
 import io
 import json
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,17 +47,17 @@ OPTIMIZER, STEP = "System-Train-Optimizer-0", "System-Train-TrainStep"
 WRONG = [None, -1, 10**30, 1e9, float("nan"), "", True, [], [1], {"a": "b"}]
 
 
-def written(folder, text):
+def written(folder: Path, text: Any) -> Any:
     (folder / "snapshot.json").write_text(text if isinstance(text, str) else json.dumps(text))
     return folder
 
 
-def test_a_good_description_is_read(tmp_path):
+def test_a_good_description_is_read(tmp_path: Path) -> None:
     assert read_info(written(tmp_path, INFO)) == INFO
 
 
 @pytest.mark.parametrize("field", INFO)
-def test_every_field_of_the_description_has_a_type(tmp_path, field):
+def test_every_field_of_the_description_has_a_type(tmp_path: Path, field: Any) -> None:
     for value in WRONG:
         if field == "metrics" and value == []:
             continue
@@ -83,7 +85,9 @@ def test_every_field_of_the_description_has_a_type(tmp_path, field):
         ({"metrics": {"loss": None}}, "metrics.loss: expected a valid number, got None"),
     ],
 )
-def test_a_field_of_the_description_that_is_wrong_is_named(tmp_path, change, message):
+def test_a_field_of_the_description_that_is_wrong_is_named(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(SnapshotError) as raised:
         read_info(written(tmp_path, {**INFO, **change}))
     assert str(raised.value).startswith(f"{tmp_path}/snapshot.json: {message}")
@@ -92,14 +96,14 @@ def test_a_field_of_the_description_that_is_wrong_is_named(tmp_path, change, mes
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "1" * 10_000, '{"format": 2, "files": {}, "done": ' + "1" * 5000 + "}"]
 )
-def test_json_that_python_cannot_read_is_one_error(tmp_path, text):
+def test_json_that_python_cannot_read_is_one_error(tmp_path: Path, text: Any) -> None:
     with pytest.raises(SnapshotError, match=r"snapshot\.json: \(all of it\): expected valid JSON: [^\n]*$"):
         read_info(written(tmp_path, text))
     with pytest.raises(SnapshotError, match=r"snapshot\.json: \(all of it\): expected .*, got \[1\]"):
         read_info(written(tmp_path, "[1]"))
 
 
-def test_the_readers_say_what_they_expect():
+def test_the_readers_say_what_they_expect() -> None:
     for kind, value in ((Count, True), (Count, 2.0), (Number, float("inf")), (Number, "1"), (Text, ""), (Text, 3)):
         with pytest.raises(FieldError, match=r"^a\.b: expected .*, got "):
             validate(kind, value, "a.b")
@@ -113,7 +117,7 @@ def test_the_readers_say_what_they_expect():
         copy.copy({})["b"]
 
 
-def trainer_state(**changes):
+def trainer_state(**changes: Any) -> dict[str, Any]:
     kind, keys, *rest = np.random.RandomState(0).get_state()
     generators = {
         "cpu": torch.get_rng_state(),
@@ -126,7 +130,7 @@ def trainer_state(**changes):
     return {**state, **changes}
 
 
-def numpy_state(position):
+def numpy_state(position: Any) -> dict[str, Any]:
     state = trainer_state()["random"]
     return {**state, "numpy": [*state["numpy"][:2], position, *state["numpy"][3:]]}
 
@@ -148,7 +152,7 @@ def numpy_state(position):
         (trainer_state(extra={"head._extra_state": 1}), "extra: expected the entries [], got ['head._extra_state']"),
     ],
 )
-def test_a_field_of_the_trainer_state_that_is_wrong_is_named(trainer, message):
+def test_a_field_of_the_trainer_state_that_is_wrong_is_named(trainer: Any, message: str) -> None:
     run = {"buffers": {"mask": torch.zeros(2)}, "unsaved": ["mask"], "extra": [], "machine": {}}
     check_trainer(trainer_state(), **run)
     with pytest.raises(FieldError) as raised:
@@ -156,7 +160,7 @@ def test_a_field_of_the_trainer_state_that_is_wrong_is_named(trainer, message):
     assert str(raised.value).startswith(message)
 
 
-def test_several_processes_have_a_generator_each():
+def test_several_processes_have_a_generator_each() -> None:
     run = {"buffers": {"mask": torch.zeros(2)}, "unsaved": [], "extra": [], "machine": {"data_parallel_size": 2}}
     check_trainer(trainer_state(random_of_each=[numpy_state(0)] * 2), **run)
     with pytest.raises(FieldError, match=r"^random_of_each: expected the generators of 2 processes, got 1"):
@@ -166,19 +170,19 @@ def test_several_processes_have_a_generator_each():
 
 
 @as_module(lambda: {"linear": nn.Linear(3, 3), "scale": nn.Parameter(torch.tensor(1.0))})
-def Mixed(self, x):
+def Mixed(self: Any, x: torch.Tensor) -> Any:
     """Has parameters of 0, 1 and 2 dimensions."""
     return self.linear(x) * self.scale
 
 
-def step_of(make):
+def step_of(make: Any) -> Train:
     torch.manual_seed(0)
     model = Mixed()
     optimizer = make([p for p in model.parameters() if p.ndim == 2 or make is not torch.optim.Muon])
     return Train(model, optimizer, lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n), capture="eager")
 
 
-def graph_states(make, steps=3):
+def graph_states(make: Any, steps: int = 3) -> tuple[Any, ...]:
     """Returns the state after some steps, as a snapshot holds it, and a graph that has just begun."""
     graph = step_of(make)
     for _ in range(steps):
@@ -191,12 +195,12 @@ def graph_states(make, steps=3):
     return torch.load(file, weights_only=True), step_of(make)
 
 
-def check(state, fresh, num_states):
+def check(state: Any, fresh: Any, num_states: Any) -> None:
     check_graph(state, fresh.state_dict(), fresh._update.optimizers[0], done=3, num_states=num_states)
 
 
 class Custom(torch.optim.SGD):
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for number, parameter in enumerate(self.param_groups[0]["params"]):
             self.state[parameter][f"own {number}"] = {"words": ["any", None, torch.ones(7)]}
@@ -212,12 +216,12 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, Custom], ids=lambda kind: kind.__name__)
-def test_the_states_of_every_optimizer_are_good(kind):
+def test_the_states_of_every_optimizer_are_good(kind: Any) -> None:
     state, fresh = graph_states(kind)
     check(state, fresh, len(state[OPTIMIZER]["state"]))
 
 
-def replaced(state, *path, value):
+def replaced(state: Any, *path: Any, value: Any) -> dict[str, Any]:
     first, *rest = path
     return {**state, first: replaced(state[first], *rest, value=value) if rest else value}
 
@@ -240,7 +244,7 @@ def replaced(state, *path, value):
         ),
     ],
 )
-def test_a_field_of_the_graphs_state_that_is_wrong_is_named(path, value, message):
+def test_a_field_of_the_graphs_state_that_is_wrong_is_named(path: tuple[Any, ...], value: Any, message: str) -> None:
     state, fresh = graph_states(torch.optim.AdamW)
     with pytest.raises(FieldError) as raised:
         check(replaced(state, *path, value=value), fresh, 3)

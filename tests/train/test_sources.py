@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -29,7 +31,7 @@ dataset_info:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A data set of JSON lines, and nothing of the user's in the cache of data sets."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
     datasets.disable_progress_bars()
@@ -44,13 +46,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def _data(folder, **fields):
+def _data(folder: Any, **fields: Any) -> TextData:
     sizes = {"vocab_size": 280, "seq_length": 16, "eval_fraction": 0.3, "cache_dir": str(folder / "cache")}
     return TextData(**{"dataset": str(folder / "reviews"), **sizes, **fields})
 
 
 @pytest.mark.parametrize(("config", "groups"), [(None, ("0", "1")), ("plain", ("bad", "good"))])
-def test_rows_of_a_data_set_are_text_with_classes(folder, quiet, config, groups):
+def test_rows_of_a_data_set_are_text_with_classes(
+    folder: Any, quiet: Any, config: str | None, groups: tuple[Any, ...]
+) -> None:
     if config:
         (folder / "reviews" / "README.md").write_text(_CARD)
     data = _data(folder, dataset_config=config, label_column="label")
@@ -63,7 +67,7 @@ def test_rows_of_a_data_set_are_text_with_classes(folder, quiet, config, groups)
     assert len(_data(folder).open(CausalLM(), seed=1, report=quiet).train) > 1
 
 
-def test_files_of_a_format_are_the_rows_of_their_data_set(folder, quiet):
+def test_files_of_a_format_are_the_rows_of_their_data_set(folder: Any, quiet: Any) -> None:
     file = str(folder / "reviews" / "train.jsonl")
     named, listed = (_data(folder, **fields).prepare(quiet) for fields in ({}, {"dataset": "json", "paths": [file]}))
     assert listed.tokenizer_file == named.tokenizer_file  # the folder of its name is a hash of the text
@@ -86,7 +90,9 @@ def test_files_of_a_format_are_the_rows_of_their_data_set(folder, quiet):
         ({"paths": "x"}, r"data\.dataset: '.*reviews', and data\.paths is set too · fix: set one of them to null"),
     ],
 )
-def test_faults_of_a_data_set_are_one_line(folder, monkeypatch, quiet, fields, message):
+def test_faults_of_a_data_set_are_one_line(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, quiet: Any, fields: dict[str, Any], message: str
+) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataError, match=message) as caught:
@@ -94,7 +100,7 @@ def test_faults_of_a_data_set_are_one_line(folder, monkeypatch, quiet, fields, m
     assert len(str(caught.value).splitlines()) == 1
 
 
-def _tokenizer(path, *special):
+def _tokenizer(path: Path, *special: Any) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -105,7 +111,7 @@ def _tokenizer(path, *special):
     return tokenizer
 
 
-def test_tokenizer_of_the_user_is_used(folder, quiet):
+def test_tokenizer_of_the_user_is_used(folder: Any, quiet: Any) -> None:
     special = ["[MASK]", "[SEP]", "[CLS]", "[PAD]", "<|endoftext|>"]
     own = _tokenizer(folder / "tokenizer.json", *special)
     text = _data(folder, tokenizer_file=str(folder / "tokenizer.json")).prepare(quiet, MaskedLM.special_tokens)
@@ -114,7 +120,7 @@ def test_tokenizer_of_the_user_is_used(folder, quiet):
     assert text.text_ids.tolist() == list(range(5, text.vocab_size))
 
 
-def test_random_tokens_are_those_of_text_wherever_a_tokenizer_has_its_special_ones(folder, quiet):
+def test_random_tokens_are_those_of_text_wherever_a_tokenizer_has_its_special_ones(folder: Any, quiet: Any) -> None:
     special = ["[MASK]", "[SEP]", "[CLS]", "[PAD]", "<|endoftext|>"]
     own = _tokenizer(folder / "tokenizer.json")
     own.add_tokens(["between"])
@@ -130,7 +136,7 @@ def test_random_tokens_are_those_of_text_wherever_a_tokenizer_has_its_special_on
     assert changed.max() <= last
 
 
-def test_faults_of_a_tokenizer(folder, quiet):
+def test_faults_of_a_tokenizer(folder: Any, quiet: Any) -> None:
     (folder / "broken.json").write_text("{}", encoding="utf-8")
     _tokenizer(folder / "plain.json", "<|endoftext|>", "[PAD]")
     for fields, message in (
@@ -143,7 +149,7 @@ def test_faults_of_a_tokenizer(folder, quiet):
             _data(folder, **fields).prepare(quiet, MaskedLM.special_tokens)
 
 
-def test_own_data_sets_are_collated(quiet):
+def test_own_data_sets_are_collated(quiet: Any) -> None:
     items = [{"x": torch.full((2,), float(n)), "y": n} for n in range(5)]
     opened = OwnData(train=items, heldout=items[:2]).open(OwnLoss(), seed=0, report=quiet)
     batch = opened.train.batch(np.array([3, 1]))
@@ -153,7 +159,7 @@ def test_own_data_sets_are_collated(quiet):
     assert OwnData(train=items).open(OwnLoss(), seed=0, report=quiet).heldout is None
 
 
-def test_faults_of_own_data_sets(quiet):
+def test_faults_of_own_data_sets(quiet: Any) -> None:
     for data, message in (
         (OwnData(train=(n for n in range(3))), r"data\.train: expected a map-style data set, got generator · fix"),
         (OwnData(train=[{}], heldout=[]), r"data\.heldout: list holds no sample · fix: fill it"),

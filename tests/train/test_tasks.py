@@ -6,6 +6,7 @@ import hashlib
 import io
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ _SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Twenty documents of two classes, each of lines of words that no other document has."""
     folder = tmp_path_factory.mktemp("corpus") / "texts"
     generator = random.Random(0)
@@ -41,16 +42,16 @@ def texts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(texts):
+def data(texts: Any) -> TextData:
     fields = {"paths": str(texts), "vocab_size": 400, "seq_length": 48, "eval_fraction": 0.3}
     return TextData(**fields, cache_dir=str(texts.parent / "cache"))
 
 
-def _open(data, task, seed=1):
+def _open(data: TextData, task: Any, seed: int = 1) -> Any:
     return data.open(task, seed=seed, report=Report(Console(file=io.StringIO())))
 
 
-def _all(samples):
+def _all(samples: Any) -> Any:
     return samples.batch(np.arange(len(samples)))
 
 
@@ -63,7 +64,7 @@ def _all(samples):
         (SequenceClassification(), ("5d7410013e126d9a", "8e37fb558f1d1f31")),
     ],
 )
-def test_samples_are_those_of_earlier_versions(data, task, expected):
+def test_samples_are_those_of_earlier_versions(data: TextData, task: Any, expected: tuple[Any, ...]) -> None:
     """The hashes are those of 0.1, which wrote its own token files: a run that is resumed sees the same samples."""
     opened, hashes = _open(data, task), []
     for samples in (opened.train, opened.heldout):
@@ -74,7 +75,7 @@ def test_samples_are_those_of_earlier_versions(data, task, expected):
     assert tuple(hashes) == expected
 
 
-def test_masked_lm_masks_80_10_10_of_the_asked(data):
+def test_masked_lm_masks_80_10_10_of_the_asked(data: TextData) -> None:
     opened = _open(data, MaskedLM())
     batch, ids = _all(opened.train), opened.text.special_ids
     assert ids == {"[PAD]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
@@ -91,7 +92,7 @@ def test_masked_lm_masks_80_10_10_of_the_asked(data):
     assert (seen[~masked & ~same] > 4).all()
 
 
-def test_masked_lm_pairs_texts_of_one_document_or_of_two(data):
+def test_masked_lm_pairs_texts_of_one_document_or_of_two(data: TextData) -> None:
     opened = _open(data, MaskedLM(mask_fraction=0.0))
     tokenizer = Tokenizer.from_file(str(opened.text.tokenizer_file))
     batch = _all(opened.train)
@@ -118,7 +119,7 @@ def test_masked_lm_pairs_texts_of_one_document_or_of_two(data):
     assert batch["next_sentence_label"].float().mean().item() == pytest.approx(0.5, abs=0.1)
 
 
-def test_masked_lm_draws_the_same_for_a_sample_and_a_seed(data):
+def test_masked_lm_draws_the_same_for_a_sample_and_a_seed(data: TextData) -> None:
     samples = _open(data, MaskedLM()).train
     again, other = _open(data, MaskedLM()).train, _open(data, MaskedLM(), seed=2).train
     batch = samples.batch(np.array([5, 3, 9]))
@@ -127,7 +128,7 @@ def test_masked_lm_draws_the_same_for_a_sample_and_a_seed(data):
     assert not other.batch(np.array([5, 3, 9]))["input_ids"].equal(batch["input_ids"])
 
 
-def test_masked_lm_has_the_loss_of_the_model(data):
+def test_masked_lm_has_the_loss_of_the_model(data: TextData) -> None:
     torch.manual_seed(0)
     opened = _open(data, MaskedLM())
     model = BertForPreTraining(BertConfig(vocab_size=400, **_SMALL)).eval()
@@ -141,7 +142,7 @@ def test_masked_lm_has_the_loss_of_the_model(data):
     assert 0 <= metrics["eval_nsp_acc"] <= 1
 
 
-def test_classification_labels_with_the_folder(data):
+def test_classification_labels_with_the_folder(data: TextData) -> None:
     opened = _open(data, SequenceClassification())
     tokenizer = Tokenizer.from_file(str(opened.text.tokenizer_file))
     batch = _all(opened.train)
@@ -158,13 +159,13 @@ def test_classification_labels_with_the_folder(data):
     assert (right, count) == ((logits.argmax(-1) == some["labels"]).sum().item(), 6)
 
 
-def _returning(returned):
+def _returning(returned: Any) -> Any:
     model = nn.Module()
     model.forward = returned
     return model
 
 
-def test_own_loss_takes_what_the_model_returns_with_counts_and_masks_and_asks_for_a_loss():
+def test_own_loss_takes_what_the_model_returns_with_counts_and_masks_and_asks_for_a_loss() -> None:
     batch = {"x": torch.tensor([1.0, 2.0, 3.0])}
     for model, names in (
         (_returning(lambda x: x.sum()), ["loss"]),
@@ -179,9 +180,9 @@ def test_own_loss_takes_what_the_model_returns_with_counts_and_masks_and_asks_fo
         OwnLoss().losses(_returning(lambda x: {"logits": x}), batch)
 
 
-def test_own_loss_reports_values_that_the_update_changes_as_they_were():
+def test_own_loss_reports_values_that_the_update_changes_as_they_were() -> None:
     @as_module(lambda: {"scale": nn.Parameter(torch.tensor(1.0)), "calls": nn.Buffer(torch.zeros(()))})
-    def Scaled(self, x):
+    def Scaled(self: Any, x: torch.Tensor) -> dict[str, Any]:
         self.calls += 1
         return {"loss": (x * self.scale).sum(), "scale": self.scale, "calls": self.calls, "sizes": x}
 
@@ -193,7 +194,7 @@ def test_own_loss_reports_values_that_the_update_changes_as_they_were():
     assert {name: value.item() for name, value in values.items()} == {"loss": 3, "scale": 1, "calls": 1, "sizes": 1}
 
 
-def test_model_that_does_not_fit_the_text_is_told_all(data):
+def test_model_that_does_not_fit_the_text_is_told_all(data: TextData) -> None:
     opened = _open(data, SequenceClassification())
     model = BertForSequenceClassification(
         BertConfig(vocab_size=100, max_position_embeddings=16, num_labels=1, **_SMALL)
@@ -205,7 +206,7 @@ def test_model_that_does_not_fit_the_text_is_told_all(data):
     assert labels == "model: expected at least 2 classes, got 1 · fix: set its num_labels to 2"
 
 
-def test_one_document_has_no_second_text_from_another(texts, data):
+def test_one_document_has_no_second_text_from_another(texts: Any, data: TextData) -> None:
     one = replace(data, paths=str(next(texts.rglob("*.txt"))))
     opened, model = _open(one, MaskedLM()), nn.Module()
     (fault,) = MaskedLM().check(model, opened.text)
@@ -216,12 +217,12 @@ def test_one_document_has_no_second_text_from_another(texts, data):
     assert _all(opened.train)["next_sentence_label"].tolist() == [0] * len(opened.train)
 
 
-def test_task_that_is_not_for_text_says_so(data):
+def test_task_that_is_not_for_text_says_so(data: TextData) -> None:
     with pytest.raises(ConfigError, match="task: OwnLoss does not support text · fix: use graphckpt"):
         _open(data, OwnLoss())
 
 
-def test_faults_of_a_task_are_those_of_the_config():
+def test_faults_of_a_task_are_those_of_the_config() -> None:
     described = {"_target_": "graphckpt.train.tasks.MaskedLM", "mask_fraction": 1.5, "random_fractoin": 0.5}
     assert list(call_faults(read_calls(described, "task", []))) == [
         "task.random_fractoin: no such key of MaskedLM · did you mean 'random_fraction' or 'mask_fraction'?",

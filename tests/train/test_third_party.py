@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.small_run import CONFIG, same_weights, train
@@ -58,7 +59,7 @@ hooks = [{"_target_": "third_party_plugin.Writes"}]
 
 
 @pytest.mark.slow
-def test_a_config_names_a_rule_an_offload_target_and_a_hook_of_an_installed_package(place):
+def test_a_config_names_a_rule_an_offload_target_and_a_hook_of_an_installed_package(place: Path) -> None:
     folder = place / "site"
     install(folder, ENTRY_POINTS, third_party_plugin=PACKAGE)
     (place / "tiny.py").write_text(CONFIG + POLICY)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,12 @@ from graphckpt.train.snapshot.schema import SnapshotError
 from graphckpt.train.snapshot.weights import INDEX, load_weights, read_weights
 
 
-def _model():
+def _model() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=3, n_head=2))
 
 
 @pytest.fixture
-def sharded(tmp_path):
+def sharded(tmp_path: Path) -> tuple[Any, ...]:
     """A model, and the folder that Transformers saved it to, in shards."""
     model = _model()
     folder = tmp_path / "sharded"
@@ -28,7 +30,7 @@ def sharded(tmp_path):
     return model, folder
 
 
-def test_shards_are_read_as_one_and_one_file_wins_over_them(sharded):
+def test_shards_are_read_as_one_and_one_file_wins_over_them(sharded: tuple[Any, ...]) -> None:
     model, folder = sharded
     other = _model()
     load_weights(other, read_weights(folder), "x")
@@ -37,7 +39,7 @@ def test_shards_are_read_as_one_and_one_file_wins_over_them(sharded):
     assert list(read_weights(folder)) == ["alone"]
 
 
-def test_every_missing_shard_is_named_at_once(sharded):
+def test_every_missing_shard_is_named_at_once(sharded: tuple[Any, ...]) -> None:
     _, folder = sharded
     first, second, *_ = sorted(folder.glob("model-*-of-*.safetensors"))
     first.unlink()
@@ -51,7 +53,7 @@ def test_every_missing_shard_is_named_at_once(sharded):
     assert message.endswith("fix: copy or download the missing shards")
 
 
-def test_a_broken_shard_and_one_of_another_version_are_named(sharded):
+def test_a_broken_shard_and_one_of_another_version_are_named(sharded: tuple[Any, ...]) -> None:
     _, folder = sharded
     shard = min(folder.glob("model-*-of-*.safetensors"))
     save_file({"other": torch.ones(1)}, shard)
@@ -75,13 +77,13 @@ def test_a_broken_shard_and_one_of_another_version_are_named(sharded):
         ),
     ],
 )
-def test_faults_of_an_index(tmp_path, text, message):
+def test_faults_of_an_index(tmp_path: Path, text: Any, message: str) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(SnapshotError, match=message):
         read_weights(tmp_path)
 
 
-def test_a_folder_without_such_weights_says_what_it_has(tmp_path):
+def test_a_folder_without_such_weights_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     message = r"has no model\.safetensors and no .*, but pytorch_model\.bin · fix: name a snapshot"
     with pytest.raises(SnapshotError, match=message):
@@ -92,7 +94,7 @@ def test_a_folder_without_such_weights_says_what_it_has(tmp_path):
         read_weights(tmp_path / "nowhere")
 
 
-def test_weights_of_another_kind_are_refused():
+def test_weights_of_another_kind_are_refused() -> None:
     weights = {name: value.to(torch.int64) for name, value in nn.Linear(2, 2).state_dict().items()}
     with pytest.raises(SnapshotError, match=r"here: is of another model: weight is torch\.int64, not torch\.float32"):
         load_weights(nn.Linear(2, 2), weights, "here")
