@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,7 @@ def test_best_is_by_the_mode() -> None:
     saved = []
     loop = types.SimpleNamespace(metrics={})
     first, resumed = (
-        BestHook(lambda name, loop: saved.append(loop.metrics["acc"]) is None, metric="acc", mode="max")
-        for _ in range(2)
+        BestHook(lambda name, loop, **_: saved.append(loop.metrics["acc"]), metric="acc", mode="max") for _ in range(2)
     )
     for hook, value in ((first, 0.5), (first, 0.4), (first, float("nan")), (first, 0.6), (resumed, 0.55)):
         if hook is resumed:
@@ -137,6 +137,33 @@ def test_best_is_by_the_mode() -> None:
         loop.metrics = {"acc": value}
         hook.after_step(loop)
     assert saved == [0.5, 0.6]
+
+
+@pytest.mark.parametrize(("fails_late", "expected"), [(True, [0.6, 0.7, 0.65]), (False, [0.6, 0.55, 0.7, 0.65])])
+def test_a_metric_whose_snapshot_could_not_be_written_is_not_the_best(fails_late: bool, expected: list[float]) -> None:
+    """A failure may show only when the next snapshot is about to be written."""
+    saved: list[float] = []
+    failed: list[Callable[[], None]] = []
+
+    def save(name: str, loop: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+        while failed:
+            failed.pop()()
+        saved.append(loop.metrics["acc"])
+        if saved[-1] > 0.55:
+            failed.append(otherwise)
+            if not fails_late:
+                failed.pop()()
+        else:
+            then()
+
+    hook = BestHook(save, metric="acc", mode="max")
+    for value in (0.6, 0.55, 0.7):
+        hook.after_step(types.SimpleNamespace(metrics={"acc": value}))
+    for otherwise in failed:
+        otherwise()
+    failed.clear()
+    hook.after_step(types.SimpleNamespace(metrics={"acc": 0.65}))
+    assert saved == expected
 
 
 def test_tensorboard_gets_every_metric(place: Path, pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:

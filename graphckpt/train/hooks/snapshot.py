@@ -65,10 +65,16 @@ class SnapshotWriter:
         """Plain values that differ if the data does."""
         self._companions = companions
         self._thread = ThreadPoolExecutor(1, "snapshot") if is_async else None
-        self._pending: tuple[Future[None], Callable[[], None]] | None = None
+        self._pending: tuple[Future[None], Callable[[], None], Callable[[], None]] | None = None
 
-    def save(self, name: str, loop: Loop, then: Callable[[], None] = lambda: None) -> bool:
-        """Writes the snapshot of this name, and calls ``then`` on each rank once it is complete.
+    def save(
+        self,
+        name: str,
+        loop: Loop,
+        then: Callable[[], None] = lambda: None,
+        otherwise: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Writes the snapshot of this name, and calls ``then`` on each rank once it is complete, or ``otherwise``.
 
         Returns ``False``, after a line in the log, if it cannot be written; in the background, ``join`` raises that.
         """
@@ -87,8 +93,9 @@ class SnapshotWriter:
         except SnapshotWriteError as error:  # of the previous one: this one is written all the same
             loop.report.line(f"{error} · the snapshot before this one is missing", "red")
         try:
-            self._save(name, loop, done)
+            self._save(name, loop, done, otherwise)
         except SnapshotWriteError as error:
+            otherwise()
             self.complain(error, loop)
             return False
         return True
@@ -97,7 +104,7 @@ class SnapshotWriter:
         text = "no snapshot was saved; training continues, and the last good snapshot is kept"
         loop.report.line(f"snapshot at {loop.position}: {error} · {text}", "red")
 
-    def _save(self, name: str, loop: Loop, done: Callable[[], None]) -> None:
+    def _save(self, name: str, loop: Loop, done: Callable[[], None], otherwise: Callable[[], None]) -> None:
         # Before the weights are looked at: where a loss is not finite, its message names the iteration.
         hooks = loop.hook_states()
         self._check_weights(loop.done)
@@ -131,25 +138,26 @@ class SnapshotWriter:
             if is_main:
                 write(**parts)
 
-        self._pending = self._thread.submit(write_all), done
+        self._pending = self._thread.submit(write_all), done, otherwise
 
     def poll(self) -> None:
         """Calls ``then`` for a snapshot that was completed in the background."""
         if self._pending is not None and self._pending[0].done() and self._pending[0].exception() is None:
-            (future, done), nothing = self._pending, lambda: None
-            self._pending = future, nothing  # all ranks have to join it at the same time
+            (future, done, otherwise), nothing = self._pending, lambda: None
+            self._pending = future, nothing, otherwise  # all ranks have to join it at the same time
             done()
 
     def join(self) -> None:
         if self._pending is None:
             return
-        (future, done), self._pending = self._pending, None
+        (future, done, otherwise), self._pending = self._pending, None
         fault: str | None = None
         try:
             future.result()
         except SnapshotWriteError as error:
             fault = str(error)
         if (fault := self._ranks.broadcast(fault)) is not None:
+            otherwise()
             raise SnapshotWriteError(fault)
         done()
 
@@ -249,18 +257,19 @@ class SnapshotHook(HookBase):
 class BestHook(HookBase):
     """Saves ``model_best`` when an evaluation metric improves; runs right before ``SnapshotHook``."""
 
-    def __init__(self, save: Callable[[str, Loop], bool], *, metric: str, mode: Literal["min", "max"]) -> None:
+    def __init__(self, save: Callable[..., object], *, metric: str, mode: Literal["min", "max"]) -> None:
         self._save = save
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
         self._best: float | None = None
+        self._written: float | None = None  # the best one whose snapshot is complete
         self._has_complained = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best = state["best"]
+        self._best = self._written = state["best"]
 
     def after_step(self, loop: Loop) -> None:
         value = loop.metrics.get(self._metric)
@@ -271,8 +280,13 @@ class BestHook(HookBase):
                 what = f"train.evaluation.eval_metric: {self._metric!r} was not measured, so there will be no {BEST}"
                 loop.report.line(f"{what} · fix: use one of {', '.join(measured)}", "yellow")
         elif math.isfinite(value) and (self._best is None or value * self._sign > self._best * self._sign):
-            # Set before saving, as it is a part of the snapshot; put back if that failed, so that the next one tries
-            # again.
-            before, self._best = self._best, value
-            if not self._save(BEST, loop):
-                self._best = before
+            # Set before saving, as it is a part of the snapshot.
+            self._best = value
+            self._save(BEST, loop, then=partial(self._confirm, value), otherwise=partial(self._revoke, value))
+
+    def _confirm(self, value: float) -> None:
+        self._written = value
+
+    def _revoke(self, value: float) -> None:
+        if self._best == value:  # a failure in the background may be noticed when a better one is about to be saved
+            self._best = self._written
