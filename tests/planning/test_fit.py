@@ -22,7 +22,7 @@ import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.planning import PlanError, options
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.fit import largest
+from graphckpt.planning.fit import _gradients_missing_in_forward, largest
 from graphckpt.planning.fit_result import BatchFit
 from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import FakeStep, made_step
@@ -136,6 +136,15 @@ def test_shown_sizes_are_measured_and_have_run_and_accumulating_takes_no_more_th
         if more.fits:
             with more.plan.apply():
                 assert case.peak(row.batch_size, accumulation=3) <= more.peak_bytes <= found.budget_bytes
+
+
+def test_gradients_that_a_larger_step_has_count_as_the_device_allocates_them() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))  # six, two, two and one float
+    for device, expected in (("cpu", 4 * 11), ("meta", 512 * 4)):
+        with _gradients_missing_in_forward(model.to(device), model[1]) as sizes:
+            model(torch.ones(1, 3, device=device)).sum().backward()
+        assert sizes == [expected]
+        model.zero_grad()
 
 
 def test_training_state_is_as_before() -> None:
