@@ -480,13 +480,11 @@ def _gradients_missing_in_forward(model: nn.Module, block: nn.Module) -> Iterato
     A step with ``zero_grad(set_to_none=True)``, which is the default, has none there.
     """
     sizes: list[int] = []
-    device = next(model.parameters()).device
+    rounding = 1 if next(model.parameters()).device.type == "cpu" else _ROUNDING
 
     def add(*_: object) -> None:
         missing = (p for p in model.parameters() if p.requires_grad and p.grad is None)
-        sizes.append(
-            sum(p.nbytes if p.device.type == "cpu" else -(-p.nbytes // _ROUNDING) * _ROUNDING for p in missing)
-        )
+        sizes.append(sum(-(-p.nbytes // rounding) * rounding for p in missing))
 
     hook = block.register_forward_pre_hook(ModuleHook(add))
     try:
