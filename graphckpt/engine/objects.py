@@ -113,13 +113,13 @@ def _layout(kind: Any) -> _Layout:
     # OrderedDict first, as it is a dict too: the methods of `dict` would corrupt its order.
     container = next((each for each in (OrderedDict, *CONTAINERS) if issubclass(kind, each)), None)
     accessors = _accessors_of_types(has_numpy="numpy" in sys.modules)
-    own = None if container else next((accessors[each] for each in kind.__mro__ if each in accessors), None)
+    accessor = None if container else next((accessors[each] for each in kind.__mro__ if each in accessors), None)
     members = (member for each in kind.__mro__ if "__slots__" in vars(each) for member in vars(each).values())
     slots = tuple(member for member in members if isinstance(member, MemberDescriptorType))
     package = str(kind.__module__).partition(".")[0]
     is_callable = any("__call__" in vars(each) for each in kind.__mro__)
     is_closed = issubclass(kind, _CODE) or package == "graphckpt" or (package == "torch" and is_callable)
-    return _Layout(container, own, () if container else slots, is_closed)
+    return _Layout(container, accessor, () if container else slots, is_closed)
 
 
 # Generators and small arrays that modules and arguments have as attributes. The global generators of Python and NumPy
@@ -269,7 +269,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MA
     """
     if not deeply:
         objects = [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
-        return objects + _versions(item for owner, own in objects for item in items_of(owner, own))
+        return objects + _versions(item for owner, content in objects for item in items_of(owner, content))
     ids: set[int] = set()  # of what `objects` holds, so that none of them is freed and its id given to another
     objects, tensors = [], []
     todo = [value for value in values if _is_mutable(value)]
@@ -288,8 +288,8 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MA
             number = -id(value) if isinstance(owner, Slots) else id(owner)  # the object has no other owner with it
             if number not in ids:
                 ids.add(number)
-                objects.append((owner, own := contents(owner)))
-                items += items_of(owner, own)
+                objects.append((owner, content := contents(owner)))
+                items += items_of(owner, content)
         for item in items:
             if isinstance(item, torch.Tensor):
                 tensors.append(item)
@@ -302,11 +302,11 @@ def _is_mutable(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and type(value) not in ATOMS
 
 
-def items_of(owner: Any, own: Any) -> Iterable[Any]:
-    """Returns what ``owner`` holds, given its contents ``own``; nothing for a generator or an array."""
+def items_of(owner: Any, content: Any) -> Iterable[Any]:
+    """Returns what ``owner`` holds, given its contents ``content``; nothing for a generator or an array."""
     if isinstance(owner, (dict, Slots)):
-        return own.values()  # type: ignore[no-any-return]
-    return own if isinstance(owner, CONTAINERS) else ()
+        return content.values()  # type: ignore[no-any-return]
+    return content if isinstance(owner, CONTAINERS) else ()
 
 
 def _versions(items: Iterable[Any]) -> Objects:
@@ -340,14 +340,14 @@ def is_plain_container(objects: Objects) -> bool:
     A small array of NumPy is one.
     """
     num_values = 0
-    for owner, own in objects:
-        if type(own).__module__ == "numpy":
-            num_values += own.size
+    for owner, content in objects:
+        if type(content).__module__ == "numpy":
+            num_values += content.size
             continue
         if not isinstance(owner, CONTAINERS):
             return False
-        num_values += len(own)
-        if num_values > _MAX_PLAIN_VALUES or not all(type(item) in _PLAIN for item in items_of(owner, own)):
+        num_values += len(content)
+        if num_values > _MAX_PLAIN_VALUES or not all(type(item) in _PLAIN for item in items_of(owner, content)):
             return False
     return num_values > 0
 
@@ -378,7 +378,7 @@ def changed_tensors(objects: Objects) -> list[torch.Tensor]:
 def without_tensors(objects: Objects, tensors: Iterable[torch.Tensor]) -> Objects:
     """Returns ``objects`` without the versions of ``tensors``."""
     ids = set(map(id, tensors))
-    return [(owner, own) for owner, own in objects if id(owner) not in ids] if ids else objects
+    return [(owner, content) for owner, content in objects if id(owner) not in ids] if ids else objects
 
 
 def with_stand_ins(objects: Objects, stand_in: Callable[[torch.Tensor], Any]) -> Objects:
@@ -396,14 +396,16 @@ def with_stand_ins(objects: Objects, stand_in: Callable[[torch.Tensor], Any]) ->
             return item._make(items) if hasattr(item, "_make") else tuple(items)
         return modified.get(id(item), item)
 
-    return [(owner, _mapped(exchanged, owner, own)) for owner, own in objects if not isinstance(owner, torch.Tensor)]
+    return [
+        (owner, _mapped(exchanged, owner, content)) for owner, content in objects if not isinstance(owner, torch.Tensor)
+    ]
 
 
-def _mapped(function: Callable[[Any], Any], owner: Any, own: Any) -> Any:
+def _mapped(function: Callable[[Any], Any], owner: Any, content: Any) -> Any:
     if isinstance(owner, (dict, Slots)):
-        kind = type(own)
-        return kind((key, function(value)) for key, value in own.items())
-    return type(own)(map(function, own)) if isinstance(owner, CONTAINERS) else own
+        kind = type(content)
+        return kind((key, function(value)) for key, value in content.items())
+    return type(content)(map(function, content)) if isinstance(owner, CONTAINERS) else content
 
 
 def may_reach(value: Any) -> bool:

@@ -488,9 +488,9 @@ class Arguments:
         # What shares its version counter with an argument or a buffer is a view of it, and of these a copy exists, or
         # an error was raised above. Other memory cannot be restored; `take` raises, as only backward needs it.
         if changed and not is_guarded:
-            own = [t for t in chain(call_state.tensors, (each.tensor for each in originals)) if t is not None]
-            own = [tensor for tensor in own if not tensor.is_inference()]
-            if not all(any(share_version_counter(tensor, each) for each in own) for tensor in self._changed):
+            restorable = [t for t in chain(call_state.tensors, (each.tensor for each in originals)) if t is not None]
+            restorable = [tensor for tensor in restorable if not tensor.is_inference()]
+            if not all(any(share_version_counter(tensor, each) for each in restorable) for tensor in self._changed):
                 self.drop(mismatch.modifies_held_tensor(call.block.title))
 
     def _record_objects(self, call: Call) -> None:
@@ -499,7 +499,7 @@ class Arguments:
         assert recorder is not None
         recorder.state_kept(call.block.name, (t for t, _ in self._objects if isinstance(t, torch.Tensor)), call)
         objects = [x for x in self.leaves if attribute_of(x, "__dict__") and not isinstance(x, torch.Tensor)]
-        items = chain.from_iterable(items_of(owner, own) for owner, own in copy_objects(objects))
+        items = chain.from_iterable(items_of(owner, content) for owner, content in copy_objects(objects))
         recorder.objects_kept(call.block.name, objects, (item for item in items if isinstance(item, torch.Tensor)))
 
     def drop(self, error: str) -> None:

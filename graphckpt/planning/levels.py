@@ -153,9 +153,9 @@ class Calls:
 
         That of the last one of a batch ends before the head.
         """
-        own = [spans[Interval(Phase.FORWARD, call)] for call in range(len(self.kinds))]
-        ends = {earlier: own[later].start for later, earlier in self.before.items()}
-        return [ends.get(call, span.end) - span.start for call, span in enumerate(own)]
+        forwards = [spans[Interval(Phase.FORWARD, call)] for call in range(len(self.kinds))]
+        ends = {earlier: forwards[later].start for later, earlier in self.before.items()}
+        return [ends.get(call, span.end) - span.start for call, span in enumerate(forwards)]
 
 
 @final
@@ -182,8 +182,8 @@ class _Readings(Generic[_Value]):
         return (self._kinds[call], option) in self.of_kind
 
     def get(self, call: int, option: int) -> _Value:
-        own = self._of_call.get((call, option))
-        return self.of_kind.get((self._kinds[call], option), (False, self._default))[1] if own is None else own
+        value = self._of_call.get((call, option))
+        return self.of_kind.get((self._kinds[call], option), (False, self._default))[1] if value is None else value
 
 
 def _base_of(runs: Iterable[SampledRun], base_option: int, classes: Sequence[int]) -> tuple[StepLog, Calls]:
@@ -241,11 +241,11 @@ class LevelTable:
 
     def read_part(self, runs: Sequence[SampledRun], classes: Sequence[int]) -> None:
         """Reads runs of a part of the blocks, one of them with each of these recomputed."""
-        part = LevelTable(_base_of(runs, self.base_option, classes)[1], self.base_option)
-        part.rises.of_kind = self.rises.of_kind
-        for term, read in zip(part._terms, self._terms, strict=True):
+        shorter = LevelTable(_base_of(runs, self.base_option, classes)[1], self.base_option)
+        shorter.rises.of_kind = self.rises.of_kind
+        for term, read in zip(shorter._terms, self._terms, strict=True):
             term.of_kind = read.of_kind
-        part._read(runs, is_part=True)
+        shorter._read(runs, is_part=True)
 
     def peak(self, plan: Sequence[int], runs: Runs = ()) -> int:
         """Returns the most live bytes, for the number of the option of each block; see :meth:`levels`."""
@@ -402,13 +402,13 @@ class LevelTable:
         late = shared = inside = largest = 0
         is_held, excess = False, [0]
         for call in opened:
-            own = self.shared[call]
-            is_held = is_held and own <= largest
-            largest = max(largest, own)
+            num_bytes = self.shared[call]
+            is_held = is_held and num_bytes <= largest
+            largest = max(largest, num_bytes)
             late += self.late.get(call, options[call])
             if options[call] == KEEP_NUMBER:
                 inside += self.inside.get(call, KEEP_NUMBER)
-                shared += own
+                shared += num_bytes
             else:
                 shared, is_held = 0, True
             excess.append(late - shared + (0 if is_held else inside))

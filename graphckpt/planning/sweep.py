@@ -42,12 +42,12 @@ def measure(
     group = group or PlanGroup()
     every = range(len(blocks.names))
 
-    def shared(own: StepSample) -> StepSample:
-        group.elect_leader(own.peak_bytes)
+    def shared(sample: StepSample) -> StepSample:
+        group.elect_leader(sample.peak_bytes)
         if group.size == 1:
-            return own
-        message = group.from_leader(own.trace.to_message() if group.rank == group.leader else None)
-        return replace(own, trace=TraceLog.from_message(message))
+            return sample
+        message = group.from_leader(sample.trace.to_message() if group.rank == group.leader else None)
+        return replace(sample, trace=TraceLog.from_message(message))
 
     run = shared(step.sample(blocks, [KEEP] * len(every)))
     # First with everything kept, which shows which blocks are equal, and so how few runs show all options. Then the
@@ -63,12 +63,12 @@ def measure(
         collector = TraceCollector(classes, base_option)  # of this try: options of another may have other numbers
         collector.add(run, every, [0] * len(every), own_log)
         collector.add(base, every, [base_option] * len(every))
-        part = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
+        subset = Blocks([(blocks.names[number], blocks.modules[number]) for number in numbers])
         kinds = [classes[number] for number in numbers]
         timed = _excerpt(kinds, _MOST_TIMED)
-        few = Blocks([(part.names[number], part.modules[number]) for number in timed])
-        # `some` has one option for each number, `own[kind]` those of a class, whose levels of `selective` are its own.
-        some, own = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
+        few = Blocks([(subset.names[number], subset.modules[number]) for number in timed])
+        # `some` has one option for each number; `of_class` those of each class, which has levels of `selective` of its own.
+        some, of_class = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
         others = [number for number in range(1, len(some)) if number != base_option]
         is_alternating = base_option > 0 and collector.table().needs_alternation
         turns = list(_turns(kinds, [0, *others] if is_alternating else others, base_option, 1 + is_alternating))
@@ -77,11 +77,13 @@ def measure(
         for done, turn in enumerate(turns, start=1):
             if progress is not None:
                 progress(done, len(turns) + 1)
-            chosen = [recomputed if o == base_option else own[kind][o] for kind, o in zip(kinds, turn, strict=True)]
-            collector.add(shared(step.sample(part, chosen)), numbers, turn, is_shorter=is_shorter)
+            chosen = [
+                recomputed if o == base_option else of_class[kind][o] for kind, o in zip(kinds, turn, strict=True)
+            ]
+            collector.add(shared(step.sample(subset, chosen)), numbers, turn, is_shorter=is_shorter)
         if progress is not None:
             progress(len(turns) + 1, len(turns) + 1)
-        return collector.measured(blocks, some, own, run)
+        return collector.measured(blocks, some, of_class, run)
 
     if isinstance(step, FakeStep):  # the times of a real step are measured on many blocks
         enough = _excerpt(classes, len(options))  # to measure each option in a short run
@@ -210,11 +212,11 @@ class TraceCollector:
         return table
 
     def measured(
-        self, blocks: Blocks, options: Sequence[Option], own: Mapping[int, Sequence[Option]], run: StepSample
+        self, blocks: Blocks, options: Sequence[Option], of_class: Mapping[int, Sequence[Option]], run: StepSample
     ) -> MeasuredStep:
         table, every = self.table(), range(len(options))
         assert table.log is not None
-        forward_seconds, backward_seconds = (self._by_block(phase, own) for phase in _OF_BLOCKS)
+        forward_seconds, backward_seconds = (self._by_block(phase, of_class) for phase in _OF_BLOCKS)
         optimizer = (s for interval, s in run.seconds.items() if interval.phase is Phase.OPTIMIZER)
         ahead_bytes = {
             (call, option): num_bytes
@@ -225,7 +227,7 @@ class TraceCollector:
         return MeasuredStep(
             names=tuple(blocks.names),
             options=tuple(options),
-            options_of=tuple(tuple(own[kind]) for kind in self.classes),
+            options_of=tuple(tuple(of_class[kind]) for kind in self.classes),
             model=table,
             forward_seconds=forward_seconds,
             backward_seconds=backward_seconds,
@@ -238,12 +240,12 @@ class TraceCollector:
             notes=(_REPEATED,) if any(len(set(call.backwards)) > 1 for call in table.log.calls) else (),
         )
 
-    def _by_block(self, phase: Phase, own: Mapping[int, Sequence[Option]]) -> tuple[tuple[float, ...], ...]:
+    def _by_block(self, phase: Phase, of_class: Mapping[int, Sequence[Option]]) -> tuple[tuple[float, ...], ...]:
         """Returns the median over all blocks of a class that had an option, or one that does the same to the byte."""
         by_class: dict[int, tuple[float, ...]] = {}
         for kind in set(self.classes):
             keep = median(self._seconds[kind, 0, phase])
-            others = range(1, len(own[kind]))
+            others = range(1, len(of_class[kind]))
             # Options that do the same to the byte, such as `full` and a level that keeps nothing, share their times:
             # noise would otherwise make one of them seem faster.
             pools: dict[_Effect, list[float]] = {}
@@ -255,7 +257,7 @@ class TraceCollector:
             extra = {option: median(pools[self._effects[kind, option]]) for option in others}
             # Times of an absent device are computed: they have no noise to smooth.
             if all((kind, option, phase) in self._extra for option in others):
-                extra |= _smoothed(own[kind], extra, phase)
+                extra |= _smoothed(of_class[kind], extra, phase)
             by_class[kind] = (keep, *(keep + max(0.0, extra[option]) for option in others))  # less than that is noise
         return tuple(by_class[kind] for kind in self.classes)
 

@@ -220,8 +220,8 @@ class UpdateTable:
             for update in self._updates[key]:
                 # A table over the measured levels predicts them plus what the terms of its options add: that is taken
                 # off again, which leaves the base of this update, with every block recomputed.
-                own = self._table_over(update, update.levels.spans)
-                for level, span in zip(own.levels(update.options), update.levels.spans.values(), strict=True):
+                table = self._table_over(update, update.levels.spans)
+                for level, span in zip(table.levels(update.options), update.levels.spans.values(), strict=True):
                     beyond = level.start - span.start - self.start_bytes
                     moved = LevelSpan(*(each - beyond for each in span))
                     base[level.interval] = LevelSpan(*map(max, moved, base.get(level.interval, moved)))
@@ -237,8 +237,8 @@ class UpdateTable:
         for call, kind in enumerate(self._kinds(update)):
             for option in range(self.num_options):
                 row = self._row(update.sizes, kind, option)
-                own = self._own_rises.get((update.key, call, option), (row.rise_forward, row.rise_backward))
-                table.rises.add(call, option, Rise(*own))
+                rises = self._own_rises.get((update.key, call, option), (row.rise_forward, row.rise_backward))
+                table.rises.add(call, option, Rise(*rises))
                 table.first.add(call, option, row.retained)
                 table.late.add(call, option, row.retained_later - row.retained)
                 table.output.add(call, option, row.output)
@@ -251,7 +251,7 @@ class UpdateTable:
         """
         calls = zip(self._kinds(self._updates[self.largest][0]), self.largest[1], strict=True)
         parts = [self._full_seconds(self.largest[0], kind) for kind, called in calls if called == block]
-        forward, backward = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        forward, backward = sum(pair[0] for pair in parts), sum(pair[1] for pair in parts)
         total = (forward + backward) * max(self._speed(self.classes[block], each) for each in (option, 0))
         return min(forward, total), max(0.0, total - forward)
 
@@ -280,7 +280,7 @@ class UpdateTable:
             block = levels.block_of_call[call]
             option = update.options[block]
             readings = self._readings.setdefault((update.sizes, kinds[call], option), _CallReadings())
-            own = self._own_rises.get((key, call, option), (0, 0))
+            rises = self._own_rises.get((key, call, option), (0, 0))
             rise, seconds = span.peak - span.start, levels.seconds.get(interval, 0.0)
             end = self._border(update, interval, after)
             if interval.phase is Phase.FORWARD:
@@ -289,13 +289,13 @@ class UpdateTable:
                 readings.added[()].append(span.end - span.start)
                 if after is not None and end:
                     readings.added[end].append(levels.spans[after].start - span.start)
-                self._own_rises[key, call, option] = max(own[0], rise), own[1]
+                self._own_rises[key, call, option] = max(rises[0], rise), rises[1]
                 continue
             readings.rises_backward.append(rise)
             if call in levels.recomputed:
                 readings.recomputed.append(levels.recomputed[call])
             readings.backward_seconds.append(seconds)
-            self._own_rises[key, call, option] = own[0], max(own[1], rise)
+            self._own_rises[key, call, option] = rises[0], max(rises[1], rise)
             if after is None or not end or update.options[levels.block_of_call[after.call]] != self.base_option:
                 continue
             readings.own_freed[end].append(span.start - levels.spans[after].start)
@@ -377,13 +377,13 @@ class UpdateTable:
         retained = _difference(readings.added, full.added, kind.block_class)
         if retained is None:
             return None
-        own = _difference(readings.own_freed, full.own_freed, kind.block_class)
+        freed = _difference(readings.own_freed, full.own_freed, kind.block_class)
         later = _difference(readings.freed, full.freed, kind.block_class)
         if later is None and (twice := _difference(readings.freed, full.freed_twice(), kind.block_class)) is not None:
             later = max(retained, twice)  # less, if the first gradient is a number
         if later is None:
-            later = retained if own is None else max(retained, own)
-        return UpdateRow(retained, later, max(0, (own or 0) - later), *rises)
+            later = retained if freed is None else max(retained, freed)
+        return UpdateRow(retained, later, max(0, (freed or 0) - later), *rises)
 
     def _highest_row(self, sizes: InputSizes, kind: _Kind) -> UpdateRow:
         """Returns a bound of what an option that was not read takes: a recomputation creates all that it can retain."""
