@@ -74,39 +74,46 @@ class SavedTensor:
     # StoredTensor     a handle of the store           the store, which has a copy     where the block has a store
     # PassedOn         what the hooks around returned  these hooks                     where there are hooks around
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_cls", "_entry", "_requires_grad")
+
+    def __init__(self, entry: Any, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> None:
+        self._entry, self._cls, self._requires_grad = entry, cls, requires_grad
 
     def take(self) -> torch.Tensor | None:
         """Returns the tensor without history; ``None`` if it was modified in place since."""
+        try:
+            tensor = self._read()
+        except MutatedError:  # from a block around this one
+            return None
+        return None if tensor is None else _leaf(tensor, self._cls, requires_grad=self._requires_grad)
+
+    def _read(self) -> torch.Tensor | None:
+        """Returns the tensor as it is held; ``None`` if it was modified in place since."""
         raise NotImplementedError
 
     def release(self, call: Call) -> None:
         """Drops the tensor, which :meth:`take` must not be called for any more."""
-        raise NotImplementedError
+        del call
+        self._entry = None
 
 
 class SavedAlias(SavedTensor):
     """A tensor on its device, without history: the tensor's own graph must not be held by what it feeds."""
 
-    __slots__ = ("_cls", "_requires_grad", "_tensor", "_version")
+    __slots__ = ("_version",)
 
     def __init__(self, tensor: torch.Tensor, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> None:
-        self._tensor: torch.Tensor | None = tensor
+        super().__init__(tensor, cls, requires_grad=requires_grad)
         self._version = None if tensor.is_inference() else tensor._version
-        self._cls, self._requires_grad = cls, requires_grad
 
-    def take(self) -> torch.Tensor | None:
-        tensor = self._unmodified()
-        return None if tensor is None else _leaf(tensor, self._cls, requires_grad=self._requires_grad)
-
-    def _unmodified(self) -> torch.Tensor | None:
-        tensor = self._tensor
+    def _read(self) -> torch.Tensor | None:
+        tensor: torch.Tensor | None = self._entry
         return tensor if tensor is None or self._version is None or tensor._version == self._version else None
 
     def release(self, call: Call) -> None:
-        if call.block.recorder is not None and self._tensor is not None:
-            call.block.recorder.released(self._tensor, self)
-        self._tensor = None
+        if call.block.recorder is not None and self._entry is not None:
+            call.block.recorder.released(self._entry, self)
+        super().release(call)
 
 
 @final
@@ -116,37 +123,31 @@ class ArgumentItself(SavedAlias):
     __slots__ = ()
 
     def take(self) -> torch.Tensor | None:
-        tensor = self._unmodified()
         # The caller may have switched `requires_grad` since.
-        if tensor is None or tensor.requires_grad is self._requires_grad:
-            return tensor
-        return _leaf(tensor, self._cls, requires_grad=self._requires_grad)
+        if self._entry is not None and self._entry.requires_grad is self._requires_grad:
+            return self._read()
+        return super().take()
 
 
 @final
 class StoredTensor(SavedTensor):
     """A tensor in the store of its block."""
 
-    __slots__ = ("_cls", "_handle", "_requires_grad", "_store")
+    __slots__ = ("_store",)
 
-    def __init__(self, store: Store, handle: Any, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> None:
-        self._store, self._handle = store, handle
-        self._cls, self._requires_grad = cls, requires_grad
+    def __init__(self, handle: Any, store: Store, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> None:
+        super().__init__(handle, cls, requires_grad=requires_grad)
+        self._store = store
 
-    def take(self) -> torch.Tensor | None:
-        tensor = self._store.get(self._handle)
-        return None if tensor is None else _leaf(tensor, self._cls, requires_grad=self._requires_grad)
-
-    def release(self, call: Call) -> None:
-        del call
-        self._handle = None
+    def _read(self) -> torch.Tensor | None:
+        return self._store.get(self._entry)
 
 
 @final
 class PassedOn(SavedTensor):
     """What the hooks around the call have returned for a tensor: those of a recomputed block recompute it."""
 
-    __slots__ = ("_cls", "_entry", "_requires_grad", "_unpack")
+    __slots__ = ("_unpack",)
 
     def __init__(
         self,
@@ -156,19 +157,11 @@ class PassedOn(SavedTensor):
         *,
         requires_grad: bool,
     ) -> None:
-        self._entry, self._unpack = entry, unpack
-        self._cls, self._requires_grad = cls, requires_grad
+        super().__init__(entry, cls, requires_grad=requires_grad)
+        self._unpack = unpack
 
-    def take(self) -> torch.Tensor | None:
-        try:
-            tensor = self._unpack(self._entry)
-        except MutatedError:
-            return None
-        return _leaf(tensor, self._cls, requires_grad=self._requires_grad)
-
-    def release(self, call: Call) -> None:
-        del call
-        self._entry = None
+    def _read(self) -> torch.Tensor | None:
+        return self._unpack(self._entry)
 
 
 def save_tensor(
@@ -208,7 +201,7 @@ def save_tensor(
         return PassedOn(entry, unpack, cls, requires_grad=requires_grad)
     entry = value if stays else block.store.put(value, call.group)
     if not isinstance(entry, torch.Tensor):
-        return StoredTensor(block.store, entry, cls, requires_grad=requires_grad)
+        return StoredTensor(entry, block.store, cls, requires_grad=requires_grad)
     kind = ArgumentItself if is_argument and copied is None else SavedAlias
     saved = kind(value if is_argument else entry, cls, requires_grad=requires_grad)
     if outer_hooks is None and recorder is not None:
