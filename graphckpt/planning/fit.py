@@ -47,7 +47,6 @@ _MAX_ON_LINES = 8  # sizes that are measured where a line leads before the searc
 _MAX_SIZE = 2**20  # samples in a batch; memory that fits this many does not depend on the batch
 _MAX_STEP = 32  # a step may run only at multiples of a number up to this, and the search finds them
 _MAX_GAPS = 2  # errors at multiples of a number, with larger sizes that run, until it is not that one
-_ROUNDING = 512  # bytes; CUDA's caching allocator
 _SLACK = 1.1  # of the available memory: a step that is predicted to need more is not run at all
 
 
@@ -367,7 +366,7 @@ class _SizedRows:
         self.progress(f"{self.verb} the step at batch size {size}")
         sized = self.make_sized(size, 1)
         step, model = sized.step, sized.model
-        with step.restoring(), _gradients_missing_in_forward(model, sized.blocks[0][1]) as missing:
+        with step.restoring(), _gradients_missing_in_forward(model, sized.blocks[0][1], step.rounded) as missing:
             planners = measure_all(step, model, sized.blocks, self.options, PlanGroup(), self.notes)
             if not self.rows:
                 static, gradients = planners.plain.measured.model.static_bytes, missing[-1] if missing else 0
@@ -474,17 +473,18 @@ def _offloads(plan: Plan) -> bool:
 
 
 @contextmanager
-def _gradients_missing_in_forward(model: nn.Module, block: nn.Module) -> Iterator[list[int]]:
-    """Yields a list of the bytes of gradients that do not exist at each forward of a block.
+def _gradients_missing_in_forward(
+    model: nn.Module, block: nn.Module, rounded: Callable[[int], int]
+) -> Iterator[list[int]]:
+    """Yields a list of the bytes of gradients that do not exist at each forward of a block, each ``rounded``.
 
     A step with ``zero_grad(set_to_none=True)``, which is the default, has none there.
     """
     sizes: list[int] = []
-    rounding = 1 if next(model.parameters()).device.type == "cpu" else _ROUNDING
 
     def add(*_: object) -> None:
         missing = (p for p in model.parameters() if p.requires_grad and p.grad is None)
-        sizes.append(sum(-(-p.nbytes // rounding) * rounding for p in missing))
+        sizes.append(sum(rounded(p.nbytes) for p in missing))
 
     hook = block.register_forward_pre_hook(ModuleHook(add))
     try:

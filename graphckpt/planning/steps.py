@@ -27,7 +27,7 @@ from graphckpt.planning.allocations import (
     least_capacity,
     replay,
 )
-from graphckpt.planning.allocator import AllocatorRules, CapacityError
+from graphckpt.planning.allocator import MIN_BLOCK, AllocatorRules, CapacityError
 from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.fake_device import FakeDevice
@@ -251,12 +251,16 @@ class RealStep:
                         grad.copy_(old)
             state.restore()
 
+    def rounded(self, num_bytes: int) -> int:
+        """Returns the bytes that the allocator of the device counts for a size."""
+        rounding = MIN_BLOCK if self.device.type == "cuda" else 1
+        return -(-num_bytes // rounding) * rounding
+
     def new_trace(self) -> Trace:
         return self._new(Trace)
 
     def _new(self, kind: type[_AnyTrace]) -> _AnyTrace:
-        rounding = 512 if self.device.type == "cuda" else 1  # bytes; CUDA's caching allocator
-        trace = kind(self.device.type, rounded=lambda num_bytes: -(-num_bytes // rounding) * rounding)
+        trace = kind(self.device.type, rounded=self.rounded)
         trace.track(state_tensors(self._model, self._optimizers))
         return trace
 
@@ -544,5 +548,9 @@ class FakeStep:
             yield True
 
     def _new(self, kind: type[_AnyTrace], op_seconds: OpSeconds) -> _AnyTrace:
-        rounded, extra_bytes = self.machine.rounded, self.machine.op_extra_bytes
-        return kind("meta", is_fake=True, rounded=rounded, op_seconds=op_seconds, extra_bytes=extra_bytes)
+        extra_bytes = self.machine.op_extra_bytes
+        return kind("meta", is_fake=True, rounded=self.rounded, op_seconds=op_seconds, extra_bytes=extra_bytes)
+
+    def rounded(self, num_bytes: int) -> int:
+        """Returns the bytes that the allocator of the device counts for a size."""
+        return self.machine.rounded(num_bytes)

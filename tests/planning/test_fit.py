@@ -25,7 +25,7 @@ from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import _gradients_missing_in_forward, largest
 from graphckpt.planning.fit_result import BatchFit
 from graphckpt.planning.profile import load_profile
-from graphckpt.planning.steps import FakeStep, made_step
+from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.units import format_bytes
 
 MIB = 2**20
@@ -140,9 +140,10 @@ def test_shown_sizes_are_measured_and_have_run_and_accumulating_takes_no_more_th
 
 def test_gradients_that_a_larger_step_has_count_as_the_device_allocates_them() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))  # six, two, two and one float
-    for device, expected in (("cpu", 4 * 11), ("meta", 512 * 4)):
-        with _gradients_missing_in_forward(model.to(device), model[1]) as sizes:
-            model(torch.ones(1, 3, device=device)).sum().backward()
+    steps = RealStep(model, list), SimpleNamespace(rounded=load_profile("h200").rounded)
+    for step, expected in zip(steps, (4 * 11, 512 * 4), strict=True):
+        with _gradients_missing_in_forward(model, model[1], step.rounded) as sizes:
+            model(torch.ones(1, 3)).sum().backward()
         assert sizes == [expected]
         model.zero_grad()
 

@@ -113,7 +113,7 @@ class AllReduceSync:
             return
         parameters = [p for p in self._model.parameters() if p.requires_grad and not on_other_stage(p)]
         # A collective needs all ranks: a weight that this rank has not used, such as that of an expert without tokens,
-        # has to be summed if any other rank has. What nobody has used keeps a gradient of None, as in one process.
+        # has to be summed if any other rank has used it. The gradient of a weight that none has used stays None.
         flags = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device, dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         works = []
