@@ -36,6 +36,11 @@ _ENDLESS = 1 << 60  # bytes of addresses of an expandable segment; PyTorch reser
 _ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the name before torch 2.9
 
 
+def up_to_blocks(num_bytes: int) -> int:
+    """Returns the bytes that the allocator counts for a tensor of ``num_bytes``."""
+    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
+
+
 @final
 class CapacityError(Exception):
     """An allocation does not fit, even once all free segments are released."""
@@ -177,7 +182,7 @@ class CachingAllocator:
         Raises:
             CapacityError: It does not fit into :attr:`capacity`.
         """
-        size = max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
+        size = max(MIN_BLOCK, up_to_blocks(num_bytes))
         pool = self._pool(stream, private_pool, is_small=size <= SMALL)
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block is None and self._release_oversized(pool, size):

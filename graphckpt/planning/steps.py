@@ -27,7 +27,7 @@ from graphckpt.planning.allocations import (
     least_capacity,
     replay,
 )
-from graphckpt.planning.allocator import MIN_BLOCK, AllocatorRules, CapacityError
+from graphckpt.planning.allocator import AllocatorRules, CapacityError, up_to_blocks
 from graphckpt.planning.assumptions import StepObserver
 from graphckpt.planning.candidates import Option
 from graphckpt.planning.fake_device import FakeDevice
@@ -90,6 +90,9 @@ class RealStep:
         self.reserved_bytes = 0
         """The most that the allocator reserved in the last step whose peak was measured on CUDA."""
         self._random: RNGState | None = None
+        # Not a method: a trace holds it for as long as tensors that it has seen are alive, and must not hold the step.
+        self.rounded: Callable[[int], int] = up_to_blocks if self.device.type == "cuda" else int
+        """Returns the bytes that the allocator of the device counts for a size."""
         self.before_step: Callable[[], object] = int
         """Called before each run of the step, outside of what is timed."""
 
@@ -251,11 +254,6 @@ class RealStep:
                         grad.copy_(old)
             state.restore()
 
-    def rounded(self, num_bytes: int) -> int:
-        """Returns the bytes that the allocator of the device counts for a size."""
-        rounding = MIN_BLOCK if self.device.type == "cuda" else 1
-        return -(-num_bytes // rounding) * rounding
-
     def new_trace(self) -> Trace:
         return self._new(Trace)
 
@@ -361,6 +359,7 @@ class FakeStep:
         self._device = device
         self.machine = device.machine
         self.device_name = self.machine.name
+        self.rounded = self.machine.rounded
         self.world_size, self.rank = (
             (1, 0) if device.cluster is None else (device.cluster.world_size, device.cluster.rank)
         )
@@ -548,9 +547,5 @@ class FakeStep:
             yield True
 
     def _new(self, kind: type[_AnyTrace], op_seconds: OpSeconds) -> _AnyTrace:
-        extra_bytes = self.machine.op_extra_bytes
-        return kind("meta", is_fake=True, rounded=self.rounded, op_seconds=op_seconds, extra_bytes=extra_bytes)
-
-    def rounded(self, num_bytes: int) -> int:
-        """Returns the bytes that the allocator of the device counts for a size."""
-        return self.machine.rounded(num_bytes)
+        rounded, extra_bytes = self.rounded, self.machine.op_extra_bytes
+        return kind("meta", is_fake=True, rounded=rounded, op_seconds=op_seconds, extra_bytes=extra_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -87,6 +88,15 @@ def test_a_trace_in_words_is_the_same_trace() -> None:
     log = RealStep(model, lambda: model(x).sum().backward()).sample(Blocks(find_blocks(model, "*")), [KEEP] * 2).trace
     log.calls[1].far_bytes = 7
     assert TraceLog.from_message(json.loads(json.dumps(log.to_message()))) == log
+
+
+def test_a_trace_does_not_keep_its_step() -> None:
+    """It ends with the tensors that it has seen, and a step ends with its copies of weights and gradients."""
+    step = RealStep(nn.Linear(2, 2), list)
+    trace, alive = step.new_trace(), ref(step)
+    del step
+    assert trace is not None
+    assert alive() is None
 
 
 class Sparse(nn.Linear):
