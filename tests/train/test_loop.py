@@ -16,15 +16,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.small_run import Calls
 from rich.console import Console
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from graphckpt.train.hooks import log
 from graphckpt.train.hooks.evaluate import EvalHook
 from graphckpt.train.hooks.log import LogHook, device_memory, process_memory
 from graphckpt.train.hooks.metrics import MetricsHook
-from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.loop import HookBase, Loop, TrainError, attribute_errors
 from graphckpt.train.optim import get_default_optimizer_params, warmup_cosine_lr
 from graphckpt.train.output import Report
 from graphckpt.train.tasks import CausalLM
@@ -278,3 +280,29 @@ def test_memory_of_a_cuda_device_is_allocated_reserved_and_used(
     keys += ["cuda_used_bytes"] * has_driver
     assert device_memory(torch.device("cuda", 0)) == {key: number for number, key in enumerate(keys)}
     assert device_memory(torch.device("cpu")) == {}
+
+
+def _out_of_time() -> None:
+    raise RuntimeError("the tokenizer's server timed out")
+
+
+class _Slow(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(30)
+        return index
+
+
+@pytest.mark.parametrize(
+    "fails", [_out_of_time, lambda: next(iter(DataLoader(_Slow(), num_workers=1, timeout=0.1)))], ids=["own", "data"]
+)
+def test_an_error_of_code_that_is_out_of_time_is_not_one_of_another_process(fails: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        expected = r"^data: reading a batch failed, RuntimeError: .* timed out"
+        with pytest.raises(TrainError, match=expected), attribute_errors("data", "reading a batch"):
+            fails()
+    finally:
+        dist.destroy_process_group()

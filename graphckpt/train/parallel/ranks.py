@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _LOCAL = (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
 _LOST = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "nccl", "gloo", "socket")
+_TORCH = Path(torch.__file__).parent
 _PATIENCE = timedelta(days=7)  # while one process prepares the data; if it dies, the others see that at once
 
 
@@ -34,9 +37,14 @@ class ParallelError(GraphckptError, RuntimeError):
 def is_connection_error(error: BaseException) -> bool:
     if not (dist.is_available() and dist.is_initialized() and isinstance(error, RuntimeError)):
         return False
-    # gloo raises a plain RuntimeError when a peer is lost, so that only its words tell it from an error of the model.
-    line = first_line(error).lower()
-    return isinstance(error, dist.DistError) or any(word in line for word in _LOST)
+    if isinstance(error, dist.DistError):
+        return True
+    # gloo raises a plain RuntimeError when a peer is lost. It is raised in PyTorch's code, and only its words tell it
+    # from an error of the model. Code of the user may time out as well, and a DataLoader.
+    *_, (frame, _) = (None, 0), *traceback.walk_tb(error.__traceback__)
+    file = Path("" if frame is None else frame.f_code.co_filename)
+    is_of_torch = file.is_relative_to(_TORCH) and not file.is_relative_to(_TORCH / "utils" / "data")
+    return is_of_torch and any(word in first_line(error).lower() for word in _LOST)
 
 
 def resolve_device(name: str | None, config: DistConfig) -> torch.device:
