@@ -469,6 +469,32 @@ def mutated_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.T
                 yield tensor
 
 
+# Batch norms write running statistics that their schemas do not mark, as PyTorch once had it, and count no version.
+_BATCH_NORMS = (
+    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
+    "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
+)  # fmt: skip
+_POSITIONS_OF_STATISTICS = {
+    op: ({argument.name: position for position, argument in enumerate(op._schema.arguments)})
+    for op in (getattr(torch.ops.aten, name).default for name in _BATCH_NORMS)
+}
+
+
+def statistics_of(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the running statistics that a batch norm updates, empty for any other op and in evaluation."""
+    positions = _POSITIONS_OF_STATISTICS.get(func)
+    if positions is None:
+        return []
+
+    def value(name: str, default: Any) -> Any:
+        position = positions.get(name, len(args))
+        return args[position] if position < len(args) else kwargs.get(name, default)
+
+    if not value("training", default=True):
+        return []
+    return [t for name in ("running_mean", "running_var") if (t := value(name, default=None)) is not None]
+
+
 # The hooks of modules
 
 

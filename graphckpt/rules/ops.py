@@ -14,7 +14,7 @@ shapes follow.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,9 +25,16 @@ import torch
 
 from graphckpt._compat import WithoutValues, call_with_autocast, is_fake, pytree, storage_of, version_sharing_detach
 from graphckpt._compat_compiler import DispatchMode, never_compiled
-from graphckpt.engine.execution import Recomputation, ScheduleMismatch, may_be_filled_later, modes_paused, running
+from graphckpt.engine.execution import (
+    Recomputation,
+    ScheduleMismatch,
+    engine_ops,
+    may_be_filled_later,
+    modes_paused,
+    running,
+)
 from graphckpt.engine.frame import Contexts, Frame
-from graphckpt.engine.objects import mutated_by
+from graphckpt.engine.objects import mutated_by, statistics_of
 from graphckpt.engine.saved import SavedTensor, are_mutated, save_tensor, take_all
 from graphckpt.errors import RecomputeError
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
@@ -93,6 +100,8 @@ class OpCall:
     must_run: bool = False
     """Whether it has side effects: writes to a tensor from outside the block, is a collective, returns no tensor."""
     is_random: bool = False
+    has_statistics: bool = False
+    """Whether it updates running statistics. A kept result has them as well, for the ops that read them later."""
     is_mutated: bool = False
     """Whether a later op writes to a result of it."""
     is_read: bool = False
@@ -150,6 +159,12 @@ class OpGraph:
             # By memory, not by schema: `_unsafe_view` and `unsafe_split` return views that theirs do not declare.
             input_storages = {id(tensor.untyped_storage()) for tensor in inputs}
             call.is_view = any(id(result.untyped_storage()) in input_storages for result in results)
+            statistics = statistics_of(func, args, kwargs)
+            call.has_statistics = bool(statistics)
+            for tensor in statistics:  # `instance_norm` repeats those of its module for each sample
+                producer = self._producer.get(tensor.untyped_storage())
+                if producer is not None:
+                    self.calls[producer].is_mutated = True
         call.is_random = torch.Tag.nondeterministic_seeded in func.tags
         call.must_run |= not results or func.namespace in _COLLECTIVE_NAMESPACES
         if call.can_be_kept:
@@ -185,12 +200,13 @@ class OpGraph:
         """Returns the calls that a recomputation needs whatever is kept.
 
         Those are calls whose results autograd saves, calls with other effects, random ops, which advance the generator
-        for later ones, and calls whose results no op reads: a custom kernel that is not dispatched may read them.
+        for later ones, updates of running statistics, and calls whose results no op reads: a custom kernel that is not
+        dispatched may read them.
         """
         roots = {
             number
             for number, call in enumerate(self.calls[: self.num_saving])
-            if call.must_run or call.is_random or not (call.is_read or call.is_view)
+            if call.must_run or call.is_random or call.has_statistics or not (call.is_read or call.is_view)
         }
         return roots | self.saved
 
@@ -272,6 +288,8 @@ class OpSchedule:
     skipped: dict[int, OpCall]
     num_saved: int
     """How many tensors autograd saves."""
+    updates: frozenset[int] = frozenset()
+    """The ops that update running statistics."""
     is_valid: bool = True
     """``False``: calls did not follow it, or not all ops of the block are visible."""
 
@@ -300,7 +318,8 @@ class OpSchedule:
 
 def make_schedule(graph: OpGraph, kept_keys: set[Key], num_saved: int) -> OpSchedule:
     """Returns the schedule that follows from one forward, of which the results with ``kept_keys`` are kept."""
-    schedule = OpSchedule([(call.func, call.number) for call in graph.calls], set(), {}, num_saved)
+    updates = frozenset(position for position, call in enumerate(graph.calls) if call.has_statistics)
+    schedule = OpSchedule([(call.func, call.number) for call in graph.calls], set(), {}, num_saved, updates)
     needed = graph.needed(lambda call: (call.func, call.number) in kept_keys)
     for position, call in enumerate(graph.calls):
         # A view costs nothing: it runs unless its base was skipped, which has no memory to view.
@@ -316,9 +335,11 @@ class SavedResult(NamedTuple):
     """A kept result of an op: its leaves; ``spec`` is ``None`` if it is one tensor."""
 
     leaves: list[Any]
+    """And after them what the op has written as running statistics, for the ops behind it."""
     spec: Any
     versions: list[tuple[torch.Tensor, int]]
     random: RNGState | None  # after an op that draws random numbers, for the ops behind it
+    num_statistics: int
 
     def take(self) -> list[Any] | None:
         """Returns the leaves; ``None`` if one was modified in place, by code after the block: the op is recomputed."""
@@ -377,8 +398,11 @@ class SelectiveContexts(Contexts):
         if self.graph is not None:
             self.graph.saves(tensor)
 
-    def keep(self, key: Key, output: Any, frame: Frame) -> None:
+    def keep(self, key: Key, output: Any, frame: Frame, statistics: Sequence[torch.Tensor] = ()) -> None:
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else pytree.tree_flatten(output)
+        if statistics:  # copied, as later calls update them
+            with engine_ops(frame.block.recorder, frame.block.name):
+                leaves = [*leaves, *(tensor.clone() for tensor in statistics)]
         # Aliases: when this mode has returned, autograd gives `output` its history, which would hold the frame.
         aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
@@ -386,10 +410,11 @@ class SelectiveContexts(Contexts):
         random = get_rng_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
         for tensor, _ in versions:
             self.storages.setdefault(id(storage_of(tensor)), []).append(key)
-        self._results[key] = SavedResult(entries, spec, versions, random)
+        self._results[key] = SavedResult(entries, spec, versions, random, len(statistics))
         self._keys.append(key)
 
-    def take(self, key: Key, frame: Frame) -> Any:
+    def take(self, key: Key, frame: Frame, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Returns the kept result of an op that is called with ``args``, and has it change what the op has changed."""
         result = self._results.get(key)
         if result is None:
             return None
@@ -398,6 +423,13 @@ class SelectiveContexts(Contexts):
             return None
         if result.random is not None:
             set_rng_state(result.random)
+        if result.num_statistics:
+            num_leaves = len(leaves) - result.num_statistics
+            with engine_ops(frame.block.recorder, frame.block.name):
+                for tensor, value in zip(statistics_of(key[0], args, kwargs), leaves[num_leaves:], strict=True):
+                    if not isinstance(tensor, WithoutValues):
+                        tensor.data.copy_(value)  # without a new version, as the op
+            leaves = leaves[:num_leaves]
         return leaves[0] if result.spec is None else pytree.tree_unflatten(leaves, result.spec)
 
     def is_found_by_number(self, func: Op) -> bool:
@@ -541,11 +573,14 @@ class ForwardMode(OpMode):
             is_wanted = _makes_new_tensors(func) and contexts.policy(output, func, args, kwargs, key[1])
             # Without a schedule, the recomputation cannot use any result.
             is_wanted = is_wanted and (graph is not None or contexts.is_found_by_number(func))
+        # Not looked up for each op, which would hash it: the schedule knows.
+        has_statistics = contexts.schedule is None or position in contexts.schedule.updates
+        statistics = statistics_of(func, args, kwargs) if has_statistics else []
         if contexts.storages:
-            contexts.drop_mutated(mutated_by(func, args, kwargs))
+            contexts.drop_mutated(chain(mutated_by(func, args, kwargs), statistics))
         # Sizes of jagged tensors are ops as well, which the two executions ask for a different number of times.
         if is_wanted and any(True for _ in _tensors((output,))):
-            contexts.keep(key, output, frame)
+            contexts.keep(key, output, frame, statistics)
         if graph is not None:
             run = running.get()
             graph.is_complete &= run is not None and run.frame is frame  # blocks inside have holders of their own
@@ -580,7 +615,7 @@ class RecomputationMode(OpMode):
             return schedule.without_values(position, args)
         else:
             key, is_kept = schedule.keys[position], position in schedule.cached
-        output = contexts.take(key, self._frame) if is_kept else None
+        output = contexts.take(key, self._frame, args, kwargs) if is_kept else None
         if output is not None:
             return output
         # Its input was skipped, and the op needs no more of it than its size and strides.

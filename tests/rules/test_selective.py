@@ -14,6 +14,7 @@ from helpers.peaks import saved_bytes, tracked_peak
 from torch import nn
 
 import graphckpt
+from graphckpt.engine.objects import statistics_of
 from graphckpt.rules import Selective
 
 # Legend: N rows, D width, H hidden width
@@ -437,3 +438,82 @@ def test_a_recomputation_that_differs_is_named_whatever_ops_come_behind(monkeypa
         monkeypatch.setattr(ChangesItsOps, "rows", 2)
         with pytest.raises(graphckpt.RecomputeError, match=r"expected float32\[4, 8\], got float32\[2, 8\]"):
             loss.backward()
+
+
+# --- batch norms, which update running statistics that their schemas do not mark
+
+NORM = "aten.native_batch_norm.default"
+
+
+@as_module(lambda: {"up": nn.Linear(8, 8), "norm": nn.BatchNorm1d(8), "down": nn.Linear(8, 8)})
+def ReadsStatistics(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Multiplies by statistics that the norm has just updated: the gradient of ``y`` is a multiple of them."""
+    y = self.norm(self.up(x))
+    return self.down(torch.tanh(y * self.norm.running_mean * self.norm.running_var))
+
+
+@as_module(lambda: {"norm": nn.BatchNorm1d(8, affine=False)})
+def ReadsStatisticsAlone(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A norm of which autograd saves nothing."""
+    self.norm(x.detach())
+    return x * self.norm.running_mean
+
+
+@as_module(lambda: {"norm": nn.InstanceNorm1d(2, affine=True, track_running_stats=True)})
+def NormalizesInstances(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Its norm repeats the statistics for each sample, updates the copy, and writes the mean of that back."""
+    return self.norm(x.view(-1, 2, 4)).view(-1, 8) * self.norm.running_mean.repeat(4)
+
+
+def everything(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("block", [ReadsStatistics, ReadsStatisticsAlone, NormalizesInstances])
+@pytest.mark.parametrize("save", [everything, [NORM], ["aten.addmm.default", "aten.tanh.default", "aten.mul.Tensor"]])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_ops_behind_a_kept_batch_norm_read_the_statistics_that_it_has_updated(
+    block: Any, save: Any, is_nested: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), block())
+    model = copy.deepcopy(plain)
+    policies = {name: Selective(save) for name in (["", "1"] if is_nested else ["1"])}
+    handle = graphckpt.apply(model, policies, determinism_check="values")
+    results = []
+    for each in (plain, model):
+        torch.manual_seed(1)
+        for _ in range(3):
+            each(torch.randn(6, 8)).square().sum().backward()
+        results.append([*(p.grad for p in each.parameters() if p.grad is not None), *each.buffers()])
+    handle.remove()
+    assert all(map(torch.equal, *results))
+
+
+def test_a_kept_batch_norm_does_not_run_again() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ReadsStatistics()), torch.randn(6, 8)
+    counts = {}
+    for save in ([NORM], ["aten.addmm.default"]):
+        with graphckpt.apply(model, {"0": Selective(save)}):
+            for _ in range(2):
+                model(x).sum().backward()
+            loss = model(x).sum()
+            with CountOps() as counts[save[0]]:
+                loss.backward()
+    assert [each.counts[NORM] for each in counts.values()] == [0, 1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_statistics_of_an_op_are_those_that_its_kernel_writes(training: bool) -> None:
+    x, mean, var = torch.randn(6, 8), torch.zeros(8), torch.ones(8)
+    args = (x, None, None, mean, var, training, 0.1, 1e-5)
+    written = statistics_of(torch.ops.aten.native_batch_norm.default, args, {})
+    versions = mean._version, var._version
+    torch.ops.aten.native_batch_norm.default(*args)
+    assert (mean._version, var._version) == versions, "a kernel that counts versions needs no such list"
+    assert [bool(mean.any()), not torch.equal(var, torch.ones(8))] == [training, training]
+    assert [t is other for t, other in zip(written, (mean, var), strict=False)] == ([True, True] if training else [])
+    keywords = {"running_mean": mean, "running_var": var, "training": training}
+    assert len(statistics_of(torch.ops.aten.native_batch_norm.default, args[:3], keywords)) == 2 * training
+    assert statistics_of(torch.ops.aten.addmm.default, (x, x, x), {}) == []
