@@ -44,9 +44,17 @@ class Progress:
         if self._is_shown and time.monotonic() - self._began >= SHOW_AFTER:
             self._show()
 
+    def report(self, text: str) -> None:
+        """Prints a line at once, which is not about a stage."""
+        if self._is_shown:
+            self._print(f"graphckpt: {text}")
+
     def _show(self) -> None:
+        self._print(f"{self._task}, {time.monotonic() - self._began:.0f} s: {self._text}")
+
+    def _print(self, line: str) -> None:
         file = sys.stdout if self._in_notebook else sys.stderr  # a notebook shows stderr as an error
-        print(f"{self._task}, {time.monotonic() - self._began:.0f} s: {self._text}", file=file, flush=True)
+        print(line, file=file, flush=True)
 
 
 @final

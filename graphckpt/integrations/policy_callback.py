@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -24,7 +23,7 @@ from graphckpt.ledger.plot import file_of
 from graphckpt.ledger.record import Row
 from graphckpt.ledger.table import offloaded_bytes
 from graphckpt.planning.options import Budget, PlanOptions, SharedOptionsDict, check_budget
-from graphckpt.planning.plan import Plan
+from graphckpt.planning.plan import Plan, plan_line
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Keep
 from graphckpt.thread_state import HostRNGState
@@ -296,7 +295,8 @@ class PolicyCallback:
     def _follow(self, live: LivePlan, *, is_planned: bool) -> None:
         self.plan, self.handle = live.plan, live.handle
         if is_planned and self.plan is not None:
-            self._write(f"graphckpt: plan\n{self.plan}" if self._report == "table" else plan_line(self.plan))
+            text = f"plan\n{self.plan}" if self._report == "table" else plan_line(self.plan)
+            self._write(f"graphckpt: {text}")
 
     def _remove(self) -> None:
         if self._live is not None:
@@ -341,16 +341,6 @@ def restored_rng() -> Iterator[None]:
             yield
         finally:
             host.restore()
-
-
-def plan_line(plan: Plan) -> str:
-    if plan.keeps_everything and plan.predicted_peak_bytes <= plan.budget_bytes:
-        budget, peak = format_bytes(plan.budget_bytes), format_bytes(plan.predicted_peak_bytes)
-        return f"graphckpt: {budget} holds everything (predicted peak {peak}): nothing is recomputed"
-    policies = ", ".join(f"{count}x {option}" for option, count in Counter(row.option for row in plan.rows).items())
-    slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
-    peak = f"predicted peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
-    return f"graphckpt: planned {policies}; {peak}, step {slower:+.1%} over keeping everything".replace("%", " %")
 
 
 def _saves(row: Row) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from graphckpt.blocks.forward import policy_of
+from graphckpt.engine.block import BlockContext
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.program import Interval, LevelLog, LevelSpan, Phase
@@ -123,6 +124,7 @@ class LevelMeter(StepMarks):
         self._are_typical: list[bool] = []
         self._dropped: set[int] = set()
         self._recomputed: dict[int, int] = {}
+        self._contexts: list[BlockContext] = []
         self._is_on = False
 
     @contextmanager
@@ -131,11 +133,7 @@ class LevelMeter(StepMarks):
             stack.enter_context(without_value_checks())
             stack.enter_context(blocks.marked(self))
             stack.enter_context(self._counter or nullcontext())
-            for context in [wrapper.context for wrapper in map(policy_of, blocks.modules) if wrapper is not None]:
-                # The level right after a recomputation is the most that any policy can retain of the block: it bounds
-                # options that no update has shown yet.
-                context.on_recomputed = self._end_recomputation
-                stack.callback(setattr, context, "on_recomputed", None)
+            stack.callback(self._release_contexts)
             self._is_on = True
             self._read()
             self._peaks.clear()  # of what was before the update
@@ -201,8 +199,18 @@ class LevelMeter(StepMarks):
             super()._mark(phase, call)
             self._read()
 
+    def _release_contexts(self) -> None:
+        for context in self._contexts:
+            context.on_recomputed = None
+        self._contexts.clear()
+
     def _log_arguments(self, module: nn.Module, leaves: Sequence[Any]) -> None:
-        del module
+        # At the call and not before the update: a Graph installs its policies within it.
+        if (wrapper := policy_of(module)) is not None:
+            # The level right after a recomputation is the most that any policy can retain of the block: it bounds
+            # options that no update has shown yet.
+            wrapper.context.on_recomputed = self._end_recomputation
+            self._contexts.append(wrapper.context)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._signatures.append(" ".join(f"{[*tensor.shape]}{tensor.dtype}" for tensor in tensors))
         self._are_typical.append(any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors))

@@ -19,8 +19,9 @@ measured anew.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -51,7 +52,7 @@ from graphckpt.planning.planner import corrected
 from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.steps import state_tensors
 from graphckpt.planning.trace import Blocks
-from graphckpt.planning.update_planner import UpdatePlanner, candidates_for_updates
+from graphckpt.planning.update_planner import Candidates, UpdatePlanner, candidates_for_updates
 from graphckpt.planning.update_table import PlannedUpdate, UpdateTable
 from graphckpt.progress import Progress
 from graphckpt.training_state import on_optimizer_step
@@ -65,20 +66,50 @@ _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 
 # Note [The states of a live plan]
 #
-#     plan     handle    policies of the blocks                 an update is
-#     None     None      `_installed`, the options of `_turn`   measured, and added to the table
-#     a plan   applied   those of the plan                      compared with it while `_checks_left`, else not measured
-#     a plan   None      `_installed`, all recomputed           of a larger batch, which was noticed before its first
-#                                                               block: measured, and held in `_larger`
+#     plan     `_is_applied`   policies of the blocks              an update is
+#     None     no              `_present`, the options of `_turn`  measured, and added to the table
+#     a plan   yes             those of the plan                   compared with it while `_checks_left`, else not
+#                                                                  measured
+#     a plan   no              `_present`, all recomputed          of a larger batch, which was noticed before its first
+#                                                                  block: measured, and held in `_larger`
 #
 # After the last, `end_step` applies the plan again. It alone makes plans, from what `_exchanged` returns on all
 # processes alike: one whose update had no backward has nothing to add, but takes part.
+#
+# A loop calls `begin_step` and `end_step`, and hooks see its optimizers and inputs. A program that knows both, as a
+# Graph does, passes them: it calls `begin_update`, runs the update within `metering` if that says so, and `end_step`.
+# Then nothing is registered on the model, which dies with its owner.
 
 
 class _Limit(NamedTuple):
     num_bytes: int | None
     """``None`` is the lowest possible peak, or not known yet."""
     headroom: int
+
+
+class UpdatePolicies(ABC):
+    """Sets the policies that updates run under."""
+
+    handle: Handle | None = None
+    """That of the plan, if its policies were applied to the modules themselves."""
+
+    @abstractmethod
+    def install(
+        self,
+        blocks: Sequence[tuple[str, nn.Module]],
+        candidates: Candidates,
+        turn: Sequence[int],
+        head: Sequence[PlanRow],
+    ) -> None:
+        """Gives each block the option that ``turn`` names, and the blocks of ``head`` those policies."""
+
+    @abstractmethod
+    def apply(self, policies: Mapping[str, Mapping[str, Any]]) -> None:
+        """Gives blocks the policies of a plan, by name."""
+
+    @abstractmethod
+    def remove(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        """Removes all of these policies."""
 
 
 @final
@@ -90,6 +121,8 @@ class LivePlan:
         memory_budget: The peak of an update, as :func:`graphckpt.plan` takes it.
         options: What the planner may use.
         report: Is called with each line of news.
+        policies: Sets the policies; ``None`` sets them on the modules.
+        optimizers: Those of the updates; ``None`` finds them in the first update.
 
     Raises:
         ConfigError: An option cannot be used, or no layers were found in the model.
@@ -97,7 +130,14 @@ class LivePlan:
     """
 
     def __init__(
-        self, model: nn.Module, memory_budget: Budget, options: PlanOptions, report: Callable[[str], None]
+        self,
+        model: nn.Module,
+        memory_budget: Budget,
+        options: PlanOptions,
+        report: Callable[[str], None],
+        *,
+        policies: UpdatePolicies | None = None,
+        optimizers: Iterable[Optimizer] | None = None,
     ) -> None:
         _check_options(options)
         self._model = model
@@ -105,29 +145,27 @@ class LivePlan:
         self._options = options
         self._report = report
         self._blocks = find_blocks(model, options.select)
-        self._code = parse_compile(options.compile, options.candidates)
+        self._policies = _ModulePolicies(model, options) if policies is None else policies
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._optimizers: dict[Optimizer, None] = {}
+        self._optimizers: dict[Optimizer, None] = dict.fromkeys(optimizers or ())
         self._hooks = ExitStack()
-        self._installed: dict[int, tuple[nn.Module, int, ExitStack]] = {}
-        """The module, the option and the policy of each block while there is no ``handle``."""
         self._metering = ExitStack()
         self._meter: LevelMeter | None = None
-        self._num_states = self._num_updates = 0
+        self._num_states = self._num_updates = self._checks_left = 0
+        self._num_replans = self._next_replan = 0  # plans for larger batches, and the update from which the next is due
         self._num_measured = 0
         """Updates that were measured for the first plan."""
         self._input_sizes: dict[str, int] | None = None
         """The largest input of the modules around the blocks in this update, by name; ``None`` between updates."""
-        self._safe_sizes: dict[str, int] | None = None
-        """The largest inputs that the present policies were chosen for; ``None`` if every block is recomputed."""
+        self._safe_sizes: Sequence[Mapping[str, int]] | None = None
+        """The largest inputs of each update that the present policies fit; ``None`` if every block is recomputed."""
         self._table: UpdateTable | None = None
         self._is_warm_up = True
         """Whether the table has nothing but an update that has created states of optimizers."""
         self._larger: PlannedUpdate | None = None
         """The largest update since the plan was made, if it was larger than planned for."""
-        self._checks_left = 0
         self.plan: Plan | None = None
-        self.handle: Handle | None = None
+        self._is_applied = False
         self._head = _Head(model, options, self._blocks, is_least=self._budget == "min")
         check_parameters(model, self._budget)
         with planning_group(options.group) as group:
@@ -135,6 +173,7 @@ class LivePlan:
             group.check_equal(head=self._head.names)
             self._base_option = self._candidates.base
             self._num_sharing = group.num_sharing(memory_id(self._device))
+            self._plans_at_once = optimizers is not None and group.size == 1
             is_shown = False if callable(options.progress) or group.rank else options.progress
         self._progress = Progress(is_shown=is_shown)
         self._most_updates = min(MOST_UPDATES, len(self._candidates.options) + 1 + _CHECKS)
@@ -144,7 +183,10 @@ class LivePlan:
         """The largest inputs that they are safe for."""
         self._chosen: Sequence[int] = self._turn
         """The options of blocks under the plan."""
-        self._watch()
+        self._present: Sequence[int] = self._turn
+        """The options of blocks while the plan is not applied."""
+        if optimizers is None:
+            self._watch()
         self._install(self._turn)
         report(f"plans from at most {self._most_updates} updates")
 
@@ -168,17 +210,62 @@ class LivePlan:
         """Whether there is a plan, and no further step under it is to be measured."""
         return self.plan is not None and not self._checks_left
 
+    @property
+    def handle(self) -> Handle | None:
+        """The handle of the plan, where its policies are applied to the modules themselves."""
+        return self._policies.handle
+
     def begin_step(self) -> None:
         """Begins a step, which is an update or, with accumulated gradients, a part of one."""
         if self._input_sizes is not None:
             return
         self._input_sizes = {}
-        self._renew_blocks()
+        self.renew_blocks()
         if not self.is_settled:
             self._measure()
 
+    def begin_update(self, sizes: Mapping[str, int]) -> bool:
+        """Begins an update of a program that has registered its optimizers.
+
+        Args:
+            sizes: What tells its batch from larger ones: numbers of elements, or lengths, by name.
+
+        Returns:
+            Whether it is to run within :meth:`metering`.
+        """
+        self._input_sizes = dict(sizes)
+        if self.is_settled and self._is_safe(sizes):
+            return False
+        self.renew_blocks()
+        if not self._is_safe(sizes):
+            self._install([self._base_option] * len(self._blocks))
+        return True
+
+    @contextmanager
+    def metering(self) -> Iterator[None]:
+        """Measures an update that :meth:`begin_update` has begun."""
+        self._measure()
+        try:
+            yield
+        finally:
+            self._metering.close()
+
+    def discard_levels(self) -> None:
+        """Makes the present update show nothing, as one whose optimizers are skipped."""
+        self._metering.close()
+        self._meter = None
+
+    def abandon_step(self) -> None:
+        """Ends a step that has failed; the next one takes its place."""
+        self.discard_levels()
+        self._input_sizes = None
+
     def end_step(self, *, is_update: bool = True) -> bool:
-        """Ends a step; returns whether there is a new plan."""
+        """Ends a step; returns whether there is a new plan.
+
+        Raises:
+            PlanError: No plan fits.
+        """
         if self._input_sizes is None or not is_update:
             return False
         update = self._measured_update(self._input_sizes)
@@ -191,7 +278,7 @@ class LivePlan:
                 self._add_larger(update)
             is_planned = bool(self._checks_left) and self._check(update)
             is_planned = self._plan_anew() or is_planned
-        if self.plan is not None and self.handle is None:
+        if self.plan is not None and not self._is_applied:
             self._apply()
         return is_planned
 
@@ -209,11 +296,15 @@ class LivePlan:
             return
         size = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
         sizes[name] = max(size, sizes.get(name, 0))
-        if self._safe_sizes is not None and size > self._safe_sizes.get(name, size):
+        if not self._is_safe(sizes):
             self._install([self._base_option] * len(self._blocks))
             self._measure()  # anew, if it had begun
 
-    def _renew_blocks(self) -> None:
+    def _is_safe(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the present policies were chosen for inputs of these sizes, or larger ones."""
+        return self._safe_sizes is None or any(covers(each, sizes) for each in self._safe_sizes)
+
+    def renew_blocks(self) -> None:
         """Sets the policies anew if the program has replaced modules, as a teacher that is copied from a student."""
         modules = dict(self._model.named_modules(remove_duplicate=False))
         blocks = [(name, modules.get(name, module)) for name, module in self._blocks]
@@ -225,36 +316,16 @@ class LivePlan:
             self._apply()
 
     def _remove_policies(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
-        self._head.remove()
-        for _, _, stack in self._installed.values():
-            stack.close()
-        self._installed.clear()
-        for _, module in self._blocks:
-            if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
-                wrapper.uninstall()
+        self._is_applied = False
+        self._policies.remove(self._blocks)
 
     def _install(self, turn: Sequence[int]) -> None:
-        """Sets the options of all blocks. Blocks whose option stays keep what their first call has taught."""
-        if self.handle is not None:
+        """Sets the options of all blocks."""
+        if self._is_applied:
             self._remove_policies()
-        self._head.install()
-        for number, (name, module) in enumerate(self._blocks):
-            before = self._installed.get(number)
-            if before is not None and before[:2] == (module, turn[number]):
-                continue
-            if before is not None:
-                before[2].close()
-            if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
-                wrapper.uninstall()
-            option, store = self._candidates.options[turn[number]], self._candidates.stores[turn[number]]
-            stack = ExitStack()
-            stack.enter_context(compiled_forwards([module], self._code.options))
-            stack.enter_context(Blocks([(name, module)]).under([option], [store]))
-            self._installed[number] = module, turn[number], stack
-        self._safe_sizes = None if set(turn) == {self._base_option} else self._turn_sizes
+        self._policies.install(self._blocks, self._candidates, turn, self._head.rows)
+        self._present = list(turn)
+        self._safe_sizes = None if set(turn) == {self._base_option} else [self._turn_sizes]
 
     def _measure(self) -> None:
         """Measures the update from here on."""
@@ -269,9 +340,7 @@ class LivePlan:
         levels = None if meter is None else meter.update()
         if levels is None or not levels.has_backward:
             return None
-        options = list(self._chosen)
-        if self.handle is None:
-            options = [self._installed[number][1] for number in range(len(self._blocks))]
+        options = list(self._chosen if self._is_applied else self._present)
         creates_states = self._count_states() != self._num_states
         return PlannedUpdate(levels, options, tuple(sorted(sizes.items())), creates_states=creates_states)
 
@@ -355,9 +424,13 @@ class LivePlan:
         return True
 
     def _plan_anew(self) -> bool:
-        """Plans again after 4, 8, 16, ... updates, if a larger batch was seen: processes do so together."""
-        # Zero for powers of two alone: all processes reach them, whatever their batches are.
-        if self._num_updates & (self._num_updates - 1):
+        """Plans again if there was a larger batch: at once in a program of one process, else at certain updates."""
+        if self._plans_at_once:
+            # Not in each update, if batches grow with each.
+            if self._larger is None or self._num_updates < self._next_replan:
+                return False
+        elif self._num_updates & (self._num_updates - 1):
+            # Zero for powers of two alone: all processes reach them, whatever their batches are.
             return False
         with planning_group(self._options.group) as group:
             updates = _exchanged(group, self._larger)
@@ -367,6 +440,8 @@ class LivePlan:
             self._table.add(updates)
             planner = self._planner(group)
             self._choose(planner, self._limit(planner, group), or_lowest=True)
+        self._num_replans += 1
+        self._next_replan = self._num_updates + 2**self._num_replans
         self._checks_left = int(self._options.check)
         self._report("planned again, for the largest batch so far")
         return True
@@ -412,18 +487,75 @@ class LivePlan:
 
     def _apply(self) -> None:
         assert self.plan is not None
+        assert self._table is not None
         self._remove_policies()
         names = {name for name, _ in self._model.named_modules(remove_duplicate=False)}
-        self.handle = apply(
-            self._model, {block: fields for block, fields in self.plan.policies.items() if block in names}
-        )
-        assert self._table is not None
-        self._safe_sizes = dict(self._table.largest[0])
+        self._policies.apply({block: fields for block, fields in self.plan.policies.items() if block in names})
+        self._is_applied = True
+        limit = max(self.plan.budget_bytes, self.plan.predicted_peak_bytes) - self.plan.correction_bytes
+        fitting = [key for key in self._table.keys if self._table.peak(self._chosen, key) <= limit]
+        self._safe_sizes = [dict(sizes) for sizes, _ in fitting]
 
     def _say_progress(self) -> None:
         if callable(self._options.progress):
             self._options.progress(self._num_measured, self._most_updates)
         self._progress.begin(f"update {self._num_measured} of at most {self._most_updates} is measured")
+
+
+@final
+class _ModulePolicies(UpdatePolicies):
+    """Sets policies on the modules, where they stay until they are removed.
+
+    Args:
+        model: The model.
+        options: Of which ``compile`` says how its blocks are compiled.
+    """
+
+    def __init__(self, model: nn.Module, options: PlanOptions) -> None:
+        self._model = model
+        self._code = parse_compile(options.compile, options.candidates)
+        self._installed: dict[int, tuple[nn.Module, int, ExitStack]] = {}
+        """The module, the option and the policy of each block while there is no ``handle``."""
+        self._head: Handle | None = None
+
+    def install(
+        self,
+        blocks: Sequence[tuple[str, nn.Module]],
+        candidates: Candidates,
+        turn: Sequence[int],
+        head: Sequence[PlanRow],
+    ) -> None:
+        # Blocks whose option stays keep what their first call has taught.
+        if head and self._head is None:
+            self._head = apply(self._model, {row.block: row.fields for row in head})
+        for number, (name, module) in enumerate(blocks):
+            before = self._installed.get(number)
+            if before is not None and before[:2] == (module, turn[number]):
+                continue
+            if before is not None:
+                before[2].close()
+            if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
+                wrapper.uninstall()
+            option, store = candidates.options[turn[number]], candidates.stores[turn[number]]
+            stack = ExitStack()
+            stack.enter_context(compiled_forwards([module], self._code.options))
+            stack.enter_context(Blocks([(name, module)]).under([option], [store]))
+            self._installed[number] = module, turn[number], stack
+
+    def apply(self, policies: Mapping[str, Mapping[str, Any]]) -> None:
+        self.handle = apply(self._model, dict(policies))
+
+    def remove(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        for handle in (self.handle, self._head):
+            if handle is not None:
+                handle.remove()
+        self.handle = self._head = None
+        for _, _, stack in self._installed.values():
+            stack.close()
+        self._installed.clear()
+        for _, module in blocks:
+            if (wrapper := policy_of(module)) is not None:  # of a copy, which took it along
+                wrapper.uninstall()
 
 
 @final
@@ -440,10 +572,8 @@ class _Head:
     def __init__(
         self, model: nn.Module, options: PlanOptions, blocks: Sequence[tuple[str, nn.Module]], *, is_least: bool
     ) -> None:
-        self._model = model
         alternatives = head_rows(model, options.head, blocks)
         self._alternatives = alternatives[-1:] if is_least else alternatives
-        self._handle: Handle | None = None
         self.plain_peak: int | None = None
         """The peak of the plain step, where the present policy is not the first."""
 
@@ -455,20 +585,10 @@ class _Head:
     def names(self) -> list[list[str]]:
         return [[row.block, row.option] for rows in self._alternatives for row in rows]
 
-    def install(self) -> None:
-        if self.rows and self._handle is None:
-            self._handle = apply(self._model, {row.block: row.fields for row in self.rows})
-
-    def remove(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
     def begin_next(self, plain_peak: int) -> bool:
         """Goes on to the next policy, if there is one; returns whether there is."""
         if len(self._alternatives) == 1:
             return False
-        self.remove()
         self.plain_peak = plain_peak if self.plain_peak is None else self.plain_peak
         self._alternatives = self._alternatives[1:]
         return True
@@ -479,6 +599,15 @@ def _check_options(options: PlanOptions) -> None:
     if options.step_group is not None:
         what = "expected None in a training loop, whose steps all processes run anyway"
         raise ConfigError(f"step_group: {what} · fix: group=, with the processes that plan the same blocks")
+
+
+def covers(largest: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
+    """Returns whether no size exceeds the one of its name; names that ``largest`` lacks do not matter.
+
+    >>> covers({"0": 8}, {"0": 8, "1": 3}), covers({"0": 8}, {"0": 9})
+    (True, False)
+    """
+    return all(size <= largest.get(name, size) for name, size in sizes.items())
 
 
 def _exchanged(group: PlanGroup, update: PlannedUpdate | None) -> list[PlannedUpdate]:

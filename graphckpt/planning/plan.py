@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from dataclasses import replace as changed
@@ -193,6 +194,17 @@ class Plan(PlanData):
         front = self.front
         relative = None if front is None else lambda: [plan.relative_to(name) for plan in front()]
         return changed(self, rows=tuple(rows), model=None, apply_to_graph=None, front=relative)
+
+
+def plan_line(plan: Plan) -> str:
+    """Returns a plan in one line."""
+    if plan.keeps_everything and plan.predicted_peak_bytes <= plan.budget_bytes:
+        budget, peak = format_bytes(plan.budget_bytes), format_bytes(plan.predicted_peak_bytes)
+        return f"{budget} holds everything (predicted peak {peak}): nothing is recomputed"
+    policies = ", ".join(f"{count}x {option}" for option, count in Counter(row.option for row in plan.rows).items())
+    slower = plan.predicted_step_seconds / plan.plain_step_seconds - 1 if plan.plain_step_seconds else 0.0
+    peak = f"predicted peak {format_bytes(plan.predicted_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+    return f"planned {policies}; {peak}, step {slower:+.1%} over keeping everything".replace("%", " %")
 
 
 def stage_lines(plans: Sequence[Plan]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from graphckpt.errors import PlanError
 from graphckpt.ledger.table import time_of
 from graphckpt.planning.allocations import AllocationLog, Replay, replay
 from graphckpt.planning.allocator import AllocatorRules
-from graphckpt.planning.candidates import JOINED, parse_compile
+from graphckpt.planning.candidates import JOINED, Option, parse_compile
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import KEEP_ALL, Plan
@@ -110,19 +110,12 @@ class Planner:
 
     def _rows(self, choice: PolicyChoice) -> list[PlanRow]:
         measured = self.measured
-        compile_field = parse_compile(self.options.compile, self.options.candidates).field
         joined = {block for first, end in choice.runs for block in range(first + 1, end)}
         extra_seconds = self.search.extra_seconds(choice)
         rows = []
         for block, number in enumerate(choice.plan):
             option = JOINED if block in joined else measured.options_of[block][number]
-            name, fields = option.name, dict(option.fields)
-            if compile_field is not None:
-                name, fields = f"{name}, compiled", {"compile": compile_field, **fields}
-            if self.options.contiguous and not (option is JOINED or option.is_far):
-                name, fields = f"{name} + slab", {**fields, "contiguous": True}
-            if self.options.determinism_check is not None and fields != KEEP_ALL:
-                fields["determinism_check"] = self.options.determinism_check
+            name, fields = policy_with_settings(option, self.options)
             rows.append(
                 PlanRow(
                     block=measured.names[block],
@@ -167,6 +160,19 @@ class Planner:
         if self.model is None or others or not isinstance(self.model.get_submodule(parent), nn.Sequential):
             return None
         return repr(parent) if parent else f"the {type(self.model).__name__}"
+
+
+def policy_with_settings(option: Option, options: PlanOptions) -> tuple[str, dict[str, Any]]:
+    """Returns the name in tables and the fields of a block that has ``option`` in a plan with ``options``."""
+    name, fields = option.name, dict(option.fields)
+    compile_field = parse_compile(options.compile, options.candidates).field
+    if compile_field is not None:
+        name, fields = f"{name}, compiled", {"compile": compile_field, **fields}
+    if options.contiguous and not (option is JOINED or option.is_far):
+        name, fields = f"{name} + slab", {**fields, "contiguous": True}
+    if options.determinism_check is not None and fields != KEEP_ALL:
+        fields["determinism_check"] = options.determinism_check
+    return name, fields
 
 
 def corrected(plan: Plan, num_bytes: int) -> Plan:

@@ -13,7 +13,7 @@ row is scaled by the rise in backward under ``full``, which has nearly all that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from statistics import median
@@ -179,6 +179,11 @@ class UpdateTable:
             full = [self.base_option] * len(self.classes)
             self._largest = max(self._updates, key=lambda key: (len(set(key[1])), self.peak(full, key)))
         return self._largest
+
+    @property
+    def keys(self) -> Iterable[UpdateKey]:
+        """Those of all updates."""
+        return self._updates.keys()
 
     def __contains__(self, key: UpdateKey) -> bool:
         return key in self._updates
