@@ -1,11 +1,11 @@
-"""Plans the policies of one Graph, for inputs of a shape, and sets them on its blocks."""
+"""Plans the policies of one Graph, by runs of its step or from its first updates, and sets them on its blocks."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,19 +23,25 @@ from graphckpt.graph.captured_step import WARM_UP
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step, StepCall
 from graphckpt.graph.verify import unchanged
-from graphckpt.planning.candidates import without_share
+from graphckpt.planning.candidates import can_join, without_share
 from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.live_plan import LivePlan, UpdatePolicies, covers
 from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, budget_bytes, check_budget, device_memory
-from graphckpt.planning.plan import Plan
-from graphckpt.planning.plan_group import PlanGroup, planning_group
+from graphckpt.planning.plan import KEEP_ALL, Plan, plan_line
+from graphckpt.planning.plan_group import GroupError, PlanGroup, planning_group
 from graphckpt.planning.plan_step import find_blocks, measure_all, plan_step
-from graphckpt.planning.planner import Planners
+from graphckpt.planning.planner import Planners, policy_with_settings
 from graphckpt.planning.profile import Device, DeviceProfile, load_profile, profile_names
+from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.steps import FakeStep, RealStep
-from graphckpt.tree import flatten_call
+from graphckpt.planning.update_planner import Candidates
+from graphckpt.progress import Progress
+from graphckpt.tree import flatten_call, inner_tensors
 from graphckpt.units import format_bytes, format_sizes
 
 _ANY_CUDA = "a100-80g"  # for a device without a profile: sizes are the same, times differ by similar factors
+_OF_CALLS = ("activation_checkpointing", "segments", "tiles", "compile")
+"""The fields of a block that decide how its calls run."""
 _UNSET = dict.fromkeys(
     ("activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "compile")
 )
@@ -43,15 +49,24 @@ _UNSET = dict.fromkeys(
 
 @final
 class AutoPlan:
-    """Plans for the inputs of a Graph, and keeps the plan of each shape."""
+    """The plans of a Graph: those that the user makes, by runs of the step, and the one for ``config.memory_budget``.
+
+    The latter is one plan for the life of the Graph, for its largest inputs. It is made from updates (``_live``),
+    unless they cannot show what the settings ask for.
+    """
 
     def __init__(self, step: Step, tree: BlockTree) -> None:
         self._step = step
         self._tree = tree
-        self._plans: dict[Hashable, Plan] = {}
-        self._active_key: Hashable = None
-        self._planned_blocks: list[str] = []
+        self._flags = _BlockFlags(step, tree)
+        self._settings: tuple[Any, ...] | None = None
+        """The settings for which the present policies were planned, or are being planned."""
+        self._live: LivePlan | None = None
+        """The plan from the Graph's own updates; ``None`` before the first one, and where the policies are others."""
+        self._planned_sizes: list[dict[str, int]] = []
+        """The inputs that policies hold for which are not those of ``_live``; an empty entry is all inputs."""
         self._is_unapplied = False
+        self._report: Callable[[str], None] = lambda line: None
 
     def plan(
         self,
@@ -148,9 +163,9 @@ class AutoPlan:
         finally:
             backup.restore()
             step.sort_parameters()
-        self._apply(plan)
-        self._active_key = self._key(call)
-        self._plans[self._active_key] = plan
+        self._end_live()
+        self._flags.set(plan.policies, [row.block for row in plan.rows])
+        self._planned_sizes = [_sizes_of(call)]
         names = [rule.describe() if (w := before.get(m)) and (rule := w.rule) else "keep" for _, m in blocks]
         reason = "the lowest" if is_lowest else f"{format_bytes(memory.available)} available"
         return (
@@ -168,53 +183,236 @@ class AutoPlan:
             raise ConfigError(f"{self._step.name}.plan: expected planned blocks with equal `compile` · fix: {fix}")
         return values[0]
 
-    def before_call(self, call: StepCall) -> None:
-        """Applies the plan for ``config.memory_budget`` and these inputs, and warns of a plan that is not applied."""
+    @contextmanager
+    def planning(self, call: StepCall) -> Iterator[None]:
+        """Has the call of the ``with`` block run under the policies for ``config.memory_budget``, and plans from it.
+
+        It warns of a plan that is not applied.
+        """
+        step = self._step
         if self._is_unapplied:
             self._is_unapplied = False
-            name = self._step.name
-            fix = f"{name}.plan(...).apply(), since Graph.plan no longer sets the policies itself"
-            warnings.warn(f"{name}: the step runs without the plan that was made for it · fix: {fix}", stacklevel=3)
-        config = self._step.config
-        if config.memory_budget is None or not config.training or (key := self._key(call)) == self._active_key:
+            fix = f"{step.name}.plan(...).apply(), since Graph.plan no longer sets the policies itself"
+            what = "the step runs without the plan that was made for it"
+            warnings.warn(f"{step.name}: {what} · fix: {fix}", stacklevel=4)
+        config = step.config
+        if config.memory_budget is None or not config.training:
+            self._end_live()
+            self._settings = None
+            yield
             return
-        if key not in self._plans:
-            self._plans[key] = self._plan(call, config.memory_budget, config.plan_options)
-        self._apply(self._plans[key])
-        self._active_key = key
+        sizes = _sizes_of(call)
+        live = self._live_plan(call, sizes)
+        if live is None:
+            yield
+            return
+        if step.setup.is_stale:
+            live.renew_blocks()  # a module may have been replaced
+        step.metering = live.metering if live.begin_update(sizes) else None
+        num_steps = step.update.num_steps
+        try:
+            yield
+        except BaseException:
+            live.abandon_step()
+            raise
+        finally:
+            step.metering = None
+        if live is not self._live:  # memory ran out, and the step ran again under another plan
+            return
+        if step.update.num_steps == num_steps and not live.is_settled:
+            live.discard_levels()  # the scaler skipped the optimizers, whose states may not exist yet
+        self._end_update(live, call, sizes)
 
-    def _key(self, call: StepCall) -> Hashable:
+    def _live_plan(self, call: StepCall, sizes: dict[str, int]) -> LivePlan | None:
+        """Returns the plan from updates; ``None`` if the policies for such inputs are set, and not from updates."""
+        step = self._step
+        config = step.config
+        if (settings := self._present_settings()) != self._settings:
+            self._end_live()
+            self._settings, self._planned_sizes = settings, []
+        if self._live is not None or any(covers(each, sizes) for each in self._planned_sizes):
+            return self._live
+        model, blocks, options = self._prepare(config.plan_options)
+        if self._needs_runs(blocks, options):
+            self._plan_by_runs(call, sizes)
+            return None
+        is_shown = False if callable(options.progress) or planning_group(options.group).rank else options.progress
+        self._report = partial(_report, Progress(is_shown=is_shown), step.name)
+        policies = _UpdateFlags(self._flags, options)
+        try:
+            self._live = LivePlan(
+                model,
+                config.memory_budget,
+                options,
+                self._report,
+                policies=policies,
+                optimizers=step.update.optimizers,
+            )
+        except BaseException:
+            policies.remove(blocks)
+            raise
+        return self._live
+
+    def _present_settings(self) -> tuple[Any, ...]:
+        config, update = self._step.config, self._step.update
+        how = config.memory_budget, config.plan_options, config.num_micro_batches, config.amp_dtype
+        return *how, list(update.optimizers), list(self._step.roots.items())
+
+    def _needs_runs(self, blocks: Sequence[tuple[str, nn.Module]], options: PlanOptions) -> bool:
+        """Whether a plan needs runs of the step, on copies of its state, since updates cannot show all that it may use.
+
+        They do not show joined blocks, which have the lowest peaks, nor blocks within a block that has a policy. A step
+        that others run too, with blocks of their own, has runs that all agree on.
+        """
+        modules = [module for _, module in blocks]
+        needs_joined = options.candidates is not None or self._step.config.memory_budget == "min"
+        if options.step_group is not None or (needs_joined and can_join(modules, options.candidates)):
+            return True
+        blocks_to_plan = set(modules)
+        outer = [
+            module
+            for module, _, fields in self._tree.policies()
+            if any(map(fields.get, _OF_CALLS)) and module not in blocks_to_plan
+        ]
+        return any(not blocks_to_plan.isdisjoint(module.modules()) for module in outer)
+
+    def _plan_by_runs(self, call: StepCall, sizes: dict[str, int]) -> None:
         config = self._step.config
-        leaves, _ = flatten_call(call.args, call.kwargs)
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-        if planning_group(config.plan_options.group).size > 1:
-            shapes = ()  # processes plan together at the first call: later ones may bring new shapes to some alone
-        return shapes, str(config.memory_budget), str(config.plan_options)
+        plan = self._plan(call, config.memory_budget, config.plan_options)
+        self._flags.set(plan.policies, [row.block for row in plan.rows])
+        # Processes plan together at the first call alone: later ones may bring new shapes to some of them.
+        is_alone = planning_group(config.plan_options.group).size == 1
+        self._planned_sizes.append(sizes if is_alone else {})
+
+    def _end_update(self, live: LivePlan, call: StepCall, sizes: dict[str, int]) -> None:
+        try:
+            is_planned = live.end_step()
+        except GroupError:  # of another process, which would not run with this one
+            raise
+        except PlanError:
+            # Runs show more than updates do, such as joined blocks. If nothing fits, this raises as well.
+            self._end_live()
+            self._report("no plan from updates fits; plans by runs of the step")
+            self._plan_by_runs(call, sizes)
+        else:
+            if is_planned and live.plan is not None:
+                self._report(plan_line(live.plan))
+
+    def _end_live(self) -> None:
+        """Ends planning from updates. Without a plan, it restores the flags of the user."""
+        live, self._live = self._live, None
+        self._step.metering = None
+        if live is not None and live.plan is None:
+            live.close()
 
     def _apply(self, plan: Plan) -> _GraphPolicies:
-        model = _Roots(self._step.roots)
-        self._active_key = None
+        """Sets the policies of a plan that the user applies, for inputs of all shapes."""
+        self._end_live()
         self._is_unapplied = False
-        before = {name: self._tree.config(module, name).fields() for name, module in model.named_modules() if name}
-        for name in self._planned_blocks:  # of the last plan, which may have had other blocks
-            self._tree.config(model.get_submodule(name), name).update(dict(_UNSET))
-        self._planned_blocks = [row.block for row in plan.rows]
-        for row in plan.rows:
-            for name, module in model.get_submodule(row.block).named_modules(prefix=row.block):
-                config = self._tree.config(module, name)
-                if any(config.fields().get(field) is not None for field in _UNSET):
-                    config.update(dict(_UNSET))
-            if row.fields.get("activation_checkpointing") is not False or len(row.fields) > 1:
-                self._tree.config(model.get_submodule(row.block), row.block).update({**_UNSET, **row.fields})
-        return _GraphPolicies(lambda: self._restore(before))
+        self._settings, self._planned_sizes = self._present_settings(), [{}]
+        before = self._flags.set(plan.policies, [row.block for row in plan.rows])
 
-    def _restore(self, before: Mapping[str, Mapping[str, Any]]) -> None:
+        def restore() -> None:
+            self._planned_sizes = []
+            self._flags.restore(before)
+
+        return _GraphPolicies(restore)
+
+
+@final
+class _BlockFlags:
+    """Sets policies as flags of the blocks of a Graph, which installs them for the time of each call."""
+
+    def __init__(self, step: Step, tree: BlockTree) -> None:
+        self._step = step
+        self._tree = tree
+        self._planned: list[str] = []
+
+    def set(self, policies: Mapping[str, Mapping[str, Any]], blocks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Sets the policies of a plan in place of the flags of its ``blocks`` and of the modules inside them.
+
+        Returns:
+            The flags of all modules before, for :meth:`restore`.
+        """
         model = _Roots(self._step.roots)
-        self._active_key, self._planned_blocks = None, []
+        modules = dict(model.named_modules(remove_duplicate=False))
+        before = {name: self._tree.config(module, name).fields() for name, module in model.named_modules() if name}
+        for name in self._planned:  # of the last plan, which may have had other blocks
+            if name in modules and name not in policies:
+                self._update(modules[name], name, {})
+        self._planned = [*policies]
+        for block in blocks:
+            for name, module in modules[block].named_modules(prefix=block):
+                if name not in policies:
+                    self._update(module, name, {})
+        for name, fields in policies.items():
+            self._update(modules[name], name, fields)
+        return before
+
+    def restore(self, before: Mapping[str, Mapping[str, Any]]) -> None:
+        modules = dict(_Roots(self._step.roots).named_modules())
+        self._planned = []
         for name, fields in before.items():
-            config = self._tree.config(model.get_submodule(name), name)
-            if config.fields() != fields:
-                config.update({**_UNSET, **fields})
+            if name in modules:
+                self._update(modules[name], name, {"determinism_check": None, **fields})
+
+    def _update(self, module: nn.Module, name: str, fields: Mapping[str, Any]) -> None:
+        config = self._tree.config(module, name)
+        if any(
+            config.fields().get(key) != value for key, value in {**_UNSET, **fields}.items()
+        ):  # an update drops captures
+            config.update({**_UNSET, **fields})
+
+
+@final
+class _UpdateFlags(UpdatePolicies):
+    """The policies of the updates of a Graph, as flags of its blocks."""
+
+    def __init__(self, flags: _BlockFlags, options: PlanOptions) -> None:
+        self._flags = flags
+        self._options = options
+        self._before: dict[str, dict[str, Any]] | None = None
+        """The flags of the user."""
+        self._blocks: list[str] = []
+
+    def install(
+        self,
+        blocks: Sequence[tuple[str, nn.Module]],
+        candidates: Candidates,
+        turn: Sequence[int],
+        head: Sequence[PlanRow],
+    ) -> None:
+        self._blocks = [name for name, _ in blocks]
+        fields = [policy_with_settings(candidates.options[number], self._options)[1] for number in turn]
+        policies = {name: each for name, each in zip(self._blocks, fields, strict=True) if each != KEEP_ALL}
+        self.apply({**policies, **{row.block: row.fields for row in head}})
+
+    def apply(self, policies: Mapping[str, Mapping[str, Any]]) -> None:
+        before = self._flags.set(policies, self._blocks)
+        self._before = self._before or before
+
+    def remove(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        del blocks
+        if self._before is not None:
+            self._flags.restore(self._before)
+
+
+def _sizes_of(call: StepCall) -> dict[str, int]:
+    """Returns what tells a batch from larger ones: the length of each dimension of each tensor, and its elements."""
+    # Both: one of as many elements may take more, as half as many texts of twice the length do.
+    leaves, _ = flatten_call(call.args, call.kwargs)
+    sizes: dict[str, int] = {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:  # its lengths may be symbols
+            sizes[f"{number}"] = sum(inner.numel() for inner in inner_tensors(leaf)) or leaf.numel()
+        elif isinstance(leaf, torch.Tensor):
+            sizes[f"{number}"] = leaf.numel()
+            sizes.update((f"{number}.{dim}", length) for dim, length in enumerate(leaf.shape))
+    return sizes
+
+
+def _report(news: Progress, name: str, line: str) -> None:
+    news.report(f"{name}: {line}")
 
 
 @final

@@ -60,8 +60,9 @@ class GraphConfig:
     """Captures that are kept, one for each kind of input; the least recently used is released first."""
     memory_budget: Any = None
     """Bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain step's peak, ``"max"`` or ``"min"``:
-    policies are planned for it at the first call, and for each new shape of inputs. See
-    :meth:`graphckpt.Graph.plan`."""
+    policies are planned for it in the first calls, at most eight, each of which is an update of the training, and again
+    for larger inputs. Only ``"min"``, joined layers and the like are planned as :meth:`graphckpt.Graph.plan` does, by
+    runs of the step on a copy of its state."""
     plan_options: Any = PlanOptions()
     """The :class:`~graphckpt.planning.PlanOptions` of such plans, or a mapping of its fields."""
     determinism_check: str = "default"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 from weakref import WeakKeyDictionary
@@ -220,11 +220,12 @@ class Graph:
         if step.setup.is_done and running_graph.get() is None and not replans:
             return step.call(fields, self.build, args, kwargs)
         call = StepCall(fields, self.build, args, kwargs)
-        if running_graph.get() is None and (config.memory_budget is not None or fields["_auto_plan"] is not None):
-            self._planner().before_call(call)
-        if running_graph.get() is None and replans:
-            return call_or_replan(step, lambda *failed, **how: self._planner().replan(*failed, **how), call)
-        return step.call_with_setup(call)
+        is_nested = running_graph.get() is not None
+        has_planner = config.memory_budget is not None or fields["_auto_plan"] is not None
+        with self._planner().planning(call) if has_planner and not is_nested else nullcontext():
+            if replans and not is_nested:
+                return call_or_replan(step, lambda *failed, **how: self._planner().replan(*failed, **how), call)
+            return step.call_with_setup(call)
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
         """Prints what each block keeps, where, and what it costs, as seen in the first calls, and returns it.
@@ -280,7 +281,7 @@ class Graph:
 
         The step runs a few times; parameters, optimizers, schedules and RNG state are restored at the end. Applying
         the plan replaces the flags of the layers and of the modules inside them. With ``config.memory_budget`` a Graph
-        plans and applies by itself, for each new shape of inputs.
+        plans by itself, from its first updates and without running any of them twice; an applied plan ends that.
 
         Args:
             args: inputs of a call.

@@ -36,6 +36,7 @@ _NO_SCALER = (
 # Note [One call of a Graph]
 #
 #     Graph.__call__                 goes straight to `call`, unless there is something to set up, to check or to replan
+#     AutoPlan.planning              with `memory_budget`: sets the policies of this call, and plans from its levels
 #       call_or_replan               with `on_out_of_memory = "replan"`: repeats what is below under another plan
 #         call_with_setup            prepares after a change, compares inputs, records the step
 #           call                     installs the policies; the attributes of the Graph become the real modules
@@ -102,7 +103,7 @@ class Step:
     :meth:`sort_parameters` ``_trains``, ``_is_plain``, ``_num_groups`` and ``_unmanaged_parameters`` (those that no
     optimizer of the Graph updates). ``inputs`` are those of the first call. ``watcher`` records the first calls under
     the present policies, of which ``_num_watched`` counts how many, and those within :meth:`measure`
-    (``_is_measured``); ``_is_watched`` says that the present call runs in Python to be recorded.
+    (``_is_measured``); ``_must_run`` says that the present call runs in Python, to be recorded or measured.
     """
 
     def __init__(
@@ -130,10 +131,12 @@ class Step:
         self.setup = setup
         self._unmanaged_parameters: list[torch.Tensor] = []
         self.captured: CapturedStep | None = None
+        self.metering: Callable[[], AbstractContextManager[None]] | None = None
+        """Measures the present call for a plan, with ``config.memory_budget``; ``None`` if it is not measured."""
         self.module_tree: ModuleTree | None = None
         """The modules at the last backup of a step."""
         self._is_measured = False
-        self._is_watched = False
+        self._must_run = False
         self._is_plain = False
         self._num_groups = 0
         self._num_watched = 0
@@ -168,15 +171,22 @@ class Step:
             raise GraphError(
                 f"{self.name}: {difference} · fix: keep inputs as they are, or config.strict_static = False"
             )
-        is_watched = config.training and (self._is_measured or (config.measure and self._num_watched < _WATCHED_TIMES))
+        # Of the steps that are measured for a plan, none is recorded: those under the plan are what is explained.
+        records_next = config.measure and self._num_watched < _WATCHED_TIMES and self.metering is None
+        is_watched = config.training and (self._is_measured or records_next)
         with ExitStack() as stack:
+            if self.metering is not None:
+                stack.enter_context(self.metering())
             if self._debug.level >= 0:
                 stack.enter_context(self._debug.logging(self.name, self.roots))
             if is_watched:
                 stack.enter_context(self._watch(args, kwargs))
-            self._is_watched = is_watched or self._debug.level >= 0  # a replay runs no Python to observe
-            output = self.call(*call)
-        self._is_watched = False
+            # A replay runs no Python to observe, and policies that change with each update are not worth a capture.
+            self._must_run = is_watched or self._debug.level >= 0 or self.metering is not None
+            try:
+                output = self.call(*call)
+            finally:
+                self._must_run = False
         self.inputs = inputs
         self.num_calls += 1
         self._num_watched += is_watched
@@ -203,9 +213,7 @@ class Step:
                 output = run(build, args, kwargs)
             else:
                 work = partial(self._forward_backward if self._trains else self._evaluate_only, build)
-                output, is_fresh = self.captured.call(
-                    partial(run, build), work, args, kwargs, must_run=self._is_watched
-                )
+                output, is_fresh = self.captured.call(partial(run, build), work, args, kwargs, must_run=self._must_run)
                 if is_fresh:
                     return output
         finally:

@@ -8,7 +8,8 @@
                 have other options                   are compared with each other
     then        those of the plan                    is measured, and the plan corrected if it is not as predicted
     a larger    every block is recomputed            is noticed before its first block runs, and measured; the plan made
-    batch                                            after 4, 8, 16, ... updates counts it in
+    batch                                            after 4, 8, 16, ... updates counts it in; for a Graph in one
+                                                     process it is made right after this update
 
 Recomputing every block takes little memory, so that a step fits before there is a plan for it. Other options are tried
 on as many blocks as surely fit. A step without a backward, such as one that the loop skips, shows nothing: the next one

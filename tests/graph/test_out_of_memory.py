@@ -19,6 +19,7 @@ from helpers.memory_limit import MemoryLimit, limited_address_space
 from torch import nn
 
 from graphckpt import ConfigError, Graph
+from graphckpt.blocks.forward import policy_of
 from graphckpt.graph import out_of_memory
 from graphckpt.graph.out_of_memory import StepBackup, is_out_of_memory
 from graphckpt.graph.step import StepCall
@@ -232,7 +233,8 @@ def test_lowest_plan_is_tried_before_the_step_fails(monkeypatch: pytest.MonkeyPa
 def test_plan_is_at_most_the_memory_budget() -> None:
     step = made()
     step.config.memory_budget = 0.9
-    step(X)
+    while step._auto_plan is None or not step._auto_plan._live.is_settled:
+        step(X)
     planned = sum(bool(layer.config.activation_checkpointing) for layer in step.model.layers)
     with MemoryLimit() as memory:
         step(X)
@@ -241,6 +243,26 @@ def test_plan_is_at_most_the_memory_budget() -> None:
         step(X)
     assert memory.num_raised == 1
     assert sum(bool(layer.config.activation_checkpointing) for layer in step.model.layers) > planned
+    policies = [layer.config.fields() for layer in step.model.layers]
+    step(X)
+    assert [layer.config.fields() for layer in step.model.layers] == policies
+
+
+@pytest.mark.parametrize("failed", [1, 2])
+def test_memory_runs_out_while_a_graph_plans(failed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan for the memory that is free ends the planning, and stays."""
+    monkeypatch.setitem(globals(), "FAILED", failed)
+    expected = run(made())
+    step = made()
+    step.config.memory_budget = 0.9
+    step.config.plan_options = {"progress": False}
+    with pytest.warns(UserWarning, match="repeated: "):
+        got = run(step, limit_at(0.55, expected))
+    assert is_same(got, expected)
+    assert got[2].num_raised > 0
+    assert step._auto_plan._live is None
+    assert step._step.metering is None
+    assert all(policy_of(module) is None for module in step.model.origin.modules())
     policies = [layer.config.fields() for layer in step.model.layers]
     step(X)
     assert [layer.config.fields() for layer in step.model.layers] == policies

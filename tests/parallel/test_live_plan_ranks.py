@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from graphckpt import Graph
 from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan
 from graphckpt.planning.options import PlanOptions
 
@@ -90,3 +91,51 @@ def train(rank: int, folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
 def test_two_ranks_have_one_plan_and_the_losses_of_the_plain_run(kind: str, tmp_path: Path) -> None:
     run_on_ranks(train, tmp_path, kind)
+
+
+class TrainingGraph(Graph):
+    """The same training as a Graph."""
+
+    def __init__(self, training: Training, budget: Any = None) -> None:
+        super().__init__()
+        self.runs = training.runs
+        self.add_optimizer(training.optimizer)
+        prefix = "runs.module" if isinstance(training.runs, DistributedDataParallel) else "runs"
+        self.config.plan_options = {"select": f"{prefix}.[1-6]", "candidates": ["full"], "progress": False}
+        self.config.memory_budget = budget
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.runs(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def train_graph(rank: int, folder: Path, kind: str) -> None:
+    plain = Training(rank, kind)
+    losses = plain.run()
+    highest = tracked_peak(plain.model, lambda: plain.update(256), [plain.optimizer])
+    budgets = [0] * 2
+    dist.all_gather_object(budgets, int(0.8 * highest))
+    training = Training(rank, kind)
+    graph = TrainingGraph(training, min(budgets))
+    for number, length in enumerate(LENGTHS):
+        x = torch.randn(length, 16, generator=torch.Generator().manual_seed(length + rank))
+        assert float(graph(x)) == losses[number]
+    assert graph._auto_plan is not None
+    live = graph._auto_plan._live
+    assert live is not None
+    assert live.is_settled
+    assert live._num_measured + 2 <= MOST_UPDATES
+    policies: list[Any] = [None, None]
+    dist.all_gather_object(policies, [row.option for row in live.plan.rows])
+    assert policies[0] == policies[1]
+    assert len(set(policies[0])) > 1, "neither all kept nor all recomputed"
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(rank))
+    peak = tracked_peak(training.model, lambda: graph(x), [training.optimizer])  # before update 16, for the longest
+    assert peak == pytest.approx(live.plan.predicted_peak_bytes, rel=0.01 if kind == "DDP" else 0.1)
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
+def test_two_ranks_with_a_graph_have_one_plan_and_the_losses_of_the_plain_run(kind: str, tmp_path: Path) -> None:
+    run_on_ranks(train_graph, tmp_path, kind)

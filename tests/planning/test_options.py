@@ -26,7 +26,7 @@ from graphckpt.cli import add_plan
 from graphckpt.config.run import fake_steps_from
 from graphckpt.integrations.policy_callback import CallbackOptionsDict, PolicyCallback
 from graphckpt.integrations.transformers import fit_training_arguments
-from graphckpt.planning import PlanOptions, PlanOptionsDict, plan_step
+from graphckpt.planning import PlanOptions, PlanOptionsDict, live_plan, plan_step
 from graphckpt.planning.options import FitOptionsDict, SharedOptionsDict, available_bytes
 from graphckpt.train.settings import ActivationCheckpointConfig
 
@@ -57,6 +57,7 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     import_module("graphckpt.graph.auto_plan")  # at its first import it would take what replaces the function
     monkeypatch.setattr(plan_step, "measure_all", catch)
+    monkeypatch.setattr(live_plan, "candidates_for_updates", catch)
     return lambda: None
 
 
