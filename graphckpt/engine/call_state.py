@@ -269,8 +269,10 @@ class ModuleState:
     def attribute_ids(self) -> set[int]:
         return set(map(id, self._fields()))
 
-    def buffer_ids(self) -> set[int]:
-        return {id(t) for owner, key in self._slots[self._num_parameters :] if (t := owner.get(key)) is not None}
+    def buffers(self) -> dict[int, tuple[dict[str, Any], str]]:
+        """Returns where the buffers are, by their ids."""
+        places = self._slots[self._num_parameters :]
+        return {id(t): (owner, key) for owner, key in places if (t := owner.get(key)) is not None}
 
     def tensors(self) -> list[torch.Tensor]:
         return [t for owner, key in self._slots if (t := owner.get(key)) is not None]

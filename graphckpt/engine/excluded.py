@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -11,7 +11,8 @@ from torch import nn
 from graphckpt._compat import active_saved_tensor_hooks, pop_saved_tensor_hooks, push_saved_tensor_hooks
 from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.call_state import CallState
+from graphckpt.engine.call_state import CallState, has_changed
+from graphckpt.engine.clones import is_small
 from graphckpt.engine.execution import CallMismatch, Execution, Recomputation, engine_ops, running
 from graphckpt.engine.objects import copy_objects, differs
 from graphckpt.engine.saved import (
@@ -31,6 +32,41 @@ from graphckpt.thread_state import RNGState, set_rng_state
 from graphckpt.tree import build_value, flatten_call, flatten_value
 
 
+class ChangedBuffer(NamedTuple):
+    """A buffer that a call of an excluded child may have changed."""
+
+    owner: dict[str, Any]
+    """The buffers of its module."""
+    key: str
+    is_replaced: bool
+    """Whether it is another tensor than before."""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Gives it the value after the call, for the rest of a recomputation, which works on copies of buffers."""
+        if self.is_replaced:
+            self.owner[self.key] = value.clone()
+        else:
+            self.owner[self.key].data.copy_(value)  # without a new version, as it need not have got one
+
+
+def _changed_buffers(block: BlockContext, before: CallState) -> list[ChangedBuffer]:
+    """Returns the buffers of an excluded child that differ, or may differ, from those in the state ``before``.
+
+    They are those that the block around it has copied: only where copies are in place may a recomputation write.
+    """
+    places = block.state.buffers()
+    if not places:
+        return []
+    present = set(map(id, before.tensors))
+    buffers = [ChangedBuffer(*place, is_replaced=True) for number, place in places.items() if number not in present]
+    for index in before.copies:
+        place = places.get(id(tensor := before.tensors[index]))
+        # A first call has copied all of them, later ones those that change, and small ones in any case.
+        if place is not None and (not before.is_first or is_small(tensor) or has_changed(before, index)):
+            buffers.append(ChangedBuffer(*place, is_replaced=False))
+    return buffers
+
+
 @final
 class ExcludedCall:
     """One call of an excluded child ``block`` within ``call``: the recomputation takes its outputs from here.
@@ -38,10 +74,17 @@ class ExcludedCall:
     It repeats the call where that has raised, has modified its arguments in place, or cannot be answered from here.
     """
 
-    __slots__ = ("_handles", "_leaves", "_spec", "_versions", "block", "is_repeated", "random")
+    __slots__ = ("_buffers", "_handles", "_leaves", "_spec", "_versions", "block", "is_repeated", "random")
 
     def __init__(
-        self, block: BlockContext, output: Any, call: Call, random: RNGState, *, is_repeated: bool = False
+        self,
+        block: BlockContext,
+        output: Any,
+        call: Call,
+        random: RNGState,
+        buffers: Sequence[ChangedBuffer] = (),
+        *,
+        is_repeated: bool = False,
     ) -> None:
         self.block = block
         self.random = random  # after the call: an answered call draws nothing, and what follows must draw as in forward
@@ -50,6 +93,8 @@ class ExcludedCall:
         # Code may depend on which object such a tensor is, and an answer is another object.
         self.is_repeated: bool = is_repeated or any(isinstance(t, nn.Parameter) or has_attributes(t) for t in tensors)
         self._leaves: list[Any] = []
+        """The output, and after it the values of ``_buffers``, which the parent may read later in its forward."""
+        self._buffers = buffers
         self._handles: list[Any] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
         if self.is_repeated:
@@ -64,10 +109,12 @@ class ExcludedCall:
         self._handles = [t.grad_fn.register_prehook(refuse) for t in tensors if t.grad_fn is not None]
         # Detached tensors share the version counters, and do not hold the graph, which holds this.
         self._versions = [(tensor.detach(), version) for tensor, version in versions_of(tensors)]
+        leaves += [owner[key].detach().clone() for owner, key, _ in buffers]
         self._leaves = [save_tensor(x, call, class_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
 
-    def buffer_ids(self) -> set[int]:
-        return self.block.state.buffer_ids()
+    @property
+    def has_buffers(self) -> bool:
+        return bool(self.block.state.buffers())
 
     def after_forward(self, call_state: CallState) -> None:
         # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
@@ -88,7 +135,12 @@ class ExcludedCall:
     def answer(self) -> tuple[bool, Any]:
         """Returns ``(True, output)``, or ``(False, None)`` if the child has to be recomputed after all."""
         leaves = None if self.is_repeated else take_all(self._leaves)
-        return (False, None) if leaves is None else (True, build_value(self._spec, leaves))
+        if leaves is None:
+            return False, None
+        num_leaves = len(leaves) - len(self._buffers)
+        for buffer, value in zip(self._buffers, leaves[num_leaves:], strict=True):
+            buffer.put(value)
+        return True, build_value(self._spec, leaves[:num_leaves])
 
 
 def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -122,7 +174,9 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
             for frame in originals:
                 if mutated and frame.contexts is not None:
                     frame.contexts.drop_mutated(mutated)
-                frame.excluded.append(ExcludedCall(block, output, frame, frame.rng_state(), is_repeated=is_repeated))
+                buffers = [] if is_repeated else _changed_buffers(block, frame.state_before)
+                call = ExcludedCall(block, output, frame, frame.rng_state(), buffers, is_repeated=is_repeated)
+                frame.excluded.append(call)
     return output
 
 
@@ -133,7 +187,7 @@ def run_excluded_without_gradients(
 
     A child with buffers is logged, so that the calls before it are repeated in order: they change its buffers.
     """
-    for run in _runs_around() if block.state.buffer_ids() else ():
+    for run in _runs_around() if block.state.buffers() else ():
         if isinstance(run, Recomputation):
             run.excluded_cursor += 1
         else:
@@ -181,8 +235,8 @@ def _answer(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:
     if is_answered:
         set_rng_state(call.random)
         return True, output
-    before = [each for each in frame.excluded[:position] if each.buffer_ids() and not each.is_repeated]
-    if before and call.buffer_ids():  # which it must find as they have left them
+    before = [each for each in frame.excluded[:position] if each.has_buffers and not each.is_repeated]
+    if before and call.has_buffers:  # which it must find as they have left them
         for each in frame.excluded:
             each.repeat()
         raise CallMismatch

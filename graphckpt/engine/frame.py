@@ -366,9 +366,9 @@ class Frame(Execution, Call):
             for call in self.excluded:
                 call.after_forward(call_state)
             # Each must find the buffers as the ones before it have left them: if one is repeated, all others are.
-            if self.excluded and any(call.is_repeated and call.buffer_ids() for call in self.excluded):
+            if self.excluded and any(call.is_repeated and call.has_buffers for call in self.excluded):
                 for call in self.excluded:
-                    if call.buffer_ids():
+                    if call.has_buffers:
                         call.repeat()
             if self.contexts is not None:
                 self.contexts.after_forward(self, has_failed=self._failure is not None)
@@ -390,6 +390,10 @@ class Frame(Execution, Call):
 
     def rng_state(self) -> RNGState:
         return get_rng_state(self.devices, host=self._random[2] is not None)
+
+    @property
+    def state_before(self) -> CallState:
+        return self._call_state
 
     def _unread_parameters(self) -> frozenset[int]:
         """Returns the ids of parameters that the recomputation does not read: those of calls that are not repeated."""

@@ -37,6 +37,7 @@ def Mlp(self: Any, x: Tensor) -> Tensor:
 NORMS = {
     "batch": lambda: nn.BatchNorm1d(D),
     "batch, average": lambda: nn.BatchNorm1d(D, momentum=None),
+    "batch, read": lambda: nn.BatchNorm1d(D),
     "instance": lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
     "group": lambda: nn.GroupNorm(2, D),
     "layer": lambda: nn.LayerNorm(D),
@@ -47,7 +48,9 @@ NORMS = {
 @as_module(lambda kind="batch": {"kind": kind, "norm": NORMS[kind]()})
 def Norm(self: Any, x: Tensor) -> Tensor:
     """A normalization over [B, D]; those with running statistics move them without a version bump."""
-    return self.norm(x.view(-1, 2, D // 2)).view(-1, D) if self.kind == "instance" else self.norm(x)
+    x = self.norm(x.view(-1, 2, D // 2)).view(-1, D) if self.kind == "instance" else self.norm(x)
+    # Not the variance itself: autograd would save it, and the next forward change what it has saved (pytorch#13402).
+    return x * (self.norm.running_var * 1.5) if self.kind == "batch, read" else x
 
 
 class FrozenStatistics(nn.Module):

@@ -23,7 +23,7 @@ NAMES: dict[str, Any] = {
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "Linear": ("", "'weight'", "'bias'", "'weight bias'"),
-    "Norm": ("'batch'", "'batch, average'", "'instance'", "'group'", "'layer'", "'rms'"),
+    "Norm": ("'batch'", "'batch, average'", "'batch, read'", "'instance'", "'group'", "'layer'", "'rms'"),
     "Activation": (
         "'GELU'", "'Tanh'", "'RReLU'", "'RReLU', inplace=True", "'ReLU', inplace=True", "'SiLU', inplace=True",
         "'ELU', inplace=True", "'LeakyReLU', inplace=True", "'Hardtanh', inplace=True",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -227,3 +230,71 @@ def test_a_saved_tensor_that_is_edited_is_an_error_as_in_the_plain_step(
         pytest.raises(RuntimeError, match=r"modified in place|modified by an inplace"),
     ):
         model(torch.ones(3, D)).sum().backward()
+
+
+# --- buffers that a child updates, and its parent reads later
+
+
+class Updates(nn.Module):
+    """Updates its buffer in each forward: in place, or by another tensor."""
+
+    def __init__(self, how: str, num: int = D) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(D, D), how
+        self.register_buffer("buffer", torch.ones(num))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "in place":
+            self.buffer.mul_(1.25)
+        elif self.how == "without a version":
+            self.buffer.data.mul_(1.25)
+        else:
+            self.buffer = self.buffer * 1.25
+        return self.linear(x) * 1
+
+    def read(self) -> torch.Tensor:
+        return self.buffer[:D] * 1.5
+
+
+class Norm(nn.BatchNorm1d):
+    def read(self) -> torch.Tensor:
+        return self.running_var * 1.5
+
+
+@as_module(lambda child: {"first": nn.Linear(D, D), "child": child, "last": nn.Linear(D, D)})
+def ReadsBuffer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.tanh(self.child(self.first(x)) * self.child.read())
+    return self.last(self.child(y) * self.child.read())
+
+
+CHILDREN: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: Norm(D),
+    **{how: partial(Updates, how) for how in ("in place", "without a version", "replaced")},
+    "large": partial(Updates, "in place", 20_000),
+    "large, replaced": partial(Updates, "replaced", 20_000),
+}
+
+
+@pytest.mark.parametrize("child", CHILDREN)
+@pytest.mark.parametrize("rule", [True, "selective"])
+@pytest.mark.parametrize("more", [{}, {"offload": "disk", "min_elements": 1}], ids=["device", "disk"])
+def test_a_parent_reads_the_buffers_as_an_excluded_child_has_left_them(child: str, rule: Any, more: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(ReadsBuffer(CHILDREN[child]()), ReadsBuffer(CHILDREN[child]()))
+    model = copy.deepcopy(plain)
+    handle = graphckpt.apply(
+        model,
+        {"*": {"activation_checkpointing": rule, **more}, "*.child": False},
+        determinism_check="values",
+    )
+    results = []
+    for each in (plain, model):
+        torch.manual_seed(1)
+        for _ in range(3):
+            losses = [each(torch.randn(6, D)).square().sum() for _ in range(2)]
+            losses[0].backward(retain_graph=True)
+            losses[1].backward()
+            losses[0].backward()
+        results.append([*(p.grad for p in each.parameters()), *each.buffers()])
+    handle.remove()
+    assert all(map(torch.equal, *results))
