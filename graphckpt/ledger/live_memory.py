@@ -175,7 +175,9 @@ class LiveBytes(DispatchMode):
             for inner in inner_tensors(tensor):
                 self._see(inner)
             return None
-        self._count(storage)
+        alive = self._alive.get(id(storage))
+        if alive is None or alive.num_bytes != storage.nbytes():  # an op takes and returns mostly what is counted
+            self._count(storage)
         return storage
 
     def _see_resized(self, storage: torch.UntypedStorage) -> None:

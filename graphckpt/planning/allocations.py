@@ -111,7 +111,7 @@ class AllocationLog:
             names = {storage: end + number for number, storage in enumerate(births)}
             end += len(births)
             own = names | older
-            yield [entry._replace(storage=own[entry.storage]) for entry in last if entry.storage in own]
+            yield [Allocation(own[storage], *rest) for storage, *rest in last if storage in own]
 
 
 def _replacements(before: Sequence[Allocation], last: Sequence[Allocation]) -> dict[int, int]:
@@ -142,6 +142,8 @@ class Replay:
     """The most in blocks in use."""
     retries: tuple[int, ...]
     """By step: how often it had to release free segments. The first entry is before the first step."""
+    refused_bytes: int = 0
+    """The least capacity with which it would have reserved a segment that it was refused; 0 if it was refused none."""
 
     @property
     def is_steady(self) -> bool:
@@ -194,22 +196,32 @@ def replay(
         reserved_bytes=allocator.peak_reserved_bytes,
         allocated_bytes=allocator.peak_allocated_bytes,
         retries=tuple(retries),
+        refused_bytes=allocator.refused_bytes,
     )
 
 
-def least_capacity(log: AllocationLog, rules: AllocatorRules = DEFAULT_RULES, **options: Any) -> int:
+def least_capacity(
+    log: AllocationLog, rules: AllocatorRules = DEFAULT_RULES, enough: float = 0.0, **options: Any
+) -> int:
     """Returns the least capacity, to 2 MiB, in which no step after the second releases segments.
 
-    See :func:`replay` for the options.
+    The search ends at a capacity below ``enough``, of which a smaller one is not looked for. See :func:`replay` for the
+    options.
     """
     unlimited = replay(log, rules, **options)
     low, high = unlimited.allocated_bytes - 1, unlimited.reserved_bytes
-    while high - low > _PRECISION:
-        middle = (low + high) // 2
-        if fits(log, middle, rules, **options):
-            high = middle
+    while high >= enough and high - low > _PRECISION:
+        # Each replay decides a range: an allocator that reserves 40 MiB of 50, and is refused a segment that would
+        # make it 60, does the same with any capacity from 40 to below 60.
+        try:
+            replayed = replay(log, rules, (low + high) // 2, **options)
+        except CapacityError as error:
+            low = error.refused_bytes - 1
         else:
-            low = middle
+            if replayed.is_steady:
+                high = replayed.reserved_bytes
+            else:
+                low = replayed.refused_bytes - 1
     return high
 
 

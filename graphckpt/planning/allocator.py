@@ -43,7 +43,14 @@ def up_to_blocks(num_bytes: int) -> int:
 
 @final
 class CapacityError(Exception):
-    """An allocation does not fit, even once all free segments are released."""
+    """An allocation does not fit, even once all free segments are released.
+
+    ``refused_bytes`` are those of the allocator: see :attr:`CachingAllocator.refused_bytes`.
+    """
+
+    def __init__(self, num_bytes: int, refused_bytes: int) -> None:
+        super().__init__(num_bytes, refused_bytes)
+        self.refused_bytes = refused_bytes
 
 
 @final
@@ -168,6 +175,9 @@ class CachingAllocator:
         self.peak_allocated_bytes = 0
         self.num_retries = 0
         """How often free segments were released because there was no memory for another one."""
+        self.refused_bytes = 0
+        """The least capacity with which another segment would have been reserved than with the present one; 0 if none
+        was refused. With any capacity from :attr:`peak_reserved_bytes` to just below it the allocator does the same."""
         self._pools: dict[tuple[int, int, bool], _Pool] = {}
         self._end = LARGE_SEGMENT  # of the addresses so far; addresses only order blocks of equal size
 
@@ -192,7 +202,7 @@ class CachingAllocator:
             self.release_free_segments()
             block = self._new_block(pool, size)
         if block is None:
-            raise CapacityError(num_bytes)
+            raise CapacityError(num_bytes, self.refused_bytes)
         rest = block.size - size
         if self._splits(pool, size, rest):
             remainder = SegmentBlock(pool, block.address + size, rest)
@@ -242,7 +252,7 @@ class CachingAllocator:
         if self.rules.expandable_segments:
             at = self._least_expandable(pool, at)
         block = pool.blocks[pool.free[at][1]]
-        if not pool.is_small and not self.rules.expandable_segments:
+        if self.rules.max_split_bytes is not None and not pool.is_small and not self.rules.expandable_segments:
             is_oversized = self._is_oversized(size)
             if self._is_oversized(block.size) != is_oversized or (is_oversized and block.size >= size + LARGE_SEGMENT):
                 return None
@@ -277,9 +287,11 @@ class CachingAllocator:
         return block
 
     def _reserve(self, num_bytes: int) -> bool:
-        if self.capacity is not None and self.reserved_bytes + num_bytes > self.capacity:
+        needed = self.reserved_bytes + num_bytes
+        if self.capacity is not None and needed > self.capacity:
+            self.refused_bytes = min(self.refused_bytes or needed, needed)
             return False
-        self.reserved_bytes += num_bytes
+        self.reserved_bytes = needed
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 

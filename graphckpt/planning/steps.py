@@ -424,13 +424,11 @@ class FakeStep:
     def least_capacity(self, allocations: AllocationLog, limit: int = 0) -> int:
         """Returns the least memory with which the allocator releases no segments after the second step, to 2 MiB.
 
-        It is at most ``limit`` if that is enough. What an allocator without a limit reserves is not searched further if
-        it is below :data:`ENOUGH` of ``limit``: no choice depends on it.
+        It is at most ``limit`` if that is enough. The search ends below :data:`ENOUGH` of ``limit``: no choice depends
+        on how far below it is.
         """
         options: dict[str, Any] = {"capture_after": self._capture_after}
-        if limit and (reserved := replay(allocations, self.rules, **options).reserved_bytes) < ENOUGH * limit:
-            return reserved
-        num_bytes = least_capacity(allocations, self.rules, **options)
+        num_bytes = least_capacity(allocations, self.rules, ENOUGH * limit, **options)
         is_enough = num_bytes > limit > 0 and fits(allocations, limit, self.rules, **options)
         return limit if is_enough else num_bytes
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphckpt
-from graphckpt.planning.allocations import Allocation, AllocationLog, fits, least_capacity, replay
+from graphckpt.planning.allocations import Allocation, AllocationLog, Replay, fits, least_capacity, replay
 from graphckpt.planning.allocator import AllocatorRules, CachingAllocator, CapacityError, SegmentBlock
 from graphckpt.units import format_bytes
 
@@ -254,6 +254,27 @@ def test_least_capacity_is_where_later_steps_release_nothing() -> None:
     assert not fits(two, least - 2 * MIB)
     assert least < 42 * MIB
     assert replay(two, capacity=least).retries == (0, 1, 0, 0), "the first step releases what the later ones reuse"
+
+
+def test_a_replay_is_the_same_from_what_it_reserves_to_what_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = [(0, 300 * MIB), (0, 0), (1, 400 * MIB), (1, 0)]
+    two = log([(9, 200 * MIB)], first, [(2, 300 * MIB), (2, 0), (3, 400 * MIB), (3, 0)])
+    limited = replay(two, capacity=800 * MIB)
+    assert (limited.reserved_bytes, limited.refused_bytes) == (600 * MIB, 900 * MIB)
+    assert all(replay(two, capacity=mib * MIB) == limited for mib in (600, 700, 899))
+    assert replay(two, capacity=900 * MIB) != limited
+    with pytest.raises(CapacityError) as error:
+        replay(two, capacity=550 * MIB)
+    assert error.value.refused_bytes == 600 * MIB
+    capacities: list[int | None] = []
+
+    def counting(log: AllocationLog, rules: AllocatorRules, capacity: int | None = None) -> Replay:
+        capacities.append(capacity)
+        return replay(log, rules, capacity)
+
+    monkeypatch.setattr("graphckpt.planning.allocations.replay", counting)
+    assert least_capacity(two) == 600 * MIB
+    assert len(capacities) == 2, "without a limit, and once between the 600 MiB in use and the 900 MiB it reserves"
 
 
 def test_the_memory_of_a_captured_step_is_its_own() -> None:

@@ -12,11 +12,12 @@ import torch
 import yaml
 from helpers.count_ops import CountOps
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.planning.fake_device import FakeDevice
-from graphckpt.planning.profile import DeviceProfile, load_profile, profile_names
+from graphckpt.planning.profile import DeviceProfile, flops_of, load_profile, moved_bytes, profile_names
 from graphckpt.planning.write_profile import CudaBenchmark, DeviceBenchmark, copy_rates, profile, write_profile
 
 aten = torch.ops.aten
@@ -341,3 +342,22 @@ def test_the_context_of_a_device_is_measured_in_a_process_of_its_own() -> None:
     assert (
         num_bytes is None or 2**20 < num_bytes < 2**31
     )  # None: on the simulated device, whose processes share nothing
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [(torch.ops.aten.mm.default, [(3, 4), (4, 5)]), (torch.ops.aten.bmm.default, [(2, 3, 4), (2, 4, 5)])],
+)
+def test_a_matrix_product_counts_as_in_the_formulas_of_pytorch(op: Any, shapes: list[tuple[int, ...]]) -> None:
+    arguments = tuple(torch.zeros(shape) for shape in shapes)
+    result = op(*arguments)
+    assert flops_of(op, arguments, {}, result) == flop_registry[op.overloadpacket](*arguments, out_val=result)
+
+
+def test_expanded_tensors_are_read_once_and_views_not_at_all() -> None:
+    aten = torch.ops.aten
+    rows, one, empty = torch.zeros(8, 4), torch.zeros(1, 4).expand(8, 4), torch.zeros(1, 0).expand(8, 0)
+    assert moved_bytes(aten.add.Tensor, (rows, one), {}, rows + one) == 4 * (32 + 4 + 32)
+    assert moved_bytes(aten.add.Tensor, (empty, empty), {}, empty + empty) is None
+    assert moved_bytes(aten.cat.default, ([rows, rows],), {}, torch.cat([rows, rows])) == 4 * (64 + 64)
+    assert moved_bytes(aten._unsafe_view.default, (rows, [4, 8]), {}, rows.view(4, 8)) is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,15 @@ def test_tokens_say_the_text_again_and_heldout_text_is_nowhere_in_the_training_t
     assert len(written & documents) >= 18  # of 20: the last document of each file loses the end that fills no sequence
     assert all((text[:60] in train) != (text[:60] in heldout) for text in written)
     assert tokenizer.token_to_id("<|endoftext|>") == 0
+
+
+def test_cached_tokens_are_read_without_the_functions_of_arrow_which_take_long_to_import(
+    data: Callable[..., Any], quiet: Any
+) -> None:
+    folder = data().prepare(quiet).tokenizer_file.parent
+    tokens = f"open_tokens(Path({str(folder)!r}), 16, [])"
+    code = f"import sys; from graphckpt.train.data.tokens import *; {tokens}.train.read(0, 3)"
+    subprocess.run([sys.executable, "-c", f"{code}; sys.exit('pyarrow.compute' in sys.modules)"], check=True)
 
 
 def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(

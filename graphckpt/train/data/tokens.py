@@ -110,8 +110,11 @@ class Tokens:
         with pa.ipc.open_stream(pa.memory_map(str(path))) as reader:
             table = reader.read_all()
         column = table["input_ids"]
-        self._tokens = pa.chunked_array([rows.flatten() for rows in column.chunks], column.type.value_type)
-        self._ends = np.cumsum(_to_numpy(pa.chunked_array([rows.value_lengths() for rows in column.chunks])))
+        # Not by `flatten` and `value_lengths`, which import pyarrow.compute. No row is null.
+        offsets = [np.from_dlpack(rows.offsets) for rows in column.chunks]
+        parts = [rows.values[own[0] : own[-1]] for rows, own in zip(column.chunks, offsets, strict=True)]
+        self._tokens = pa.chunked_array(parts, column.type.value_type)
+        self._ends = np.cumsum(np.concatenate([np.diff(own) for own in offsets]))
         self._groups = _to_numpy(table["group"])
         self._seq_length = seq_length
         self.groups: tuple[str, ...] = tuple(json.loads(table.schema.metadata[_GROUPS]))
