@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.subprocess_runner import run_script
 from helpers.thinning import slow_unless
 
 from fuzz import run
@@ -88,8 +89,7 @@ def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
     programme = Programme(Node("Chain", "", children, policies), (Step("penalty"), Step("two_losses", autocast=True)))
     script = tmp_path / "script.py"
     script.write_text(script_of(programme, execute(programme), "seed 1"))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "what differs: nothing\n", "")
+    assert run_script(script, folder=tmp_path) == (0, "what differs: nothing\n", "")
     assert "fuzz" not in script.read_text()
 
 
