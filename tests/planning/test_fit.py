@@ -440,7 +440,7 @@ def test_a_global_batch_that_nothing_fits_is_a_value_of_the_object() -> None:
 
 def wide(batch_size: Any) -> tuple[Any, ...]:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(3)))
-    optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(batch_size * 128, 128)
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(batch_size * 1024, 128)
 
     def step() -> None:
         model(x).square().mean().backward()

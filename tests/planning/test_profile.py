@@ -341,3 +341,14 @@ def test_the_context_of_a_device_is_measured_in_a_process_of_its_own() -> None:
     assert (
         num_bytes is None or 2**20 < num_bytes < 2**31
     )  # None: on the simulated device, whose processes share nothing
+
+
+def test_a_file_that_changes_is_read_anew_and_each_profile_has_values_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    load_profile("h100").save(file)
+    first, second = load_profile(file), load_profile(file)
+    assert first == second
+    first.flops["float32"] = 1.0  # type: ignore[index]
+    assert load_profile(file) == second
+    replace(second, memory_bytes=2**30).save(file)
+    assert load_profile(file).memory_bytes == 2**30
