@@ -54,7 +54,7 @@ MISSING = [
 
 
 def test_apply_and_explain_need_torch_and_rich_alone_and_a_missing_extra_is_one_line_with_the_command() -> None:
-    """On the command line too. Rich draws from Python's generator when it is imported: a script that seeds sees that."""
+    """On the command line too. Rich draws from Python's generator when it is imported: a script that seeds sees it."""
     each = f"""
 assert random.getstate() == state
 for code in {[code for code, *_ in MISSING]!r}:
