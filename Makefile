@@ -30,7 +30,9 @@ lint: $(INSTALLED)
 # The tests of a file run on one of the two workers, and so do all that start several processes: tests/helpers/workers.py.
 # Of the installed plugins only this one: pytest rewrites every module of a plugin's package, all of hypothesis too.
 XDIST := --disable-plugin-autoload -p xdist -n 2 --dist loadfile --no-loadscope-reorder -q
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
+# Bytecode is written even where the environment says otherwise: else each worker and each process that a test starts
+# compiles all modules anew, and each worker rewrites the assertions of all tests.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest $(XDIST)
 
 unit: $(INSTALLED)
 	$(PYTEST)

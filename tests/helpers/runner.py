@@ -70,6 +70,14 @@ def freeze_older_objects() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def not_counted() -> Iterator[None]:
+    """A plan asks whether objects are frozen, and to count them, as Python does, walks all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 1)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def timed_once() -> Iterator[None]:
     """A step that is planned on the CPU is timed once: tests compare bytes, and no test compares seconds."""
     with pytest.MonkeyPatch.context() as patch:

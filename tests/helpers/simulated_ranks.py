@@ -190,7 +190,9 @@ def planned_evenly(plan: Callable[[Any], graphckpt.Plan], num_plans: int) -> lis
     lowest = plan("min")
     spread = lowest.plain_peak_bytes - lowest.predicted_peak_bytes
     budgets = [lowest.predicted_peak_bytes + spread * i // (num_plans - 1) for i in range(1, num_plans - 1)]
-    plans = [lowest, *map(plan, budgets)]
+    front = lowest.front()  # of the one measurement, from the lowest peak to the highest
+    fitting = [[each for each in front if each.predicted_peak_bytes <= budget] for budget in budgets]
+    plans = [lowest, *(each[-1] for each in fitting)]
     return [({}, lowest.plain_peak_bytes), *((each.policies, each.predicted_peak_bytes) for each in plans)]
 
 

@@ -165,19 +165,22 @@ def test_rules_and_a_budget_change_no_bit_and_hold(kind: str, width: int, length
     more = {"width": width, "lengths": [length] * 16, "max_steps": 10}
     plain = train(kind, tmp_path, **more)
     full = train(kind, tmp_path, GraphckptCallback("full", report=False), **more)
-    selective = train(kind, tmp_path, GraphckptCallback("selective", report=False), **more)
+    ours = [full]
+    if kind == "SFT" or length > 24:  # a rule by ops, with one trainer in the short runs
+        ours.append(train(kind, tmp_path, GraphckptCallback("selective", report=False), **more))
     budget = (2 * full.peaks[-1] + plain.peaks[-1]) // 3
     callback = GraphckptCallback(memory_budget=budget, report=False)
     planned = train(kind, tmp_path, callback, **more)
-    for ours in (full, selective, planned):
-        assert_equal(ours, plain)
-    assert max(full.peaks[1:]) < max(selective.peaks[1:]) < max(plain.peaks[1:])
+    for run in (*ours, planned):
+        assert_equal(run, plain)
+    peaks = [max(run.peaks[1:]) for run in (*ours, plain)]
+    assert peaks == sorted(set(peaks))
     assert 0 < len(callback.plan.policies) <= LAYERS
     assert callback.plan.predicted_peak_bytes <= budget < callback.plan.plain_peak_bytes
     assert max(planned.peaks) <= budget, "also in the updates from which it was planned"
     assert max(planned.peaks[8:]) <= 1.01 * callback.plan.predicted_peak_bytes, "after at most eight updates"
-    peaks = [f"{max(run.peaks[2:]) / 2**20:.2f}" for run in (plain, full, selective, planned)]
-    print(f"\n| {kind} | {' | '.join(peaks)} | {budget / 2**20:.2f} | yes |")
+    shown = [f"{max(run.peaks[2:]) / 2**20:.2f}" for run in (plain, *ours, planned)]
+    print(f"\n| {kind} | {' | '.join(shown)} | {budget / 2**20:.2f} | yes |")
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ def two_calls(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_predicted_plain_peak_has_no_copies_for_the_recomputation(layer: str, loss: Step) -> None:
     plain = Case(lambda: nn.Sequential(*(LAYERS[layer]() for _ in range(4))), loss, {})
-    for steps in (1, 3):  # a first call copies more
+    for steps in (1, 2):  # a first call copies more
         peak_bytes = plain.explain(steps=steps).peak_bytes
         for rule, policies in RULES.items():
             assert replace(plain, policies=policies).explain(steps=steps).plain_peak_bytes == peak_bytes, (rule, steps)

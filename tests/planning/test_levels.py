@@ -125,8 +125,7 @@ def in_autocast(loss: Callable[[], Tensor]) -> Tensor:
 
 
 def in_micro_batches(loss: Callable[[], Tensor]) -> Tensor:
-    for _ in range(2):
-        loss().backward()
+    loss().backward()
     return loss()
 
 

@@ -169,15 +169,15 @@ def test_a_check_above_the_budget_counts_however_little(
     assert least.predicted_peak_bytes == least.floor_bytes == least.budget_bytes
 
 
-def deep_sequence() -> Case:
+def deep_sequence(num_layers: int) -> Case:
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(64)))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(num_layers)))
     x = torch.randn(512, D)
     return Case(nn.Sequential(nn.Linear(D, D), layers), lambda model: model(x).square().mean())
 
 
 def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less() -> None:
-    case = deep_sequence()
+    case = deep_sequence(64)
     floor = plan(case.model, case.step, memory_budget="min").predicted_peak_bytes
     with pytest.raises(PlanError, match=r"no plan fits .* · fix: segments='log' on '1' \(less memory, more time\)"):
         plan(case.model, case.step, memory_budget=int(0.9 * floor))
@@ -209,7 +209,7 @@ def test_parameters_that_share_memory_count_once_in_a_budget(share: Callable[...
 
 
 def test_layers_are_joined_where_the_rules_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = deep_sequence()
+    case = deep_sequence(24)
     alone = plan(case.model, case.step, memory_budget="min", candidates=["full"])
     joined = plan(case.model, case.step, memory_budget="min", candidates=["full", "joined"])
     assert joined.predicted_peak_bytes < 0.7 * alone.predicted_peak_bytes

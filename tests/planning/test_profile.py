@@ -361,3 +361,14 @@ def test_expanded_tensors_are_read_once_and_views_not_at_all() -> None:
     assert moved_bytes(aten.add.Tensor, (empty, empty), {}, empty + empty) is None
     assert moved_bytes(aten.cat.default, ([rows, rows],), {}, torch.cat([rows, rows])) == 4 * (64 + 64)
     assert moved_bytes(aten._unsafe_view.default, (rows, [4, 8]), {}, rows.view(4, 8)) is None
+
+
+def test_a_file_that_changes_is_read_anew_and_each_profile_has_values_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    load_profile("h100").save(file)
+    first, second = load_profile(file), load_profile(file)
+    assert first == second
+    first.flops["float32"] = 1.0  # type: ignore[index]
+    assert load_profile(file) == second
+    replace(second, memory_bytes=2**30).save(file)
+    assert load_profile(file).memory_bytes == 2**30
