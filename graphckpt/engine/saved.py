@@ -30,6 +30,7 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
+from graphckpt.engine.clones import has_plain_values
 from graphckpt.engine.execution import may_be_filled_later
 from graphckpt.engine.objects import (
     Objects,
@@ -352,6 +353,24 @@ class _OriginalArgument(NamedTuple):
     copied: torch.Tensor | None
 
 
+def _is_modified(original: _OriginalArgument, *, learning: bool) -> bool:
+    """Whether forward has modified an argument in place."""
+    tensor, version, copied = original.tensor, original.version, original.copied
+    if version is not None and tensor._version != version:
+        return True
+    # The kernel of a batch norm writes running statistics without a version bump. Only a first call compares values.
+    may_be_statistics = (
+        learning
+        and copied is not None
+        and type(tensor) is torch.Tensor
+        and has_plain_values(tensor)
+        and tensor.dim() == 1
+        and tensor.is_floating_point()
+        and not tensor.requires_grad
+    )
+    return may_be_statistics and not torch.allclose(tensor, copied, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
+
+
 # Note [Timeline of arguments]
 #
 #                 first call in a mode (`learning`)         later calls
@@ -454,9 +473,7 @@ class Arguments:
             self._objects = without_tensors(self._objects, changed)
         if self._objects and call.block.recorder is not None:
             self._record_objects(call)
-        mutated = frozenset(
-            [each.position for each in originals if each.version is not None and each.tensor._version != each.version]
-        )
+        mutated = frozenset([each.position for each in originals if _is_modified(each, learning=learning)])
         if learning:
             call.block.mutated = self._mutated = mutated | call.block.mutated
         names = self._shared_memory(state, call_state, originals) if mutated or learning else None

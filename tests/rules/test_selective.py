@@ -517,3 +517,22 @@ def test_the_statistics_of_an_op_are_those_that_its_kernel_writes(training: bool
     keywords = {"running_mean": mean, "running_var": var, "training": training}
     assert len(statistics_of(torch.ops.aten.native_batch_norm.default, args[:3], keywords)) == 2 * training
     assert statistics_of(torch.ops.aten.addmm.default, (x, x, x), {}) == []
+
+
+@as_module(lambda: {"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)})
+def NormalizesWithArguments(self: Any, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+    y = nn.functional.batch_norm(self.up(x), mean, var, training=True)
+    return self.down(torch.tanh(y * mean * var))
+
+
+@pytest.mark.parametrize("policy", [True, Selective(everything), Selective([NORM]), Selective(["aten.addmm.default"])])
+def test_running_statistics_among_the_arguments_are_updated_once(policy: Any) -> None:
+    results = []
+    for flag in (False, policy):
+        torch.manual_seed(0)
+        block, statistics = NormalizesWithArguments(), (torch.zeros(8), torch.ones(8))
+        with graphckpt.apply(block, {"": {"activation_checkpointing": flag}}, determinism_check="none"):
+            for _ in range(3):
+                block(torch.randn(6, 8), *statistics).square().sum().backward()
+        results.append([*(p.grad for p in block.parameters()), *statistics])
+    assert all(map(torch.equal, *results))
