@@ -341,12 +341,13 @@ class _BlockFlags:
             if name in modules and name not in policies:
                 self._update(modules[name], name, {})
         self._planned = [*policies]
-        for block in blocks:
+        for block in filter(modules.__contains__, blocks):  # the program may have removed some
             for name, module in modules[block].named_modules(prefix=block):
                 if name not in policies:
                     self._update(module, name, {})
         for name, fields in policies.items():
-            self._update(modules[name], name, fields)
+            if name in modules:
+                self._update(modules[name], name, fields)
         return before
 
     def restore(self, before: Mapping[str, Mapping[str, Any]]) -> None:
@@ -398,16 +399,21 @@ class _UpdateFlags(UpdatePolicies):
 
 
 def _sizes_of(call: StepCall) -> dict[str, int]:
-    """Returns what tells a batch from larger ones: the length of each dimension of each tensor, and its elements."""
-    # Both: one of as many elements may take more, as half as many texts of twice the length do.
+    """Returns what tells a batch from larger ones: the lengths and the bytes of each tensor, and the bytes of all."""
+    # Lengths, as one of as many bytes may take more: half as many texts of twice the length do. The bytes of all, as
+    # another call may have more tensors.
     leaves, _ = flatten_call(call.args, call.kwargs)
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {"all": 0}
     for number, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.is_nested:  # its lengths may be symbols
-            sizes[f"{number}"] = sum(inner.numel() for inner in inner_tensors(leaf)) or leaf.numel()
-        elif isinstance(leaf, torch.Tensor):
-            sizes[f"{number}"] = leaf.numel()
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if leaf.is_nested:  # its lengths may be symbols
+            count = sum(inner.numel() for inner in inner_tensors(leaf)) or leaf.numel()
+        else:
+            count = leaf.numel()
             sizes.update((f"{number}.{dim}", length) for dim, length in enumerate(leaf.shape))
+        sizes[f"{number}"] = count * leaf.element_size()
+        sizes["all"] += sizes[f"{number}"]
     return sizes
 
 

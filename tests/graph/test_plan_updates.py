@@ -22,7 +22,7 @@ from graphckpt.graph import auto_plan
 from graphckpt.graph.auto_plan import AutoPlan
 from graphckpt.graph.step import StepCall
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.live_plan import MOST_UPDATES
+from graphckpt.planning.live_plan import MOST_UPDATES, covers
 
 # the compiler reads `.grad` of what it is given, and says so
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 NUM_LAYERS = 6
 ROWS = 256
 QUIET = {"progress": False}
+DTYPES = torch.float16, torch.float64
 
 
 class Case:
@@ -561,6 +562,51 @@ def test_nested_tensors_are_compared_by_their_elements() -> None:
         torch.nested.nested_tensor([values[:10], values[10:]]),
     ):
         assert auto_plan._sizes_of(StepCall({}, len, (nested,), {}))["0"] >= values.numel()
+
+
+@pytest.mark.parametrize("calls", [1, 2, 6])
+def test_a_layer_that_is_removed_has_no_policy(calls: int, plain: Case) -> None:
+    def case_of(budget: Any = None) -> Case:
+        case = Case(budget).run(calls)
+        del case.model.layers[-1]
+        return case.run(8)
+
+    case = case_of(sizes_of(0.6, plain))
+    assert is_same(case, case_of())
+    assert not case.is_planning
+    assert len(case.flags()) == NUM_LAYERS - 1
+
+
+class SeveralInputs(SquareGraph):
+    def build(self, *inputs: torch.Tensor) -> torch.Tensor:
+        loss = torch.stack([self.model(x.float()).square().mean() for x in inputs]).sum()
+        loss.backward()
+        return loss
+
+
+def test_more_tensors_than_before_are_a_larger_input() -> None:
+    """Each of them is as large as the one that was planned for."""
+    model = Listed(NUM_LAYERS, norm=nn.LayerNorm)
+    graph = SeveralInputs(model)
+    x = torch.ones(ROWS, D)
+    graph.config.memory_budget = 1_200_000
+    graph.config.plan_options = {**QUIET, "candidates": ["full"]}
+    for inputs in [(x,)] * 4 + [(x, x)] * 3:
+        live_bytes = LiveBytes("cpu", record_timeline=False)
+        live_bytes.track(model.parameters())
+        with live_bytes:
+            graph(*inputs)
+        assert live_bytes.peak_bytes <= 1_200_000
+    assert graph._auto_plan is not None
+    live = graph._auto_plan._live
+    assert live is not None
+    assert live._num_replans == 1
+
+
+def test_a_wider_dtype_is_a_larger_input() -> None:
+    narrow, wide = (auto_plan._sizes_of(StepCall({}, len, (torch.ones(4, dtype=each),), {})) for each in DTYPES)
+    assert covers(wide, narrow)
+    assert not covers(narrow, wide)
 
 
 def test_a_plan_that_was_applied_before_the_first_call_stays() -> None:
