@@ -329,6 +329,8 @@ def head_rows(
     model: nn.Module, head: Mapping[str, Any] | None, blocks: Sequence[tuple[str, nn.Module]]
 ) -> list[tuple[PlanRow, ...]]:
     """Returns the alternatives for the head: no policy, or one of the rules that are given for it."""
+    if head is not None and not isinstance(head, Mapping):
+        raise ConfigError(f"head: expected a mapping, got {head!r} · fix: head={{'loss_head': Tiles(8, reduce='sum')}}")
     alternatives: list[tuple[PlanRow, ...]] = [()]
     for name, value in (head or {}).items():
         if name not in dict(model.named_modules()):

@@ -116,9 +116,10 @@ def test_a_graph_takes_it_and_lets_it_go_again() -> None:
         ({"layers": Tiles(4)}, "head: 'layers' contains the layer 'layers.0'"),
         ({"head": None}, "head: expected a rule, got None"),
         ({"head": "tlies"}, "expected a rule, got 'tlies'"),
+        (True, "head: expected a mapping, got True"),
     ],
 )
-def test_what_is_no_head_is_an_error(head: dict[str, Any], message: str) -> None:
+def test_what_is_no_head_is_an_error(head: Any, message: str) -> None:
     model, step = made()
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(model, step, memory_budget=0.5, head=head)
