@@ -353,22 +353,17 @@ class _OriginalArgument(NamedTuple):
     copied: torch.Tensor | None
 
 
-def _is_modified(original: _OriginalArgument, *, learning: bool) -> bool:
-    """Whether forward has modified an argument in place."""
-    tensor, version, copied = original.tensor, original.version, original.copied
-    if version is not None and tensor._version != version:
-        return True
-    # The kernel of a batch norm writes running statistics without a version bump. Only a first call compares values.
-    may_be_statistics = (
-        learning
-        and copied is not None
-        and type(tensor) is torch.Tensor
-        and has_plain_values(tensor)
-        and tensor.dim() == 1
-        and tensor.is_floating_point()
-        and not tensor.requires_grad
-    )
-    return may_be_statistics and not torch.allclose(tensor, copied, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
+def _has_new_values(original: _OriginalArgument) -> bool:
+    """Whether forward has modified an argument that may be the running statistics of a batch norm.
+
+    The kernel writes them without a version bump, so that only their values show it.
+    """
+    tensor, copied = original.tensor, original.copied
+    if type(tensor) is not torch.Tensor or copied is None or tensor.requires_grad or tensor.dim() != 1:
+        return False
+    if not (tensor.is_floating_point() and has_plain_values(tensor)):
+        return False
+    return not torch.allclose(tensor, copied, rtol=0, atol=0, equal_nan=True)
 
 
 # Note [Timeline of arguments]
@@ -473,8 +468,11 @@ class Arguments:
             self._objects = without_tensors(self._objects, changed)
         if self._objects and call.block.recorder is not None:
             self._record_objects(call)
-        mutated = frozenset([each.position for each in originals if _is_modified(each, learning=learning)])
+        mutated = frozenset(
+            [each.position for each in originals if each.version is not None and each.tensor._version != each.version]
+        )
         if learning:
+            mutated |= {each.position for each in originals if _has_new_values(each)}
             call.block.mutated = self._mutated = mutated | call.block.mutated
         names = self._shared_memory(state, call_state, originals) if mutated or learning else None
         message = None
