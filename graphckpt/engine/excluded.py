@@ -58,11 +58,17 @@ def _changed_buffers(block: BlockContext, before: CallState) -> list[ChangedBuff
     if not places:
         return []
     present = set(map(id, before.tensors))
-    buffers = [ChangedBuffer(*place, is_replaced=True) for number, place in places.items() if number not in present]
-    for index in before.copies:
-        place = places.get(id(tensor := before.tensors[index]))
+    index_of = {id(before.tensors[index]): index for index in before.copies}
+    buffers = []
+    # In the order of the modules: a recomputation around saves the same tensors in the same order.
+    for number, place in places.items():
+        index = index_of.get(number)
         # A first call has copied all of them, later ones those that change, and small ones in any case.
-        if place is not None and (not before.is_first or is_small(tensor) or has_changed(before, index)):
+        if number not in present:
+            buffers.append(ChangedBuffer(*place, is_replaced=True))
+        elif index is not None and (
+            not before.is_first or is_small(before.tensors[index]) or has_changed(before, index)
+        ):
             buffers.append(ChangedBuffer(*place, is_replaced=False))
     return buffers
 
