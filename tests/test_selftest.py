@@ -40,6 +40,13 @@ def faults_of(rows: list[checks.CheckResult]) -> list[tuple[str, str, str]]:
     return [(row.check, row.subject, row.store) for row in rows if row.is_fault]
 
 
+def test_what_else_is_on_the_device_is_no_fault(device: str) -> None:
+    others = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
+    outcome, text = checks._predicted(checks.device_of(device), "allocated")
+    assert outcome in (checks.EQUAL, checks.CLOSE), text
+    del others
+
+
 def test_every_rule_and_store_is_equal(device: str) -> None:
     rows, has_streams = rows_of(device), device == "cuda"
     # What other tests of this process have reserved on the device counts too.
