@@ -469,13 +469,13 @@ def mutated_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.T
                 yield tensor
 
 
-# Batch norms write running statistics that their schemas do not mark, as PyTorch once had it, and count no version.
+# Ops that update running statistics in place, although their schemas do not mark them and no version is counted.
 _BATCH_NORMS = (
     "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
     "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
 )  # fmt: skip
 _POSITIONS_OF_STATISTICS = {
-    op: ({argument.name: position for position, argument in enumerate(op._schema.arguments)})
+    op: {argument.name: position for position, argument in enumerate(op._schema.arguments)}
     for op in (getattr(torch.ops.aten, name).default for name in _BATCH_NORMS)
 }
 

@@ -23,7 +23,7 @@ from graphckpt.graph.captured_step import WARM_UP
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step, StepCall
 from graphckpt.graph.verify import unchanged
-from graphckpt.planning.candidates import can_join, without_share
+from graphckpt.planning.candidates import can_join, parse_compile, without_share
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.live_plan import LivePlan, UpdatePolicies, covers
 from graphckpt.planning.options import Budget, DeviceMemory, PlanOptions, budget_bytes, check_budget, device_memory
@@ -237,7 +237,8 @@ class AutoPlan:
             self._plan_by_runs(call, sizes)
             return None
         is_shown = False if callable(options.progress) or planning_group(options.group).rank else options.progress
-        self._report = partial(_report, Progress(is_shown=is_shown), step.name)
+        news = Progress(is_shown=is_shown)
+        self._report = lambda line: news.report(f"{step.name}: {line}")
         policies = _UpdateFlags(self._flags, options)
         try:
             self._live = LivePlan(
@@ -358,11 +359,10 @@ class _BlockFlags:
                 self._update(modules[name], name, {"determinism_check": None, **fields})
 
     def _update(self, module: nn.Module, name: str, fields: Mapping[str, Any]) -> None:
-        config = self._tree.config(module, name)
-        if any(
-            config.fields().get(key) != value for key, value in {**_UNSET, **fields}.items()
-        ):  # an update drops captures
-            config.update({**_UNSET, **fields})
+        config, wanted = self._tree.config(module, name), {**_UNSET, **fields}
+        present = config.fields()
+        if any(present.get(key) != value for key, value in wanted.items()):  # an update drops captures
+            config.update(wanted)
 
 
 @final
@@ -372,6 +372,7 @@ class _UpdateFlags(UpdatePolicies):
     def __init__(self, flags: _BlockFlags, options: PlanOptions) -> None:
         self._flags = flags
         self._options = options
+        self._compile_field = parse_compile(options.compile, options.candidates).field
         self._before: dict[str, dict[str, Any]] | None = None
         """The flags of the user."""
         self._blocks: list[str] = []
@@ -384,7 +385,8 @@ class _UpdateFlags(UpdatePolicies):
         head: Sequence[PlanRow],
     ) -> None:
         self._blocks = [name for name, _ in blocks]
-        fields = [policy_with_settings(candidates.options[number], self._options)[1] for number in turn]
+        settings = self._options, self._compile_field
+        fields = [policy_with_settings(candidates.options[number], *settings)[1] for number in turn]
         policies = {name: each for name, each in zip(self._blocks, fields, strict=True) if each != KEEP_ALL}
         self.apply({**policies, **{row.block: row.fields for row in head}})
 
@@ -415,10 +417,6 @@ def _sizes_of(call: StepCall) -> dict[str, int]:
         sizes[f"{number}"] = count * leaf.element_size()
         sizes["all"] += sizes[f"{number}"]
     return sizes
-
-
-def _report(news: Progress, name: str, line: str) -> None:
-    news.report(f"{name}: {line}")
 
 
 @final

@@ -77,9 +77,9 @@ _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 # After the last, `end_step` applies the plan again. It alone makes plans, from what `_exchanged` returns on all
 # processes alike: one whose update had no backward has nothing to add, but takes part.
 #
-# A loop calls `begin_step` and `end_step`, and hooks see its optimizers and inputs. A program that knows both, as a
-# Graph does, passes them: it calls `begin_update`, runs the update within `metering` if that says so, and `end_step`.
-# Then nothing is registered on the model, which dies with its owner.
+# A loop calls `begin_step` and `end_step`, and hooks see its optimizers and inputs. A Graph knows both and passes them:
+# it calls `begin_update`, runs the update within `metering` if `begin_update` returns True, and calls `end_step`. So
+# nothing is registered on the model, which is freed with its Graph.
 
 
 class _Limit(NamedTuple):

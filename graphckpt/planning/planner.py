@@ -112,10 +112,11 @@ class Planner:
         measured = self.measured
         joined = {block for first, end in choice.runs for block in range(first + 1, end)}
         extra_seconds = self.search.extra_seconds(choice)
+        compile_field = parse_compile(self.options.compile, self.options.candidates).field
         rows = []
         for block, number in enumerate(choice.plan):
             option = JOINED if block in joined else measured.options_of[block][number]
-            name, fields = policy_with_settings(option, self.options)
+            name, fields = policy_with_settings(option, self.options, compile_field)
             rows.append(
                 PlanRow(
                     block=measured.names[block],
@@ -162,10 +163,12 @@ class Planner:
         return repr(parent) if parent else f"the {type(self.model).__name__}"
 
 
-def policy_with_settings(option: Option, options: PlanOptions) -> tuple[str, dict[str, Any]]:
-    """Returns the name in tables and the fields of a block that has ``option`` in a plan with ``options``."""
+def policy_with_settings(option: Option, options: PlanOptions, compile_field: Any) -> tuple[str, dict[str, Any]]:
+    """Returns the name in tables and the fields of a block that has ``option`` in a plan with ``options``.
+
+    ``compile_field`` is what :func:`parse_compile` returns for them.
+    """
     name, fields = option.name, dict(option.fields)
-    compile_field = parse_compile(options.compile, options.candidates).field
     if compile_field is not None:
         name, fields = f"{name}, compiled", {"compile": compile_field, **fields}
     if options.contiguous and not (option is JOINED or option.is_far):

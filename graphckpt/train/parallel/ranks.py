@@ -41,8 +41,8 @@ def is_connection_error(error: BaseException) -> bool:
         return True
     # gloo raises a plain RuntimeError when a peer is lost. It is raised in PyTorch's code, and only its words tell it
     # from an error of the model. Code of the user may time out as well, and a DataLoader.
-    *_, (frame, _) = (None, 0), *traceback.walk_tb(error.__traceback__)
-    file = Path("" if frame is None else frame.f_code.co_filename)
+    frames = traceback.extract_tb(error.__traceback__)
+    file = Path(frames[-1].filename if frames else "")
     is_of_torch = file.is_relative_to(_TORCH) and not file.is_relative_to(_TORCH / "utils" / "data")
     return is_of_torch and any(word in first_line(error).lower() for word in _LOST)
 
