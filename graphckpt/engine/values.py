@@ -16,6 +16,7 @@ is copied to the host, and read in a later forward.
 from __future__ import annotations
 
 import atexit
+import mmap
 import os
 import sys
 import weakref
@@ -271,6 +272,40 @@ def relative_differences(pairs: Sequence[_Pair]) -> torch.Tensor:
 
 # The check of one call
 
+# Note [Sketches outside of the heap]
+#
+# Sketches live from the forward to the backward, while large tensors come and go. In the heap of the C library they lie
+# between those, whose memory then cannot be joined to larger pieces again. Of a GPT-2 with 6 layers and 4 x 512 tokens
+# the resident set grew from 3.2 to 3.65 GiB by 10 MB of sketches, where the live tensors took the same (glibc 2.36).
+# On CUDA the allocator has separate blocks for small tensors.
+
+_PAGES_BYTES = 2**20  # address space: the system gives only what is written
+_PRIVATE = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # on Windows it always is
+_ALIGNMENT = 64  # bytes, as PyTorch's CPU allocator aligns
+
+
+@final
+class _Pages:
+    """Memory for the sketches of one call on a CPU: see Note [Sketches outside of the heap]."""
+
+    __slots__ = ("_free",)
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def copy_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a flat tensor in these pages; a tensor on another device is returned as it is."""
+        if values.device.type != "cpu":
+            return values
+        num_bytes = values.nbytes
+        occupied = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if occupied > self._free.numel():
+            pages = mmap.mmap(-1, max(occupied, _PAGES_BYTES), **_PRIVATE)
+            self._free = torch.frombuffer(pages, dtype=torch.uint8)  # which unmaps them with its last view
+        copy = self._free[:num_bytes].view(values.dtype)
+        self._free = self._free[occupied:]
+        return copy.copy_(values)
+
 
 _RRELU = torch.nn.functional.rrelu.__code__
 
@@ -284,7 +319,7 @@ class ValueCheck:
         waits: Whether a CUDA device is waited for at the end of backward.
     """
 
-    __slots__ = ("_num_bytes", "_number", "_unsettled", "block", "later", "lines", "sketches", "waits")
+    __slots__ = ("_num_bytes", "_number", "_pages", "_unsettled", "block", "later", "lines", "sketches", "waits")
 
     def __init__(self, block: BlockContext, *, waits: bool) -> None:
         self.block = block
@@ -294,6 +329,7 @@ class ValueCheck:
         """The values of other sketches, for CUDA: taken once the op that saves a tensor is over."""
         self.lines: dict[int, str] = {}
         """Of the code that saves tensors on a CUDA device, whose report comes when the recomputation is over."""
+        self._pages = _Pages()
         self._num_bytes = 0  # of the sketches
         self._number = 0  # of the op that has saved what is unsettled
         self._unsettled: list[tuple[int, torch.Tensor]] = []
@@ -317,10 +353,13 @@ class ValueCheck:
         may_move = not tensor.requires_grad and tensor.is_floating_point()
         # `rrelu` saves its noise, which it leaves uninitialized in evaluation (pytorch#188260).
         is_noise = may_move and mismatch.calling_code(frame) is _RRELU
-        self.sketches.append(None if is_noise else sketch_of(tensor))
+        sketch = None if is_noise else sketch_of(tensor)
+        if sketch is not None:
+            sketch = sketch._replace(values=self._pages.copy_of(sketch.values))
+        self.sketches.append(sketch)
         if tensor.is_cuda:
             self.lines[position] = mismatch.calling_line(frame)
-        if may_move and self.sketches[-1] is not None:
+        if may_move and sketch is not None:
             self._number = number
             self._unsettled.append((position, tensor))
 

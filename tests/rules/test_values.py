@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -25,6 +27,7 @@ from graphckpt import RecomputeError, Selective, Tiles
 from graphckpt.blocks import is_recomputing
 from graphckpt.blocks.functional import _sampler_of
 from graphckpt.engine import values
+from graphckpt.engine.block import BlockContext
 from graphckpt.engine.sampling import CallSampler, without_value_checks
 from graphckpt.engine.values import Sketch, relative_differences, sketch_of, tolerance_of
 from graphckpt.ledger.live_memory import StorageLog
@@ -497,6 +500,60 @@ def sketches(tensor: Tensor) -> Sketch:
     sketch = sketch_of(tensor)
     assert sketch is not None
     return sketch
+
+
+def test_sketches_of_a_call_share_pages_outside_of_the_heap() -> None:
+    check = values.ValueCheck(BlockContext("block", []), waits=False)
+    pack = check.hook(lambda tensor: tensor)
+    tensors = [torch.randn(n, requires_grad=True) for n in (3, 5000, 100_000, 10_000, 7)]
+    for tensor in tensors:
+        pack(tensor)
+    check.end_forward()
+    sketched = [sketch.values for sketch in check.sketches if sketch is not None]
+    assert [tuple(sketch.shape) for sketch in sketched] == [tuple(sketches(t).values.shape) for t in tensors]
+    assert all(torch.equal(a, sketches(t).values) for a, t in zip(sketched, tensors, strict=True))
+    assert {sketch.untyped_storage().nbytes() for sketch in sketched} == {2**20}
+    assert len({sketch.untyped_storage().data_ptr() for sketch in sketched}) == 1
+    addresses = sorted((sketch.data_ptr(), sketch.data_ptr() + sketch.nbytes) for sketch in sketched)
+    assert all(end <= start for (_, end), (start, _) in pairwise(addresses)), "two sketches share memory"
+
+
+RESIDENT = """
+import resource, sys, torch, graphckpt
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        y = nn.functional.gelu(self.up(x))
+        return x + self.down(y * torch.sigmoid(y))
+
+def resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+torch.set_num_threads(1)
+model, x = nn.Sequential(*(Layer() for _ in range(24))), torch.randn(2048, 64)
+graphckpt.apply(model, {"*": True}, determinism_check=sys.argv[1])
+before = resident()
+for _ in range(2):
+    model(x).sum().backward()
+print(resident() - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_check_does_not_enlarge_the_resident_set() -> None:
+    """Live tensors are equal, but sketches between them in the heap would keep their memory from being joined."""
+    resident = {
+        check: min(
+            int(subprocess.run([sys.executable, "-c", RESIDENT, check], check=True, capture_output=True).stdout)
+            for _ in range(3)
+        )
+        for check in ("none", "values")
+    }
+    assert resident["values"] < 1.3 * resident["none"], resident
 
 
 @pytest.mark.parametrize("shape", [(3,), (7,), (9,), (1000,), (8, 1024), (5, 1031), (300, 768), (3, 50257)])
