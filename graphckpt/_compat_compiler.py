@@ -1,4 +1,4 @@
-"""The few private names of PyTorch's compiler that graphckpt needs, each beside the reason."""
+"""The few private names of PyTorch's compiler that graphckpt needs, each with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 annotate, get_current_meta = traceback.annotate, traceback.get_current_meta  # documented as not backward compatible
 _PYTORCHS = ("aten", "prims", "prim", "inductor", "_inductor_test", "c10d_functional", "_c10d_functional", "rngprims")
-"""Where PyTorch's own ops stand, which say of themselves whether they draw numbers."""
+"""The modules of PyTorch's ops, whose tags say whether they draw numbers."""
 _NEVER = 1e9  # how far from backward the compiler puts a node that backward has no use for
 _LEAST = 1e-6  # at 0 the compiler saves the inputs and asks for nothing else
 
@@ -47,7 +47,7 @@ def constant_in_graphs(method: _Hook) -> _Hook:
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode whose ``__torch_dispatch__`` is :func:`never_compiled`, and which does not see compiled ops.
 
-    PyTorch wraps that of every mode in ``torch.compiler.disable``, which costs 2 us an op.
+    PyTorch wraps it for every mode in ``torch.compiler.disable``, which costs 2 us an op.
     """
 
     @classmethod

@@ -240,7 +240,7 @@ _IN_HOST_MEMORY = Placement(offload=Host())
 
 
 def is_recomputing() -> bool:
-    """Whether the calling code is part of a recomputation, in this thread."""
+    """Whether the calling code runs in a recomputation, in this thread."""
     # All around it: each of them may be recomputed with this code, and then runs other code than in its forward.
     run = innermost = running.get()
     while run is not None:
@@ -276,7 +276,7 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
 
 @cache
 def _sampler_of(place: str) -> CallSampler:
-    """Returns the sampler of a function without modules, of which each call has a block of its own."""
+    """Returns the sampler of a function without modules, of which each call has a new block."""
     return CallSampler(place, is_of_block=False)
 
 
@@ -303,7 +303,7 @@ def _modules_of(function: Any, arguments: Iterable[Any]) -> list[nn.Module]:
     """
     modules: dict[nn.Module, None] = {}
     depths: dict[int, int] = {}  # at which each value was opened
-    # The function first: many values among the arguments must not hide its own modules.
+    # The function first: many values among the arguments must not hide its modules.
     for todo in [(function, 0)], [(value, 1) for value in arguments if not isinstance(value, _LEAVES)]:
         for value, depth in todo:  # which grows
             if isinstance(value, nn.Module):

@@ -56,7 +56,7 @@ class StateBytes(NamedTuple):
     def least_of_rank(self, zero_stage: int, num_ranks: int, accumulation: int) -> int:
         """Returns the bytes that are alive at the same time on one of the data-parallel ranks, at least.
 
-        FSDP2 gathers the weights of stages 1 and 2 for all micro-batches of an update, beside their shards. Gradients
+        FSDP2 gathers the weights of stages 1 and 2 for all micro-batches of an update, besides their shards. Gradients
         of stage 1 are full before the last micro-batch; with one micro-batch they are sharded layer by layer.
 
         >>> states = StateBytes(weights=8, gradients=8, optimizer=16)

@@ -62,7 +62,7 @@ class AutoPlan:
         self._settings: tuple[Any, ...] | None = None
         """The settings for which the present policies were planned, or are being planned."""
         self._live: LivePlan | None = None
-        """The plan from the Graph's own updates; ``None`` before the first one, and where the policies are others."""
+        """The plan from the Graph's updates; ``None`` before the first one, and where the policies are others."""
         self._planned_sizes: list[dict[str, int]] = []
         """The inputs that policies hold for which are not those of ``_live``; an empty entry is all inputs."""
         self._is_unapplied = False
@@ -263,7 +263,7 @@ class AutoPlan:
         """Whether a plan needs runs of the step, on copies of its state, since updates cannot show all that it may use.
 
         They do not show joined blocks, which have the lowest peaks, nor blocks within a block that has a policy. A step
-        that others run too, with blocks of their own, has runs that all agree on.
+        that others run too, with other blocks, has runs that all agree on.
         """
         modules = [module for _, module in blocks]
         needs_joined = options.candidates is not None or self._step.config.memory_budget == "min"

@@ -164,7 +164,7 @@ class Graph:
     def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None, is_sparse: bool = False) -> None:
         """Makes this a training graph: after ``build`` it clips, steps, zeroes gradients and steps ``lr_sch``, once.
 
-        A param group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) is clipped by its own
+        A param group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) is clipped by its
         norm. A key of a group that resembles these two, and that the optimizer does not have itself, is an error.
 
         Args:
@@ -173,7 +173,7 @@ class Graph:
             is_sparse: Ignored; OneFlow has it.
 
         Raises:
-            GraphError: It is not an optimizer, the scheduler is not its own, it shares a parameter with another, or a
+            GraphError: It is not an optimizer, the scheduler is another's, it shares a parameter with another, or a
                 clipping key is misspelt.
         """
         del is_sparse
@@ -363,7 +363,7 @@ class Graph:
         self._update.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""
+        """Returns what a copy or a pickle needs: it starts as if it had not been called, under another name."""
         self._step.count_steps()
         return {
             "attributes": {key: value for key, value in self.__dict__.items() if key not in _OWN},

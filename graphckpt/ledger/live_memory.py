@@ -291,7 +291,7 @@ class StorageLog(LiveBytes):
         self.copied: str | None = None
         """The block that is copying for its recomputation."""
         self.checkpointed: set[str] = set()
-        """The blocks whose own code calls ``torch.utils.checkpoint``."""
+        """The blocks whose code calls ``torch.utils.checkpoint``."""
         self._life_of: dict[int, StorageLife] = {}
         self._kept_by: dict[int, tuple[set[str], dict[int, StorageLife]]] = {}  # by id of an argument object
         self._is_old = False

@@ -145,7 +145,7 @@ class StepRecord:
 
     @property
     def peak_at(self) -> str:
-        """The part of the step that runs at the peak, such as ``"backward of h.3"``; empty without :attr:`timeline`."""
+        """The phase or block that runs at the peak, such as ``"backward of h.3"``; empty without :attr:`timeline`."""
         if not self.timeline:
             return ""
         at = max(range(len(self.timeline)), key=lambda number: self.timeline[number].live_bytes)

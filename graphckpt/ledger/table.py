@@ -308,7 +308,7 @@ def offloaded_bytes(explanation: StepRecord) -> str:
 
 
 def time_of(interval: str) -> str:
-    """Returns when a part of the step runs, to go on in a sentence.
+    """Returns when a phase of the step runs, to go on in a sentence.
 
     >>> time_of("backward of h.3"), time_of("the head and the loss, after h.5"), time_of("before the first block")
     ('during the backward of h.3', 'in the head and the loss, after h.5', 'before the first block')

@@ -119,7 +119,7 @@ def options(
 
     Args:
         offload: Where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
-        only: Rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all.
+        only: Rules to consider besides ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all.
             ``joined`` is not an option of a single block: see :func:`can_join`.
         code: How blocks are compiled. Ops of compiled blocks are not visible, and the levels between keeping all and
             nothing are the compiler's.

@@ -57,7 +57,7 @@ def estimate(
 
     The step is forward with labels, backward, the update and ``zero_grad``, without gradient clipping. It is simulated
     with every layer kept, with every layer recomputed, and under the best plan for the device. No tensor allocates
-    memory, weights are not loaded, and code of the model's own is never run.
+    memory, weights are not loaded, and custom code of the model is never run.
 
     Args:
         model: A folder with a ``config.json``, that file, a name in the cache of Transformers or on the hub, or a

@@ -1,6 +1,6 @@
 """Divides the peak of a step under a plan into weights, gradients, optimizer states, layers and the rest.
 
-What exists beside the layers at the start of an interval, such as the loss, is the same under each plan: it is read
+What exists besides the layers at the start of an interval, such as the loss, is the same under each plan: it is read
 from the trace of the step with every block recomputed. The rest of the level is what layers keep.
 """
 

@@ -240,8 +240,8 @@ def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = 
     if not isinstance(values, Mapping):
         yield f"{where}: expected a mapping, got {shown(values)}"
         return
-    own = {each.name: each for each in fields(kind) if each.name not in _NOT_SAVED}
-    for name, each in own.items():
+    by_name = {each.name: each for each in fields(kind) if each.name not in _NOT_SAVED}
+    for name, each in by_name.items():
         expected = _KINDS.get(str(each.type))
         if name not in values:
             if each.default is MISSING:
@@ -249,7 +249,7 @@ def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = 
         elif expected is not None and not isinstance(values[name], expected):
             yield f"{where}.{name}: expected {each.type}, got {shown(values[name])}"
     for name in values:
-        if name not in own and name not in ignored:
+        if name not in by_name and name not in ignored:
             yield f"{where}.{name}: unknown field"
 
 

@@ -46,7 +46,7 @@ class Planner:
     head: tuple[PlanRow, ...] = ()
     """The policy of the head when the step was measured."""
     is_of_training: bool = False
-    """Whether a training loop measures its own updates; errors then name nothing that a callback does not take."""
+    """Whether a training loop measures its updates; errors then name nothing that a callback does not take."""
 
     @property
     def measured(self) -> MeasuredStep:
@@ -370,7 +370,7 @@ def run_plan(
 
 
 def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> Plan:
-    """Returns a plan with what a step under it took on a device that is present, beside what is predicted."""
+    """Returns a plan with what a step under it took on a device that is present, besides what is predicted."""
     rules = AllocatorRules.of_environment()
     return replace(
         plan,

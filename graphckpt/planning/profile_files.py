@@ -1,4 +1,4 @@
-"""Profile files: YAML with the fields of a dataclass, packaged under a name or a user's own."""
+"""Profile files: YAML with the fields of a dataclass, packaged under a name or written by a user."""
 
 from __future__ import annotations
 

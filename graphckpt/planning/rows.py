@@ -52,7 +52,7 @@ class Budgeted:
     is_simulated: bool = False
     """Whether the device is a profile, on which no step has run."""
     headroom_bytes: int = 0
-    """The part of the device's memory that the budget ``"max"`` leaves free."""
+    """The share of the device's memory that the budget ``"max"`` leaves free."""
     world_size: int = 1
     """The ranks of the absent cluster of which one was simulated; 1 if there was none."""
     rank: int = 0

@@ -141,7 +141,7 @@ class RealStep:
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         listed = {option.name: option.fields["partition"] for option in options if option.is_partitioned}
-        self._parts |= {name: PartitionStore(own) for name, own in listed.items() if name not in self._parts}
+        self._parts |= {name: PartitionStore(ranks) for name, ranks in listed.items() if name not in self._parts}
         return {name: self._parts[name] for name in listed}
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:

@@ -1,6 +1,6 @@
 """The seconds of a simulated step: what computes, what communicates, and what of it computation waits for.
 
-Computation is one lane. Each process group has a lane of its own, on which its collectives run one after another, as
+Computation is one lane. Each process group has a separate lane, on which its collectives run one after another, as
 NCCL runs them. Groups run at the same time, and do not slow each other or computation down.
 """
 
@@ -120,7 +120,7 @@ class Timeline:
 
     - An all-gather starts when the copy-out of the one before it does: the host runs ahead of the device, and issues
       it while the layer before computes. Only the first of a forward starts when it is called, as FSDP2 waits for the
-      optimizer there. Computation waits for it at its own copy-out.
+      optimizer there. Computation waits for it at its copy-out.
     - Computation waits for a reduce-scatter where the next one copies its input, and at the end of backward. So it does
       for the all-reduce after it, of HSDP, at the end of backward.
 
@@ -143,7 +143,7 @@ class Timeline:
         self._ends: dict[str, float] = {}
         """When the last collective of each group ends."""
         self._works: dict[int, tuple[Any, float]] = {}
-        """The asynchronous collectives under way, each with its end; the work is held so that its id stays its own."""
+        """The asynchronous collectives under way, each with its end; the work is held so that its id stays unique."""
         self._results: dict[int, float] = {}
         """The ends of functional collectives and all-gathers of FSDP2, by the id of the storage that they write."""
         self._in_backward = False
@@ -195,7 +195,7 @@ class Timeline:
     def _see_copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Sees FSDP2 copy the input of an all-gather or its result, or gradients to the input of a reduction."""
         # FSDP2 has no ops for its collectives: they are those of c10d whose buffer one of these ops has just written.
-        # On a device they run on streams of their own, so that all-gathers overlap with computation in the usual order
+        # On a device they run on separate streams, so that all-gathers overlap with computation in the usual order
         # of the program (pytorch#117973).
         if name == "all_gather_copy_in":
             self._fsdp_buffer = _storage(result[1])

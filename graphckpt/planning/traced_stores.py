@@ -151,7 +151,7 @@ class PartitionStore(RecordingStore):
     """Partitions saved tensors, with a store for each block, and records in a trace when blocks release them.
 
     A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
-    backward runs. Here each block has its own, so that a trace shows what the block alone does;
+    backward runs. Here each block has one, so that a trace shows what the block alone does;
     :class:`~graphckpt.planning.search.PolicySearch` then adds what is prefetched.
     """
 

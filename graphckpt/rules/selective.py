@@ -101,7 +101,7 @@ class Selective(Rule):
         return None
 
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block under PyTorch's own selective checkpoint."""
+        """Runs the block under PyTorch's selective checkpoint."""
         del module
         return checkpoint_in_graph(function, args, kwargs, self._contexts_in_graph)  # type: ignore[attr-defined]
 
@@ -127,7 +127,7 @@ def _policy(save: Any) -> Policy:
 
         def saves(output: Any, func: Op, args: Any, kwargs: dict[str, Any], _: int) -> bool:
             context = SelectiveCheckpointContext(is_recompute=False)
-            context.op_output = output  # an argument of its own only since torch 2.13
+            context.op_output = output  # a separate argument only since torch 2.13
             return _decision(save, context, func, *args, **kwargs) in _SAVES
 
         return saves

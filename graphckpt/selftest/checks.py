@@ -34,7 +34,7 @@ _NOISE = 8  # times the difference between two plain steps is as much as a step 
 _ROUNDING = 1e-4  # of the largest value: where sums are in another order
 _OFF_BY = {"allocated": 0.01, "reserved": 0.1}  # of the measured bytes
 _TRANSFORMER = SUBJECTS[1]
-_LOAD = 16 * 2**20  # bytes of a copy beside the step
+_LOAD = 16 * 2**20  # bytes of a copy next to the step
 _SHARE = 0.7  # of the bytes of the plain step, for a plan
 
 

@@ -93,7 +93,7 @@ class DeviceStore(Store):
     label = "device"
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
-        """Returns an alias without history: the tensor's own graph must not be held by what it feeds."""
+        """Returns an alias without history: the graph of the tensor must not be held by what it feeds."""
         return tensor.detach()
 
     def get(self, key: object) -> torch.Tensor:
@@ -175,7 +175,7 @@ class ByteStore(ABC):
 
     @abstractmethod
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
-        """Stores the bytes of ``data``, a flat ``uint8`` alias of the tensor's own memory, which is not changed."""
+        """Stores the bytes of ``data``, a flat ``uint8`` alias of the tensor's memory, which is not changed."""
 
     @abstractmethod
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:

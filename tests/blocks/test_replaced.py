@@ -96,9 +96,9 @@ CHANGES: dict[str, tuple[Callable[[Network], None], str, dict[str, str]]] = {
     "replaced, and kept elsewhere": (replace_and_keep, "layers.*", {"layers.1": NO_POLICY}),
     "norms converted": (convert, "layers.*.norm", {"layers.0.norm and 2 more": NO_POLICY}),
     "dropped": (drop, "layers.*", {"layers.2": "it was removed from the model after its policy was set"}),
-    "first dropped": (drop_first, "layers.*", {"layers.0": "it was replaced by a module that has a policy of its own"}),
+    "first dropped": (drop_first, "layers.*", {"layers.0": "it was replaced by a module that has a policy"}),
     "pruned": (prune, "layers.*", {"layers.1": NO_POLICY}),
-    "copied": (copy_one, "layers.*", {"layers.1": "it was replaced by a module that has a policy of its own"}),
+    "copied": (copy_one, "layers.*", {"layers.1": "it was replaced by a module that has a policy"}),
     "adapted": (adapt, "layers.*", {}),
 }
 RULES: dict[str, Any] = {

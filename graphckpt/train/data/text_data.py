@@ -51,7 +51,7 @@ class TextData:
     dataset_config: str | None = None
     """Which of its configurations, such as ``"wikitext-2-raw-v1"``."""
     dataset_split: str = "train"
-    """Its split; a part of it is held out, as of any text."""
+    """Its split; a share of it is held out, as of any text."""
     text_column: str = "text"
     """Its column of texts."""
     label_column: str | None = None

@@ -53,7 +53,7 @@ def resolve_device(name: str | None, config: DistConfig) -> torch.device:
     if config.num_processes > 1 and name.startswith("cuda"):
         local, local_size = (int(os.environ.get(key, default)) for key, default in _LOCAL)
         if name != "cuda":
-            fix = "train.device=cuda, and each process takes one of its own"
+            fix = "train.device=cuda, and each process takes one"
             raise ConfigError(f"train.device: {name!r} is one device for all processes · fix: {fix}")
         if (count := torch.cuda.device_count()) < local_size:
             fix = "start fewer, or set train.device=cpu"

@@ -1,4 +1,4 @@
-"""Sharded tensors in one folder, by ``torch.distributed.checkpoint``: each rank writes and reads its own shards.
+"""Sharded tensors in one folder, by ``torch.distributed.checkpoint``: each rank writes and reads its shards.
 
 A folder can be read by any number of processes.
 """

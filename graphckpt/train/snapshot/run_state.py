@@ -157,8 +157,8 @@ class RunState:
             trainer[STAGES] = self.ranks.config.pipeline_parallel_size
             # all but the step counts, which are as small as a placeholder
             graph = extract_sharded(graph, "graph", shards, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim > 0)
-            stages = self.ranks.all_gather(on_cpu(graph))  # each with the optimizer states of its own weights
-            # The optimizer of each stage has all parameters, under equal numbers, and states of its own ones alone.
+            stages = self.ranks.all_gather(on_cpu(graph))  # each with the optimizer states of its weights
+            # The optimizer of each stage has all parameters, under equal numbers, and states of its weights alone.
             every = {number: state for stage in stages[::-1] for number, state in stage[OPTIMIZER]["state"].items()}
             graph = {**stages[0], OPTIMIZER: {**stages[0][OPTIMIZER], "state": dict(sorted(every.items()))}}
         else:
