@@ -171,7 +171,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-_GUIDE = '"A profile of your own" in docs/reference/planning.md'
+_GUIDE = '"Custom profiles" in docs/reference/planning.md'
 _KINDS = ("cuda", "cpu")
 _ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "rounding")
 _FROM_ZERO_ON = (

@@ -175,10 +175,10 @@ def communication_lines(plan: PlanData) -> Iterator[str]:
     exposed, bubble = plan.exposed_seconds, plan.bubble_seconds
     parts = [f"{format_seconds(plan.predicted_step_seconds - exposed - bubble)} of computation"]
     hidden = format_seconds(max(0.0, plan.communication_seconds - exposed))
-    parts.append(f"{format_seconds(exposed)} of communication (and {hidden} beside computation)")
+    parts.append(f"{format_seconds(exposed)} of communication ({hidden} overlapped)")
     if bubble:
         parts.append(f"{format_seconds(bubble)} in the pipeline's bubble")
-    yield f"of it {', '.join(parts)}"
+    yield f"of which {', '.join(parts)}"
 
 
 def reserved_lines(plan: PlanData) -> Iterator[str]:

@@ -149,7 +149,7 @@ def test_the_step_is_that_of_the_model_as_it_is(
             rows = {row.block: row for row in handle.explain(show=False).rows}
             for each in (explanation, handle.explain(show=False)):
                 said = dict(warning.split(": ", 1) for warning in each.warnings if "after its policy" in warning)
-                said |= dict(warning.split(": ", 1) for warning in each.warnings if "of its own" in warning)
+                said |= dict(warning.split(": ", 1) for warning in each.warnings if "that has a policy" in warning)
                 assert said.keys() == notes.keys()
                 assert all(said[name].startswith(text) for name, text in notes.items())
             if change == "replaced":

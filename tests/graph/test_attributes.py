@@ -1,4 +1,4 @@
-"""What a Graph takes as attributes and what it gives back."""
+"""Attributes of a Graph: which objects it accepts, and what reading them returns."""
 
 from __future__ import annotations
 
