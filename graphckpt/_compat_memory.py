@@ -42,7 +42,7 @@ def resizes_reported_to(listener: ResizeListener) -> Iterator[None]:
 
 
 def _report_resizes() -> Callable[[], None]:
-    """Replaces ``UntypedStorage.resize_``; returns a function that puts back what was there."""
+    """Replaces ``UntypedStorage.resize_``; returns a function that restores it."""
     storage_class: Any = torch.UntypedStorage
     other = vars(storage_class).get("resize_")  # a replacement by another program; PyTorch's is in a base class
     resize = storage_class.resize_

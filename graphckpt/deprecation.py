@@ -1,4 +1,4 @@
-"""Old names of arguments, fields and keys: each works on, with one DeprecationWarning that says what to write."""
+"""Old names of arguments, fields and keys: each still works, with one DeprecationWarning that names the replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies what a training step changes, and restores it in place."""
+"""Copies the state that a training step changes, and restores it in place."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Optimizer(NamedTuple):
 
 @final
 class TrainingState:
-    """Copies of what a step may change: tensors, attributes of modules, optimizers, RNG states of host and devices.
+    """Copies of the state of a step: tensors, attributes of modules, optimizers, RNG states of host and devices.
 
     They are restored in place, since a capture holds the addresses.
 

@@ -1,4 +1,4 @@
-"""Arithmetic of a layout: what rules it out, and about how long an update takes. Nothing is simulated."""
+"""Arithmetic of a layout: reasons that rule it out, and about how long an update takes. Nothing is simulated."""
 
 from __future__ import annotations
 

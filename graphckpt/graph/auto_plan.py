@@ -401,7 +401,7 @@ class _UpdateFlags(UpdatePolicies):
 
 
 def _sizes_of(call: StepCall) -> dict[str, int]:
-    """Returns what tells a batch from larger ones: the lengths and the bytes of each tensor, and the bytes of all."""
+    """Returns the sizes of a batch: the lengths and the bytes of each tensor, and the bytes of all."""
     # Lengths, as one of as many bytes may take more: half as many texts of twice the length do. The bytes of all, as
     # another call may have more tensors.
     leaves, _ = flatten_call(call.args, call.kwargs)
@@ -427,7 +427,7 @@ class _GraphPolicies:
         self._restore = restore
 
     def remove(self) -> None:
-        """Sets the flags of the blocks to what they were before; a second call does nothing."""
+        """Restores the flags of the blocks; a second call does nothing."""
         restore, self._restore = self._restore, lambda: None
         restore()
 

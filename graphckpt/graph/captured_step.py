@@ -123,7 +123,7 @@ class CapturedUpdate:
                 group["lr"] = tensor
 
     def work(self) -> tuple[_Gradients, torch.Tensor | None]:
-        """Steps what is inside. Returns the gradients for what is outside, and the scale before it was updated."""
+        """Steps the captured optimizers. Returns the gradients for the others, and the scale before it was updated."""
         scaler, scale = self._update.scaler, None
         if scaler is not None and self._is_scaled and self.inside:
             step_scaled(scaler, self.inside)
@@ -171,7 +171,7 @@ class CapturedUpdate:
         self._update.abandon()
 
     def settings(self) -> tuple[Hashable, ...]:
-        """Returns what a capture holds as constants: settings of groups except learning rates, and of the scaler."""
+        """Returns the constants of a capture: settings of groups except learning rates, and of the scaler."""
         scaler = self._update.scaler
         scaling: tuple[Hashable, ...] = ()
         if scaler is not None and self._is_scaled:
@@ -357,7 +357,7 @@ class CapturedStep:
         self._kinds.clear()
 
     def _fingerprint(self) -> tuple[Hashable, Hashable, Any]:
-        """Returns what the device work depends on besides its inputs.
+        """Returns the values that the device work depends on besides its inputs.
 
         First the modes, each of which needs a warm-up; then what is baked into a capture, such as the addresses
         of parameters; then the objects whose identity is baked in.

@@ -204,14 +204,14 @@ class Graph:
         only_user_py_stack: bool = True,
         op_repr_with_py_stack: bool = False,
     ) -> None:
-        """Prints what the next calls do: 0 stages, 1 each block's inputs and outputs, 2 each op, 3 its line too."""
+        """Prints the work of the next calls: 0 stages, 1 each block's inputs and outputs, 2 each op, 3 its line too."""
         self._debug.configure(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
         self._step.setup.is_done = False
 
     # What users call --------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step and returns what ``build`` returned, cut off from the graph."""
+        """Runs one step and returns the outputs of ``build``, detached from the autograd graph."""
         fields = self.__dict__  # a look-up through __getattr__'s class costs more
         step = fields["_step"]
         config = fields["config"]
@@ -228,7 +228,7 @@ class Graph:
             return step.call_with_setup(call)
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
-        """Prints what each block keeps, where, and what it costs, as seen in the first calls, and returns it.
+        """Prints and returns the bytes that each block keeps, where, and their cost, as measured in the first calls.
 
         It prints the table unless ``show`` is false. The object that it returns prints as the same table, and a
         notebook shows it as one: there, ``explain(show=False)`` as the last line of a cell suffices.
@@ -336,7 +336,7 @@ class Graph:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Loads what :meth:`state_dict` returned, before the first call or after any.
+        """Loads the result of :meth:`state_dict`, before the first call or after any.
 
         Raises:
             GraphError: ``strict``, and a key is missing or unknown. Nothing has been loaded then.

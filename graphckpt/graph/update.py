@@ -156,7 +156,7 @@ class Update:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned; of keys that are missing, what is there stays."""
+        """Loads the result of :meth:`state_dict`; the state of missing keys does not change."""
         if "System-Train-TrainStep" in state:
             self.num_steps = int(state["System-Train-TrainStep"])
         for number, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):

@@ -110,7 +110,7 @@ def compare(
     fix_of_plain: str,
     is_captured: Callable[[], bool] = bool,
 ) -> Verification:
-    """Compares what ``run`` returns with what it returns in ``plain``, from the same state, step by step."""
+    """Compares the results of ``run`` with those in ``plain``, from the same state, step by step."""
     num_tensors = num_bytes = 0
     contents = ""
     for number in range(1, steps + 1):
@@ -232,7 +232,7 @@ def outputs_of(value: Any) -> Values:
 
 
 def _contents(values: Values) -> str:
-    """Returns what was compared, such as ``"loss, 148 gradients, RNG"``."""
+    """Returns the compared values in words, such as ``"loss, 148 gradients, RNG"``."""
     texts = []
     for kind, members in values.items():
         if kind in ("loss", "RNG"):

@@ -193,7 +193,7 @@ def nest(rows: Sequence[Row]) -> list[Row]:
 
 
 def common_prefix(names: Iterable[str]) -> str:
-    """Returns what all paths begin with, if it is as long as PEFT's ``base_model.model.``; a stack keeps its name.
+    """Returns the common prefix of all paths, if it is as long as PEFT's ``base_model.model.``; a stack keeps its name.
 
     >>> common_prefix(["base_model.model.layers.0", "base_model.model.layers.1", "(outside of blocks)"])
     'base_model.model.'

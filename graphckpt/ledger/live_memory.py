@@ -231,7 +231,7 @@ class Hold:
     """Something that holds a storage for backward."""
 
     block: str | None
-    """The block; ``None`` if no policy changes what it saves."""
+    """The block; ``None`` if no policy changes its saved tensors."""
     end: int | None = None
     """The number of changes by then; ``None`` if it outlives the step."""
     begin: int = 0

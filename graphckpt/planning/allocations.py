@@ -1,4 +1,4 @@
-"""Births and deaths of storages in the first steps of a process, and what an allocator reserves for them."""
+"""Births and deaths of storages in the first steps of a process, and the bytes that an allocator reserves for them."""
 
 from __future__ import annotations
 

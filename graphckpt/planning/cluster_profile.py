@@ -155,7 +155,7 @@ def default_cluster(device_name: str) -> ClusterProfile:
 
 
 def cluster_note(profile: ClusterProfile) -> str:
-    """Returns what a plan says about the communication that it has assumed."""
+    """Returns the note of a plan about the communication that it has assumed."""
     buffers = f"NCCL takes about {format_bytes(profile.comm_bytes)} for each group, outside the allocator"
     return f"communication as on {profile.describe()}; {buffers}"
 

@@ -261,7 +261,7 @@ class _Estimation:
         }
 
     def _run_under(self, plan: Plan) -> Plan:
-        """Returns the plan with what a run of the step under it takes: allocated and reserved bytes, and seconds."""
+        """Returns the plan with the figures of a run under it: allocated and reserved bytes, and seconds."""
         key = policies_key(plan)
         if key not in self.runs:
             self.begin(f"simulating the step under {', '.join(dict.fromkeys(key))}")

@@ -1,4 +1,4 @@
-"""The samples of a step, and what follows from them: the level of live bytes and the seconds under any plan."""
+"""The samples of a step, and predictions from them: the level of live bytes and the seconds under any plan."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _except(*surfaces: Surface) -> dict[str, Any]:
 @accepts_old_names(blocks="select")
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of the planner: what it may use, and how it plans.
+    """Options of the planner: the policies that it may use, and how it plans.
 
     The fields are the keyword arguments of :func:`graphckpt.plan` and :meth:`graphckpt.Graph.plan`, the keys of
     ``Graph.config.plan_options`` and of ``train.activation_checkpoint``, and the flags of ``graphckpt plan``.
@@ -193,7 +193,7 @@ except ImportError:  # Windows
 
 _FRACTION = re.compile(r"\s*\d*\.\d*\s*")
 _SHARED = (0, 0)  # the pool of tensors that are not in a private one
-_HEADROOM = 0.03  # of what a step may use: the planner counts tensors, not the gaps between an allocator's blocks
+_HEADROOM = 0.03  # of the memory of a step: the planner counts tensors, not the gaps between an allocator's blocks
 
 Budget: TypeAlias = int | float | str
 """Bytes, ``"12GiB"``; ``"50%"`` of the device's memory; ``0.6`` of the plain step's peak; ``"max"`` or ``"min"``."""
@@ -280,7 +280,7 @@ def _suggestion(number: float, *, has_shares: bool = True) -> str:
 
 
 def describe_budget(budget: Budget | None) -> str:
-    """Returns in words what a budget is relative to; empty for a size.
+    """Returns the quantity that a budget is relative to, in words; empty for a size.
 
     >>> describe_budget(0.6), describe_budget("50%"), describe_budget("12GiB")
     ("0.6 of the plain step's peak", "50% of the device's memory", '')

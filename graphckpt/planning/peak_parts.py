@@ -18,7 +18,7 @@ from graphckpt.planning.program import EventKind, Interval, Phase
 @final
 @dataclass(frozen=True, kw_only=True)
 class PeakParts:
-    """The bytes alive at the peak of a step, which sum to it, and what layers keep from forward to backward."""
+    """The bytes alive at the peak of a step, which sum to it, and those that layers keep from forward to backward."""
 
     weights: int
     """Parameters and buffers."""

@@ -117,7 +117,7 @@ class Plan(PlanData):
         return notebook_html(parts_of(self), self.plot)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle writes: all but :attr:`front`, which needs the measurements."""
+        """Returns the state for pickle: all but :attr:`front`, which needs the measurements."""
         return {**self.__dict__, "front": None}
 
     def explain(self, *, show: bool = True) -> Self:
@@ -127,7 +127,7 @@ class Plan(PlanData):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what :meth:`save` writes: the policies as a section of a config, the predictions and the rows."""
+        """Returns the content of a saved file: the policies as a section of a config, the predictions and the rows."""
         numbers = {name: getattr(self, name) for name in _NUMBERS} | {"assumptions": [*self.assumptions]}
         rows = [
             {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
@@ -164,7 +164,7 @@ class Plan(PlanData):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what :meth:`save` wrote, in this version or an earlier one, whose missing fields get their defaults.
+        """Reads a file of :meth:`save`, of this version or an earlier one, whose missing fields get their defaults.
 
         Raises:
             ConfigError: the file is missing or does not contain a plan, or has fields of a newer version.

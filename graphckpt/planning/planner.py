@@ -129,7 +129,7 @@ class Planner:
         return rows
 
     def infeasible(self, budget: int, lowest: int, *, of_reserved: bool = False) -> PlanError:
-        """Returns the error of a budget that no plan fits, with what helps.
+        """Returns the error of a budget that no plan fits, with remedies.
 
         ``lowest`` is the lowest peak in bytes, with ``of_reserved`` the least memory that the allocator needs.
         """
@@ -370,7 +370,7 @@ def run_plan(
 
 
 def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> Plan:
-    """Returns a plan with what a step under it took on a device that is present, besides what is predicted."""
+    """Returns a plan with the measurements of a step under it on a device that is present, besides the predictions."""
     rules = AllocatorRules.of_environment()
     return replace(
         plan,

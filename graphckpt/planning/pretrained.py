@@ -103,7 +103,7 @@ class PretrainedModel:
         return positions if isinstance(positions, int) and positions > 0 else None
 
     def check(self) -> None:
-        """Raises a ConfigError for what would fail in the step, or run in it without an effect."""
+        """Raises a ConfigError for options that would fail in the step, or have no effect."""
         seq, positions = self.options.seq, self._positions
         if self.task == _IMAGES and seq is not None:
             height, width = self.image_size
@@ -362,7 +362,7 @@ def _task_of(name: str, config: Any, wanted: str | None) -> str:
 
 @contextmanager
 def step_errors(model: PretrainedModel) -> Iterator[None]:
-    """Raises what the step raises as a ConfigError that names the model."""
+    """Raises errors of the step as a ConfigError that names the model."""
     try:
         yield
     except GraphckptError:

@@ -94,7 +94,7 @@ class RealStep:
         self.rounded: Callable[[int], int] = up_to_blocks if self.device.type == "cuda" else int
         """Returns the bytes that the allocator of the device counts for a size."""
         self.before_step: Callable[[], object] = int
-        """Called before each run of the step, outside of what is timed."""
+        """Called before each run of the step, outside of the timed code."""
 
     def _step(self) -> None:
         self.before_step()
@@ -207,7 +207,7 @@ class RealStep:
         return StepRun(self.peak(), min(self._timed(Blocks([])).total for _ in range(_TIMED_RUNS)))
 
     def run_once(self) -> None:
-        """Runs the step for other processes, which measure it; what it takes here is of interest to none."""
+        """Runs the step for other processes, which measure it; the figures of this process are not used."""
         with on_optimizer_step(self._optimizers.setdefault):
             self._run_step()
 
@@ -313,7 +313,7 @@ def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[R
 
 
 def first_step(device: FakeDevice, step_fn: Callable[[], object]) -> LiveBytes:
-    """Runs a step, and returns what has counted the storages that it leaves behind: later ones begin with them."""
+    """Runs a step, and returns the counter of the storages that it leaves behind: later ones begin with them."""
     first = LiveBytes(record_timeline=False, counts_fake=True)
     with device, first:
         step_fn()

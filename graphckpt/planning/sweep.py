@@ -144,7 +144,7 @@ class _Effect(NamedTuple):
     """The effect of an option on a block."""
 
     allocated: tuple[tuple[tuple[int, ...], ...], ...]
-    """By phase and call: what it allocates."""
+    """By phase and call: the bytes that it allocates."""
     far_bytes: int
     ahead_bytes: tuple[int, ...]
     """By call."""

@@ -1,4 +1,4 @@
-"""The seconds of a simulated step: what computes, what communicates, and what of it computation waits for.
+"""The seconds of a simulated step: computation, communication, and the exposed part of the latter.
 
 Computation is one lane. Each process group has a separate lane, on which its collectives run one after another, as
 NCCL runs them. Groups run at the same time, and do not slow each other or computation down.
@@ -69,11 +69,11 @@ class Collective:
     is_functional: bool
     """Whether it is a functional collective, for whose result ``wait_tensor`` waits."""
     is_async: bool
-    """Whether it returns before it is done: the caller waits for what it has returned."""
+    """Whether it returns before it is done: the caller waits for the returned object."""
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Collective | None:
-        """Returns what an op of ``torch.distributed`` does; ``None`` for one that communicates nothing.
+        """Returns the collective of an op of ``torch.distributed``; ``None`` for one that communicates nothing.
 
         Raises:
             ConfigError: it is not known.
@@ -139,7 +139,7 @@ class Timeline:
         """Begins another step, with no collective under way."""
         self._now = self._communication = self._exposed = 0.0
         self._first: StepSeconds | None = None
-        """The seconds of the first forward and backward, with what computation has waited for until their end."""
+        """The seconds of the first forward and backward, with the waits of computation until their end."""
         self._ends: dict[str, float] = {}
         """When the last collective of each group ends."""
         self._works: dict[int, tuple[Any, float]] = {}

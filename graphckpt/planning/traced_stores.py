@@ -31,7 +31,7 @@ class RecordingStore(Store):
 
 @contextmanager
 def traced(blocks: Blocks, trace: Trace, stores: Sequence[RecordingStore]) -> Iterator[None]:
-    """Traces the step within the ``with`` block, and what these stores of blocks hold."""
+    """Traces the step within the ``with`` block, and the bytes in these stores of blocks."""
     for store in stores:
         store.trace = trace
     try:

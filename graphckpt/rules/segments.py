@@ -139,7 +139,7 @@ def run_segments_in_graph(
     value: Any,
     context_fn: Callable[[], Any] = noop_context_fn,
 ) -> Any:
-    """Does what :func:`run_segments` does, while ``torch.compile`` traces it."""
+    """Runs segments as :func:`run_segments` does, while ``torch.compile`` traces them."""
     starts = segment_starts(num_children=len(children), num_segments=num_segments)
     for first, end in pairwise(starts):
         value = checkpoint_in_graph(_call_in_order, (children[first:end], value), {}, context_fn)

@@ -61,7 +61,7 @@ class Tiles(Rule):
     def run_without_gradients(
         self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a loss in slices: what is too big for training at once is too big for evaluation.
+        """Runs a loss in slices, also in evaluation, since logits that do not fit in training do not fit there either.
 
         Others run as they are: a block may be generating text, with a cache that cannot be cut.
         """

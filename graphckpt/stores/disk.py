@@ -434,7 +434,7 @@ class Transfer:
         self._chunk = self._pages.numpy().data
 
     def mark(self) -> torch.cuda.Event | None:
-        """Returns what ``save`` or ``load`` must wait for: the work submitted to the device so far."""
+        """Returns an event for ``save`` or ``load`` to wait for: the work submitted to the device so far."""
         if not self._is_cuda:
             return None
         event = torch.cuda.Event()

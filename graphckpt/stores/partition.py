@@ -1,4 +1,4 @@
-"""Partitions saved tensors over ranks: each stores a slice of what is equal on all of them, and all-gathers it."""
+"""Partitions saved tensors over ranks: each stores a slice of a tensor that is equal on all, and all-gathers it."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ class ShardedStore(ByteStore):
         return handle
 
     def close_group(self, group: TensorGroup) -> None:
-        """Compares the group's new sizes between ranks, then splits what is equal."""
+        """Compares the group's new sizes between ranks, then splits the tensors that are equal."""
         call = self._calls.pop(group, None)
         # Bytes may be freed before the call is over, with a graph that forward drops.
         entries = [] if call is None else [entry for entry in call.handles if entry[1].data is not None]

@@ -18,7 +18,7 @@ from graphckpt.errors import StoreError
 from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
 from graphckpt.units import format_bytes
 
-ALIGN = 256  # bytes; what cudaMalloc guarantees, so vectorised kernels stay legal
+ALIGN = 256  # bytes; cudaMalloc's guarantee, so vectorised kernels stay legal
 
 
 def aligned(num_bytes: int, align: int = ALIGN) -> int:

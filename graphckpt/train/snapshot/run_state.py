@@ -172,7 +172,7 @@ class RunState:
         load_weights(self.model, weights, str(folder))
 
     def add_defaults(self, states: Mapping[str, Any], folder: Path, info: RunInfo) -> list[str]:
-        """Adds what the snapshot's format lacks to its states, and returns a line of the log for each."""
+        """Adds fields that the snapshot's format lacks to its states, and returns a line of the log for each."""
         lines = []
         for lack in [lack for number in range(info["format"], FORMAT) for lack in LACKS[number]]:
             state = states[lack.file]
@@ -204,7 +204,7 @@ class RunState:
             check_graph(graph, like, self.optimizer, done=info["done"], num_states=info.get("optimizer_states"))
 
     def changes(self, then: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Returns what has changed of param groups and schedule since a snapshot: the former and the new value."""
+        """Returns the changes of param groups and schedule since a snapshot: the former and the new value."""
         now = self.settings
         changes: dict[str, tuple[Any, Any]] = {}
         for before, after in zip(then["groups"], now["groups"], strict=False):
@@ -226,7 +226,7 @@ class RunState:
                 yield f"optim.{key}: expected {before}, with which the optimizer's states were made, got {after}"
 
     def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], folder: Path) -> None:
-        """Restores what ``states`` returned; call it last, as it also sets the random generators. Collective."""
+        """Restores the result of ``states``; call it last, as it also sets the random generators. Collective."""
         graph = self._local_graph(graph, folder)
         try:
             if trainer["extra"]:
