@@ -441,7 +441,7 @@ def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tenso
 
 
 def packed_shard(dim: int, parts: int) -> Placement:
-    """Returns the placement that splits each of ``parts`` blocks of a dimension by itself, as queries, keys, values."""
+    """Returns the placement that splits each of ``parts`` blocks of a dimension, such as queries, keys, values."""
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - takes a second
 
     return _StridedShard(dim, split_factor=parts)

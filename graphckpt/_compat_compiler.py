@@ -79,7 +79,7 @@ def compiler_of(backend: Any, mode: str | None, options: Any, dynamic: bool | No
 
 @contextmanager
 def saving(share: float) -> Iterator[None]:
-    """Has what is compiled within save a share of what the compiler would by itself, and the same random numbers.
+    """Makes compiled code save a share of the bytes that the compiler saves by default, and the same random numbers.
 
     The knob is one of the process, and private; the public way, from torch 2.13 on, is a prototype.
     """

@@ -275,7 +275,7 @@ close_plans: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = Weak
 
 
 def remove(model: nn.Module) -> None:
-    """Removes all policies from ``model`` and its submodules, whatever has set them.
+    """Removes all policies from ``model`` and its submodules, however they were set.
 
     If there is a handle, :meth:`Handle.remove` does the same. A copy of a model (``copy.deepcopy``, as for averages of
     weights) and an unpickled one keep the policies but have no handle; nor do modules under

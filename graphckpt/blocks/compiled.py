@@ -19,7 +19,7 @@ from graphckpt._compat_compiler import compiler_of, saving
 from graphckpt.errors import ConfigError, did_you_mean, shown
 
 SHARE = "activation_memory_budget"
-"""The compiler's name of the knob: 1 is what it saves by itself, 0 the inputs alone."""
+"""The compiler's name of the option: 1 is its default, 0 saves only the inputs."""
 
 _PLAIN = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "aot_eager_default_partitioner")
 """Backends that leave it to autograd, or to every op, what is saved."""

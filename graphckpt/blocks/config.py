@@ -21,7 +21,7 @@ FIELDS = (
 """Every field of a block's config; the docstring of :class:`BlockConfig` describes each."""
 
 PLACEMENT = ("offload", "partition", "contiguous", "min_elements")
-"""The fields that say where kept tensors go; each is inherited by itself."""
+"""The fields that say where saved tensors are; each is inherited separately."""
 
 INHERITED = (*PLACEMENT, "determinism_check")
 """The fields that blocks take over from the block around them."""

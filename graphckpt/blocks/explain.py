@@ -68,7 +68,7 @@ class StepRecorder:
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        if self._is_measuring:  # a part of the step that is being measured
+        if self._is_measuring:  # within the step that is being measured
             yield
             return
         self.close()
@@ -404,7 +404,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _is_checkpointed_within(wrapper: BlockForward, recorder: Recorder) -> bool:
-    """Whether PyTorch's checkpoint recomputes a part of a recomputed block. Calls of it are seen by ``measure()``."""
+    """Whether PyTorch's checkpoint recomputes modules of a recomputed block. ``measure()`` sees its calls."""
     if isinstance(wrapper.rule, Keep) or wrapper.module is None:
         return False
     called = set() if recorder.live is None else recorder.live.checkpointed

@@ -48,7 +48,7 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs ``function`` so that backward recomputes it, in place of ``torch.utils.checkpoint.checkpoint``.
+    """Runs ``function`` so that backward recomputes it, like ``torch.utils.checkpoint.checkpoint``.
 
     Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random
     state is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps, closes
@@ -150,7 +150,7 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **se
 
 @final
 class _GivenContexts(Contexts):
-    """The two contexts of a ``context_fn``. They check versions by themselves."""
+    """The two contexts of a ``context_fn``. They check versions themselves."""
 
     def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
         self._first, self._second = first, second
@@ -176,7 +176,7 @@ def checkpoint_sequential(
     determinism_check: str = "default",
     **kwargs: Any,
 ) -> Any:
-    """Runs a chain in ``segments`` runs, all but the last of them under recompute, as PyTorch's function does.
+    """Runs a chain in ``segments`` segments and recomputes all but the last, like PyTorch's function.
 
     ``determinism_check`` is that of :func:`checkpoint`.
 
@@ -214,7 +214,7 @@ def _run_chain(functions: Any, chain: list[Any], segments: int, value: Any, dete
 def checkpoint_wrapper(
     module: nn.Module, offload_to_cpu: bool = False, *, determinism_check: str = "default"
 ) -> nn.Module:
-    """Puts ``full`` on a module and returns it, as FairScale's function of this name does.
+    """Sets the rule ``full`` on a module and returns it, like FairScale's function of this name.
 
     The module keeps its class, its attributes and its ``state_dict`` keys.
 

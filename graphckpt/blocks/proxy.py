@@ -76,7 +76,7 @@ def _delegate(function: Any, *, changes: bool = False) -> Callable[..., Any]:
 
 
 class Block:
-    """A module in a Graph. Reading, writing and calling reach the module itself; ``config`` is the block's policy.
+    """A module in a Graph. Attributes and calls are those of the module; ``config`` is the block's policy.
 
     ``isinstance`` sees the module's class. Children come as blocks, copies as modules. Inside of ``build`` and of every
     ``forward`` the real modules are in place, so ``self.config`` is the module's there.
@@ -184,7 +184,7 @@ class Block:
 
 @final
 class GraphModule:
-    """A block's policy as OneFlow has it since 0.9: ``block.to(GraphModule).activation_checkpointing = True``.
+    """A block's policy in the style of OneFlow 0.9: ``block.to(GraphModule).activation_checkpointing = True``.
 
     That of a slice of blocks sets a field on each of them, and reads it as a list.
     """

@@ -157,7 +157,7 @@ class Origins:
 def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
     """Returns the dicts, lists and calls of a config file, and the file that sets each value."""
     if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
+        raise ConfigError(f"{path}: expected a config file that ends in .py, .yaml or .yml · fix: rename it")
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file")
     with importable_from(path.resolve().parent):

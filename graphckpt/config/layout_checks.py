@@ -256,7 +256,7 @@ class LayoutChecks:
             2: gathered + accumulation * reduced,
             3: accumulation * (2 * gathered + reduced),
         }[layout.zero_stage]
-        if layout.zero_stage or tp == pp == 1:  # FSDP2 and DDP communicate beside computation
+        if layout.zero_stage or tp == pp == 1:  # FSDP2 and DDP overlap communication with computation
             of_data = max(0.0, of_data - compute)
         step = compute + of_tensors + of_stages
         total: float = step + bubble_seconds(step, pp, accumulation) + of_data

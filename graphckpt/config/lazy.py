@@ -38,7 +38,9 @@ class LazyCall(Generic[P]):
 
     def __init__(self, target: Callable[P, Any] | str) -> None:
         if not callable(target) and not isinstance(target, str):
-            raise ConfigError(f"LazyCall: expected a callable or its dotted name, got {target!r}")
+            raise ConfigError(
+                f"LazyCall: expected a callable or its dotted name, got {target!r} · fix: LazyCall(torch.optim.AdamW)"
+            )
         self._target = target
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> DictConfig:
@@ -48,7 +50,8 @@ class LazyCall(Generic[P]):
             ConfigError: an argument has no name; only named ones can be overridden.
         """
         if args:
-            raise ConfigError(f"LazyCall({dotted_name(self._target)}): every argument needs its name, as in lr=0.1")
+            what = f"LazyCall({dotted_name(self._target)}): expected only keyword arguments, got {len(args)} positional"
+            raise ConfigError(f"{what} · fix: name each argument, as in lr=0.1")
         # A name wherever there is one: omegaconf would take a dataclass for a config.
         target = dotted_name(self._target) if importable(self._target) else self._target
         return OmegaConf.create({TARGET: target, **kwargs}, flags={"allow_objects": True})

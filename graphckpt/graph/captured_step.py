@@ -87,7 +87,7 @@ def _value(value: Any) -> Hashable:
 class CapturedUpdate:
     """The update of a captured step: some optimizers step inside of the capture, the others after it.
 
-    With a scaler it is all or none: an overflow is known inside only to optimizers that can skip a step by themselves.
+    With a scaler it is all or none: an overflow is known inside only to optimizers that can skip a step.
     """
 
     def __init__(self, update: Update) -> None:

@@ -35,7 +35,7 @@ _OWN = frozenset({"_auto_plan", "_debug", "_name", "_roots", "_step", "_tree", "
 
 
 class Graph:
-    """One training step over modules, as OneFlow's ``nn.Graph``, with a policy on each block.
+    """One training step over modules, like OneFlow's ``nn.Graph``, with a policy on each block.
 
     Subclass it; in ``__init__`` call ``super().__init__()`` first, then assign modules (they become blocks), set
     policies and add optimizers; define ``build``, with ``loss.backward()`` inside. Without an optimizer it is an
@@ -135,7 +135,7 @@ class Graph:
         if self._step.is_running:
             raise AttributeError(f"{where}: build() cannot add modules · fix: assign it in __init__")
         if not name or "." in name:
-            raise KeyError(f"a module's name can be neither empty nor hold a dot, got {name!r}")
+            raise KeyError(f"{where}: expected a name without dots, got {name!r} · fix: rename it")
         if name in self.__dict__ or hasattr(type(self), name):
             raise KeyError(f"{where}: there is an attribute of this name already · fix: choose another")
         self._roots[name] = value

@@ -377,7 +377,7 @@ class Step:
 def micro_batches(
     build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], count: int
 ) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
-    """Yields the arguments of each micro-batch: every tensor's part of dim 0, all else as it is."""
+    """Yields the arguments of each micro-batch: every tensor's slice of dim 0, all else as it is."""
     leaves, shape = flatten_call(args, kwargs)
     chunks: dict[int, Sequence[torch.Tensor]] = {}
     for position, leaf in enumerate(leaves):
@@ -427,6 +427,6 @@ def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
 
 def is_new(tensor: torch.Tensor) -> bool:
     """Whether an op has allocated the memory of ``tensor``; where this is not sure, it returns False."""
-    # An op that works in place raises the version, and one that returns a part of its input makes a view. Such an
+    # An op that works in place raises the version, and one that returns a slice of its input makes a view. Such an
     # output may be a parameter's memory, which the next update overwrites while the caller still has it.
     return tensor.grad_fn is not None and not tensor._version and not tensor._is_view()

@@ -21,7 +21,7 @@ from graphckpt.stores.base import Offload, parse_offload
 from graphckpt.stores.partition import parse_partition
 
 SHARES = (0.8, 0.5, 0.3, 0.1)
-"""Shares of the bytes that the compiler saves by itself; plans mix them for values in between."""
+"""Shares of the bytes that the compiler saves by default; plans mix them for values in between."""
 
 
 @final

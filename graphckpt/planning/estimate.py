@@ -53,7 +53,7 @@ def estimate(
     task: str | None = None,
     progress: bool | None = None,
 ) -> Estimate:
-    """Estimates the memory and the time of a training step of a Transformers model, from its config alone.
+    """Estimates the memory and the time of a training step of a Transformers model, from its config.
 
     The step is forward with labels, backward, the update and ``zero_grad``, without gradient clipping. It is simulated
     with every layer kept, with every layer recomputed, and under the best plan for the device. No tensor allocates

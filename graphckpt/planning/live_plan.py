@@ -217,7 +217,7 @@ class LivePlan:
         return self._policies.handle
 
     def begin_step(self) -> None:
-        """Begins a step, which is an update or, with accumulated gradients, a part of one."""
+        """Begins a step, which is an update or, with accumulated gradients, a micro-batch."""
         if self._input_sizes is not None:
             return
         self._input_sizes = {}

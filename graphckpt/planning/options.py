@@ -55,7 +55,7 @@ class PlanOptions:
     which need ``full`` too."""
     head: Mapping[str, Any] | None = None
     """The block that computes the loss, and a rule or a list of rules by which it may run in slices:
-    ``{"loss_head": Tiles(8, reduce="sum")}``. Each is measured too, and taken where it is faster or alone fits."""
+    ``{"loss_head": Tiles(8, reduce="sum")}``. Each is measured, and used where it is faster or nothing else fits."""
     partition: Any = field(default=None, metadata=_except("command"))
     """The ranks over which saved tensors may be partitioned: ``True``, a ``ProcessGroup`` or a ``DeviceMesh``."""
     contiguous: bool = False
@@ -66,13 +66,13 @@ class PlanOptions:
     ``candidates`` or an ``activation_memory_budget`` is given."""
     determinism_check: str | None = None
     """The values to compare in the recomputations of the planned blocks: ``"none"``, ``"default"``, or ``"values"`` for
-    those of every call. It is saved with the plan. ``None`` is what the blocks around them have."""
+    those of every call. It is saved with the plan. ``None`` is the setting of the blocks around them."""
     group: Any = field(default=None, metadata=_except("config", "command"))
     """The processes that run this step together: a ``ProcessGroup``, whose ranks must all plan and get the same plan.
-    ``None`` is the default group if ``torch.distributed`` is initialized; ``False`` is this process alone."""
+    ``None`` is the default group if ``torch.distributed`` is initialized; ``False`` is only this process."""
     step_group: Any = field(default=None, metadata=_except("config", "command"))
     """The ``ProcessGroup`` whose processes run the steps together although they plan different blocks, such as all
-    stages of a pipeline, where ``group`` are those of one stage. Each stage gets a separate plan."""
+    stages of a pipeline; ``group`` then has those of one stage. Each stage gets a separate plan."""
     check: bool = field(default=True, metadata=_except("command"))
     """Run the step under the plan, and plan again if its peak exceeds the budget or differs by more than 1 %."""
     progress: Callable[[int, int], None] | bool | None = field(default=None, metadata=_except("config", "command"))
@@ -213,7 +213,7 @@ class DeviceMemory:
     available: int
     """Bytes that a step may use."""
     headroom: int
-    """The part of these that ``"max"`` leaves free."""
+    """The share of these that ``"max"`` leaves free."""
 
 
 def check_budget(budget: Budget, *, for_fit: bool = False) -> Budget:

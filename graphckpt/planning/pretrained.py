@@ -45,7 +45,7 @@ _TASKS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "question-answering": ("QUESTION_ANSWERING", "AutoModelForQuestionAnswering", ("ForQuestionAnswering",)),
     _IMAGES: ("IMAGE_CLASSIFICATION", "AutoModelForImageClassification", ("ForImageClassification",)),
 }
-"""By task: the part of the name of Transformers' mapping, its auto class, and endings of architectures."""
+"""By task: the prefix of Transformers' mapping, its auto class, and endings of architectures."""
 
 assert tuple(_TASKS) == TASKS
 

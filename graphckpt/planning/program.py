@@ -30,7 +30,7 @@ _OF_BLOCKS = Phase.FORWARD, Phase.BACKWARD
 
 
 class Interval(NamedTuple):
-    """A part of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none.
+    """An interval of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none.
 
     Of an optimizer it counts the updates.
     """

@@ -93,9 +93,9 @@ class PlanData(Budgeted):
     """Seconds of all collectives of a step, each as if it were alone; 0 if no step of a simulated rank has run under
     the plan."""
     exposed_seconds: float = 0.0
-    """The part of ``predicted_step_seconds`` in which computation waits for collectives."""
+    """The share of ``predicted_step_seconds`` in which computation waits for collectives."""
     bubble_seconds: float = 0.0
-    """The part of ``predicted_step_seconds`` in which a pipeline stage waits for others."""
+    """The share of ``predicted_step_seconds`` in which a pipeline stage waits for others."""
     correction_bytes: int = 0
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""
     memory_budget: Budget | None = field(default=None, compare=False)

@@ -64,9 +64,9 @@ class StepRun(NamedTuple):
     """Allocations of the first steps of a process, or on CUDA of two steps; ``None`` for a step on a CPU."""
     communication_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    """The part of ``seconds`` in which computation waits for collectives."""
+    """The share of ``seconds`` in which computation waits for collectives."""
     bubble_seconds: float = 0.0
-    """The part of ``seconds`` in which a pipeline stage waits for others. All three are 0 for a real step, where they
+    """The share of ``seconds`` in which a pipeline stage waits for others. All three are 0 for a real step, where they
     are not known."""
 
 

@@ -44,15 +44,15 @@ _BUFFERS = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
 
 
 class StepSeconds(NamedTuple):
-    """The seconds of a step, or of a part of it."""
+    """The seconds of a step, or of a phase."""
 
     total: float = 0.0
     communication: float = 0.0
     """The seconds of all collectives, each as if it were alone."""
     exposed: float = 0.0
-    """The part of ``total`` in which computation waits for a collective."""
+    """The share of ``total`` in which computation waits for a collective."""
     bubble: float = 0.0
-    """The part of ``total`` in which a pipeline stage waits for others."""
+    """The share of ``total`` in which a pipeline stage waits for others."""
 
 
 @final

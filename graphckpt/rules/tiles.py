@@ -122,7 +122,8 @@ class Tiles(Rule):
         first = leaves[0]
         if not isinstance(first, torch.Tensor):
             if any(leaf is not first and leaf != first for leaf in leaves):
-                raise ConfigError(f"{name}: tiles returned different values of {type(first).__name__}, not tensors")
+                what = f"expected tensors or equal values from all tiles, got different {type(first).__name__}"
+                raise ConfigError(f"{name}: {what} · fix: return tensors")
             return first
         if first.dim() == 0:
             if self.reduce is None:

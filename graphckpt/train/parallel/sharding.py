@@ -54,7 +54,7 @@ def map_leaves(
 def full_tensor_tree(state: Any, *, keep: bool = True) -> Any:
     """Gathers every sharded tensor in nested containers, on the CPU, one by one; collective, in the same order.
 
-    With ``keep=False`` this process takes part, and gets an empty tensor in place of each.
+    With ``keep=False`` this process joins the collectives, and gets an empty tensor in place of each.
     """
 
     def gather(leaf: Any, _: str) -> Any:

@@ -197,7 +197,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     plan = divisible_plan(model, mesh.size())
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, group_src=0, group=mesh.get_group())
-    # Before sharding: `parallelize_module` shards each layer by itself, so that tied names would get two parameters.
+    # Before sharding: `parallelize_module` shards each layer separately, so that tied names would get two parameters.
     ties = _ties(model)
     parallelize_module(model, mesh, dict(plan))
     for names in ties:

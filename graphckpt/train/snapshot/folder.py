@@ -184,7 +184,7 @@ def check(folder: Path) -> RunInfo:
             if num_bytes != entry["bytes"]:
                 raise SnapshotError(f"{path}: is broken, {num_bytes:,} bytes of {entry['bytes']:,}")
             if "crc32" in entry and _crc32(path) != entry["crc32"]:
-                raise SnapshotError(f"{path}: is broken, its checksum is not the one that was written")
+                raise SnapshotError(f"{path}: is broken: its checksum does not match")
         except OSError as error:
             raise SnapshotError(f"{path}: {error.strerror}") from error
     return info

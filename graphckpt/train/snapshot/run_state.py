@@ -66,7 +66,7 @@ class RunState:
     """The graph's optimizer."""
     device: torch.device
     ranks: TrainRanks
-    """The processes of the run; rank 0 writes, the others take part in gathering."""
+    """The processes of the run; rank 0 writes, the others contribute to the gathers."""
     seed: int
     """The seed of the run."""
     settings: dict[str, Any] = field(init=False)
