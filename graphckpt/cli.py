@@ -284,7 +284,7 @@ def add_estimate(commands: _Commands) -> None:
         commands,
         "estimate",
         _estimate,
-        help="estimate the memory and the time of training a Transformers model, from its config alone",
+        help="estimate the memory and the time of training a Transformers model, from its config",
         description="Estimates the memory and the time of a training step of a Transformers model, from its config "
         "alone: with everything kept, with every layer recomputed, and under the best plan for the device.",
         epilog=ESTIMATE,
