@@ -67,14 +67,14 @@ def compiler_of(backend: Any, mode: str | None, options: Any, dynamic: bool | No
 
 
 # Note [What the compiler must not recompute]
-# The compiler's knob for what it saves, `activation_memory_budget`, lets it run any op again in backward: random ones,
+# The compiler's option `activation_memory_budget` lets it recompute any op in backward: random ones,
 # with other random numbers (pytorch#190758), and those that read what the forward has overwritten by its end, such as a
 # buffer that is updated. Gradients are wrong then, without a word; seen in torch 2.13. What the graph marks as to be
 # saved it does save, at any share above 0. So such ops are marked, just before it chooses; of Inductor's random ops
 # these are the seeds alone. Custom ops are marked too, as what they read is unknown. Before torch 2.13 we have not
 # seen that it heeds the mark: there a graph with such ops saves what it would. An op of several results is marked as a
 # whole, and at times chosen as a whole, which no code can save: its results stand for it then. A graph that the
-# compiler's cache knows from elsewhere may have been compiled without marks: that cache is left out.
+# compiler's cache has from elsewhere may have been compiled without marks: that cache is left out.
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _is_random(node: Any) -> bool:
     """Whether a call draws numbers that nothing can draw again, as far as can be seen."""
     op = node.target
     if any(map(_draws, (*node.args, *node.kwargs.values()))):
-        return True  # a custom op that modifies its arguments stands among those of a call that does not
+        return True  # a custom op that modifies its arguments is an argument of a call that does not
     if not _draws(op):
         return False
     names = [argument.name for argument in op._schema.arguments]

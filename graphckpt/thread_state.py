@@ -21,7 +21,7 @@ from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo, enter
 
 RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
-"""State of PyTorch's CPU generator, of each device's default generator, and of Python and NumPy if it was asked for."""
+"""State of PyTorch's CPU generator, of each device's default generator, and of Python and NumPy if requested."""
 
 _STATELESS = frozenset({"cpu", "meta"})  # device types without a generator
 
@@ -250,7 +250,7 @@ def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
 
 
 def enter_ambient(undo: Undo, wanted: Ambient, now: Ambient) -> None:
-    """Applies ``wanted``, touching only what differs from ``now``, which ``undo`` puts back."""
+    """Applies the differences of ``wanted`` from ``now``, which ``undo`` restores."""
     (device, dtype), kernels, *autocasts = wanted  # type: ignore[misc]
     device_now, dtype_now = now[0]  # type: ignore[misc]
     if device != device_now:  # type: ignore[has-type]

@@ -71,7 +71,7 @@ def share_of(options: Mapping[str, Any]) -> str:
 
 @final
 class CompiledForward:
-    """A compiled function that knows what it was."""
+    """A compiled function with a reference to the original."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._function: Callable[..., Any] = function._function if isinstance(function, CompiledForward) else function

@@ -118,7 +118,7 @@ class BlockConfig:
         return sorted({*super().__dir__(), *FIELDS})
 
     def placement(self) -> dict[str, Any]:
-        """Returns the fields that say where kept tensors go, as far as they are set."""
+        """Returns the fields that say where saved tensors are, as far as they are set."""
         return {name: self._values[name] for name in PLACEMENT if name in self._values}
 
     @property

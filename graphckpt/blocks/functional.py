@@ -236,7 +236,7 @@ def checkpoint_wrapper(
 
 
 _IN_HOST_MEMORY = Placement(offload=Host())
-# One for all wrapped modules, which are told apart by nothing: they share its buffers and come back in order.
+# One for all wrapped modules, which cannot be distinguished: they share its buffers and are reloaded in order.
 
 
 def is_recomputing() -> bool:

@@ -88,7 +88,7 @@ def backend_for(capture: Any, devices: Sequence[torch.device]) -> CaptureBackend
 
 
 # Note [A pool lives as long as a graph in it]
-# Graphs share a memory pool by its handle. Once the last of them is gone, the allocator destroys the pool and refuses
+# Graphs share a memory pool by its handle. Once the last of them is freed, the allocator destroys the pool and refuses
 # to capture into it. So a capture that finds no other one alive starts a new pool. So does one after a failed capture:
 # up to torch 2.12 the allocator of pinned memory treats the failed one as pending for good, and refuses its pool
 # ("already recording to mempool_id").

@@ -79,7 +79,7 @@ class StepCall(NamedTuple):
     """The arguments of :meth:`Step.call`."""
 
     fields: dict[str, Any]
-    """The attributes of the Graph, where the real modules stand for the length of the step."""
+    """The attributes of the Graph, which are the real modules during the step."""
     build: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -286,7 +286,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def preserve_grads(parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Leaves the gradients of parameters that no optimizer here owns as they are: they are another step's."""
+    """Does not change the gradients of parameters that no optimizer here has: they belong to another step."""
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None  # backward would add to what is there, in place

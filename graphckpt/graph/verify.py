@@ -137,7 +137,7 @@ def compare(
 
 @final
 class _GraphState:
-    """Copies of all that a step of a Graph changes. They are put back in place: a capture holds the addresses."""
+    """Copies of the state that a step of a Graph changes. They are restored in place: a capture holds the addresses."""
 
     def __init__(self, graph_step: Step) -> None:
         graph_step.count_steps()
@@ -156,7 +156,7 @@ class _GraphState:
         has_removed = self._state.state.restore()
         for scheduler, schedule in zip(self._update.schedulers, self._schedules, strict=True):
             if scheduler is not None and schedule is not None:
-                scheduler.load_state_dict(schedule)  # what it cannot copy, such as a function, it leaves as it is
+                scheduler.load_state_dict(schedule)  # it leaves values that it cannot copy, such as functions
         if self._update.scaler is not None and self._scaler is not None:
             self._update.scaler.load_state_dict(self._scaler)
         self._update.num_steps = self._num_steps

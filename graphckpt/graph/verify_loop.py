@@ -211,7 +211,7 @@ class _LoopState:
     """Copies of the state that a step of a user's loop changes."""
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], stateful: Iterable[Stateful]) -> None:
-        # What DDP notes about its steps belongs to its reducer, which cannot be put back.
+        # DDP's records of its steps belong to its reducer, which cannot be restored.
         inner: nn.Module | None = model.module if isinstance(model, DistributedDataParallel) else None
         self._state = ModelState({"": model} if inner is None else {"module": inner}, ())
         for optimizer in optimizers:

@@ -252,7 +252,7 @@ class PolicyCallback:
                     return
             self._explain_once(log)
         except BaseException:
-            self._remove()  # training ends here, and not every trainer tells its callbacks
+            self._remove()  # training ends here, and not every trainer notifies its callbacks
             raise
 
     def _end(self, log: Callable[[dict[str, float]], None]) -> None:

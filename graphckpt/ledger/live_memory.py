@@ -462,7 +462,7 @@ def _object_is_gone(key: int, log: weakref.ref[StorageLog]) -> None:
 def when_gone(
     owner: object, tensor: torch.Tensor, function: Callable[..., object], *arguments: Any
 ) -> weakref.finalize[Any, Any]:
-    """Calls ``function`` when ``owner`` is gone, or the storage of ``tensor`` if ``owner`` cannot be watched."""
+    """Calls ``function`` when ``owner`` is freed, or the storage of ``tensor`` if ``owner`` cannot be watched."""
     try:
         end: weakref.finalize[Any, Any] = weakref.finalize(owner, function, *arguments)
     except TypeError:  # hooks of the caller may pack a tuple, as those of `save_on_cpu` do

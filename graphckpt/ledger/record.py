@@ -139,7 +139,7 @@ class StepRecord:
     legend: tuple[tuple[str, str], ...] = ()
     """Names of rules in the rows, with their full texts."""
     warnings: tuple[str, ...] = ()
-    """Advice and notes, as they are printed below the table."""
+    """Advice and notes, as printed below the table."""
     capture: str = ""
     """How the step runs: captured, with the ops outside of the capture, or why not; empty without capture."""
 

@@ -297,7 +297,7 @@ class Recorder:
 
 @final
 class _AttributedUnpack:
-    """The hook ``unpack`` of a block, which tells the recorder whose backward runs."""
+    """The hook ``unpack`` of a block, which reports to the recorder whose backward runs."""
 
     __slots__ = ("_block", "_recorder", "unpack")
 
@@ -355,7 +355,7 @@ class SavedBytes:
         return self._total.share_of(block)
 
     def add(self, block: str, tensor: torch.Tensor, owner: object) -> None:
-        """Counts the tensor's storage for ``block``, if it is new, until all its owners are gone."""
+        """Counts the tensor's storage for ``block``, if it is new, until all its owners are freed."""
         for storage in storages_of(tensor):
             if storage in self._ignored:
                 continue

@@ -230,7 +230,7 @@ def _table(columns: Sequence[_RowColumn], rows: Sequence[Row], explanation: Step
 
 
 def _short_rules(explanation: StepRecord) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Returns short names of rules that are long lists, and what stands below the table for all that need it."""
+    """Returns short names of rules that are long lists, and the lines below the table that explain them."""
     short: dict[str, str] = {}
     for rule in dict.fromkeys(row.rule for row in explanation.rows):
         if len(rule) > _LONG and rule.count(", ") and rule.startswith("selective("):

@@ -271,7 +271,7 @@ def _fault_of_percentage(budget: str) -> str:
 
 
 def _suggestion(number: float, *, has_shares: bool = True) -> str:
-    """Returns what a number may stand for that is neither a size in bytes nor a share."""
+    """Returns the possible meanings of a number that is neither a size in bytes nor a share."""
     if not 1 <= number < inf:
         return ""
     if number >= _LEAST_BYTES:

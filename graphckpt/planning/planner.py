@@ -197,7 +197,7 @@ class Planners:
     def __init__(self, planners: Sequence[Planner]) -> None:
         self._planners = planners
         self.plain = planners[0]
-        """The planner of the step as it is."""
+        """The planner of the step without changes."""
 
     def floor_bytes(self) -> int:
         return min(planner.floor.peak for planner in self._planners)
@@ -307,7 +307,7 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
 
 
 def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> Plan:
-    """Returns the plan with the lowest peak, as it is when the step of each process of ``group`` runs under it."""
+    """Returns the plan with the lowest peak, measured as the step of each process of ``group`` runs under it."""
     plan = planner.plan(planner.floor.peak)
     run = run_plan(plan, planner.model, step, group).plan
     return run if run is plan else replace(run, budget_bytes=run.predicted_peak_bytes)

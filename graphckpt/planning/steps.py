@@ -515,7 +515,7 @@ class FakeStep:
 
     @contextmanager
     def _from_start(self) -> Iterator[None]:
-        """Takes gradients and optimizer states away within the ``with`` block, as they are before the first step."""
+        """Removes gradients and optimizer states within the ``with`` block, as before the first step."""
         with StandIns() as stand_ins:
             for parameter in self._model.parameters():
                 stand_ins.swap(parameter, grad=None)

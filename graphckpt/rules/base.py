@@ -49,7 +49,7 @@ class Rule(ABC):
     def run_without_gradients(
         self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the block's forward with autograd off, where nothing is kept: as it is."""
+        """Runs the block's forward with autograd off, where nothing is kept."""
         del block
         return function(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Recomputation within a graph of ``torch.compile``, which knows PyTorch's checkpoint and does the recomputation.
+"""Recomputation within a graph of ``torch.compile``, which supports PyTorch's checkpoint.
 
 The compiler marks each op of a checkpoint as one to recompute, or asks the policy of ``context_fn`` about it. Ops of an
 excluded child carry an annotation, by which that policy leaves it to the compiler what to save, as outside.
@@ -21,7 +21,7 @@ _ANNOTATION = "graphckpt_excluded"
 
 @final
 class ForwardInGraph:
-    """The forward of a block, as the compiler traces it: it knows no ``MethodType``.
+    """The forward of a block, as the compiler traces it: it does not support ``MethodType``.
 
     ``inner`` is what another library has put in place of the forward of its class.
     """

@@ -122,7 +122,7 @@ def _policy(save: Any) -> Policy:
     if isinstance(save, _FUNCTIONS) or getattr(save, "__module__", None) == nn.functional.__name__:
         what = "expected a list of ops or a policy function"
         raise ConfigError(f"selective.save: {what}, got {save!r} · fix: use a list such as [torch.ops.aten.mm.default]")
-    # The policy function is asked in the original forward alone; a recomputation takes what was kept, by count.
+    # The policy function is called only in the original forward; a recomputation uses the kept results, by count.
     if callable(save) and not isinstance(save, str):
 
         def saves(output: Any, func: Op, args: Any, kwargs: dict[str, Any], _: int) -> bool:

@@ -244,7 +244,7 @@ class Total:
 
     def drop(self, key: object, amount: int) -> None:
         """Subtracts from a share."""
-        # Reading the property notes the sum as it is before this change.
+        # Reading the property records the sum before this change.
         if self.largest:
             self.add(key, -amount)
 

@@ -90,7 +90,7 @@ class _SlabHandle(ByteHandle):
 # What `get` returns may outlive the key: backward may keep a view of it, even as a gradient. A range must not be reused
 # while any view of it is alive, so each use of a range gets a new storage over the slab's memory (by DLPack, without
 # a copy), and the range is free when that storage is gone. A weak reference shows when that is: the Python object of a
-# storage lives as long as its memory, whoever refers to it (pytorch#103907).
+# storage lives as long as its memory, whichever object refers to it (pytorch#103907).
 #
 #     key = put(x)            range in use
 #     y = get(key); del key   in use: y has the storage of this use

@@ -94,7 +94,7 @@ class TensorStore(Store):
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
         with self._lock:
-            # Stores are not told where a step begins: it does with the first group after all tensors of the last step
+            # Stores do not see where a step begins: it does with the first group after all tensors of the last step
             # are freed. An open group without tensors belongs to a step that has begun.
             if not self.num_alive and all((g := ref()) is None or g.is_closed for ref in self._groups):
                 self._groups.clear()
@@ -295,7 +295,7 @@ def _handles(group: TensorGroup) -> dict[ByteStore, list[ByteHandle]]:
 
 @final
 class Piece:
-    """A byte range of one storage in a byte store. It is freed when its last key is gone."""
+    """A byte range of one storage in a byte store. It is freed with its last key."""
 
     __slots__ = ("__weakref__", "_freed", "begin", "end", "guard", "handle", "num_unread", "reloaded", "store")
 

@@ -170,7 +170,7 @@ class SnapshotWriter:
             raise TrainError(f"{what}; no snapshot is written · fix: {fix}, or lower optim.lr")
 
     def _shards_writer(self, folder: Path, shards: dict[str, Tensor]) -> Callable[[], None]:
-        """Returns what writes the shards of this rank, as they are now; both are collective."""
+        """Returns a function that writes the present shards of this rank; both are collective."""
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
         is_async, fresh = self._thread is not None, hidden(folder, "tmp")

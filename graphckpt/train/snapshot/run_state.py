@@ -240,7 +240,7 @@ class RunState:
             if self.changes(trainer["settings"]):
                 graph = self._with_own_settings(graph)
             # A captured step reads the learning rate from a tensor at a fixed address. `load_state_dict` puts another
-            # tensor in its place, so the old one is filled and put back.
+            # tensor in its place, so the old one is filled and restored.
             rates = [group["lr"] for group in self.optimizer.param_groups]
             parameters = self._parameters
             for number, state in graph[OPTIMIZER]["state"].items():
