@@ -1,4 +1,4 @@
-"""What works: models of four libraries x rules x stores x excluded children x drop-in functions x compilation.
+"""Runs the matrix: models of four libraries x rules x stores x excluded children x drop-in functions x compilation.
 
 Each case runs two steps under its policy and compares losses, gradients, buffers and the RNG state with those of two
 plain steps of the same kind (eager, layers compiled one by one, or the model compiled, by ``aot_eager``), or of the

@@ -1,4 +1,4 @@
-"""What a GPT-2 keeps for backward, on disk: all of it, or its layers' inputs only. Every step has the same bits.
+"""Keeps the saved tensors of a GPT-2 on disk: all of them, or only its layers' inputs. Every step has the same bits.
 
 python examples/07_places.py [--layers 6] [--width 128] [--batch 4] [--length 128]
 """

@@ -1,4 +1,4 @@
-"""Say, block by block, what a training step keeps, recomputes or moves."""
+"""Activation checkpointing for PyTorch, block by block: keep, recompute or offload saved tensors."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

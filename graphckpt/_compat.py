@@ -1,6 +1,6 @@
 """The few private names of PyTorch that graphckpt needs, each with the reason.
 
-Those of its compiler are in `_compat_compiler`, those of its fake tensors in `_compat_fake`. Nothing else is private.
+The names of its compiler are in `_compat_compiler`, of its fake tensors in `_compat_fake`. Nothing else is private.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def own_attributes_of_fakes() -> frozenset[str]:
 def version_sharing_detach(tensor: torch.Tensor) -> torch.Tensor:
     """Detaches inside ``__torch_dispatch__`` so that later in-place modifications of ``tensor`` show in ``_version``.
 
-    Below autograd a plain ``detach()`` makes an alias with a version counter of its own.
+    Below autograd a plain ``detach()`` makes an alias with a separate version counter.
     """
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.ADInplaceOrView):
         return tensor.detach()  # takes a third of the time
@@ -228,7 +228,7 @@ def is_transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# A compiler that traced it would take the stack for an object that is there. It guards on both levels anyway.
+# A compiler that traced it would take the stack for an object that is there. It guards on both levels in any case.
 is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -241,7 +241,7 @@ def early_stop_active(wanted: bool) -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> bool:
     """Has ``callback`` called, on the caller's streams, when the backward that calls this is over. ``False``: none is.
 
-    After an error in that backward it is not called. PyTorch's own data parallel wrappers end their steps this way.
+    After an error in that backward it is not called. PyTorch's data-parallel wrappers end their steps this way.
     """
     try:
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -257,7 +257,7 @@ num_function_modes = _len_torch_function_stack
 def foreign_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns the torch function modes and the dispatch modes of this thread that a user has entered, innermost last.
 
-    Not that of a default device, which is a setting of its own, nor the dispatch modes of PyTorch itself: they count,
+    Not the mode of a default device, which is a separate setting, nor the dispatch modes of PyTorch itself: they count,
     trace or stand in for values, and act in a backward if they are meant to.
     """
     function_modes: tuple[Any, ...] = ()
@@ -296,11 +296,11 @@ def global_forward_hooks() -> list[list[dict[int, Any]]]:
 
     Each with what torch notes of some of them; nothing public reads them.
     """
-    own = nn.modules.module
+    registry = nn.modules.module
     notes = ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called")
     return [
-        [own._global_forward_pre_hooks],
-        [own._global_forward_hooks, *(getattr(own, name) for name in notes if hasattr(own, name))],
+        [registry._global_forward_pre_hooks],
+        [registry._global_forward_hooks, *(getattr(registry, name) for name in notes if hasattr(registry, name))],
     ]
 
 
@@ -322,7 +322,7 @@ def override_stale_capture_stream() -> Iterator[None]:
 
 
 def clear_cublas_workspaces() -> None:
-    """Frees cuBLAS's workspaces of each thread and stream, as torch's own CUDA graph trees do around each capture."""
+    """Frees cuBLAS's workspaces of each thread and stream, as torch's CUDA graph trees do around each capture."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -413,7 +413,7 @@ def has_own_dispatch(tensor: torch.Tensor) -> bool:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the part of a DTensor that this rank holds, which ``to_local()`` records in the autograd graph."""
+    """Returns the shard of a DTensor on this rank, which ``to_local()`` records in the autograd graph."""
     return getattr(tensor, "_local_tensor", None)
 
 
@@ -430,7 +430,7 @@ def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tenso
     """Starts to gather ``sent`` of all ranks, in order of rank, in ``output``; returns the ``Work`` to wait for.
 
     ``all_gather_into_tensor`` is deprecated in torch 2.13, ``all_gather_single`` is not in 2.11, and neither takes a
-    time limit for this one call, after which gloo gives up (NCCL keeps to its group's own).
+    time limit for this one call, after which gloo gives up (NCCL keeps to the limit of its group).
     """
     from torch._C._distributed_c10d import AllgatherOptions  # noqa: PLC0415 - not there on a build without distributed
 
@@ -441,7 +441,7 @@ def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tenso
 
 
 def packed_shard(dim: int, parts: int) -> Placement:
-    """Returns the placement that splits each of ``parts`` blocks of a dimension by itself, as queries, keys, values."""
+    """Returns the placement that splits each of ``parts`` blocks of a dimension, such as queries, keys, values."""
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415 - takes a second
 
     return _StridedShard(dim, split_factor=parts)
@@ -462,7 +462,7 @@ def op_names() -> list[str]:
 # kernel calls itself: `bilinear` on a CPU is the op `_trilinear`, whose kernel multiplies matrices, in bfloat16 under
 # autocast, and in float32 below a mode. An op that autocast casts the arguments of has set it aside itself: what its
 # kernel calls is not cast. So below a mode autocast is made active again for all other ops, except those that such an
-# op calls: `cdist` casts, and `_euclidean_dist` is a part of it.
+# op calls: `cdist` casts, and calls `_euclidean_dist`.
 
 _PARTS = {"aten::_euclidean_dist": "aten::cdist", "aten::_trilinear": "aten::bilinear"}
 _PART_OR_WHOLE = {"aten::linalg_pinv": "aten::pinverse"}
@@ -485,8 +485,8 @@ def call_with_autocast(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 keys = [key for kind, key in without_casts if torch.is_autocast_enabled(kind)]
     if not keys:
         return func(*args, **kwargs)
-    for part, composite in _PART_OR_WHOLE.items():
-        if func.name().startswith(part) and any(_has_kernel(composite, key) for key in keys):
+    for prefix, composite in _PART_OR_WHOLE.items():
+        if func.name().startswith(prefix) and any(_has_kernel(composite, key) for key in keys):
             raise RuntimeError(
                 f"{func}: expected no autocast below a dispatch mode, got it: whether its kernel is to cast is not "
                 f"known, {composite} calls it too · fix: call it within torch.autocast(..., enabled=False), or use "
@@ -507,7 +507,7 @@ def _keys_without_casts(func: Any) -> list[tuple[str, DispatchKey]]:
     name, keys = func.name(), []
     for kind in ["cpu"] if accelerator is None else ["cpu", accelerator.type]:
         key: DispatchKey | None = getattr(DispatchKey, f"Autocast{kind.upper()}", None)
-        # PyTorch's own kernels for one kind of device compute; those for all kinds call ops
+        # PyTorch's kernels for one kind of device compute; those for all kinds call ops
         computes = func.namespace == "aten" and _has_kernel(name, getattr(DispatchKey, kind.upper()))
         if key is not None and not computes and not _has_kernel(_PARTS.get(name, name), key):
             keys.append((kind, key))

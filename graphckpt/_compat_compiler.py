@@ -1,4 +1,4 @@
-"""The few private names of PyTorch's compiler that graphckpt needs, each beside the reason."""
+"""The few private names of PyTorch's compiler that graphckpt needs, each with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 annotate, get_current_meta = traceback.annotate, traceback.get_current_meta  # documented as not backward compatible
 _PYTORCHS = ("aten", "prims", "prim", "inductor", "_inductor_test", "c10d_functional", "_c10d_functional", "rngprims")
-"""Where PyTorch's own ops stand, which say of themselves whether they draw numbers."""
+"""The modules of PyTorch's ops, whose tags say whether they draw numbers."""
 _NEVER = 1e9  # how far from backward the compiler puts a node that backward has no use for
 _LEAST = 1e-6  # at 0 the compiler saves the inputs and asks for nothing else
 
@@ -47,7 +47,7 @@ def constant_in_graphs(method: _Hook) -> _Hook:
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode whose ``__torch_dispatch__`` is :func:`never_compiled`, and which does not see compiled ops.
 
-    PyTorch wraps that of every mode in ``torch.compiler.disable``, which costs 2 us an op.
+    PyTorch wraps it for every mode in ``torch.compiler.disable``, which costs 2 us an op.
     """
 
     @classmethod
@@ -67,19 +67,19 @@ def compiler_of(backend: Any, mode: str | None, options: Any, dynamic: bool | No
 
 
 # Note [What the compiler must not recompute]
-# The compiler's knob for what it saves, `activation_memory_budget`, lets it run any op again in backward: random ones,
+# The compiler's option `activation_memory_budget` lets it recompute any op in backward: random ones,
 # with other random numbers (pytorch#190758), and those that read what the forward has overwritten by its end, such as a
 # buffer that is updated. Gradients are wrong then, without a word; seen in torch 2.13. What the graph marks as to be
 # saved it does save, at any share above 0. So such ops are marked, just before it chooses; of Inductor's random ops
 # these are the seeds alone. Custom ops are marked too, as what they read is unknown. Before torch 2.13 we have not
 # seen that it heeds the mark: there a graph with such ops saves what it would. An op of several results is marked as a
 # whole, and at times chosen as a whole, which no code can save: its results stand for it then. A graph that the
-# compiler's cache knows from elsewhere may have been compiled without marks: that cache is left out.
+# compiler's cache has from elsewhere may have been compiled without marks: that cache is left out.
 
 
 @contextmanager
 def saving(share: float) -> Iterator[None]:
-    """Has what is compiled within save a share of what the compiler would by itself, and the same random numbers.
+    """Makes compiled code save a share of the bytes that the compiler saves by default, and the same random numbers.
 
     The knob is one of the process, and private; the public way, from torch 2.13 on, is a prototype.
     """
@@ -137,7 +137,7 @@ def _is_random(node: Any) -> bool:
     """Whether a call draws numbers that nothing can draw again, as far as can be seen."""
     op = node.target
     if any(map(_draws, (*node.args, *node.kwargs.values()))):
-        return True  # a custom op that modifies its arguments stands among those of a call that does not
+        return True  # a custom op that modifies its arguments is an argument of a call that does not
     if not _draws(op):
         return False
     names = [argument.name for argument in op._schema.arguments]

@@ -111,7 +111,7 @@ def on_wait(see: Callable[[Any], None]) -> Iterator[None]:
 
 
 DDP_NAMES = ("Reducer", "Logger", "_verify_params_across_processes")
-"""What ``DistributedDataParallel`` takes from ``torch.distributed`` that reads values, in C++."""
+"""The functions of ``torch.distributed`` that read values in C++, as ``DistributedDataParallel`` calls them."""
 
 
 def bucket_assignment(parameters: list[torch.Tensor], size_limits: list[int], numbers: list[int]) -> list[list[int]]:

@@ -27,7 +27,7 @@ without_torch_functions = torch._C.DisableTorchFunction
 """Sets aside every torch function mode, which each ``tensor.shape`` would call, within a ``with`` block."""
 
 OF_DEVICE = torch.ops.prim.device.default
-"""What PyTorch dispatches when C++ reads the device of a fake tensor: two out of three dispatches of a fake step."""
+"""The op of a C++ read of the device of a fake tensor: two out of three dispatches of a fake step."""
 
 
 @contextmanager
@@ -83,7 +83,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_a
 
 
 class _NewTensor(NamedTuple):
-    """A result of an op that has a storage of its own."""
+    """A result of an op that has a new storage."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -92,7 +92,7 @@ class _NewTensor(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What an op returns for arguments of some shapes: for each result, the number of an argument or a new tensor."""
+    """The results of an op for arguments of some shapes: for each result, the number of an argument or a new tensor."""
 
     entries: Sequence[int | _NewTensor | None] = ()
     is_tuple: bool = False

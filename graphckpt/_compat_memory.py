@@ -25,7 +25,7 @@ _uninstall: list[Callable[[], None]] = []
 def resizes_reported_to(listener: ResizeListener) -> Iterator[None]:
     """Calls ``listener`` with each storage that ``UntypedStorage.resize_`` resizes, in any thread, right after it.
 
-    FSDP frees and gathers weights so, and no dispatch mode sees it. PyTorch's own ``MemTracker`` replaces the method
+    FSDP frees and gathers weights so, and no dispatch mode sees it. PyTorch's ``MemTracker`` replaces the method
     as well, for want of a hook. The method is PyTorch's again once the last listener has left.
     """
     with _lock:
@@ -42,9 +42,9 @@ def resizes_reported_to(listener: ResizeListener) -> Iterator[None]:
 
 
 def _report_resizes() -> Callable[[], None]:
-    """Replaces ``UntypedStorage.resize_``; returns a function that puts back what was there."""
+    """Replaces ``UntypedStorage.resize_``; returns a function that restores it."""
     storage_class: Any = torch.UntypedStorage
-    other = vars(storage_class).get("resize_")  # a replacement by another program; PyTorch's own is in a base class
+    other = vars(storage_class).get("resize_")  # a replacement by another program; PyTorch's is in a base class
     resize = storage_class.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:

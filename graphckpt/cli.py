@@ -60,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with redirect_stdout(sys.stderr if getattr(parsed, "json", False) else sys.stdout):
             code: int = parsed.run(parsed)
     except GraphckptError as error:
-        who = f" on rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else ""  # torchrun's name for it
+        who = f" on rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else ""  # as torchrun names it
         text = f"error{who}: {error}"
         Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its own report with this
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun ends its report with this
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # noqa: PLC0415 - as below
 
             get_error_handler().record_exception(error)
@@ -92,7 +92,7 @@ class _CommandParser(argparse.ArgumentParser):
     """Refuses an unknown option first: a misspelt one that is required would be reported as missing."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options = [*self._option_string_actions]  # not those of `format_usage`, which Python 3.14 colours
+        options = [*self._option_string_actions]  # not the strings of `format_usage`, which Python 3.14 colours
         names = [word.partition("=")[0] for word in takewhile(lambda word: word != "--", args)]
         unknown = [name for name in names if re.fullmatch(r"-+[A-Za-z][\w-]*", name) and name not in options]
         if unknown:
@@ -284,7 +284,7 @@ def add_estimate(commands: _Commands) -> None:
         commands,
         "estimate",
         _estimate,
-        help="estimate the memory and the time of training a Transformers model, from its config alone",
+        help="estimate the memory and the time of training a Transformers model, from its config",
         description="Estimates the memory and the time of a training step of a Transformers model, from its config "
         "alone: with everything kept, with every layer recomputed, and under the best plan for the device.",
         epilog=ESTIMATE,

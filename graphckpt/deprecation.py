@@ -1,4 +1,4 @@
-"""Old names of arguments, fields and keys: each works on, with one DeprecationWarning that says what to write."""
+"""Old names of arguments, fields and keys: each still works, with one DeprecationWarning that names the replacement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def warn_deprecated(text: str) -> None:
-    """Warns at the line that calls the library, however many of the library's own calls are between."""
+    """Warns at the line that calls the library, however many calls of the library are between."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
         frame, level = frame.f_back, level + 1

@@ -22,12 +22,12 @@ class GraphckptError(Exception):
 
 @final
 class ConfigError(GraphckptError, ValueError):
-    """A policy, a rule, a selector or a config file holds a value that cannot act."""
+    """A policy, a rule, a selector or a config file has an invalid value."""
 
 
 @final
 class GraphError(GraphckptError, RuntimeError):
-    """A Graph was defined or called in a way that has no meaning."""
+    """A Graph was defined or called in an invalid way."""
 
 
 class PlanError(GraphckptError, RuntimeError):
@@ -35,7 +35,7 @@ class PlanError(GraphckptError, RuntimeError):
 
 
 class RecomputeError(GraphckptError, RuntimeError):
-    """The recomputation of a block was not the same as its original forward."""
+    """The recomputation of a block differed from its original forward."""
 
 
 @final
@@ -45,7 +45,7 @@ class MutatedError(RecomputeError):
 
 @final
 class StoreError(GraphckptError, RuntimeError):
-    """A place for kept tensors has failed: no host memory, a full disk, a rank that is gone."""
+    """A store has failed: no host memory, a full disk, a lost rank."""
 
 
 def bullets(head: str, faults: Iterable[str]) -> str:

@@ -53,7 +53,7 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     policy: str | None = None
     """One policy for all layers, such as ``"full"`` or ``"selective"``, in place of the best plan."""
     memory_budget: int | float | str = "max"
-    """What the best plan may take: ``max`` (all that a process can have on the device), ``"24GiB"``, ``"50%"``,
+    """The budget of the best plan: ``max`` (all that a process can have on the device), ``"24GiB"``, ``"50%"``,
     ``0.6`` of the step with everything kept, or ``min``."""
     memory: int | str | None = None
     """The memory of the device in place of its profile's, such as ``"24GiB"``."""
@@ -64,7 +64,7 @@ got 'sdg' · did you mean 'sgd'? · fix: optimizer='sgd'
     """With ``world_size``: the name of a cluster profile such as ``"dgx-h100"``, or a file, for the time of
     collectives. ``None`` is the one of the device."""
     task: str | None = None
-    """What the model is trained for, such as ``"causal-lm"``. ``None`` is the task of the config's architecture."""
+    """The task to train for, such as ``"causal-lm"``. ``None`` is the task of the config's architecture."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "autocast"):  # `torch.bfloat16` too

@@ -39,7 +39,7 @@ class Progress:
         self._timer.cancel()
 
     def begin(self, text: str) -> None:
-        """Names what begins now."""
+        """Names the stage that begins."""
         self._text = text
         if self._is_shown and time.monotonic() - self._began >= SHOW_AFTER:
             self._show()

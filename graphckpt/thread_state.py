@@ -21,9 +21,9 @@ from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo, enter
 
 RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
-"""State of PyTorch's CPU generator, of each device's default generator, and of Python and NumPy if it was asked for."""
+"""State of PyTorch's CPU generator, of each device's default generator, and of Python and NumPy if requested."""
 
-_STATELESS = frozenset({"cpu", "meta"})  # device types with no generator beside the CPU's
+_STATELESS = frozenset({"cpu", "meta"})  # device types without a generator
 
 
 class HostRNGState(NamedTuple):
@@ -101,7 +101,7 @@ class _Reference(NamedTuple):
     get: Callable[[], Any]
     """Returns it; a weak reference, if it may be freed before the recomputation."""
     kind: tuple[Any, ...] | None = None
-    """What a tensor was like."""
+    """The properties of a tensor at the time."""
     fields: dict[str, Any] | None = None
     """The attributes of an object that are all set; see :func:`_is_settled`."""
 
@@ -117,7 +117,7 @@ def keep_context() -> KeptContext:
     """Returns the context variables of the caller, for :func:`context_again`.
 
     Containers are copied: Transformers collects the outputs of layers in a dictionary of lists in a context variable.
-    A recomputation must not add to it a second time, and a block must not hold its own output until its backward, for
+    A recomputation must not add to it a second time, and a block must not hold its output until its backward, for
     it would never be freed without a backward. Nor are outputs of other blocks held longer for that. Other objects that
     may come to hold an output are held weakly, as they cannot be copied.
     """
@@ -250,7 +250,7 @@ def take_ambient(devices: tuple[torch.device, ...]) -> Ambient:
 
 
 def enter_ambient(undo: Undo, wanted: Ambient, now: Ambient) -> None:
-    """Applies ``wanted``, touching only what differs from ``now``, which ``undo`` puts back."""
+    """Applies the differences of ``wanted`` from ``now``, which ``undo`` restores."""
     (device, dtype), kernels, *autocasts = wanted  # type: ignore[misc]
     device_now, dtype_now = now[0]  # type: ignore[misc]
     if device != device_now:  # type: ignore[has-type]

@@ -1,4 +1,4 @@
-"""Copies what a training step changes, and restores it in place."""
+"""Copies the state that a training step changes, and restores it in place."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Optimizer(NamedTuple):
 
 @final
 class TrainingState:
-    """Copies of what a step may change: tensors, attributes of modules, optimizers, RNG states of host and devices.
+    """Copies of the state of a step: tensors, attributes of modules, optimizers, RNG states of host and devices.
 
     They are restored in place, since a capture holds the addresses.
 
@@ -73,7 +73,7 @@ class TrainingState:
         self._tree = tree or ModuleTree(())
         owners: list[Any] = [*self._tree.dictionaries, *([] if fields is None else [fields])]
         values = self._tree.attributes() + ([] if fields is None else list(fields.values()))
-        # by type: an object's own __getattribute__ would answer isinstance, such as that of a Transformers config
+        # by type: the __getattribute__ of an object would answer isinstance, as in a Transformers config
         owners += [value for value in values if issubclass(type(value), CONTAINERS)]
         self._contents: Objects = [(owner, copy.copy(owner)) for owner in owners]
         on_devices = torch.accelerator.current_accelerator() is not None
@@ -81,7 +81,7 @@ class TrainingState:
         self.random = get_rng_state(rng_devices(drawing), host=True) if has_random else None
 
     def add_parameters(self, optimizer: Optimizer) -> None:
-        """Copies those of the optimizer's parameters that are not among the tensors yet."""
+        """Copies the optimizer's parameters that are not among the tensors yet."""
         present = {id(tensor) for tensor, _ in self.tensors}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in present]
         self.tensors += [_Tensor(parameter, parameter.detach().clone()) for parameter in parameters]

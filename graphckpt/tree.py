@@ -125,7 +125,7 @@ def _split(value: Any) -> tuple[list[Any], Any]:
 def _contains_itself(what: str) -> ConfigError:
     return ConfigError(
         f"expected arguments and outputs whose containers do not contain themselves, got {what} that does · "
-        "fix: pass its tensors as arguments of their own"
+        "fix: pass its tensors as separate arguments"
     )
 
 

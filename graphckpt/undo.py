@@ -1,4 +1,4 @@
-"""Notes how to put back what a recomputation changes; mostly nothing, where an ``ExitStack`` takes 0.6 us."""
+"""Notes how to restore the state that a recomputation changes; mostly nothing, where an ``ExitStack`` takes 0.6 us."""
 
 from __future__ import annotations
 

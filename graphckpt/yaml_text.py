@@ -18,7 +18,7 @@ def compose(text: str) -> yaml.Node | None:
     """Parses a YAML document into its nodes.
 
     Raises:
-        YAMLError: It is not YAML, or it is nested too deeply; an alias is part of what it stands for, or aliases
+        YAMLError: It is not YAML, or it is nested too deeply; an alias refers to a node that contains it, or aliases
             multiply the values.
     """
     try:

@@ -1,4 +1,4 @@
-"""What all tests share: :mod:`helpers.runner` where tests run, and :mod:`helpers.workers` where workers are started."""
+"""Fixtures of all tests: :mod:`helpers.runner` where tests run, :mod:`helpers.workers` where workers are started."""
 
 from __future__ import annotations
 

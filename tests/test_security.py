@@ -1,4 +1,4 @@
-"""What SECURITY.md says: nothing read here makes a stranger's objects, YAML runs nothing until a training starts."""
+"""Statements of SECURITY.md: no file creates foreign objects, and YAML runs no code until a training starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward changes beside its outputs: the recomputation sees what the original forward saw."""
+"""State that a forward changes besides its outputs: the recomputation sees what the original forward saw."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def apply(
     if faults or plan is None:
         lines = without_repeats(faults)
         raise ConfigError("\n".join(f"- {line}" for line in lines) if len(lines) > 1 else lines[0])
-    # Only now: a call with faults leaves the present policies as they are.
+    # Only now: a call with faults does not change the present policies.
     if replace:
         remove(model)
     handle = Handle(model, plan)
@@ -237,7 +237,7 @@ def _exclude(model: nn.Module, selectors: Iterable[Selector], configs: dict[nn.M
 
 
 def _shown_selector(selector: Selector) -> str:
-    """Returns a selector as it stands in a program, as far as a name says it."""
+    """Returns a selector as source code, as far as a name describes it."""
     if isinstance(selector, re.Pattern):
         return repr(selector)
     return f'"{selector}"' if isinstance(selector, str) else describe(selector)
@@ -271,11 +271,11 @@ def _replaced_policies(matches: Mapping[Selector, tuple[list[nn.Module], set[str
 
 
 close_plans: WeakKeyDictionary[nn.Module, WeakMethod[Callable[[], None]]] = WeakKeyDictionary()
-"""Callbacks that plan in a training, by model: not every trainer tells them that an error has ended the training."""
+"""Callbacks that plan in a training, by model: a trainer may not notify them of an error that ended the training."""
 
 
 def remove(model: nn.Module) -> None:
-    """Removes all policies from ``model`` and its submodules, whatever has set them.
+    """Removes all policies from ``model`` and its submodules, however they were set.
 
     If there is a handle, :meth:`Handle.remove` does the same. A copy of a model (``copy.deepcopy``, as for averages of
     weights) and an unpickled one keep the policies but have no handle; nor do modules under

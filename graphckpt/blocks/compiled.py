@@ -1,7 +1,7 @@
 """Compiles one block with ``torch.compile``, and limits the share of intermediate results that it saves for backward.
 
-The compiler's own setting of that share is one of the process, and so of all that is compiled in it. Here each share
-has a backend of its own, so that it is a setting of the block.
+The compiler's setting of that share holds for the process, and so for all that is compiled in it. Here each share has a
+separate backend, so that it is a setting of the block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphckpt._compat_compiler import compiler_of, saving
 from graphckpt.errors import ConfigError, did_you_mean, shown
 
 SHARE = "activation_memory_budget"
-"""The compiler's name of the knob: 1 is what it saves by itself, 0 the inputs alone."""
+"""The compiler's name of the option: 1 is its default, 0 saves only the inputs."""
 
 _PLAIN = ("eager", "eager_debug", "eager_noexcept", "pre_dispatch_eager", "aot_eager_default_partitioner")
 """Backends that leave it to autograd, or to every op, what is saved."""
@@ -55,7 +55,7 @@ def check_options(block: str, value: Any) -> None:
 
 
 def takes_share(options: Mapping[str, Any]) -> bool:
-    """Whether the backend that options name chooses what is saved; one of a user's own is taken to do so."""
+    """Whether the backend that options name chooses what is saved; a backend of the user is taken to do so."""
     return options.get("backend") not in _PLAIN
 
 
@@ -71,7 +71,7 @@ def share_of(options: Mapping[str, Any]) -> str:
 
 @final
 class CompiledForward:
-    """A compiled function that knows what it was."""
+    """A compiled function with a reference to the original."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._function: Callable[..., Any] = function._function if isinstance(function, CompiledForward) else function
@@ -97,7 +97,7 @@ _twins: WeakKeyDictionary[FunctionType, dict[_WithinBudget, FunctionType]] = Wea
 
 
 def _with_own_code(function: Callable[..., Any], backend: _WithinBudget) -> Callable[..., Any]:
-    """Returns the same method with a code of its own for each backend.
+    """Returns the same method with a separate code object for each backend.
 
     The compiler gives up on a code object of which it has compiled eight variants, its ``recompile_limit``. Layers of
     one class share their code: with four shares, each in training and evaluation, they reach it.

@@ -21,7 +21,7 @@ FIELDS = (
 """Every field of a block's config; the docstring of :class:`BlockConfig` describes each."""
 
 PLACEMENT = ("offload", "partition", "contiguous", "min_elements")
-"""The fields that say where kept tensors go; each is inherited by itself."""
+"""The fields that say where saved tensors are; each is inherited separately."""
 
 INHERITED = (*PLACEMENT, "determinism_check")
 """The fields that blocks take over from the block around them."""
@@ -46,7 +46,7 @@ class BlockConfig:
         activation_checkpointing (bool | str | dict | Rule | None): What is saved for backward. ``True`` or ``"full"``:
             the inputs, and the block is recomputed. ``False`` or ``"keep"``: everything, also inside a recomputed
             block. The name of another rule, such as ``"selective"``, a mapping such as ``{"rule": "selective", "save":
-            "matmul"}``, or a rule object. ``None``: the block is recomputed only as a part of the block around it.
+            "matmul"}``, or a rule object. ``None``: the block is recomputed only with the block around it.
         segments (int | str | None): Recomputes an ``nn.Sequential`` in so many segments of children, one at a time:
             a positive int, ``"sqrt"`` or ``"log"``. ``None``: not in segments.
         tiles (int | None): Runs the block on so many slices of dim 0 of its input, one at a time. ``None``: on the
@@ -54,9 +54,9 @@ class BlockConfig:
         offload (bool | str | Host | Disk | None): Where saved tensors are stored. ``True`` or ``"cpu"``: in host
             memory, for CUDA tensors. ``"disk"`` or ``"disk:/a/folder"``: in a file. ``False``: on their device.
             ``None``: as the block around it; outermost, on their device.
-        partition (bool | ProcessGroup | DeviceMesh | Partition | None): The ranks that each store one part of the saved
-            tensors. ``True``: the tensor-parallel mesh of the parameters, or all ranks. ``False``: tensors stay
-            whole. ``None``: as the block around it; outermost, whole.
+        partition (bool | ProcessGroup | DeviceMesh | Partition | None): The ranks that each store a slice of the saved
+            tensors. ``True``: the tensor-parallel mesh of the parameters, or all ranks. ``False``: tensors are not
+            partitioned. ``None``: as the block around it; outermost, not partitioned.
         contiguous (bool | None): Whether saved tensors are stored in one slab. ``None``: as the block around it;
             outermost, ``False``.
         min_elements (int | None): Tensors with fewer elements are not offloaded, partitioned or put into the slab.
@@ -80,20 +80,22 @@ class BlockConfig:
     BlockConfig(activation_checkpointing=True, offload='disk')
     """
 
-    __slots__ = ("_changed", "_own", "_rule", "_values", "block")
+    __slots__ = ("_changed", "_module_config", "_rule", "_values", "block")
 
-    def __init__(self, block: str = "block", changed: Callable[[], None] | None = None, own: Any = None) -> None:
+    def __init__(
+        self, block: str = "block", changed: Callable[[], None] | None = None, module_config: Any = None
+    ) -> None:
         """Creates the config of a block; a Graph and ``apply`` do.
 
         Args:
             block: The block's path, for messages.
             changed: Called after a field was set.
-            own: The module's own ``config``, as Hugging Face models have one; attributes that this one lacks are read
-                and set there.
+            module_config: The ``config`` of the module, as Hugging Face models have one; attributes that this one
+                lacks are read and set there.
         """
         # `__setattr__` of the class sets fields of the policy.
         set_slot = object.__setattr__
-        set_slot(self, "_own", own)
+        set_slot(self, "_module_config", module_config)
         set_slot(self, "block", block)
         set_slot(self, "_values", {})
         set_slot(self, "_rule", None)
@@ -102,13 +104,13 @@ class BlockConfig:
     def __getattr__(self, field: str) -> Any:
         if field in FIELDS:
             return self._values.get(field)
-        if self._own is not None and hasattr(self._own, field):
-            return getattr(self._own, field)
+        if self._module_config is not None and hasattr(self._module_config, field):
+            return getattr(self._module_config, field)
         raise AttributeError(f"{self.block}.config has no field {field!r}{did_you_mean(field, FIELDS)} · {_FIX}")
 
     def __setattr__(self, field: str, value: Any) -> None:
-        if field not in FIELDS and self._own is not None and hasattr(self._own, field):
-            setattr(self._own, field, value)
+        if field not in FIELDS and self._module_config is not None and hasattr(self._module_config, field):
+            setattr(self._module_config, field, value)
         else:
             self.update({field: value})
 
@@ -116,7 +118,7 @@ class BlockConfig:
         return sorted({*super().__dir__(), *FIELDS})
 
     def placement(self) -> dict[str, Any]:
-        """Returns the fields that say where kept tensors go, as far as they are set."""
+        """Returns the fields that say where saved tensors are, as far as they are set."""
         return {name: self._values[name] for name in PLACEMENT if name in self._values}
 
     @property

@@ -68,7 +68,7 @@ class StepRecorder:
 
     @contextmanager
     def measure(self, inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        if self._is_measuring:  # a part of the step that is being measured
+        if self._is_measuring:  # within the step that is being measured
             yield
             return
         self.close()
@@ -86,7 +86,7 @@ class StepRecorder:
 
         def see_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._has_transforms |= is_transformed()
-            recorder.ignore(tensors_in((args, kwargs)))  # the caller keeps them alive anyway
+            recorder.ignore(tensors_in((args, kwargs)))  # the caller keeps them alive in any case
 
         def see_end(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _output: object) -> None:
             live.use(tensors_in((args, kwargs)))
@@ -153,14 +153,14 @@ class StepRecorder:
             warn_once(name or self.title, what)
         plain = self._plain_modules()
         hooks: list[tuple[str, RemovableHandle]] = []
-        own = recorder.own_checkpointing = {
+        checkpointing = recorder.own_checkpointing = {
             name for name, module in plain if any(map(checkpoints_itself, module.modules()))
         }
         recorder.weightless = {name for name, module in plain if next(module.parameters(), None) is None}
 
         def end_forward() -> None:
             for name, hook in hooks:
-                if name not in own:
+                if name not in checkpointing:
                     hook.remove()
 
         try:
@@ -200,7 +200,7 @@ class StepRecorder:
             elif policy_of(other) is None:
                 replaced[wrapper.name] = _REPLACED
             else:
-                replaced[wrapper.name] = "it was replaced by a module that has a policy of its own"
+                replaced[wrapper.name] = "it was replaced by a module that has a policy"
         return replaced
 
     def close(self) -> None:
@@ -404,7 +404,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _is_checkpointed_within(wrapper: BlockForward, recorder: Recorder) -> bool:
-    """Whether PyTorch's checkpoint recomputes a part of a recomputed block. Calls of it are seen by ``measure()``."""
+    """Whether PyTorch's checkpoint recomputes modules of a recomputed block. ``measure()`` sees its calls."""
     if isinstance(wrapper.rule, Keep) or wrapper.module is None:
         return False
     called = set() if recorder.live is None else recorder.live.checkpointed
@@ -448,8 +448,8 @@ def _last_blocks(
     for wrapper in sorted(ran, key=lambda w: order.get(w.name, -1), reverse=True):
         others = [f"{w.name}." for w in wrappers if w is not wrapper]
         rules = Full if names else (Full, Selective)  # of several selective blocks the prediction is not exact
-        own = f"{wrapper.name}."
-        is_nested = any(own.startswith(other) or other.startswith(own) or "." in (own, other) for other in others)
+        path = f"{wrapper.name}."
+        is_nested = any(path.startswith(other) or other.startswith(path) or "." in (path, other) for other in others)
         if not isinstance(wrapper.rule, rules) or is_nested:
             break
         trial = {wrapper.name, *names}

@@ -48,7 +48,7 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs ``function`` so that backward recomputes it, in place of ``torch.utils.checkpoint.checkpoint``.
+    """Runs ``function`` so that backward recomputes it, like ``torch.utils.checkpoint.checkpoint``.
 
     Beyond PyTorch's: tensors in keyword arguments and containers are kept and checked like positional ones, random
     state is restored on every device in use, and buffers of the modules that ``function`` is bound to, wraps, closes
@@ -150,7 +150,7 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any], context_fn: Any, **se
 
 @final
 class _GivenContexts(Contexts):
-    """The two contexts of a ``context_fn``. They check versions by themselves."""
+    """The two contexts of a ``context_fn``. They check versions themselves."""
 
     def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> None:
         self._first, self._second = first, second
@@ -176,7 +176,7 @@ def checkpoint_sequential(
     determinism_check: str = "default",
     **kwargs: Any,
 ) -> Any:
-    """Runs a chain in ``segments`` runs, all but the last of them under recompute, as PyTorch's function does.
+    """Runs a chain in ``segments`` segments and recomputes all but the last, like PyTorch's function.
 
     ``determinism_check`` is that of :func:`checkpoint`.
 
@@ -214,7 +214,7 @@ def _run_chain(functions: Any, chain: list[Any], segments: int, value: Any, dete
 def checkpoint_wrapper(
     module: nn.Module, offload_to_cpu: bool = False, *, determinism_check: str = "default"
 ) -> nn.Module:
-    """Puts ``full`` on a module and returns it, as FairScale's function of this name does.
+    """Sets the rule ``full`` on a module and returns it, like FairScale's function of this name.
 
     The module keeps its class, its attributes and its ``state_dict`` keys.
 
@@ -236,11 +236,11 @@ def checkpoint_wrapper(
 
 
 _IN_HOST_MEMORY = Placement(offload=Host())
-# One for all wrapped modules, which are told apart by nothing: they share its buffers and come back in order.
+# One for all wrapped modules, which cannot be distinguished: they share its buffers and are reloaded in order.
 
 
 def is_recomputing() -> bool:
-    """Whether the calling code is part of a recomputation, in this thread."""
+    """Whether the calling code runs in a recomputation, in this thread."""
     # All around it: each of them may be recomputed with this code, and then runs other code than in its forward.
     run = innermost = running.get()
     while run is not None:
@@ -276,7 +276,7 @@ def _context(function: Any, *arguments: Any) -> BlockContext:
 
 @cache
 def _sampler_of(place: str) -> CallSampler:
-    """Returns the sampler of a function without modules, of which each call has a block of its own."""
+    """Returns the sampler of a function without modules, of which each call has a new block."""
     return CallSampler(place, is_of_block=False)
 
 
@@ -303,7 +303,7 @@ def _modules_of(function: Any, arguments: Iterable[Any]) -> list[nn.Module]:
     """
     modules: dict[nn.Module, None] = {}
     depths: dict[int, int] = {}  # at which each value was opened
-    # The function first: many values among the arguments must not hide its own modules.
+    # The function first: many values among the arguments must not hide its modules.
     for todo in [(function, 0)], [(value, 1) for value in arguments if not isinstance(value, _LEAVES)]:
         for value, depth in todo:  # which grows
             if isinstance(value, nn.Module):

@@ -1,4 +1,4 @@
-"""Module hooks of graphckpt's own: copies of the module take no part in what they record."""
+"""Module hooks that copies of the module leave behind, so that they record the original alone."""
 
 from __future__ import annotations
 

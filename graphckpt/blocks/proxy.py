@@ -76,10 +76,10 @@ def _delegate(function: Any, *, changes: bool = False) -> Callable[..., Any]:
 
 
 class Block:
-    """A module in a Graph. Reading, writing and calling reach the module itself; ``config`` is the block's policy.
+    """A module in a Graph. Attributes and calls are those of the module; ``config`` is the block's policy.
 
     ``isinstance`` sees the module's class. Children come as blocks, copies as modules. Inside of ``build`` and of every
-    ``forward`` the real modules are in place, so a module's own ``self.config`` is its own there.
+    ``forward`` the real modules are in place, so ``self.config`` is the module's there.
     """
 
     __slots__ = ("__weakref__", "_origin", "_path", "_tree")
@@ -109,7 +109,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The last part of the block's path."""
+        """The last component of the block's path."""
         return self._path.rpartition(".")[2]
 
     @property
@@ -119,7 +119,7 @@ class Block:
 
     @property
     def config(self) -> BlockConfig:
-        """The block's policy. Fields that it does not have are read from the module's own ``config``."""
+        """The block's policy. Fields that it does not have are read from the module's ``config``."""
         return self._tree.config(self._origin, self._path)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ class Block:
 
 @final
 class GraphModule:
-    """A block's policy as OneFlow has it since 0.9: ``block.to(GraphModule).activation_checkpointing = True``.
+    """A block's policy in the style of OneFlow 0.9: ``block.to(GraphModule).activation_checkpointing = True``.
 
     That of a slice of blocks sets a field on each of them, and reads it as a list.
     """

@@ -53,7 +53,7 @@ class _Inherited:
 
     determinism_check: str
     rule: Rule | None = None
-    """The rule of the recomputed block that the module is a part of."""
+    """The rule of the recomputed block that contains the module."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The fields on placement that are inherited."""
     covering: Placement | None = None
@@ -94,7 +94,7 @@ class _Resolver:
                 self.plan.idle[name] = "min_elements has no effect here: saved tensors stay on their device in any case"
         is_recomputed = any(not isinstance(wrapper.rule, Keep) for wrapper in self.plan.wrappers[first:])
         if own_check is not None and not is_recomputed and name not in self.plan.idle:
-            what = "it is not recomputed as a block of its own"
+            what = "it is not recomputed as a separate block"
             self.plan.idle[name] = f"determinism_check has no effect here: {what}"
 
     def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, outer: _Inherited) -> _Inherited:
@@ -118,7 +118,7 @@ class _Resolver:
             return outer
         if isinstance(rule, Full) and outer.rule is not None:
             # Nested True is one segment. The wrapper still acts where the module is called from elsewhere.
-            self.plan.idle[name] = "is recomputed as part of the block around it"
+            self.plan.idle[name] = "is recomputed with the block around it"
         if options is not None and isinstance(rule, Selective):
             self.plan.idle[name] = "selective has no effect beyond full here: it cannot see the ops of compiled code"
         wrapper = BlockForward(
@@ -152,8 +152,8 @@ class _Resolver:
             return replace(outer, rule=None)
         is_placed = placement is not None and placement != (outer.covering or Placement())
         if is_hole or is_placed or options is not None:
-            own = placement if is_hole or is_placed else None
+            store = placement if is_hole or is_placed else None
             self.plan.wrappers.append(
-                BlockForward(module, name, Keep(), own, compile_options=options, is_excluded=is_hole)
+                BlockForward(module, name, Keep(), store, compile_options=options, is_excluded=is_hole)
             )
         return replace(outer, rule=None, covering=placement)

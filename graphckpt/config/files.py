@@ -38,7 +38,7 @@ class LazyConfig:
         """Returns the top-level dicts and lists of a ``.py`` or ``.yaml`` file that are not named ``_...``.
 
         Raises:
-            ConfigError: no such file, or it raised; the message shows its own line.
+            ConfigError: no such file, or it raised; the message shows its line.
         """
         config, _ = load_with_origins(Path(filename))
         return config
@@ -157,7 +157,7 @@ class Origins:
 def load_with_origins(path: Path) -> tuple[DictConfig, Origins]:
     """Returns the dicts, lists and calls of a config file, and the file that sets each value."""
     if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"{path}: a config file ends in .py, .yaml or .yml")
+        raise ConfigError(f"{path}: expected a config file that ends in .py, .yaml or .yml · fix: rename it")
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file")
     with importable_from(path.resolve().parent):
@@ -244,13 +244,13 @@ class _PythonFiles:
         module = ModuleType(path.stem)
         module.__file__ = str(path)
         # An import statement takes `__import__` from the `__builtins__` of its globals. So only this file has
-        # relative imports by path, and the process's own import stays as it is.
+        # relative imports by path, and the import function of the process stays as it is.
         vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._importer(path)}
         self._running.append(path)
         exec(code, vars(module))  # noqa: S102 - a config file is a program of the user's
         # Not in `finally`: an error ends the whole load, with this object.
         self._running.pop()
-        # After the file has run, so that its own code sees dicts, and a file that imports it may write train.seed.
+        # After the file has run, so that its code sees dicts, and a file that imports it may write train.seed.
         for name, value in list(vars(module).items()):
             if isinstance(value, dict) and not name.startswith("_"):
                 setattr(module, name, OmegaConf.create(value, flags={"allow_objects": True}))

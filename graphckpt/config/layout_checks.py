@@ -1,4 +1,4 @@
-"""Arithmetic of a layout: what rules it out, and about how long an update takes. Nothing is simulated."""
+"""Arithmetic of a layout: reasons that rule it out, and about how long an update takes. Nothing is simulated."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StateBytes(NamedTuple):
     def least_of_rank(self, zero_stage: int, num_ranks: int, accumulation: int) -> int:
         """Returns the bytes that are alive at the same time on one of the data-parallel ranks, at least.
 
-        FSDP2 gathers the weights of stages 1 and 2 for all micro-batches of an update, beside their shards. Gradients
+        FSDP2 gathers the weights of stages 1 and 2 for all micro-batches of an update, besides their shards. Gradients
         of stage 1 are full before the last micro-batch; with one micro-batch they are sharded layer by layer.
 
         >>> states = StateBytes(weights=8, gradients=8, optimizer=16)
@@ -256,7 +256,7 @@ class LayoutChecks:
             2: gathered + accumulation * reduced,
             3: accumulation * (2 * gathered + reduced),
         }[layout.zero_stage]
-        if layout.zero_stage or tp == pp == 1:  # FSDP2 and DDP communicate beside computation
+        if layout.zero_stage or tp == pp == 1:  # FSDP2 and DDP overlap communication with computation
             of_data = max(0.0, of_data - compute)
         step = compute + of_tensors + of_stages
         total: float = step + bubble_seconds(step, pp, accumulation) + of_data

@@ -232,12 +232,12 @@ class LayoutComparison:
         per_node = max(n for n in range(1, per_node + 1) if self.world_size % n == 0)
         num_nodes = self.world_size // per_node
         nodes = [] if num_nodes == 1 else ["--nnodes", str(num_nodes)]
-        own = [*row.layout.overrides(), *size_overrides(row.micro_batch, row.accumulation, self.global_batch)]
-        keys = {word.partition("=")[0] for word in own}
+        sizes = [*row.layout.overrides(), *size_overrides(row.micro_batch, row.accumulation, self.global_batch)]
+        keys = {word.partition("=")[0] for word in sizes}
         return [
             *("torchrun", *nodes, "--nproc-per-node", str(per_node), "-m", "graphckpt", "train"),
             *(word for word in self.train_arguments if word.partition("=")[0] not in keys),
-            *own,
+            *sizes,
             f"{_SECTION}.memory_budget={self.memory_budget}",
         ]
 

@@ -38,7 +38,9 @@ class LazyCall(Generic[P]):
 
     def __init__(self, target: Callable[P, Any] | str) -> None:
         if not callable(target) and not isinstance(target, str):
-            raise ConfigError(f"LazyCall: expected a callable or its dotted name, got {target!r}")
+            raise ConfigError(
+                f"LazyCall: expected a callable or its dotted name, got {target!r} · fix: LazyCall(torch.optim.AdamW)"
+            )
         self._target = target
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> DictConfig:
@@ -48,8 +50,9 @@ class LazyCall(Generic[P]):
             ConfigError: an argument has no name; only named ones can be overridden.
         """
         if args:
-            raise ConfigError(f"LazyCall({dotted_name(self._target)}): every argument needs its name, as in lr=0.1")
-        # A name wherever there is one: omegaconf would take a dataclass for a config of its own.
+            what = f"LazyCall({dotted_name(self._target)}): expected only keyword arguments, got {len(args)} positional"
+            raise ConfigError(f"{what} · fix: name each argument, as in lr=0.1")
+        # A name wherever there is one: omegaconf would take a dataclass for a config.
         target = dotted_name(self._target) if importable(self._target) else self._target
         return OmegaConf.create({TARGET: target, **kwargs}, flags={"allow_objects": True})
 
@@ -175,16 +178,18 @@ def _import(name: str) -> object:
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             # "torch.optim.AdamW.step": importing torch.optim.AdamW lacks `torch.optim.AdamW`, a beginning of this name,
-            # so a shorter one is tried. A module that exists and lacks another package is an error of its own, and so
+            # so a shorter one is tried. A module that exists and lacks another package is another error, and so
             # is any other exception.
             if missing is not None and f"{module_name}.".startswith(f"{missing}."):
                 continue  # perhaps a class within a shorter module name
             what = f"importing {module_name} raised {type(error).__name__}: {error}"
             raise ConfigError(f"_target_ {name!r}: {what} · fix: correct the module") from error
-        for part in parts[length:]:
-            if not hasattr(value, part):
-                raise ConfigError(f"_target_ {name!r}: {module_name} has no {part!r}{did_you_mean(part, dir(value))}")
-            value = getattr(value, part)
+        for attribute in parts[length:]:
+            if not hasattr(value, attribute):
+                raise ConfigError(
+                    f"_target_ {name!r}: {module_name} has no {attribute!r}{did_you_mean(attribute, dir(value))}"
+                )
+            value = getattr(value, attribute)
         return value
     fix = "install it, correct the name, or say in which folder it is: import_from=folder"
     raise ConfigError(f"_target_ {name!r}: no module is called {parts[0]!r} · fix: {fix}")

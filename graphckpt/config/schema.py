@@ -51,7 +51,7 @@ _EXPECTED = {
     "too_short": "{min_length} values",
     "tuple_type": "a list",
 }
-"""The expectation to print, by pydantic's name of the error; all others have pydantic's own text."""
+"""The expectation to print, by pydantic's name of the error; all others have pydantic's text."""
 
 
 @final
@@ -220,7 +220,7 @@ def _validator(hint: Any) -> SchemaValidator | None:
 def _strict(schema: Any) -> Any:
     """Returns a schema that converts no plain values, and takes no unknown keys.
 
-    pydantic's own strict mode is not it: there a dataclass must be an instance, and a config has a mapping.
+    pydantic's strict mode is not it: there a dataclass must be an instance, and a config has a mapping.
     """
     if isinstance(schema, list):
         return [_strict(item) for item in schema]

@@ -93,7 +93,7 @@ class ConfigSource:
     def set_import_from(self) -> None:
         """Sets ``import_from``, for a copy of the config in another folder, if it names user modules."""
         names = {target.partition(".")[0] for target in _targets(plain_values(self.config))}
-        # Of the modules that the check of the config has imported, those from the config's own folder: a copy of the
+        # Of the modules that the check of the config has imported, those from the config's folder: a copy of the
         # config in the output folder would look for them there.
         for folder, name in product(self._module_folders()[0], names):
             module = sys.modules.get(name)

@@ -98,7 +98,7 @@ def _trainer(run: RunConfig, **options: Any) -> Trainer:
 
 def _wrong_kinds(data: object, task: object, hooks: Iterable[object]) -> Iterator[str]:
     if not callable(getattr(data, "open", None)):
-        fix = "wrap data sets of your own in graphckpt.train.OwnData(train=..., heldout=...)"
+        fix = "wrap your data sets in graphckpt.train.OwnData(train=..., heldout=...)"
         yield f"data: expected an object with a method open, got {type(data).__name__} · fix: {fix}"
     if not isinstance(task, Task):
         yield f"task: expected a Task, got {type(task).__name__} · fix: call a class of graphckpt.train.tasks"

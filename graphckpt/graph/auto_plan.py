@@ -62,7 +62,7 @@ class AutoPlan:
         self._settings: tuple[Any, ...] | None = None
         """The settings for which the present policies were planned, or are being planned."""
         self._live: LivePlan | None = None
-        """The plan from the Graph's own updates; ``None`` before the first one, and where the policies are others."""
+        """The plan from the Graph's updates; ``None`` before the first one, and where the policies are others."""
         self._planned_sizes: list[dict[str, int]] = []
         """The inputs that policies hold for which are not those of ``_live``; an empty entry is all inputs."""
         self._is_unapplied = False
@@ -263,7 +263,7 @@ class AutoPlan:
         """Whether a plan needs runs of the step, on copies of its state, since updates cannot show all that it may use.
 
         They do not show joined blocks, which have the lowest peaks, nor blocks within a block that has a policy. A step
-        that others run too, with blocks of their own, has runs that all agree on.
+        that others run too, with other blocks, has runs that all agree on.
         """
         modules = [module for _, module in blocks]
         needs_joined = options.candidates is not None or self._step.config.memory_budget == "min"
@@ -401,7 +401,7 @@ class _UpdateFlags(UpdatePolicies):
 
 
 def _sizes_of(call: StepCall) -> dict[str, int]:
-    """Returns what tells a batch from larger ones: the lengths and the bytes of each tensor, and the bytes of all."""
+    """Returns the sizes of a batch: the lengths and the bytes of each tensor, and the bytes of all."""
     # Lengths, as one of as many bytes may take more: half as many texts of twice the length do. The bytes of all, as
     # another call may have more tensors.
     leaves, _ = flatten_call(call.args, call.kwargs)
@@ -427,7 +427,7 @@ class _GraphPolicies:
         self._restore = restore
 
     def remove(self) -> None:
-        """Sets the flags of the blocks to what they were before; a second call does nothing."""
+        """Restores the flags of the blocks; a second call does nothing."""
         restore, self._restore = self._restore, lambda: None
         restore()
 

@@ -67,7 +67,7 @@ class CaptureBackend(ABC):
         """Prepares the output of a warm-up call for use outside of :meth:`warmup`."""
 
     def pool_bytes(self) -> int | None:
-        """Returns the bytes that captures hold on the device, or ``None`` if they have no memory of their own."""
+        """Returns the bytes that captures hold on the device, or ``None`` if they have no separate memory."""
         return None
 
 
@@ -88,13 +88,13 @@ def backend_for(capture: Any, devices: Sequence[torch.device]) -> CaptureBackend
 
 
 # Note [A pool lives as long as a graph in it]
-# Graphs share a memory pool by its handle. Once the last of them is gone, the allocator destroys the pool and refuses
+# Graphs share a memory pool by its handle. Once the last of them is freed, the allocator destroys the pool and refuses
 # to capture into it. So a capture that finds no other one alive starts a new pool. So does one after a failed capture:
 # up to torch 2.12 the allocator of pinned memory treats the failed one as pending for good, and refuses its pool
 # ("already recording to mempool_id").
 
-# Note [Every capture has cuBLAS workspaces of its own]
-# cuBLAS keeps a workspace for each thread and stream, and its address is part of a captured graph. Captures share one
+# Note [Every capture has separate cuBLAS workspaces]
+# cuBLAS keeps a workspace for each thread and stream, and a captured graph contains its address. Captures share one
 # stream, so they would share the workspace too; from torch 2.12 on, `CUDAGraph.reset()` frees it under the others
 # (pytorch#193402). So workspaces are freed before a capture and after it, as in torch/_inductor/cudagraph_trees.py:
 # those that a capture uses are allocated within it, and their memory belongs to its pool.
@@ -150,7 +150,7 @@ class CudaGraphBackend(CaptureBackend):
         try:
             gc.disable()  # see Note [Nothing is unpinned in a capture] in stores/pinned.py
             torch.cuda.synchronize(self.device)  # raises what an earlier kernel has failed with
-            clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
+            clear_cublas_workspaces()  # see Note [Every capture has separate cuBLAS workspaces]
             torch.cuda.empty_cache()  # the capture has its own pool; cached memory of earlier steps is released for it
             torch.clear_autocast_cache()  # weights cast outside of the capture would not be cast in it
             output = self._run_capture(graph, step)
@@ -185,7 +185,7 @@ class CudaGraphBackend(CaptureBackend):
                 abandon_capture(graph, self.device, self._pool, has_begun=has_begun)
                 raise
             finally:
-                clear_cublas_workspaces()  # see Note [Every capture has cuBLAS workspaces of its own]
+                clear_cublas_workspaces()  # see Note [Every capture has separate cuBLAS workspaces]
         return output
 
     def _join_copies(self) -> None:

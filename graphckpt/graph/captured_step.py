@@ -87,7 +87,7 @@ def _value(value: Any) -> Hashable:
 class CapturedUpdate:
     """The update of a captured step: some optimizers step inside of the capture, the others after it.
 
-    With a scaler it is all or none: an overflow is known inside only to optimizers that can skip a step by themselves.
+    With a scaler it is all or none: an overflow is known inside only to optimizers that can skip a step.
     """
 
     def __init__(self, update: Update) -> None:
@@ -123,7 +123,7 @@ class CapturedUpdate:
                 group["lr"] = tensor
 
     def work(self) -> tuple[_Gradients, torch.Tensor | None]:
-        """Steps what is inside. Returns the gradients for what is outside, and the scale before it was updated."""
+        """Steps the captured optimizers. Returns the gradients for the others, and the scale before it was updated."""
         scaler, scale = self._update.scaler, None
         if scaler is not None and self._is_scaled and self.inside:
             step_scaled(scaler, self.inside)
@@ -171,7 +171,7 @@ class CapturedUpdate:
         self._update.abandon()
 
     def settings(self) -> tuple[Hashable, ...]:
-        """Returns what a capture holds as constants: settings of groups except learning rates, and of the scaler."""
+        """Returns the constants of a capture: settings of groups except learning rates, and of the scaler."""
         scaler = self._update.scaler
         scaling: tuple[Hashable, ...] = ()
         if scaler is not None and self._is_scaled:
@@ -211,7 +211,7 @@ class _CallKind:
 
     def count_capture(self) -> bool:
         """Counts a capture that is needed now. Returns whether to make it, which depends on those before."""
-        # With `max_captures = 1` and inputs of shapes A, B, A, B, ... each call would need a capture of its own, which
+        # With `max_captures = 1` and inputs of shapes A, B, A, B, ... each call would need another capture, which
         # takes the time of ten steps. The first capture of a kind is never wasted: nothing could be replayed before.
         is_wasted = self.num_captures > 0 and self.num_replays < _MIN_REPLAYS
         self.num_wasted = self.num_wasted + 1 if is_wasted else 0
@@ -293,11 +293,11 @@ class CapturedStep:
         *,
         must_run: bool = False,
     ) -> tuple[Any, bool]:
-        """Runs one step. Returns its output, and whether that has its own memory, as after a replay.
+        """Runs one step. Returns its output, and whether that has separate memory, as after a replay.
 
         Args:
             run: The whole step, as it runs eagerly.
-            forward_backward: Its part before the update.
+            forward_backward: The step without the update.
             args: Positional arguments of both.
             kwargs: Keyword arguments of both.
             must_run: The step is recorded: it must run in Python, and counts as a warm-up.
@@ -357,10 +357,10 @@ class CapturedStep:
         self._kinds.clear()
 
     def _fingerprint(self) -> tuple[Hashable, Hashable, Any]:
-        """Returns what the device work depends on besides its inputs.
+        """Returns the values that the device work depends on besides its inputs.
 
-        First the modes, each of which needs its own warm-up; then what is baked into a capture, such as the addresses
-        of parameters; then the objects whose identity is part of that.
+        First the modes, each of which needs a warm-up; then what is baked into a capture, such as the addresses
+        of parameters; then the objects whose identity is baked in.
         """
         modules = self._list_modules()
         tensors = [

@@ -163,7 +163,7 @@ class GraphConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether ``build`` runs as it is: once a call, without autocast or scaling."""
+        """Whether ``build`` runs without changes: once a call, without autocast or scaling."""
         return self.amp_dtype is None and self.num_micro_batches == 1 and not self.has_scaler
 
     def describe(self) -> str:

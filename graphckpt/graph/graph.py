@@ -35,7 +35,7 @@ _OWN = frozenset({"_auto_plan", "_debug", "_name", "_roots", "_step", "_tree", "
 
 
 class Graph:
-    """One training step over modules, as OneFlow's ``nn.Graph``, with a policy on each block.
+    """One training step over modules, like OneFlow's ``nn.Graph``, with a policy on each block.
 
     Subclass it; in ``__init__`` call ``super().__init__()`` first, then assign modules (they become blocks), set
     policies and add optimizers; define ``build``, with ``loss.backward()`` inside. Without an optimizer it is an
@@ -135,7 +135,7 @@ class Graph:
         if self._step.is_running:
             raise AttributeError(f"{where}: build() cannot add modules · fix: assign it in __init__")
         if not name or "." in name:
-            raise KeyError(f"a module's name can be neither empty nor hold a dot, got {name!r}")
+            raise KeyError(f"{where}: expected a name without dots, got {name!r} · fix: rename it")
         if name in self.__dict__ or hasattr(type(self), name):
             raise KeyError(f"{where}: there is an attribute of this name already · fix: choose another")
         self._roots[name] = value
@@ -164,7 +164,7 @@ class Graph:
     def add_optimizer(self, optim: torch.optim.Optimizer, *, lr_sch: Any = None, is_sparse: bool = False) -> None:
         """Makes this a training graph: after ``build`` it clips, steps, zeroes gradients and steps ``lr_sch``, once.
 
-        A param group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) is clipped by its own
+        A param group with ``clip_grad_max_norm`` (and ``clip_grad_norm_type``, 2.0 by default) is clipped by its
         norm. A key of a group that resembles these two, and that the optimizer does not have itself, is an error.
 
         Args:
@@ -173,7 +173,7 @@ class Graph:
             is_sparse: Ignored; OneFlow has it.
 
         Raises:
-            GraphError: It is not an optimizer, the scheduler is not its own, it shares a parameter with another, or a
+            GraphError: It is not an optimizer, the scheduler is another's, it shares a parameter with another, or a
                 clipping key is misspelt.
         """
         del is_sparse
@@ -204,14 +204,14 @@ class Graph:
         only_user_py_stack: bool = True,
         op_repr_with_py_stack: bool = False,
     ) -> None:
-        """Prints what the next calls do: 0 stages, 1 each block's inputs and outputs, 2 each op, 3 its line too."""
+        """Prints the work of the next calls: 0 stages, 1 each block's inputs and outputs, 2 each op, 3 its line too."""
         self._debug.configure(v_level, ranks, max_py_stack_depth, only_user_py_stack, op_repr_with_py_stack)
         self._step.setup.is_done = False
 
     # What users call --------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one step and returns what ``build`` returned, cut off from the graph."""
+        """Runs one step and returns the outputs of ``build``, detached from the autograd graph."""
         fields = self.__dict__  # a look-up through __getattr__'s class costs more
         step = fields["_step"]
         config = fields["config"]
@@ -228,7 +228,7 @@ class Graph:
             return step.call_with_setup(call)
 
     def explain(self, plot: str | None = None, *, show: bool = True) -> Explanation:
-        """Prints what each block keeps, where, and what it costs, as seen in the first calls, and returns it.
+        """Prints and returns the bytes that each block keeps, where, and their cost, as measured in the first calls.
 
         It prints the table unless ``show`` is false. The object that it returns prints as the same table, and a
         notebook shows it as one: there, ``explain(show=False)`` as the last line of a cell suffices.
@@ -336,7 +336,7 @@ class Graph:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Loads what :meth:`state_dict` returned, before the first call or after any.
+        """Loads the result of :meth:`state_dict`, before the first call or after any.
 
         Raises:
             GraphError: ``strict``, and a key is missing or unknown. Nothing has been loaded then.
@@ -363,7 +363,7 @@ class Graph:
         self._update.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy or a pickle needs: it starts as if it had not been called, under a name of its own."""
+        """Returns what a copy or a pickle needs: it starts as if it had not been called, under another name."""
         self._step.count_steps()
         return {
             "attributes": {key: value for key, value in self.__dict__.items() if key not in _OWN},

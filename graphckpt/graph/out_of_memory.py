@@ -95,7 +95,7 @@ class StepBackup:
         return 0 if captured is None else captured.num_replays
 
     def lasting_change(self) -> str | None:
-        """Returns what the step has changed that cannot be restored, or ``None``."""
+        """Returns the state that the step has changed and that cannot be restored, or ``None``."""
         if self._step.update.has_begun or self._count_replays() != self._num_replays:
             return "the update of the parameters had begun"
         if any(tensor._version != version for tensor, version in self._versions):
@@ -107,7 +107,7 @@ class StepBackup:
 
 
 def call_or_replan(step: Step, replan: Callable[..., str], call: StepCall) -> Any:
-    """Runs the step; if memory runs out, restores the state, plans for what is free, and repeats the step.
+    """Runs the step; if memory runs out, restores the state, plans for the free memory, and repeats the step.
 
     If that is not enough, the plan with the lowest peak is tried before it gives up. Where no allocation fails, see
     :func:`raises_out_of_memory`, no step can be repeated, and the step costs nothing more.
@@ -174,7 +174,7 @@ def describe_policies(names: Iterable[str]) -> str:
 
 
 def _free(step: Step, error: BaseException) -> None:
-    """Frees what the failed step holds: the frames of its traceback, captures, and unused blocks of the allocator.
+    """Frees the memory of the failed step: the frames of its traceback, captures, and unused blocks of the allocator.
 
     The frames themselves go too, not only their variables: a frame holds its function, and that the variables of the
     one around it, such as the inputs of a module with hooks. A note keeps the last lines.

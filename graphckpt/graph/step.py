@@ -79,7 +79,7 @@ class StepCall(NamedTuple):
     """The arguments of :meth:`Step.call`."""
 
     fields: dict[str, Any]
-    """The attributes of the Graph, where the real modules stand for the length of the step."""
+    """The attributes of the Graph, which are the real modules during the step."""
     build: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -288,12 +288,12 @@ class Step:
         self.setup.is_stale = False
 
     def sort_parameters(self) -> None:
-        own = {id(p) for p in self.update.parameters()}
+        updated = {id(p) for p in self.update.parameters()}
         parameters = [p for module in self.roots.values() for p in module.parameters()]
-        self._unmanaged_parameters = [p for p in parameters if p.requires_grad and id(p) not in own]
+        self._unmanaged_parameters = [p for p in parameters if p.requires_grad and id(p) not in updated]
         self._num_groups = self.update.num_groups()
-        self._trains = bool(own)
-        self.update.is_of_graph = not own.isdisjoint(map(id, parameters))
+        self._trains = bool(updated)
+        self.update.is_of_graph = not updated.isdisjoint(map(id, parameters))
         self._is_plain = self.config.is_plain and not (self._trains and self._unmanaged_parameters)
 
     def _watch(self, args: Any, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
@@ -345,7 +345,7 @@ class Step:
 
     def _evaluate_only(self, build: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         try:
-            with torch.no_grad():  # its outputs are cut off anyway: nothing could ever run backward
+            with torch.no_grad():  # its outputs are detached in any case: nothing could ever run backward
                 return build(*args, **kwargs) if self._is_plain else self._evaluate(build, args, kwargs)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
@@ -364,7 +364,7 @@ class Step:
             return build(*args, **kwargs)
 
     def _addresses(self, args: Any, kwargs: dict[str, Any]) -> set[int]:
-        """Returns the addresses of the step's inputs and of the modules' own tensors, which no output may share."""
+        """Returns the addresses of the step's inputs and of the modules' tensors, which no output may share."""
         tensors = tensors_in((args, kwargs))
         for root in self.roots.values():
             for module in root.modules():
@@ -377,7 +377,7 @@ class Step:
 def micro_batches(
     build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], count: int
 ) -> Iterator[tuple[Sequence[Any], dict[str, Any]]]:
-    """Yields the arguments of each micro-batch: every tensor's part of dim 0, all else as it is."""
+    """Yields the arguments of each micro-batch: every tensor's slice of dim 0, all else as it is."""
     leaves, shape = flatten_call(args, kwargs)
     chunks: dict[int, Sequence[torch.Tensor]] = {}
     for position, leaf in enumerate(leaves):
@@ -427,6 +427,6 @@ def fresh_outputs(output: Any, alive: Callable[[], set[int]]) -> Any:
 
 def is_new(tensor: torch.Tensor) -> bool:
     """Whether an op has allocated the memory of ``tensor``; where this is not sure, it returns False."""
-    # An op that works in place raises the version, and one that returns a part of its input makes a view. Such an
+    # An op that works in place raises the version, and one that returns a slice of its input makes a view. Such an
     # output may be a parameter's memory, which the next update overwrites while the caller still has it.
     return tensor.grad_fn is not None and not tensor._version and not tensor._is_view()

@@ -41,7 +41,7 @@ class InputCheck:
         ]
 
     def difference(self, build: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-        """Returns what is not as in the first call, naming the argument by its path, or ``None``."""
+        """Returns the difference from the first call, naming the argument by its path, or ``None``."""
         now = InputCheck(build, args, kwargs)
         if now.names != self.names:
             return f"the arguments were ({', '.join(self.names)}) and are ({', '.join(now.names)})"

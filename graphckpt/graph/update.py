@@ -30,7 +30,7 @@ class Update:
         self.schedulers: list[LRScheduler | None] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.total_norm: TotalNorm | None = None
-        """Of gradients that other processes hold in part; ``None`` where this one has all."""
+        """Of gradients that are sharded over processes; ``None`` where this one has all."""
         self.num_steps = 0
         self.is_of_graph = True
         """Whether a parameter of the optimizers is in a module of the Graph."""
@@ -156,13 +156,13 @@ class Update:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned; of keys that are missing, what is there stays."""
+        """Loads the result of :meth:`state_dict`; the state of missing keys does not change."""
         if "System-Train-TrainStep" in state:
             self.num_steps = int(state["System-Train-TrainStep"])
         for number, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers, strict=True)):
-            for kind, part in (("Optimizer", optimizer), ("LRScheduler", scheduler)):
-                if part is not None and f"System-Train-{kind}-{number}" in state:
-                    part.load_state_dict(state[f"System-Train-{kind}-{number}"])
+            for kind, stateful in (("Optimizer", optimizer), ("LRScheduler", scheduler)):
+                if stateful is not None and f"System-Train-{kind}-{number}" in state:
+                    stateful.load_state_dict(state[f"System-Train-{kind}-{number}"])
         if self.scaler is not None and "System-Train-GradScaler" in state:
             self.scaler.load_state_dict(state["System-Train-GradScaler"])
 
@@ -286,7 +286,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def preserve_grads(parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Leaves the gradients of parameters that no optimizer here owns as they are: they are another step's."""
+    """Does not change the gradients of parameters that no optimizer here has: they belong to another step."""
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None  # backward would add to what is there, in place
@@ -302,7 +302,7 @@ def clip_grad_norm(
 ) -> None:
     """Scales gradients so that the norm over all of them is at most ``max_norm``; one that is cut counts as the whole.
 
-    ``clip_grad_norm_`` alone refuses DTensors beside plain tensors, which is what tensor parallelism makes.
+    ``clip_grad_norm_`` alone refuses DTensors together with plain tensors, which is what tensor parallelism makes.
     """
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -310,7 +310,7 @@ def clip_grad_norm(
         clip_grad_norm_(parameters, max_norm, norm_type)
         return
     total = _norm(grads, norm_type) if total_norm is None else total_norm(parameters, norm_type)
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # PyTorch's own
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as in PyTorch
     for grad in grads:
         local: Any = grad.to_local() if _is_cut(grad) else grad  # type: ignore[attr-defined]
         local.mul_(scale.to(local.device))

@@ -110,7 +110,7 @@ def compare(
     fix_of_plain: str,
     is_captured: Callable[[], bool] = bool,
 ) -> Verification:
-    """Compares what ``run`` returns with what it returns in ``plain``, from the same state, step by step."""
+    """Compares the results of ``run`` with those in ``plain``, from the same state, step by step."""
     num_tensors = num_bytes = 0
     contents = ""
     for number in range(1, steps + 1):
@@ -137,7 +137,7 @@ def compare(
 
 @final
 class _GraphState:
-    """Copies of all that a step of a Graph changes. They are put back in place: a capture holds the addresses."""
+    """Copies of the state that a step of a Graph changes. They are restored in place: a capture holds the addresses."""
 
     def __init__(self, graph_step: Step) -> None:
         graph_step.count_steps()
@@ -156,7 +156,7 @@ class _GraphState:
         has_removed = self._state.state.restore()
         for scheduler, schedule in zip(self._update.schedulers, self._schedules, strict=True):
             if scheduler is not None and schedule is not None:
-                scheduler.load_state_dict(schedule)  # what it cannot copy, such as a function, it leaves as it is
+                scheduler.load_state_dict(schedule)  # it leaves values that it cannot copy, such as functions
         if self._update.scaler is not None and self._scaler is not None:
             self._update.scaler.load_state_dict(self._scaler)
         self._update.num_steps = self._num_steps
@@ -232,7 +232,7 @@ def outputs_of(value: Any) -> Values:
 
 
 def _contents(values: Values) -> str:
-    """Returns what was compared, such as ``"loss, 148 gradients, RNG"``."""
+    """Returns the compared values in words, such as ``"loss, 148 gradients, RNG"``."""
     texts = []
     for kind, members in values.items():
         if kind in ("loss", "RNG"):

@@ -151,7 +151,7 @@ def _stateful_objects(stateful: Any) -> list[Stateful]:
 
 @final
 class _Loop:
-    """A step of a user's loop: what it leaves behind, and copies of its state."""
+    """A step of a user's loop: its results, and copies of its state."""
 
     def __init__(self, model: nn.Module, step_fn: Callable[[], Any], stateful: Iterable[Stateful]) -> None:
         self._model = model
@@ -208,10 +208,10 @@ class _Loop:
 
 @final
 class _LoopState:
-    """Copies of what a step of a user's loop changes."""
+    """Copies of the state that a step of a user's loop changes."""
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], stateful: Iterable[Stateful]) -> None:
-        # What DDP notes about its steps belongs to its reducer, which cannot be put back.
+        # DDP's records of its steps belong to its reducer, which cannot be restored.
         inner: nn.Module | None = model.module if isinstance(model, DistributedDataParallel) else None
         self._state = ModelState({"": model} if inner is None else {"module": inner}, ())
         for optimizer in optimizers:

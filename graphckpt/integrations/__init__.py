@@ -1,1 +1,1 @@
-"""Callbacks for the trainers of other libraries, and pipelines. Each module imports only its own library."""
+"""Callbacks for the trainers of other libraries, and pipelines. Each module imports only its library."""

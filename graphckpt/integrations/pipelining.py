@@ -1,6 +1,6 @@
 """Pipeline stages from the blocks of an ``nn.Sequential``, with the policies set on them.
 
-For your own loop, with a schedule of ``torch.distributed.pipelining``; the trainer has its own stages.
+For your own loop, with a schedule of ``torch.distributed.pipelining``; the trainer makes its stages itself.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def pipeline_part(
             config.update(fields_of(value))
             fields[name] = {**fields.get(name, {}), **config.fields()}
     stages = stages_of([name for name, _ in chain.named_children()], fields, num_stages=group.size())
-    own = OrderedDict(
+    stage_blocks = OrderedDict(
         (name, block)
         for (name, block), stage in zip(chain.named_children(), stages, strict=True)
         if stage == group.rank()
     )
-    module = nn.Sequential(own).to(device)
+    module = nn.Sequential(stage_blocks).to(device)
     rules: dict[Selector, Any] = {
-        name: values for name, values in fields.items() if not name or name.partition(".")[0] in own
+        name: values for name, values in fields.items() if not name or name.partition(".")[0] in stage_blocks
     }
     stage = PipelineStage(module, group.rank(), group.size(), device, group=group)
     return PipelinePart(module, stage, apply(module, rules))

@@ -156,7 +156,7 @@ class PolicyCallback:
 
         Args:
             model: The model that is trained.
-            write: Prints a text beside the trainer's progress bar.
+            write: Prints a text next to the trainer's progress bar.
             is_writer: Whether this process prints; all others are silent.
         """
         self._remove()  # left by a training that ended in an error
@@ -252,7 +252,7 @@ class PolicyCallback:
                     return
             self._explain_once(log)
         except BaseException:
-            self._remove()  # training ends here, and not every trainer tells its callbacks
+            self._remove()  # training ends here, and not every trainer notifies its callbacks
             raise
 
     def _end(self, log: Callable[[dict[str, float]], None]) -> None:

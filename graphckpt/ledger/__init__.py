@@ -1,1 +1,1 @@
-"""The record of what a step saves, its table and its plot."""
+"""The record of the tensors that a step saves, its table and its plot."""

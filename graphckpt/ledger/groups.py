@@ -130,7 +130,7 @@ def _best_period(names: Sequence[str], values: Sequence[object], start: int, max
     best, num_removed = (1, 1), 0
     for period in range(1, min(max_period, (len(names) - start) // 2) + 1):
         if names[start + period - 1].count(".") < names[start].count("."):
-            break  # it would begin inside a layer, and part the rest of it from its first row
+            break  # it would begin inside a layer, and separate the rest from its first row
         step = _number_step(names[start], names[start + period])
         repeats = 1
         while step is not None and is_repeated(period, repeats, *step):
@@ -193,7 +193,7 @@ def nest(rows: Sequence[Row]) -> list[Row]:
 
 
 def common_prefix(names: Iterable[str]) -> str:
-    """Returns what all paths begin with, if it is as long as PEFT's ``base_model.model.``; a stack keeps its name.
+    """Returns the common prefix of all paths, if it is as long as PEFT's ``base_model.model.``; a stack keeps its name.
 
     >>> common_prefix(["base_model.model.layers.0", "base_model.model.layers.1", "(outside of blocks)"])
     'base_model.model.'

@@ -231,7 +231,7 @@ class Hold:
     """Something that holds a storage for backward."""
 
     block: str | None
-    """The block; ``None`` if no policy changes what it saves."""
+    """The block; ``None`` if no policy changes its saved tensors."""
     end: int | None = None
     """The number of changes by then; ``None`` if it outlives the step."""
     begin: int = 0
@@ -291,7 +291,7 @@ class StorageLog(LiveBytes):
         self.copied: str | None = None
         """The block that is copying for its recomputation."""
         self.checkpointed: set[str] = set()
-        """The blocks whose own code calls ``torch.utils.checkpoint``."""
+        """The blocks whose code calls ``torch.utils.checkpoint``."""
         self._life_of: dict[int, StorageLife] = {}
         self._kept_by: dict[int, tuple[set[str], dict[int, StorageLife]]] = {}  # by id of an argument object
         self._is_old = False
@@ -462,7 +462,7 @@ def _object_is_gone(key: int, log: weakref.ref[StorageLog]) -> None:
 def when_gone(
     owner: object, tensor: torch.Tensor, function: Callable[..., object], *arguments: Any
 ) -> weakref.finalize[Any, Any]:
-    """Calls ``function`` when ``owner`` is gone, or the storage of ``tensor`` if ``owner`` cannot be watched."""
+    """Calls ``function`` when ``owner`` is freed, or the storage of ``tensor`` if ``owner`` cannot be watched."""
     try:
         end: weakref.finalize[Any, Any] = weakref.finalize(owner, function, *arguments)
     except TypeError:  # hooks of the caller may pack a tuple, as those of `save_on_cpu` do

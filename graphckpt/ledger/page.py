@@ -207,7 +207,7 @@ def strip(spans: Iterable[Span], axis: str) -> dict[str, Any]:
     listed = list(spans)
     room = _STRIP_CHARACTERS / listed[-1].end
     colours = [span.colour for span in listed]
-    # Edges of their own colour close the pale gaps that browsers leave between neighbours.
+    # Edges of the same colour close the pale gaps that browsers leave between neighbours.
     edges = {"color": EDGE, "width": 0.5} if len(listed) <= MAX_EDGES else {"color": colours, "width": 1}
     return {
         "type": "bar", "x": [span.begin for span in listed], "width": [span.end - span.begin for span in listed],

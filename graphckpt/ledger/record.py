@@ -28,7 +28,7 @@ class Row:
     reruns: int
     """Recomputations in the recorded step."""
     is_own: bool = False
-    """Whether the model's own gradient checkpointing recomputes it, in a way that may not be seen."""
+    """Whether the model's gradient checkpointing recomputes it, in a way that may not be seen."""
     forward_seconds: float | None = None
     """Seconds of all original forwards; ``None`` if the record has no times."""
     recompute_seconds: float | None = None
@@ -38,7 +38,7 @@ class Row:
     wait_seconds: float | None = None
     """Seconds that the step waited for them."""
     note: str = ""
-    """Why a policy has no effect, or what the rule had to do differently."""
+    """Why a policy has no effect, or how the rule deviated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLife:
-    """One tensor storage of the step: what allocated it, what holds it, and when it was freed."""
+    """One tensor storage of the step: the op that allocated it, its holders, and when it was freed."""
 
     num_bytes: int
     begin: int
@@ -103,7 +103,7 @@ class StepRecord:
     title: str
     """The name of the Graph or the class of the model."""
     rows: tuple[Row, ...]
-    """One for each selected block, and for what the other modules save, in the order of the model."""
+    """One for each selected block, and for the tensors that other modules save, in the order of the model."""
     bytes_before: int
     """The most bytes that the plain step saves for backward at one time, each storage counted once."""
     bytes_after: int
@@ -120,7 +120,7 @@ class StepRecord:
     plain_peak_bytes: int | None = None
     """The predicted peak of the step without policies; ``None`` if it cannot be predicted from this step.
 
-    Stores, ``Tiles``, compiled blocks and a model's own gradient checkpointing stand in the way.
+    Stores, ``Tiles``, compiled blocks and the model's gradient checkpointing prevent a prediction.
     """
     unpredictable: str = ""
     """Why the peak of the step without policies cannot be predicted."""
@@ -137,15 +137,15 @@ class StepRecord:
     sketch_bytes: int = 0
     """The most that the value check has held for each block, in steps that it has checked."""
     legend: tuple[tuple[str, str], ...] = ()
-    """Names of rules in the rows, and what they stand for."""
+    """Names of rules in the rows, with their full texts."""
     warnings: tuple[str, ...] = ()
-    """Advice and notes, as they are printed below the table."""
+    """Advice and notes, as printed below the table."""
     capture: str = ""
-    """How the step runs: captured, with what outside of the capture, or why not; empty without capture."""
+    """How the step runs: captured, with the ops outside of the capture, or why not; empty without capture."""
 
     @property
     def peak_at(self) -> str:
-        """The part of the step that runs at the peak, such as ``"backward of h.3"``; empty without :attr:`timeline`."""
+        """The phase or block that runs at the peak, such as ``"backward of h.3"``; empty without :attr:`timeline`."""
         if not self.timeline:
             return ""
         at = max(range(len(self.timeline)), key=lambda number: self.timeline[number].live_bytes)

@@ -79,7 +79,7 @@ class Recorder:
         self._suspension = ExitStack()
         self._own: list[str] = []  # the part of `own_checkpointing` that is being recomputed
         self.own_checkpointing: set[str] = set()
-        """Modules that the model's own gradient checkpointing recomputes."""
+        """Modules that the model's gradient checkpointing recomputes."""
         self.weightless: set[str] = set()
         """Modules without weights, as those of other pipeline stages may be."""
         self.ignore(alive_anyway)
@@ -91,7 +91,7 @@ class Recorder:
         return self._plain.of_block(block)
 
     def bytes_after(self, block: str) -> int:
-        """Returns what a block saves on its device, stored or not, when the step saves most there."""
+        """Returns the bytes that a block saves on its device, stored or not, when the step saves most there."""
         stored = self.traffic[block].bytes_at["device"] if block in self.traffic else 0
         return self._saved.of_block(block) + stored
 
@@ -180,7 +180,7 @@ class Recorder:
                 self.live.hold(tensor, block, owner, is_kept=True, saved_by=block)
 
     def state_kept(self, block: str, tensors: Iterable[torch.Tensor], owner: object) -> None:
-        """Notes that a block keeps what its modules held before its forward, while ``owner`` is alive."""
+        """Notes that a block keeps the tensors that its modules held before its forward, while ``owner`` is alive."""
         if self.live is not None and not self._recompute_depth:
             for tensor in tensors:
                 self.live.hold(tensor, block, owner, is_kept=True, ends_early=True)
@@ -229,7 +229,7 @@ class Recorder:
 
     @contextmanager
     def copying(self, block: str) -> Iterator[None]:
-        """Marks what ops return as copies for the recomputation of a block, which the plain step does without."""
+        """Marks results of ops as copies for the recomputation of a block, which the plain step does not make."""
         if self.live is None:
             yield
             return
@@ -252,7 +252,7 @@ class Recorder:
         self.phase("forward", self._running[-1][0] if self._running else "")
 
     def _is_part_of(self, block: str) -> bool:
-        """Whether ``block`` is running: what begins under its name is a segment of it."""
+        """Whether ``block`` is running: a call that begins under its name is a segment of it."""
         return bool(self._running) and self._running[-1][0] == block
 
     @contextmanager
@@ -297,7 +297,7 @@ class Recorder:
 
 @final
 class _AttributedUnpack:
-    """The hook ``unpack`` of a block, which tells the recorder whose backward runs."""
+    """The hook ``unpack`` of a block, which reports to the recorder whose backward runs."""
 
     __slots__ = ("_block", "_recorder", "unpack")
 
@@ -344,7 +344,7 @@ class _Saved:
 
 @final
 class SavedBytes:
-    """Sums what is saved: each storage once, for its first block. See Note [One storage, one object]."""
+    """Sums the saved bytes: each storage once, for its first block. See Note [One storage, one object]."""
 
     def __init__(self, total: Total, ignored: weakref.WeakSet[torch.UntypedStorage]) -> None:
         self._total = total
@@ -355,7 +355,7 @@ class SavedBytes:
         return self._total.share_of(block)
 
     def add(self, block: str, tensor: torch.Tensor, owner: object) -> None:
-        """Counts the tensor's storage for ``block``, if it is new, until all its owners are gone."""
+        """Counts the tensor's storage for ``block``, if it is new, until all its owners are freed."""
         for storage in storages_of(tensor):
             if storage in self._ignored:
                 continue

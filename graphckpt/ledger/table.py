@@ -230,7 +230,7 @@ def _table(columns: Sequence[_RowColumn], rows: Sequence[Row], explanation: Step
 
 
 def _short_rules(explanation: StepRecord) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Returns short names of rules that are long lists, and what stands below the table for all that need it."""
+    """Returns short names of rules that are long lists, and the lines below the table that explain them."""
     short: dict[str, str] = {}
     for rule in dict.fromkeys(row.rule for row in explanation.rows):
         if len(rule) > _LONG and rule.count(", ") and rule.startswith("selective("):
@@ -308,7 +308,7 @@ def offloaded_bytes(explanation: StepRecord) -> str:
 
 
 def time_of(interval: str) -> str:
-    """Returns when a part of the step runs, to go on in a sentence.
+    """Returns when a phase of the step runs, to go on in a sentence.
 
     >>> time_of("backward of h.3"), time_of("the head and the loss, after h.5"), time_of("before the first block")
     ('during the backward of h.3', 'in the head and the loss, after h.5', 'before the first block')

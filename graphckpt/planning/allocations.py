@@ -1,4 +1,4 @@
-"""Births and deaths of storages in the first steps of a process, and what an allocator reserves for them."""
+"""Births and deaths of storages in the first steps of a process, and the bytes that an allocator reserves for them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class AllocationLog:
         What it frees of the step before it, such as gradients that the next step sets to ``None``, its repetitions free
         of the steps before them.
         """
-        # The gradient g is freed in the next step, which leaves one of its own:
+        # The gradient g is freed in the next step, which leaves another one:
         #
         #     logged      step 1: g1        step 2: free g1, g2
         #     repeated    step 3: free g2, g3        step 4: free g3, g4
@@ -110,8 +110,8 @@ class AllocationLog:
             older = {old: names[new] for old, new in replacements.items()}
             names = {storage: end + number for number, storage in enumerate(births)}
             end += len(births)
-            own = names | older
-            yield [Allocation(own[storage], *rest) for storage, *rest in last if storage in own]
+            renamed = names | older
+            yield [Allocation(renamed[storage], *rest) for storage, *rest in last if storage in renamed]
 
 
 def _replacements(before: Sequence[Allocation], last: Sequence[Allocation]) -> dict[int, int]:
@@ -244,7 +244,7 @@ class AllocationTrace(LiveBytes):
         is_fake: the step runs on fake tensors.
         rounded: returns the bytes that the allocator of the device counts for a size.
         op_seconds: returns the seconds of an op on the device; ``None`` counts none.
-        extra_bytes: returns the temporary bytes of an op on the device, beside its results.
+        extra_bytes: returns the temporary bytes of an op on the device, besides its results.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class AllocationTrace(LiveBytes):
         """The bytes of each storage, by its number."""
         self._num_ops = 0
         self._streams: list[object] = [torch.cpu.current_stream()]
-        """The streams of a simulated step by their numbers; FSDP2 gathers and reduces on streams of its own."""
+        """The streams of a simulated step by their numbers; FSDP2 gathers and reduces on separate streams."""
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:

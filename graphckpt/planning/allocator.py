@@ -186,7 +186,7 @@ class CachingAllocator:
 
         Args:
             num_bytes: The size of the tensor.
-            stream: The stream of the allocation; each has its own blocks.
+            stream: The stream of the allocation; each has separate blocks.
             private_pool: That of a capture; 0 is the pool of all other allocations.
 
         Raises:
@@ -315,7 +315,7 @@ class CachingAllocator:
         return sum(block.size for block in released) >= num_bytes
 
     def _add_merged(self, block: SegmentBlock) -> None:
-        """Adds a free block to its pool, merged with the free blocks beside it."""
+        """Adds a free block to its pool, merged with the free blocks next to it."""
         pool = block.pool
         if (before := block.previous) is not None and before.is_free and before.is_mapped == block.is_mapped:
             pool.remove(before)

@@ -21,7 +21,7 @@ from graphckpt.stores.base import Offload, parse_offload
 from graphckpt.stores.partition import parse_partition
 
 SHARES = (0.8, 0.5, 0.3, 0.1)
-"""Shares of the bytes that the compiler saves by itself; plans mix them for values in between."""
+"""Shares of the bytes that the compiler saves by default; plans mix them for values in between."""
 
 
 @final
@@ -119,7 +119,7 @@ def options(
 
     Args:
         offload: Where saved tensors may go: ``True`` or ``"cpu"``, ``"disk"``, ``"disk:/a/folder"``.
-        only: Rules to consider beside ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all.
+        only: Rules to consider besides ``keep``, as ``activation_checkpointing`` takes them; ``None`` is all.
             ``joined`` is not an option of a single block: see :func:`can_join`.
         code: How blocks are compiled. Ops of compiled blocks are not visible, and the levels between keeping all and
             nothing are the compiler's.

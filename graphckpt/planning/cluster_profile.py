@@ -107,7 +107,7 @@ class ClusterProfile:
             return 2 * latency
         if kind in ("broadcast", "send"):
             return num_bytes / (pair_rate if kind == "send" else rate) + latency
-        if kind == "all_to_all":  # what a rank sends to other nodes passes its own adapter
+        if kind == "all_to_all":  # what a rank sends to other nodes passes its adapter
             return share * num_bytes / pair_rate + latency
         rounds = 2 if kind == "all_reduce" else 1  # a reduce-scatter and an all-gather
         return rounds * (share * num_bytes / rate + latency)
@@ -155,8 +155,8 @@ def default_cluster(device_name: str) -> ClusterProfile:
 
 
 def cluster_note(profile: ClusterProfile) -> str:
-    """Returns what a plan says about the communication that it has assumed."""
-    buffers = f"NCCL takes about {format_bytes(profile.comm_bytes)} for each group, beside the allocator"
+    """Returns the note of a plan about the communication that it has assumed."""
+    buffers = f"NCCL takes about {format_bytes(profile.comm_bytes)} for each group, outside the allocator"
     return f"communication as on {profile.describe()}; {buffers}"
 
 

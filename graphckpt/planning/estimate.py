@@ -53,11 +53,11 @@ def estimate(
     task: str | None = None,
     progress: bool | None = None,
 ) -> Estimate:
-    """Estimates the memory and the time of a training step of a Transformers model, from its config alone.
+    """Estimates the memory and the time of a training step of a Transformers model, from its config.
 
     The step is forward with labels, backward, the update and ``zero_grad``, without gradient clipping. It is simulated
     with every layer kept, with every layer recomputed, and under the best plan for the device. No tensor allocates
-    memory, weights are not loaded, and code of the model's own is never run.
+    memory, weights are not loaded, and custom code of the model is never run.
 
     Args:
         model: A folder with a ``config.json``, that file, a name in the cache of Transformers or on the hub, or a
@@ -261,7 +261,7 @@ class _Estimation:
         }
 
     def _run_under(self, plan: Plan) -> Plan:
-        """Returns the plan with what a run of the step under it takes: allocated and reserved bytes, and seconds."""
+        """Returns the plan with the figures of a run under it: allocated and reserved bytes, and seconds."""
         key = policies_key(plan)
         if key not in self.runs:
             self.begin(f"simulating the step under {', '.join(dict.fromkeys(key))}")

@@ -115,7 +115,7 @@ class Estimate:
     optimizer_bytes: int
     """The states of the optimizer."""
     policies: Mapping[str, PolicyEstimate]
-    """``"keep"``, ``"full"`` and ``"plan"``; or ``"keep"`` and the policy that was asked for."""
+    """``"keep"``, ``"full"`` and ``"plan"``; or ``"keep"`` and the given policy."""
     world_size: int = 1
     """The number of ranks that share the model; batch, bytes, and samples and tokens per second are those of one."""
     plan: Plan | None = field(default=None, compare=False)

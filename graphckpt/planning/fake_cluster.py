@@ -80,7 +80,7 @@ class FakeCluster:
             raise ConfigError("world_size: expected a PyTorch with torch.distributed · fix: another build of PyTorch")
         if dist.is_initialized():
             what = f"expected no process group in this process, got one of {dist.get_world_size()}"
-            raise ConfigError(f"world_size: {what} · fix: plan before init_process_group, or in a process of its own")
+            raise ConfigError(f"world_size: {what} · fix: plan before init_process_group, or in a separate process")
         with StandIns() as stand_ins:
             stand_ins.enter_context(patch.dict(os.environ, self._variables()))
             _begin_fake_group(stand_ins, self.world_size, self.rank)

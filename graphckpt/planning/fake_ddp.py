@@ -1,6 +1,6 @@
 """DistributedDataParallel on a simulated rank: a stand-in for its reducer, which is C++ and reads values.
 
-The class is PyTorch's own, with all that it does in Python. The stand-in allocates, copies and reduces what the
+The class is PyTorch's, with all that it does in Python. The stand-in allocates, copies and reduces what the
 reducer does, at the same moments.
 """
 

@@ -184,7 +184,7 @@ def _constructor() -> str | None:
 def _here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replaces devices in arguments by the CPU, where the fake tensors are."""
     if func is torch.device and _is_elsewhere(args[0] if args else kwargs.get("type")):
-        return (torch.device("cpu"),), {}  # without the index, which may be an argument of its own
+        return (torch.device("cpu"),), {}  # without the index, which may be a separate argument
     for value in args:
         if isinstance(value, (str, torch.device)):
             args = tuple(torch.device("cpu") if _is_elsewhere(value) else value for value in args)

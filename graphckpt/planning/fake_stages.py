@@ -65,7 +65,7 @@ def simulate_stages(stand_ins: StandIns, on_schedule: Callable[[int, int], None]
 
 
 def _subclasses_of(kind: type[Any]) -> Iterator[type[Any]]:
-    """Yields ``kind`` and the classes derived from it that have a constructor of their own."""
+    """Yields ``kind`` and the classes derived from it that define a constructor."""
     if "__init__" in vars(kind):
         yield kind
     for each in kind.__subclasses__():
@@ -80,7 +80,7 @@ def _check_shapes(is_known: bool, names: str, fix: str) -> None:
 
 def _take_known_shapes(_: object, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
     del p2p_done
-    names, fix = "input_grads and output_grads beside DTensors", "give both, for one micro-batch"
+    names, fix = "input_grads and output_grads for DTensors", "give both, for one micro-batch"
     for stage in stages:
         _check_shapes(take_known_shapes(stage, has_backward=has_backward), names, fix)
 

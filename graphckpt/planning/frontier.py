@@ -134,7 +134,7 @@ class Frontier:
     from the last block to the first, for each state. This does not depend on a budget.
 
     If a block has more than ``most_labels`` in a state, they are divided into that many bands along the curve, and the
-    fastest of each band is kept with its own need: no plan needs more than predicted, and a larger budget is never
+    fastest of each band is kept with its need: no plan needs more than predicted, and a larger budget is never
     slower.
     """
 
@@ -247,8 +247,8 @@ def _before(move: Move, ticks: int, after: dict[Hashable, _Labels]) -> _Labels:
 def _merge(parts: list[_Labels]) -> _Labels:
     """Returns the labels of which none is better in both, by need; their ticks fall."""
     nothing = np.empty(0, np.int64)
-    needs = np.concatenate([nothing, *(part[0] for part in parts)])
-    ticks = np.concatenate([nothing, *(part[1] for part in parts)])
+    needs = np.concatenate([nothing, *(labels[0] for labels in parts)])
+    ticks = np.concatenate([nothing, *(labels[1] for labels in parts)])
     # A label stays if no label of less need is as fast, and of equal needs the fastest.
     order = np.argsort(needs)
     needs, ticks = needs[order], ticks[order]

@@ -240,6 +240,6 @@ def block_classes(blocks: Blocks, update: UpdateLevels) -> list[int]:
 def _structure(module: nn.Module) -> Any:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return (
-        tuple((name, type(part), part.training) for name, part in module.named_modules()),
+        tuple((name, type(child), child.training) for name, child in module.named_modules()),
         tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors),
     )

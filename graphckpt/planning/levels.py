@@ -29,7 +29,7 @@ Runs: TypeAlias = "tuple[tuple[int, int], ...]"
 """The first block of each joined run, and the one after its last."""
 
 # Note [Neighbouring blocks]
-# What a call retains is read at the start of the next block. Two terms depend on the blocks beside it. A run in which
+# What a call retains is read at the start of the next block. Two terms depend on the blocks next to it. A run in which
 # kept and recomputed blocks alternate shows both, and the run with all blocks kept shows their sum.
 #
 # later    The code between blocks frees something of a recomputed block while the *next* block runs, which a kept one
@@ -43,13 +43,13 @@ Runs: TypeAlias = "tuple[tuple[int, int], ...]"
 # and what the open calls retain.
 #
 # output   A block that saves its own output, such as a ReLU, holds what the next block holds as its argument. The next
-#          one releases it first, so it is an excess in the own backward alone. That of the last block of a batch is
+#          one releases it first, so it is an excess in its backward alone. That of the last block of a batch is
 #          negative if it does not save its argument.
 # late     A kept block holds what the head frees, such as autocast's copies of weights: it adds to the excess of all
 #          later calls, of recomputed ones too.
 # shared   A recomputed block holds its arguments: a mask, or a cache and what it reaches. In the base they live until
 #          the backward of the first call that has them. If all later calls are kept, the head frees them.
-# inside   A kept block holds a part of what is shared, such as keys in a cache. It counts once the rest is freed.
+# inside   A kept block holds some of what is shared, such as keys in a cache. It counts once the rest is freed.
 
 
 class IntervalLevel(NamedTuple):
@@ -160,9 +160,9 @@ class Calls:
 
 @final
 class _Readings(Generic[_Value]):
-    """Values by call and option. A call without its own reading has that of an equal call."""
+    """Values by call and option. A call without a reading has the one of an equal call."""
 
-    # The last call of a batch is not typical: its forward is read up to its own end, since the head follows and not a
+    # The last call of a batch is not typical: its forward is read up to its end, since the head follows and not a
     # block. Its reading stands for equal calls only as long as none of theirs is read.
 
     def __init__(self, calls: Calls, default: _Value) -> None:
@@ -240,7 +240,7 @@ class LevelTable:
         return table
 
     def read_part(self, runs: Sequence[SampledRun], classes: Sequence[int]) -> None:
-        """Reads runs of a part of the blocks, one of them with each of these recomputed."""
+        """Reads runs of some of the blocks, one of them with each of these recomputed."""
         shorter = LevelTable(_base_of(runs, self.base_option, classes)[1], self.base_option)
         shorter.rises.of_kind = self.rises.of_kind
         for term, read in zip(shorter._terms, self._terms, strict=True):
@@ -390,7 +390,7 @@ class LevelTable:
         ]
 
     def _excess_after(self, options: Sequence[int], opened: Sequence[int]) -> list[int]:
-        """Returns the excess if the first n of ``opened`` are open, by n, without their own outputs."""
+        """Returns the excess if the first n of ``opened`` are open, by n, without their outputs."""
         # Of a cache that calls 0, 1 and 2 have as an argument, 0 is the first to hold it (`shared[0]`):
         #
         #     options of 0, 1, 2    after the head                       excess with 3, 2, 1 open
@@ -416,7 +416,7 @@ class LevelTable:
 
     def _read(self, runs: Sequence[SampledRun], *, is_part: bool = False) -> None:
         # Each reading subtracts the terms that are read before it, and `_Readings.add` leaves an earlier one in place.
-        # So what shows one term alone is read first: rises and calls beside recomputed ones, then pairs; what is late,
+        # So what shows one term alone is read first: rises and calls next to recomputed ones, then pairs; what is late,
         # from alternating runs; outputs from these, before the run with all blocks kept, whose excess is a sum of all
         # terms; at last the share of the head, for which all of them are known.
         logs: list[tuple[LevelLog, list[int]]] = [(log.levels, self._options(plan)) for log, plan in runs]
@@ -441,7 +441,7 @@ class LevelTable:
                 self._read_head(spans, options, batch)
 
     def _read_alone(self, spans: LevelLog, options: Sequence[int]) -> None:
-        """Reads rises, and calls beside recomputed ones."""
+        """Reads rises, and calls next to recomputed ones."""
         calls, added = self.calls, self.calls.added(spans)
         for call, option in enumerate(options):
             forward, backward = spans[Interval(Phase.FORWARD, call)], spans.get(Interval(Phase.BACKWARD, call))
@@ -455,7 +455,7 @@ class LevelTable:
                 self.later.add(before, options[before], num_bytes)
 
     def _read_pairs(self, spans: LevelLog, options: Sequence[int]) -> None:
-        """Reads calls beside others that are not recomputed. See Note [Neighbouring blocks]."""
+        """Reads calls next to others that are not recomputed. See Note [Neighbouring blocks]."""
         calls, added = self.calls, self.calls.added(spans)
         for call, option in enumerate(options):
             before = calls.before.get(call)

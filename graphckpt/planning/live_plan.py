@@ -1,4 +1,4 @@
-"""Plans policies in a training loop, from the loop's own updates: nothing runs twice, is recorded or is faked.
+"""Plans policies in a training loop, from the updates of the loop: nothing runs twice, is recorded or is faked.
 
 ::
 
@@ -75,7 +75,7 @@ _TOLERANCE = 0.01  # of the predicted peak; larger differences are corrected
 #                                                                  block: measured, and held in `_larger`
 #
 # After the last, `end_step` applies the plan again. It alone makes plans, from what `_exchanged` returns on all
-# processes alike: one whose update had no backward has nothing to add, but takes part.
+# processes alike: one whose update had no backward has nothing to add, but takes part in the exchange.
 #
 # A loop calls `begin_step` and `end_step`, and hooks see its optimizers and inputs. A Graph knows both and passes them:
 # it calls `begin_update`, runs the update within `metering` if `begin_update` returns True, and calls `end_step`. So
@@ -217,7 +217,7 @@ class LivePlan:
         return self._policies.handle
 
     def begin_step(self) -> None:
-        """Begins a step, which is an update or, with accumulated gradients, a part of one."""
+        """Begins a step, which is an update or, with accumulated gradients, a micro-batch."""
         if self._input_sizes is not None:
             return
         self._input_sizes = {}
@@ -598,7 +598,7 @@ class _Head:
 def _check_options(options: PlanOptions) -> None:
     require("plan", "numpy")
     if options.step_group is not None:
-        what = "expected None in a training loop, whose steps all processes run anyway"
+        what = "expected None in a training loop, whose steps all processes run"
         raise ConfigError(f"step_group: {what} · fix: group=, with the processes that plan the same blocks")
 
 

@@ -1,4 +1,4 @@
-"""The samples of a step, and what follows from them: the level of live bytes and the seconds under any plan."""
+"""The samples of a step, and predictions from them: the level of live bytes and the seconds under any plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepSample:
     step_seconds: float
     """Seconds of the step without policies, if it was run, or else with these."""
     plain_seconds: dict[Interval, float] | None = None
-    """Seconds without policies, timed beside ``seconds``; ``None`` if times are estimated and do not vary."""
+    """Seconds without policies, timed together with ``seconds``; ``None`` if times are estimated and do not vary."""
 
 
 @final

@@ -234,10 +234,10 @@ def with_levels(
     levels = dict(zip(runs, broadcast([selective_levels(calls) or _BY_HAND for calls in runs.values()]), strict=True))
     count = max(map(len, levels.values())) - 1
     some = [option for option in options if option.level is None or option.level < count]
-    return some, {kind: [_own(option, own) for option in some] for kind, own in levels.items()}
+    return some, {kind: [_for_levels(option, of_kind) for option in some] for kind, of_kind in levels.items()}
 
 
-def _own(option: Option, levels: Sequence[tuple[Sequence[str], float | None]]) -> Option:
+def _for_levels(option: Option, levels: Sequence[tuple[Sequence[str], float | None]]) -> Option:
     """Returns an option for a block with these levels; the last level replaces those that the block does not have."""
     *between, (_, full_seconds) = levels
     is_near = not (option.is_far or option.is_partitioned)

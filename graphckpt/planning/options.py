@@ -22,7 +22,7 @@ from graphckpt.stores.base import Offload
 from graphckpt.units import format_bytes, parse_bytes
 
 Surface = Literal["config", "command"]
-"""Where an option can be set beside Python: ``train.activation_checkpoint`` of a config, ``graphckpt plan``."""
+"""Where an option can be set besides Python: ``train.activation_checkpoint`` of a config, ``graphckpt plan``."""
 
 
 def _except(*surfaces: Surface) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def _except(*surfaces: Surface) -> dict[str, Any]:
 @accepts_old_names(blocks="select")
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of the planner: what it may use, and how it plans.
+    """Options of the planner: the policies that it may use, and how it plans.
 
     The fields are the keyword arguments of :func:`graphckpt.plan` and :meth:`graphckpt.Graph.plan`, the keys of
     ``Graph.config.plan_options`` and of ``train.activation_checkpoint``, and the flags of ``graphckpt plan``.
@@ -55,7 +55,7 @@ class PlanOptions:
     which need ``full`` too."""
     head: Mapping[str, Any] | None = None
     """The block that computes the loss, and a rule or a list of rules by which it may run in slices:
-    ``{"loss_head": Tiles(8, reduce="sum")}``. Each is measured too, and taken where it is faster or alone fits."""
+    ``{"loss_head": Tiles(8, reduce="sum")}``. Each is measured, and used where it is faster or nothing else fits."""
     partition: Any = field(default=None, metadata=_except("command"))
     """The ranks over which saved tensors may be partitioned: ``True``, a ``ProcessGroup`` or a ``DeviceMesh``."""
     contiguous: bool = False
@@ -65,14 +65,14 @@ class PlanOptions:
     of ``selective`` are then replaced by the compiler's ``activation_memory_budget`` at 0.8, 0.5, 0.3 and 0.1, unless
     ``candidates`` or an ``activation_memory_budget`` is given."""
     determinism_check: str | None = None
-    """What is compared in the recomputations of the planned blocks: ``"none"``, ``"default"``, or ``"values"`` for the
-    values of every call. It is saved with the plan. ``None`` is what the blocks around them have."""
+    """The values to compare in the recomputations of the planned blocks: ``"none"``, ``"default"``, or ``"values"`` for
+    those of every call. It is saved with the plan. ``None`` is the setting of the blocks around them."""
     group: Any = field(default=None, metadata=_except("config", "command"))
     """The processes that run this step together: a ``ProcessGroup``, whose ranks must all plan and get the same plan.
-    ``None`` is the default group if ``torch.distributed`` is initialized; ``False`` is this process alone."""
+    ``None`` is the default group if ``torch.distributed`` is initialized; ``False`` is only this process."""
     step_group: Any = field(default=None, metadata=_except("config", "command"))
     """The ``ProcessGroup`` whose processes run the steps together although they plan different blocks, such as all
-    stages of a pipeline, where ``group`` are those of one stage. Each gets a plan of its own."""
+    stages of a pipeline; ``group`` then has those of one stage. Each stage gets a separate plan."""
     check: bool = field(default=True, metadata=_except("command"))
     """Run the step under the plan, and plan again if its peak exceeds the budget or differs by more than 1 %."""
     progress: Callable[[int, int], None] | bool | None = field(default=None, metadata=_except("config", "command"))
@@ -153,7 +153,7 @@ class SharedOptionsDict(TypedDict, total=False):
 
 
 class FitOptionsDict(SharedOptionsDict, total=False):
-    """The options of entry points that have a ``progress`` of their own, as :func:`graphckpt.fit`."""
+    """The options of entry points that have a separate ``progress``, as :func:`graphckpt.fit`."""
 
     select: Selector | Iterable[Selector] | None
 
@@ -193,7 +193,7 @@ except ImportError:  # Windows
 
 _FRACTION = re.compile(r"\s*\d*\.\d*\s*")
 _SHARED = (0, 0)  # the pool of tensors that are not in a private one
-_HEADROOM = 0.03  # of what a step may use: the planner counts tensors, not the gaps between an allocator's blocks
+_HEADROOM = 0.03  # of the memory of a step: the planner counts tensors, not the gaps between an allocator's blocks
 
 Budget: TypeAlias = int | float | str
 """Bytes, ``"12GiB"``; ``"50%"`` of the device's memory; ``0.6`` of the plain step's peak; ``"max"`` or ``"min"``."""
@@ -213,7 +213,7 @@ class DeviceMemory:
     available: int
     """Bytes that a step may use."""
     headroom: int
-    """The part of these that ``"max"`` leaves free."""
+    """The share of these that ``"max"`` leaves free."""
 
 
 def check_budget(budget: Budget, *, for_fit: bool = False) -> Budget:
@@ -271,7 +271,7 @@ def _fault_of_percentage(budget: str) -> str:
 
 
 def _suggestion(number: float, *, has_shares: bool = True) -> str:
-    """Returns what a number may stand for that is neither a size in bytes nor a share."""
+    """Returns the possible meanings of a number that is neither a size in bytes nor a share."""
     if not 1 <= number < inf:
         return ""
     if number >= _LEAST_BYTES:
@@ -280,7 +280,7 @@ def _suggestion(number: float, *, has_shares: bool = True) -> str:
 
 
 def describe_budget(budget: Budget | None) -> str:
-    """Returns in words what a budget is relative to; empty for a size.
+    """Returns the quantity that a budget is relative to, in words; empty for a size.
 
     >>> describe_budget(0.6), describe_budget("50%"), describe_budget("12GiB")
     ("0.6 of the plain step's peak", "50% of the device's memory", '')
@@ -318,7 +318,7 @@ def size_of(budget: Budget) -> int | None:
 def device_memory(device: torch.device, alive: int, sharers: int = 1) -> DeviceMemory:
     """Returns the memory of ``device``; see :func:`available_bytes` for the arguments.
 
-    Each of the ``sharers`` has an equal part of it.
+    Each of the ``sharers`` has an equal share of it.
     """
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
@@ -332,7 +332,7 @@ def device_memory(device: torch.device, alive: int, sharers: int = 1) -> DeviceM
 def absent_memory(kind: str, total: int, bytes_beside_allocator: int) -> DeviceMemory:
     """Returns the memory of a device of this kind that runs nothing yet, not even its context.
 
-    ``"max"`` leaves nothing beside that on CUDA, where the allocator is simulated.
+    ``"max"`` leaves nothing more on CUDA, where the allocator is simulated.
     """
     headroom = bytes_beside_allocator if kind == "cuda" else int(_HEADROOM * total)
     return DeviceMemory(total=total, available=total, headroom=headroom)
@@ -378,8 +378,8 @@ def _unused_in_pools(device: torch.device) -> int:
 
 def memory_id(device: torch.device) -> str:
     """Returns a key that is equal for processes with the same memory of ``device``, across hosts."""
-    own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
-    return f"{socket.gethostname()} {own}"
+    memory = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+    return f"{socket.gethostname()} {memory}"
 
 
 def budget_kind(budget: Budget) -> str:

@@ -1,6 +1,6 @@
 """Divides the peak of a step under a plan into weights, gradients, optimizer states, layers and the rest.
 
-What exists beside the layers at the start of an interval, such as the loss, is the same under each plan: it is read
+What exists besides the layers at the start of an interval, such as the loss, is the same under each plan: it is read
 from the trace of the step with every block recomputed. The rest of the level is what layers keep.
 """
 
@@ -18,7 +18,7 @@ from graphckpt.planning.program import EventKind, Interval, Phase
 @final
 @dataclass(frozen=True, kw_only=True)
 class PeakParts:
-    """The bytes alive at the peak of a step, which sum to it, and what layers keep from forward to backward."""
+    """The bytes alive at the peak of a step, which sum to it, and those that layers keep from forward to backward."""
 
     weights: int
     """Parameters and buffers."""

@@ -117,7 +117,7 @@ class Plan(PlanData):
         return notebook_html(parts_of(self), self.plot)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what pickle writes: all but :attr:`front`, which needs the measurements."""
+        """Returns the state for pickle: all but :attr:`front`, which needs the measurements."""
         return {**self.__dict__, "front": None}
 
     def explain(self, *, show: bool = True) -> Self:
@@ -127,7 +127,7 @@ class Plan(PlanData):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what :meth:`save` writes: the policies as a section of a config, the predictions and the rows."""
+        """Returns the content of a saved file: the policies as a section of a config, the predictions and the rows."""
         numbers = {name: getattr(self, name) for name in _NUMBERS} | {"assumptions": [*self.assumptions]}
         rows = [
             {"block": row.block, "option": row.option, "fields": dict(row.fields), "extra_seconds": row.extra_seconds}
@@ -164,7 +164,7 @@ class Plan(PlanData):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what :meth:`save` wrote, in this version or an earlier one, whose missing fields get their defaults.
+        """Reads a file of :meth:`save`, of this version or an earlier one, whose missing fields get their defaults.
 
         Raises:
             ConfigError: the file is missing or does not contain a plan, or has fields of a newer version.
@@ -240,8 +240,8 @@ def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = 
     if not isinstance(values, Mapping):
         yield f"{where}: expected a mapping, got {shown(values)}"
         return
-    own = {each.name: each for each in fields(kind) if each.name not in _NOT_SAVED}
-    for name, each in own.items():
+    by_name = {each.name: each for each in fields(kind) if each.name not in _NOT_SAVED}
+    for name, each in by_name.items():
         expected = _KINDS.get(str(each.type))
         if name not in values:
             if each.default is MISSING:
@@ -249,7 +249,7 @@ def _field_faults(values: Any, kind: type, where: str, ignored: Sequence[str] = 
         elif expected is not None and not isinstance(values[name], expected):
             yield f"{where}.{name}: expected {each.type}, got {shown(values[name])}"
     for name in values:
-        if name not in own and name not in ignored:
+        if name not in by_name and name not in ignored:
             yield f"{where}.{name}: unknown field"
 
 

@@ -37,7 +37,7 @@ _SECONDS_TO_READ = 0.1  # for the others, before this process ends, which may ho
 
 @final
 class GroupError(PlanError):
-    """Another process has failed, is gone or did not join: the processes cannot plan together any more."""
+    """Another process has failed, exited or did not join: the processes cannot plan together."""
 
 
 @final

@@ -209,15 +209,15 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
         names = [n for n in order if n in wanted and not any(n != w and n.startswith(f"{w}.") for w in wanted if w)]
     blocks = [(name, model.get_submodule(name)) for name in names]
     for name, module in blocks:
-        if any(policy_of(part) is not None for part in module.modules()):
+        if any(policy_of(child) is not None for child in module.modules()):
             raise ConfigError(f"{name}: it already has a policy · fix: call graphckpt.remove(model) before planning")
-    for name, part in model.named_modules():
-        if has_compiled_call(part) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
+    for name, module in model.named_modules():
+        if has_compiled_call(module) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
             raise ConfigError(
                 f"{name or type(model).__name__}: expected a module that is not compiled as a whole · "
                 "fix: plan with compile=True, which compiles each layer inside of its policy"
             )
-        if getattr(part, "gradient_checkpointing", False) is True:
+        if getattr(module, "gradient_checkpointing", False) is True:
             raise ConfigError(
                 f"{name or type(model).__name__}: expected its own gradient checkpointing to be off · "
                 "fix: model.gradient_checkpointing_disable()"

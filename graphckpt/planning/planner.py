@@ -46,7 +46,7 @@ class Planner:
     head: tuple[PlanRow, ...] = ()
     """The policy of the head when the step was measured."""
     is_of_training: bool = False
-    """Whether a training loop measures its own updates; errors then name nothing that a callback does not take."""
+    """Whether a training loop measures its updates; errors then name nothing that a callback does not take."""
 
     @property
     def measured(self) -> MeasuredStep:
@@ -129,7 +129,7 @@ class Planner:
         return rows
 
     def infeasible(self, budget: int, lowest: int, *, of_reserved: bool = False) -> PlanError:
-        """Returns the error of a budget that no plan fits, with what helps.
+        """Returns the error of a budget that no plan fits, with remedies.
 
         ``lowest`` is the lowest peak in bytes, with ``of_reserved`` the least memory that the allocator needs.
         """
@@ -197,7 +197,7 @@ class Planners:
     def __init__(self, planners: Sequence[Planner]) -> None:
         self._planners = planners
         self.plain = planners[0]
-        """The planner of the step as it is."""
+        """The planner of the step without changes."""
 
     def floor_bytes(self) -> int:
         return min(planner.floor.peak for planner in self._planners)
@@ -307,7 +307,7 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
 
 
 def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGroup) -> Plan:
-    """Returns the plan with the lowest peak, as it is when the step of each process of ``group`` runs under it."""
+    """Returns the plan with the lowest peak, measured as the step of each process of ``group`` runs under it."""
     plan = planner.plan(planner.floor.peak)
     run = run_plan(plan, planner.model, step, group).plan
     return run if run is plan else replace(run, budget_bytes=run.predicted_peak_bytes)
@@ -370,7 +370,7 @@ def run_plan(
 
 
 def _with_measured(plan: Plan, peak: int, reserved: int, log: AllocationLog) -> Plan:
-    """Returns a plan with what a step under it took on a device that is present, beside what is predicted."""
+    """Returns a plan with the measurements of a step under it on a device that is present, besides the predictions."""
     rules = AllocatorRules.of_environment()
     return replace(
         plan,

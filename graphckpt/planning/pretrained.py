@@ -45,7 +45,7 @@ _TASKS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "question-answering": ("QUESTION_ANSWERING", "AutoModelForQuestionAnswering", ("ForQuestionAnswering",)),
     _IMAGES: ("IMAGE_CLASSIFICATION", "AutoModelForImageClassification", ("ForImageClassification",)),
 }
-"""By task: the part of the name of Transformers' mapping, its auto class, and endings of architectures."""
+"""By task: the prefix of Transformers' mapping, its auto class, and endings of architectures."""
 
 assert tuple(_TASKS) == TASKS
 
@@ -103,7 +103,7 @@ class PretrainedModel:
         return positions if isinstance(positions, int) and positions > 0 else None
 
     def check(self) -> None:
-        """Raises a ConfigError for what would fail in the step, or run in it without an effect."""
+        """Raises a ConfigError for options that would fail in the step, or have no effect."""
         seq, positions = self.options.seq, self._positions
         if self.task == _IMAGES and seq is not None:
             height, width = self.image_size
@@ -201,8 +201,8 @@ def _shard(model: nn.Module, world_size: int, dtype: str | None) -> None:
     precision = MixedPrecisionPolicy()
     if dtype is not None:
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
-    for part in (*map(model.get_submodule, layers(model)), model):
-        fully_shard(part, mesh=mesh, mp_policy=precision)
+    for module in (*map(model.get_submodule, layers(model)), model):
+        fully_shard(module, mesh=mesh, mp_policy=precision)
 
 
 def _with_lora(model: Any, rank: int, name: str) -> nn.Module:
@@ -215,7 +215,7 @@ def _with_lora(model: Any, rank: int, name: str) -> nn.Module:
             adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank))
     except ValueError as error:
         kind = model.config.model_type
-        fix = "leave lora out, or plan your own model: graphckpt.plan(make_model, device=...)"
+        fix = "leave lora out, or plan a model of yours: graphckpt.plan(make_model, device=...)"
         raise ConfigError(f"lora: {name}: PEFT has no default layers for {kind!r} · fix: {fix}") from error
     return adapted
 
@@ -307,7 +307,7 @@ def _cached_config(name: str) -> str:
 
 def _check_values(name: str, values: Mapping[str, Any]) -> None:
     if values.get("auto_map"):
-        what = f"{name}: its model is code of its own (auto_map), which is never run"
+        what = f"{name}: its model is custom code (auto_map), which is never run"
         raise ConfigError(f"{what} · fix: plan it in a script: graphckpt.plan(make_model, device=...)")
     if values.get("quantization_config"):
         settings = values["quantization_config"]
@@ -362,7 +362,7 @@ def _task_of(name: str, config: Any, wanted: str | None) -> str:
 
 @contextmanager
 def step_errors(model: PretrainedModel) -> Iterator[None]:
-    """Raises what the step raises as a ConfigError that names the model."""
+    """Raises errors of the step as a ConfigError that names the model."""
     try:
         yield
     except GraphckptError:

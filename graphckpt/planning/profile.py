@@ -171,7 +171,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-_GUIDE = '"A profile of your own" in docs/reference/planning.md'
+_GUIDE = '"Custom profiles" in docs/reference/planning.md'
 _KINDS = ("cuda", "cpu")
 _ABOVE_ZERO = ("memory_bytes", "memory_bandwidth", "rounding")
 _FROM_ZERO_ON = (
@@ -216,7 +216,7 @@ class DeviceProfile:
     workspace_bytes: int = 0
     """Bytes of the workspace of cuBLAS on each stream."""
     context_bytes: int = None  # type: ignore[assignment]  # an int from `__post_init__` on
-    """Bytes of the CUDA context of a process, its kernels and libraries, which ``nvidia-smi`` shows beside the bytes
+    """Bytes of the CUDA context of a process, its kernels and libraries, which ``nvidia-smi`` shows besides the bytes
     that the allocator has reserved. ``None`` is 512 MiB for ``"cuda"`` and 0 for ``"cpu"``."""
     launch_seconds: float = 0.0
     """Overhead of each op."""

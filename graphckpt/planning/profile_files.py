@@ -1,4 +1,4 @@
-"""Profile files: YAML with the fields of a dataclass, packaged under a name or a user's own."""
+"""Profile files: YAML with the fields of a dataclass, packaged under a name or written by a user."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def read_profile(
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """Returns what a file says. Parsing takes 10 ms for each, and an estimate reads the profiles of all devices."""
+    """Returns the content of a file. Parsing takes 10 ms a file, and an estimate reads the profiles of all devices."""
     return yaml.safe_load(text)
 
 
 def field_faults(values: Mapping[Any, Any], kind: type, where: str = "") -> list[str]:
-    """Returns what is wrong with the names of the fields of a dataclass, each after ``where``."""
+    """Returns the faults in the names of the fields of a dataclass, each after ``where``."""
     listed = fields(kind)
     names = [each.name for each in listed]
     needed = [each.name for each in listed if each.default is MISSING and each.default_factory is MISSING]

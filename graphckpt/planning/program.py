@@ -30,7 +30,7 @@ _OF_BLOCKS = Phase.FORWARD, Phase.BACKWARD
 
 
 class Interval(NamedTuple):
-    """A part of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none.
+    """An interval of the step. ``call`` counts the calls of blocks in the order of forward; -1 if it belongs to none.
 
     Of an optimizer it counts the updates.
     """
@@ -172,11 +172,11 @@ def _with_drops(spans: Sequence[TraceSpan]) -> tuple[Sequence[TraceSpan], frozen
     creator_of: dict[int, int] = {}
     ops: dict[int, set[int]] = {}
     for (phase, call), entries in spans:
-        own = call if phase is Phase.FORWARD else -1
+        forward = call if phase is Phase.FORWARD else -1
         for entry in entries:
-            if entry.kind is EventKind.BORN and own >= 0:
-                creator_of[entry.storage] = own
-            elif entry.kind is EventKind.RELEASED and entry.call != own and entry.call not in with_backward:
+            if entry.kind is EventKind.BORN and forward >= 0:
+                creator_of[entry.storage] = forward
+            elif entry.kind is EventKind.RELEASED and entry.call != forward and entry.call not in with_backward:
                 ops.setdefault(entry.call, set()).add(entry.op)
     if not ops:
         return spans, frozenset()

@@ -52,7 +52,7 @@ class Budgeted:
     is_simulated: bool = False
     """Whether the device is a profile, on which no step has run."""
     headroom_bytes: int = 0
-    """The part of the device's memory that the budget ``"max"`` leaves free."""
+    """The share of the device's memory that the budget ``"max"`` leaves free."""
     world_size: int = 1
     """The ranks of the absent cluster of which one was simulated; 1 if there was none."""
     rank: int = 0
@@ -93,9 +93,9 @@ class PlanData(Budgeted):
     """Seconds of all collectives of a step, each as if it were alone; 0 if no step of a simulated rank has run under
     the plan."""
     exposed_seconds: float = 0.0
-    """The part of ``predicted_step_seconds`` in which computation waits for collectives."""
+    """The share of ``predicted_step_seconds`` in which computation waits for collectives."""
     bubble_seconds: float = 0.0
-    """The part of ``predicted_step_seconds`` in which a pipeline stage waits for others."""
+    """The share of ``predicted_step_seconds`` in which a pipeline stage waits for others."""
     correction_bytes: int = 0
     """Measured peak minus predicted peak, if the plan was checked; the prediction includes it."""
     memory_budget: Budget | None = field(default=None, compare=False)
@@ -175,10 +175,10 @@ def communication_lines(plan: PlanData) -> Iterator[str]:
     exposed, bubble = plan.exposed_seconds, plan.bubble_seconds
     parts = [f"{format_seconds(plan.predicted_step_seconds - exposed - bubble)} of computation"]
     hidden = format_seconds(max(0.0, plan.communication_seconds - exposed))
-    parts.append(f"{format_seconds(exposed)} of communication (and {hidden} beside computation)")
+    parts.append(f"{format_seconds(exposed)} of communication ({hidden} overlapped)")
     if bubble:
         parts.append(f"{format_seconds(bubble)} in the pipeline's bubble")
-    yield f"of it {', '.join(parts)}"
+    yield f"of which {', '.join(parts)}"
 
 
 def reserved_lines(plan: PlanData) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Puts stand-ins in the place of PyTorch's functions and of attributes for a while, and refuses what has none."""
+"""Replaces functions of PyTorch and attributes by stand-ins for a while, and refuses calls that have none."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class ChainState(NamedTuple):
     """Shared by the calls after the last one that is recomputed."""
     inside: int = 0
     is_held: bool = False
-    """Whether a recomputed call holds what is shared, of which ``inside`` is a part."""
+    """Whether a recomputed call holds the shared bytes, which include ``inside``."""
     later: int = 0
     """Retained by the last call from the end of the next one on."""
     before: Before = Before()
@@ -122,7 +122,7 @@ class StepChain:
         counts = Counter(late[call, KEEP_NUMBER] for call in self._calls)
         is_exact = prod(count + 1 for num_bytes, count in counts.items() if num_bytes) <= _MOST_SUMS
         self._late = {key: num_bytes for key, num_bytes in late.items() if is_exact and key[1] == KEEP_NUMBER}
-        """By call and option: what is late, as a part of the state. Each sum of it is a state."""
+        """By call and option: the late bytes, as a component of the state. Each of their sums is a state."""
         self._early = {key: max(0, num_bytes) for key, num_bytes in late.items() if key not in self._late}
         """By call and option: what is late, but counts from the forward on."""
         self._has_inside = any(table.inside.get(call, KEEP_NUMBER) for call in self._calls)

@@ -64,9 +64,9 @@ class StepRun(NamedTuple):
     """Allocations of the first steps of a process, or on CUDA of two steps; ``None`` for a step on a CPU."""
     communication_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    """The part of ``seconds`` in which computation waits for collectives."""
+    """The share of ``seconds`` in which computation waits for collectives."""
     bubble_seconds: float = 0.0
-    """The part of ``seconds`` in which a pipeline stage waits for others. All three are 0 for a real step, where they
+    """The share of ``seconds`` in which a pipeline stage waits for others. All three are 0 for a real step, where they
     are not known."""
 
 
@@ -94,7 +94,7 @@ class RealStep:
         self.rounded: Callable[[int], int] = up_to_blocks if self.device.type == "cuda" else int
         """Returns the bytes that the allocator of the device counts for a size."""
         self.before_step: Callable[[], object] = int
-        """Called before each run of the step, outside of what is timed."""
+        """Called before each run of the step, outside of the timed code."""
 
     def _step(self) -> None:
         self.before_step()
@@ -141,7 +141,7 @@ class RealStep:
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         listed = {option.name: option.fields["partition"] for option in options if option.is_partitioned}
-        self._parts |= {name: PartitionStore(own) for name, own in listed.items() if name not in self._parts}
+        self._parts |= {name: PartitionStore(ranks) for name, ranks in listed.items() if name not in self._parts}
         return {name: self._parts[name] for name in listed}
 
     def ops(self, blocks: Blocks) -> list[list[OpTimes]]:
@@ -207,7 +207,7 @@ class RealStep:
         return StepRun(self.peak(), min(self._timed(Blocks([])).total for _ in range(_TIMED_RUNS)))
 
     def run_once(self) -> None:
-        """Runs the step for other processes, which measure it; what it takes here is of interest to none."""
+        """Runs the step for other processes, which measure it; the figures of this process are not used."""
         with on_optimizer_step(self._optimizers.setdefault):
             self._run_step()
 
@@ -313,7 +313,7 @@ def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[R
 
 
 def first_step(device: FakeDevice, step_fn: Callable[[], object]) -> LiveBytes:
-    """Runs a step, and returns what has counted the storages that it leaves behind: later ones begin with them."""
+    """Runs a step, and returns the counter of the storages that it leaves behind: later ones begin with them."""
     first = LiveBytes(record_timeline=False, counts_fake=True)
     with device, first:
         step_fn()
@@ -515,7 +515,7 @@ class FakeStep:
 
     @contextmanager
     def _from_start(self) -> Iterator[None]:
-        """Takes gradients and optimizer states away within the ``with`` block, as they are before the first step."""
+        """Removes gradients and optimizer states within the ``with`` block, as before the first step."""
         with StandIns() as stand_ins:
             for parameter in self._model.parameters():
                 stand_ins.swap(parameter, grad=None)

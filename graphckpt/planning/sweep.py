@@ -67,7 +67,7 @@ def measure(
         kinds = [classes[number] for number in numbers]
         timed = _excerpt(kinds, _MOST_TIMED)
         few = Blocks([(subset.names[number], subset.modules[number]) for number in timed])
-        # `some` has an option for each number; `of_class` those of each class, which has its own levels of `selective`.
+        # `some` has an option for each number; `of_class` has them by class, with its levels of `selective`.
         some, of_class = with_levels(options, [kinds[n] for n in timed], lambda: step.ops(few), group.from_leader)
         others = [number for number in range(1, len(some)) if number != base_option]
         is_alternating = base_option > 0 and collector.table().needs_alternation
@@ -144,7 +144,7 @@ class _Effect(NamedTuple):
     """The effect of an option on a block."""
 
     allocated: tuple[tuple[tuple[int, ...], ...], ...]
-    """By phase and call: what it allocates."""
+    """By phase and call: the bytes that it allocates."""
     far_bytes: int
     ahead_bytes: tuple[int, ...]
     """By call."""
@@ -163,7 +163,7 @@ class TraceCollector:
         self._seconds: dict[tuple[int, int, Phase], list[float]] = {}
         """Seconds by class, option and phase."""
         self._extra: dict[tuple[int, int, Phase], list[float]] = {}
-        """The same, minus the seconds of the block without a policy in a run beside that one."""
+        """The same, minus the seconds of the block without a policy in a run next to that one."""
         self._effects: dict[tuple[int, int], _Effect] = {}
         """By class and option."""
 

@@ -1,6 +1,6 @@
-"""The seconds of a simulated step: what computes, what communicates, and what of it computation waits for.
+"""The seconds of a simulated step: computation, communication, and the exposed part of the latter.
 
-Computation is one lane. Each process group has a lane of its own, on which its collectives run one after another, as
+Computation is one lane. Each process group has a separate lane, on which its collectives run one after another, as
 NCCL runs them. Groups run at the same time, and do not slow each other or computation down.
 """
 
@@ -44,15 +44,15 @@ _BUFFERS = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
 
 
 class StepSeconds(NamedTuple):
-    """The seconds of a step, or of a part of it."""
+    """The seconds of a step, or of a phase."""
 
     total: float = 0.0
     communication: float = 0.0
     """The seconds of all collectives, each as if it were alone."""
     exposed: float = 0.0
-    """The part of ``total`` in which computation waits for a collective."""
+    """The share of ``total`` in which computation waits for a collective."""
     bubble: float = 0.0
-    """The part of ``total`` in which a pipeline stage waits for others."""
+    """The share of ``total`` in which a pipeline stage waits for others."""
 
 
 @final
@@ -69,11 +69,11 @@ class Collective:
     is_functional: bool
     """Whether it is a functional collective, for whose result ``wait_tensor`` waits."""
     is_async: bool
-    """Whether it returns before it is done: the caller waits for what it has returned."""
+    """Whether it returns before it is done: the caller waits for the returned object."""
 
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Collective | None:
-        """Returns what an op of ``torch.distributed`` does; ``None`` for one that communicates nothing.
+        """Returns the collective of an op of ``torch.distributed``; ``None`` for one that communicates nothing.
 
         Raises:
             ConfigError: it is not known.
@@ -120,7 +120,7 @@ class Timeline:
 
     - An all-gather starts when the copy-out of the one before it does: the host runs ahead of the device, and issues
       it while the layer before computes. Only the first of a forward starts when it is called, as FSDP2 waits for the
-      optimizer there. Computation waits for it at its own copy-out.
+      optimizer there. Computation waits for it at its copy-out.
     - Computation waits for a reduce-scatter where the next one copies its input, and at the end of backward. So it does
       for the all-reduce after it, of HSDP, at the end of backward.
 
@@ -139,11 +139,11 @@ class Timeline:
         """Begins another step, with no collective under way."""
         self._now = self._communication = self._exposed = 0.0
         self._first: StepSeconds | None = None
-        """The seconds of the first forward and backward, with what computation has waited for until their end."""
+        """The seconds of the first forward and backward, with the waits of computation until their end."""
         self._ends: dict[str, float] = {}
         """When the last collective of each group ends."""
         self._works: dict[int, tuple[Any, float]] = {}
-        """The asynchronous collectives under way, each with its end; the work is held so that its id stays its own."""
+        """The asynchronous collectives under way, each with its end; the work is held so that its id stays unique."""
         self._results: dict[int, float] = {}
         """The ends of functional collectives and all-gathers of FSDP2, by the id of the storage that they write."""
         self._in_backward = False
@@ -195,7 +195,7 @@ class Timeline:
     def _see_copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Sees FSDP2 copy the input of an all-gather or its result, or gradients to the input of a reduction."""
         # FSDP2 has no ops for its collectives: they are those of c10d whose buffer one of these ops has just written.
-        # On a device they run on streams of their own, so that all-gathers overlap with computation in the usual order
+        # On a device they run on separate streams, so that all-gathers overlap with computation in the usual order
         # of the program (pytorch#117973).
         if name == "all_gather_copy_in":
             self._fsdp_buffer = _storage(result[1])

@@ -95,7 +95,7 @@ class Blocks:
                 compiling = option.fields.get("compile")
                 wrapper = BlockForward(module, name, option.rule, stored, compile_options=compiling)
                 wrapper.context.learns = learns
-                wrapper.is_copied = False  # a teacher that is made in the step has no part in it
+                wrapper.is_copied = False  # a teacher that is made in the step does not count
                 wrapper.install()
                 wrappers.append(wrapper)
             yield without
@@ -192,7 +192,7 @@ class StepMarks:
                 tensor.register_hook(partial(self._begin_backward, self.call))
 
     def begin_optimizer(self, *_: Any) -> None:
-        # An optimizer that steps in a hook on a parameter is a part of backward.
+        # An optimizer that steps in a hook on a parameter belongs to backward.
         if current_backward() < 0 and self._interval.phase is not Phase.OPTIMIZER:
             self._mark(Phase.OPTIMIZER, self._num_updates)
             self._num_updates += 1
@@ -262,7 +262,7 @@ class Trace(StepMarks, AllocationTrace):
         """The tensors that the last call has returned, with their versions."""
 
     def release(self, call: int) -> None:
-        """Logs that a call of a block has released something that a store held for it."""
+        """Logs that a call of a block has released something that a store held."""
         self._log(EventKind.RELEASED, call=call)
 
     def storage_number(self, tensor: torch.Tensor) -> int:

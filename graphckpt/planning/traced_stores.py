@@ -31,7 +31,7 @@ class RecordingStore(Store):
 
 @contextmanager
 def traced(blocks: Blocks, trace: Trace, stores: Sequence[RecordingStore]) -> Iterator[None]:
-    """Traces the step within the ``with`` block, and what these stores of blocks hold."""
+    """Traces the step within the ``with`` block, and the bytes in these stores of blocks."""
     for store in stores:
         store.trace = trace
     try:
@@ -151,7 +151,7 @@ class PartitionStore(RecordingStore):
     """Partitions saved tensors, with a store for each block, and records in a trace when blocks release them.
 
     A step under a plan has one store for all such blocks, which prefetches the parts of the next block while a block's
-    backward runs. Here each block has its own, so that a trace shows what the block alone does;
+    backward runs. Here each block has one, so that a trace shows what the block alone does;
     :class:`~graphckpt.planning.search.PolicySearch` then adds what is prefetched.
     """
 

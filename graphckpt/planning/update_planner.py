@@ -1,4 +1,4 @@
-"""Chooses what the next updates of a training run: options that are not known yet, and then the fastest plan."""
+"""Chooses the options of the next updates of a training: ones that are not known yet, and then the fastest plan."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class UpdatePlanner:
         return all(0 in self.allowed[kind] for kind in self.called_classes)
 
     def next_turn(self, limit: int | None, *, is_first: bool, only_keep: bool) -> list[int] | None:
-        """Returns the options of the next update, which show what is not known yet; ``None`` if nothing fits.
+        """Returns the options of the next update, which measure what is not known yet; ``None`` if nothing fits.
 
         Args:
             limit: No peak is expected to exceed these bytes. Without a limit one block of each class has an option.
@@ -253,7 +253,7 @@ class UpdatePlanner:
         return replace(plan, front=lambda: Planners([planner]).front(correction)), choice.plan
 
     def _moved_bytes(self, block: int, number: int) -> int:
-        """Returns what a block offloads: what it retains less than without."""
+        """Returns the bytes that a block offloads: how much less it retains than without."""
         if not self.candidates.options[number].is_far:
             return 0
         levels = self.table.levels()

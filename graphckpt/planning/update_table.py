@@ -1,6 +1,6 @@
 """A table of levels from the updates of a training, each of which runs its blocks under several options.
 
-Equal blocks of one update are compared with each other, so that each update brings its own base::
+Equal blocks of one update are compared with each other, so that each update has a base::
 
     update   options of five equal blocks   what it shows of `keep`, relative to `full`
     2        full full full keep full       retained, rise in forward, rise in backward, seconds
@@ -29,9 +29,9 @@ InputSizes: TypeAlias = tuple[tuple[str, int], ...]
 # Note [Two borders]
 # What a call retains shows twice: as what the level rises by over its forward, and as what it falls by over its
 # backward, each relative to an equal call under `full`. The two differ where code between them frees what the block
-# still holds, such as autocast's copies of weights. A block that saves its own output, such as a ReLU, holds what the
+# still holds, such as autocast's copies of weights. A block that saves its output, such as a ReLU, holds what the
 # block after it holds as its argument, and so delays the fall over that one's backward. The fall is therefore read over
-# both, between blocks under `full`, and what the own backward shows beyond it is a part of its rise. The gradient of
+# both, between blocks under `full`, and what its backward shows beyond that counts as its rise. The gradient of
 # the last block may be a number, which takes no memory: falls from there on are compared with each other only.
 
 
@@ -41,9 +41,9 @@ class UpdateRow(NamedTuple):
     retained: int
     """From its forward to the first backward, relative to ``full``; it may be negative."""
     retained_later: int
-    """From the first backward to its own."""
+    """From the first backward to that of the block."""
     output: int
-    """In its own backward, beyond that."""
+    """In the backward of the block, beyond that."""
     rise_forward: int
     rise_backward: int
 
@@ -70,11 +70,11 @@ class _CallReadings:
     """The readings of calls of one kind under one option, in bytes, by the blocks before and after them."""
 
     added: dict[_Border, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """To the level: from the start of the forward to that of the next block, or to its own end, which has no border."""
+    """To the level: from the start of the forward to that of the next block, or to its end, which has no border."""
     freed: dict[_Border, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """From the start of the backward before its own to the start of the one after it."""
+    """From the start of the backward before that of the block to the start of the one after it."""
     own_freed: dict[_Border, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """From the start of its own backward to the start of the one after it."""
+    """From the start of its backward to the start of the one after it."""
     rises_forward: list[int] = field(default_factory=list)
     rises_backward: list[int] = field(default_factory=list)
     recomputed: list[int] = field(default_factory=list)
@@ -338,7 +338,7 @@ class UpdateTable:
     def _read_row(self, sizes: InputSizes, kind: _Kind, option: int) -> UpdateRow | None:
         """Returns the row of an update of these sizes, or else one that is scaled."""
         # From the most reliable reading to the least: these sizes and an equal call; another batch that shows the
-        # option and `full` together; another batch, beside a `full` that is scaled itself. Larger batches come first.
+        # option and `full` together; another batch, next to a `full` that is scaled itself. Larger batches come first.
         alike = sorted(
             {other for _, other, _ in self._readings if other.block_class == kind.block_class},
             key=lambda other: (other != kind, other.place != kind.place, not other.is_typical, other.place),

@@ -38,7 +38,7 @@ torch.cuda.synchronize(device)
 print(torch.cuda.memory_reserved(device), flush=True)
 sys.stdin.readline()  # its memory is in use until the end of this line
 """
-"""A process with a context of its own, which prints the bytes that its allocator has reserved."""
+"""A process with a separate context, which prints the bytes that its allocator has reserved."""
 
 
 class DeviceBenchmark:
@@ -94,7 +94,7 @@ class DeviceBenchmark:
         return 0
 
     def context(self) -> int | None:
-        """Returns the bytes of a process beside its tensors, ``None`` if they cannot be measured."""
+        """Returns the bytes of a process besides its tensors, ``None`` if they cannot be measured."""
         return 0
 
     def attention(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Rules: what of a block is saved for backward. A registered rule is found by its name."""
+"""Rules: what a block saves for backward. A registered rule is found by its name."""
 
 from __future__ import annotations
 

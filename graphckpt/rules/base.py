@@ -1,4 +1,4 @@
-"""The base class of rules, which decide what of a block is saved for backward, and how users name one."""
+"""The base class of rules, which decide what a block saves for backward, and how users name one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Rule(ABC):
-    """Decides what of a block is saved for backward.
+    """Decides what a block saves for backward.
 
     A subclass is a frozen dataclass, registered by ``name``, under which config files find it; its fields are its keys
     there. An installed package makes its rule known by an entry point of the group ``graphckpt.rules``, whose name is
@@ -49,7 +49,7 @@ class Rule(ABC):
     def run_without_gradients(
         self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the block's forward with autograd off, where nothing is kept anyway: as it is."""
+        """Runs the block's forward with autograd off, where nothing is kept."""
         del block
         return function(*args, **kwargs)
 

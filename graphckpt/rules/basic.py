@@ -38,7 +38,7 @@ class Keep(Rule):
         return run_excluded_without_gradients(block, function, args, kwargs)
 
     def graph_break(self, *, has_gradients: bool) -> str | None:
-        """Returns ``None``: the block is a part of the graph, as without a rule."""
+        """Returns ``None``: the block belongs to the graph, as without a rule."""
         del has_gradients
         return None
 
@@ -51,12 +51,12 @@ class Full(Rule):
     name: ClassVar[str] = "full"
 
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block; backward will recompute it once. Within a recomputed block, it is a part of that one."""
-        # With a frame of its own it would be recomputed twice: with the block around it, and by itself.
+        """Runs the block; backward will recompute it once. Within a recomputed block, it belongs to that one."""
+        # With a separate frame it would be recomputed twice: with the block around it, and by itself.
         return function(*args, **kwargs) if running.get() is not None else Frame(block, function).run(args, kwargs)
 
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block under PyTorch's own checkpoint."""
+        """Runs the block under PyTorch's checkpoint."""
         del module
         return checkpoint_in_graph(function, args, kwargs, contexts_around(function))
 

@@ -1,4 +1,4 @@
-"""Recomputation within a graph of ``torch.compile``, which knows PyTorch's own checkpoint and does the recomputing.
+"""Recomputation within a graph of ``torch.compile``, which supports PyTorch's checkpoint.
 
 The compiler marks each op of a checkpoint as one to recompute, or asks the policy of ``context_fn`` about it. Ops of an
 excluded child carry an annotation, by which that policy leaves it to the compiler what to save, as outside.
@@ -21,7 +21,7 @@ _ANNOTATION = "graphckpt_excluded"
 
 @final
 class ForwardInGraph:
-    """The forward of a block, as the compiler traces it: it knows no ``MethodType``.
+    """The forward of a block, as the compiler traces it: it does not support ``MethodType``.
 
     ``inner`` is what another library has put in place of the forward of its class.
     """
@@ -42,7 +42,7 @@ def checkpoint_in_graph(
 ) -> Any:
     """Runs ``function(*args, **kwargs)``, to be called while ``torch.compile`` traces it."""
 
-    def call(*args: Any) -> Any:  # keyword arguments may have the names of checkpoint's own
+    def call(*args: Any) -> Any:  # keyword arguments may have the names of checkpoint's arguments
         return function(*args, **kwargs)
 
     # The compiler takes what has this name for checkpoint, even where a program has put another function in its place.

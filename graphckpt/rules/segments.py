@@ -82,7 +82,7 @@ class Segments(Rule):
         return "segments='log' cannot be traced" if has_gradients and self.num_segments == "log" else None
 
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs each segment but the last under PyTorch's own checkpoint."""
+        """Runs each segment but the last under PyTorch's checkpoint."""
         if kwargs or len(args) != 1:
             return function(*args, **kwargs)
         return run_segments_in_graph(list(module.children()), self.num_segments, args[0], contexts_around(function))
@@ -124,7 +124,7 @@ class _Chain(NamedTuple):
         return Frame(block, self.wrap(function), determinism_check=self.determinism_check).run((value,), {})
 
     def run_halves(self, first: int, end: int, value: Any) -> Any:
-        # Each half runs this for its own children, as frames within its frame: forward does not keep their inputs, the
+        # Each half runs this for its children, as frames within its frame: forward does not keep their inputs, the
         # recomputation of the half does. See Note [Blocks within blocks] in graphckpt/engine/frame.py.
         while end - first > 1:
             middle = (first + end) // 2
@@ -139,7 +139,7 @@ def run_segments_in_graph(
     value: Any,
     context_fn: Callable[[], Any] = noop_context_fn,
 ) -> Any:
-    """Does what :func:`run_segments` does, while ``torch.compile`` traces it."""
+    """Runs segments as :func:`run_segments` does, while ``torch.compile`` traces them."""
     starts = segment_starts(num_children=len(children), num_segments=num_segments)
     for first, end in pairwise(starts):
         value = checkpoint_in_graph(_call_in_order, (children[first:end], value), {}, context_fn)

@@ -101,7 +101,7 @@ class Selective(Rule):
         return None
 
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the block under PyTorch's own selective checkpoint."""
+        """Runs the block under PyTorch's selective checkpoint."""
         del module
         return checkpoint_in_graph(function, args, kwargs, self._contexts_in_graph)  # type: ignore[attr-defined]
 
@@ -122,12 +122,12 @@ def _policy(save: Any) -> Policy:
     if isinstance(save, _FUNCTIONS) or getattr(save, "__module__", None) == nn.functional.__name__:
         what = "expected a list of ops or a policy function"
         raise ConfigError(f"selective.save: {what}, got {save!r} · fix: use a list such as [torch.ops.aten.mm.default]")
-    # The policy function is asked in the original forward alone; a recomputation takes what was kept, by count.
+    # The policy function is called only in the original forward; a recomputation uses the kept results, by count.
     if callable(save) and not isinstance(save, str):
 
         def saves(output: Any, func: Op, args: Any, kwargs: dict[str, Any], _: int) -> bool:
             context = SelectiveCheckpointContext(is_recompute=False)
-            context.op_output = output  # an argument of its own only since torch 2.13
+            context.op_output = output  # a separate argument only since torch 2.13
             return _decision(save, context, func, *args, **kwargs) in _SAVES
 
         return saves

@@ -61,7 +61,7 @@ class Tiles(Rule):
     def run_without_gradients(
         self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a loss in slices: what is too big for training at once is too big for evaluation.
+        """Runs a loss in slices, also in evaluation, since logits that do not fit in training do not fit there either.
 
         Others run as they are: a block may be generating text, with a cache that cannot be cut.
         """
@@ -122,7 +122,8 @@ class Tiles(Rule):
         first = leaves[0]
         if not isinstance(first, torch.Tensor):
             if any(leaf is not first and leaf != first for leaf in leaves):
-                raise ConfigError(f"{name}: tiles returned different values of {type(first).__name__}, not tensors")
+                what = f"expected tensors or equal values from all tiles, got different {type(first).__name__}"
+                raise ConfigError(f"{name}: {what} · fix: return tensors")
             return first
         if first.dim() == 0:
             if self.reduce is None:

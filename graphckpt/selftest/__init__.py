@@ -1,1 +1,1 @@
-"""Checks what the library promises, on a device of the user: ``graphckpt selftest``."""
+"""Checks the guarantees of the library on a device of the user: ``graphckpt selftest``."""

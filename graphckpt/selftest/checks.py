@@ -29,12 +29,12 @@ from graphckpt.units import format_bytes, format_sizes
 
 EQUAL, CLOSE, MEASURED, SKIPPED = "equal", "close", "measured", "skipped"
 DIFFERS, ERROR = "differs", "error"
-_STEPS = 2  # the first creates optimizer states, and blocks learn in it what moves
+_STEPS = 2  # the first creates optimizer states, and blocks learn in it which state changes
 _NOISE = 8  # times the difference between two plain steps is as much as a step under policies may differ
 _ROUNDING = 1e-4  # of the largest value: where sums are in another order
 _OFF_BY = {"allocated": 0.01, "reserved": 0.1}  # of the measured bytes
 _TRANSFORMER = SUBJECTS[1]
-_LOAD = 16 * 2**20  # bytes of a copy beside the step
+_LOAD = 16 * 2**20  # bytes of a copy next to the step
 _SHARE = 0.7  # of the bytes of the plain step, for a plan
 
 
@@ -73,7 +73,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def machine(device: torch.device) -> str:
-    """Returns what an issue has to say of the machine."""
+    """Returns a line about the machine, for an issue."""
     cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     host = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
@@ -81,7 +81,7 @@ def machine(device: torch.device) -> str:
 
 
 def run(device: torch.device, begin: Callable[[str], object] = str) -> Iterator[CheckResult]:
-    """Runs all checks; ``begin`` is told what begins."""
+    """Runs all checks; ``begin`` is called with the name of each check that begins."""
     noise: dict[str, float] = {}
     for subject in SUBJECTS:
         begin(subject.name)
@@ -129,7 +129,7 @@ def _plain_twice(subject: Subject, device: torch.device, noise: dict[str, float]
 
 
 def _traced(training: Training) -> dict[str, Tensor]:
-    """Runs a step; returns what its modules get and return, in the order of their calls, and its results."""
+    """Runs a step; returns the inputs and outputs of its modules, in the order of their calls, and its results."""
     outputs: dict[str, Tensor] = {}
 
     def see(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -274,7 +274,7 @@ def _budget(training: Training) -> int | float:
     device = training.batch.device
     if device.type != "cuda":
         return _SHARE
-    # A share of what the step adds: the allocator's peak has what others in this process have on the device.
+    # A share of what the step adds: the allocator's peak includes the memory of others in this process.
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     training.step()

@@ -1,4 +1,4 @@
-"""The table of ``graphckpt selftest``: what was equal under which rule and store, and what was not."""
+"""The table of ``graphckpt selftest``: whether results were equal, by rule and store."""
 
 from __future__ import annotations
 

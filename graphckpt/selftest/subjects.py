@@ -27,7 +27,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     "joined": {_ALL: True, "layers.1": "joined", "layers.2": "joined"},
     "mixed": {"layers.0": True, "layers.1": "selective", "layers.2": True, "layers.2.1": "keep"},
 }
-"""By name: policies of a model whose layers are in ``layers``. In ``mixed``, a part of a layer is not recomputed."""
+"""By name: policies of a model whose layers are in ``layers``. ``mixed`` has an excluded child."""
 
 STORES: Mapping[str, Mapping[str, Any]] = {
     "device": {},
@@ -158,4 +158,4 @@ SUBJECTS = (
     Subject("conv", _convolutional, lambda: torch.randn(8, 3, 16, 16)),
 )
 LARGER = Subject("larger transformer", partial(_transformer, 256), partial(_tokens, 8, 128))
-"""Takes so many bytes that a segment of the allocator is a small part of them."""
+"""Takes so many bytes that a segment of the allocator is a small share of them."""

@@ -93,7 +93,7 @@ class DeviceStore(Store):
     label = "device"
 
     def put(self, tensor: torch.Tensor, group: TensorGroup | None) -> torch.Tensor:
-        """Returns an alias without history: the tensor's own graph must not be held by what it feeds."""
+        """Returns an alias without history: the graph of the tensor must not be held by what it feeds."""
         return tensor.detach()
 
     def get(self, key: object) -> torch.Tensor:
@@ -131,11 +131,11 @@ class KeptTensor:
 
 
 KEEP_ON_DEVICE = (KeptTensor, KeptTensor.get)
-"""The saved-tensor hooks of what stays on the device whatever is around it."""
+"""Saved-tensor hooks that leave tensors on the device, whatever hooks are around them."""
 
 
 class ByteHandle:
-    """Stands for bytes in a byte store. Subclasses add what is needed to find them."""
+    """Stands for bytes in a byte store. Subclasses add the fields that locate them."""
 
     __slots__ = ("num_bytes",)
 
@@ -143,7 +143,7 @@ class ByteHandle:
         self.num_bytes = num_bytes
 
     def release(self) -> None:
-        """Drops what belongs to this handle alone and can go at once. The bytes will not be read again.
+        """Drops the state of this handle that can be freed at once. The bytes will not be read again.
 
         Called in any thread, before :meth:`ByteStore.free`, which runs with the next call of the store.
         """
@@ -175,7 +175,7 @@ class ByteStore(ABC):
 
     @abstractmethod
     def put(self, data: torch.Tensor, group: TensorGroup) -> ByteHandle:
-        """Stores the bytes of ``data``, a flat ``uint8`` alias of the tensor's own memory, which is not changed."""
+        """Stores the bytes of ``data``, a flat ``uint8`` alias of the tensor's memory, which is not changed."""
 
     @abstractmethod
     def get(self, handle: ByteHandle, group: TensorGroup) -> torch.Tensor:
@@ -207,7 +207,7 @@ class ByteStore(ABC):
 
 @final
 class Total:
-    """A sum of shares, and what they were when it was largest.
+    """A sum of shares, and their values when it was largest.
 
     A step with micro-batches saves, frees and saves again. What it needs at one time is the largest sum.
 
@@ -238,13 +238,13 @@ class Total:
         return self._at_largest.get(key, 0) if self.largest else 0
 
     def add(self, key: object, amount: int) -> None:
-        """Adds to a share; a negative ``amount`` corrects what was added before."""
+        """Adds to a share; a negative ``amount`` corrects an earlier one."""
         self._shares[key] = self._shares.get(key, 0) + amount
         self._now += amount
 
     def drop(self, key: object, amount: int) -> None:
-        """Subtracts from a share what has ended."""
-        # Reading the property notes the sum as it is before this change.
+        """Subtracts from a share."""
+        # Reading the property records the sum before this change.
         if self.largest:
             self.add(key, -amount)
 

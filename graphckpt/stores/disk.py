@@ -98,7 +98,7 @@ class Disk(Offload):
         return f"offload: expected an existing folder, got {str(self.folder)!r} · fix: create it, or use 'disk'"
 
     def byte_store_for(self, device: torch.device, note: Callable[[str], None]) -> ByteStore | None:
-        """Returns a byte store with its own file, which is opened at the first ``put``."""
+        """Returns a byte store with a file, which is opened at the first ``put``."""
         if device.type not in ("cpu", "cuda") or not hasattr(os, "preadv"):
             what = f"tensors on {device.type!r} are" if hasattr(os, "preadv") else "this operating system is"
             note(f"offload to 'disk' has no effect: {what} not supported")
@@ -118,7 +118,7 @@ class DiskStore(ByteStore):
     """A file and its threads, started by the first ``put``.
 
     After a failure, or an interrupt in one of the methods, the file is closed, stored bytes are lost, and the next
-    ``put`` starts anew. The same holds in a forked child: it has its own file, and cannot read the bytes of its parent.
+    ``put`` starts anew. The same holds in a forked child: it has another file, and cannot read the bytes of its parent.
     """
 
     label = "disk"
@@ -242,7 +242,7 @@ class _DiskHandle(ByteHandle):
         self.offset = offset
         """First byte of the range in the file."""
         self.data: torch.Tensor | None = data
-        """The tensor's own memory, until it is written, or returned if it was requested before."""
+        """The tensor's memory, until it is written, or returned if it was requested before."""
         self.is_requested = False
         """The bytes were requested and not returned yet."""
         self.is_written = False
@@ -434,7 +434,7 @@ class Transfer:
         self._chunk = self._pages.numpy().data
 
     def mark(self) -> torch.cuda.Event | None:
-        """Returns what ``save`` or ``load`` must wait for: the work submitted to the device so far."""
+        """Returns an event for ``save`` or ``load`` to wait for: the work submitted to the device so far."""
         if not self._is_cuda:
             return None
         event = torch.cuda.Event()
@@ -491,7 +491,7 @@ class Transfer:
 
 
 def _whole_pages(num_bytes: int, room: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns memory, a part of ``room`` if given, that begins at a page, as direct I/O requires."""
+    """Returns memory, a slice of ``room`` if given, that begins at a page, as direct I/O requires."""
     if room is None:
         room = torch.empty(num_bytes + BLOCK, dtype=torch.uint8, device="cpu")
     return room.narrow(0, -room.data_ptr() % BLOCK, num_bytes)

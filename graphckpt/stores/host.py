@@ -66,7 +66,7 @@ class _HostHandle(ByteHandle):
         """Its host memory; ``None`` if it stays on the device."""
         self.group_number = group_number
         self.data: torch.Tensor | None = data
-        """The tensor's own memory, held until the compute stream waits for the copy."""
+        """The tensor's memory, held until the compute stream waits for the copy."""
         self.offload_event: CopyEvent | None = None
         self.reload_buffer: torch.Tensor | None = None
         """Memory that the bytes are reloaded into, until they are returned."""
@@ -159,7 +159,7 @@ class HostStore(ByteStore):
         assert isinstance(handle, _HostHandle)
         with self._lock:
             self._wait_at_end_of_backward()
-            # The caller of an earlier group got the tensor's own memory, which a copy to the host may still read.
+            # The caller of an earlier group got the tensor's memory, which a copy to the host may still read.
             # Backward is done with that group: once the compute stream has waited for its copies, the memory may go.
             for number in [number for number in self._borrowed if number != group.number]:
                 borrowed = self._borrowed.pop(number)
@@ -261,10 +261,10 @@ def _shut(engine: CopyEngine, memory: PinnedPool) -> None:
 class PinnedBlock(NamedTuple):
     ranges: FreeRanges
     begin: int
-    """Begin of its range, which ends after the slab if it has its own buffer."""
+    """Begin of its range, which ends after the slab if it has a separate buffer."""
     flat: torch.Tensor
     buffer: HostBuffer | None
-    """Its own buffer, if it is not in the slab."""
+    """A separate buffer, if it is not in the slab."""
 
 
 # Note [Captured buffers are not released]
@@ -522,7 +522,7 @@ class CopyEngine:
     def synchronize(self) -> None:
         """Synchronizes the streams that copy.
 
-        The copies of a captured step are part of its replay, on the stream that replays: the stream of the capture is
+        The copies of a captured step belong to its replay, on the stream that replays: the stream of the capture is
         behind those of graphckpt, and whoever replays a capture made by hand does so on the current stream as a rule.
         """
         current = torch.cuda.current_stream(self._device)

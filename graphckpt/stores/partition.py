@@ -1,4 +1,4 @@
-"""Partitions saved tensors over ranks: each stores a slice of what is equal on all of them, and all-gathers it."""
+"""Partitions saved tensors over ranks: each stores a slice of a tensor that is equal on all, and all-gathers it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class PendingGather:
         sent by rank 0   [ a0 | b0 ]
         sent by rank 1   [ a1 | b1 ]
         output           [ a0 | b0 | a1 | b1 ]
-        runs             [ a0 | a1 ]  [ b0 | b1 ]     each its own memory, so that one does not hold the other
+        runs             [ a0 | a1 ]  [ b0 | b1 ]     in separate memory, so that one does not hold the other
     """
 
     __slots__ = ("_block", "_counted", "_lengths", "_output", "_ranks", "_runs", "_work")
@@ -149,7 +149,7 @@ class PendingGather:
             rows = self._output.view(self._ranks.size, -1)
             self._output = None
             # Of several runs each is a copy, as its rows are not adjacent, and the output is freed here.
-            self._runs = [part.reshape(-1) for part in rows.split(self._lengths, dim=1)]
+            self._runs = [run.reshape(-1) for run in rows.split(self._lengths, dim=1)]
         run, self._runs[index] = self._runs[index], None
         assert run is not None
         return run
@@ -276,7 +276,7 @@ class _ShardedHandle(ByteHandle):
     def __init__(self, data: torch.Tensor) -> None:
         super().__init__(data.numel())
         self.data: torch.Tensor | None = data
-        """All bytes, an alias of the tensor's own memory."""
+        """All bytes, an alias of the tensor's memory."""
         self.is_split = False
         self.slice: torch.Tensor | None = None
         """This rank's bytes, if no inner store holds them."""
@@ -285,7 +285,7 @@ class _ShardedHandle(ByteHandle):
         self.probe: torch.Tensor | int = 0
         """The sum of a few words of all bytes."""
         self.gather: PendingGather | None = None
-        """The all-gather of the slices in progress, which holds its own references."""
+        """The all-gather of the slices in progress, which holds its references."""
         self.run = 0
         """The position of the bytes in it."""
 
@@ -305,7 +305,7 @@ class ShardedStore(ByteStore):
         self._inner = inner
         self.label = "part" if inner is None else f"{inner.label} part"
         self._policy = f"{self.label} on {device.type} over ranks {ranks.members}"
-        # Hashes of strings differ between processes: they are keys of this rank's own, and are never sent.
+        # Hashes of strings differ between processes: they are keys of this rank alone, and are never sent.
         self._is_equal: dict[int, bool] = {}  # by the hash of a block and of the sizes of its pieces up to this one
         self._calls: weakref.WeakKeyDictionary[TensorGroup, _OpenCall] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -335,7 +335,7 @@ class ShardedStore(ByteStore):
         return handle
 
     def close_group(self, group: TensorGroup) -> None:
-        """Compares the group's new sizes between ranks, then splits what is equal."""
+        """Compares the group's new sizes between ranks, then splits the tensors that are equal."""
         call = self._calls.pop(group, None)
         # Bytes may be freed before the call is over, with a graph that forward drops.
         entries = [] if call is None else [entry for entry in call.handles if entry[1].data is not None]
@@ -408,11 +408,11 @@ class ShardedStore(ByteStore):
     def _slice_of(self, data: torch.Tensor) -> torch.Tensor:
         """Returns a copy of this rank's slice, padded with zeros."""
         num_bytes = self._slice_bytes(data.numel())
-        part = data[self._ranks.rank * num_bytes :][:num_bytes]
-        if part.numel() == num_bytes:
-            return part.clone()
+        piece = data[self._ranks.rank * num_bytes :][:num_bytes]
+        if piece.numel() == num_bytes:
+            return piece.clone()
         padded = data.new_zeros(num_bytes)
-        padded[: part.numel()] = part
+        padded[: piece.numel()] = piece
         return padded
 
     def _stored(self, handle: _ShardedHandle, group: TensorGroup) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from graphckpt._compat import unseen_by_modes
 
 # Note [Streams are shared]
-# PyTorch hands out 32 streams in turn. If each store took new ones, those of a later store would be the stream of a
+# PyTorch hands out 32 streams round-robin. If each store took new ones, those of a later store would be the stream of a
 # capture or of another store, and its copies would be serialized with the work that they should overlap with.
 
 

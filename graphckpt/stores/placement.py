@@ -52,7 +52,7 @@ class Placement:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy has its own, empty store.
+        # A copy has a new, empty store.
         return Placement, (self.offload, self.partition, self.contiguous, self.min_elements)
 
     def _byte_store_for(self, device: torch.device, is_shard: bool, group: TensorGroup) -> ByteStore | None:

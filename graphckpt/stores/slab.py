@@ -18,7 +18,7 @@ from graphckpt.errors import StoreError
 from graphckpt.stores.base import ByteHandle, ByteStore, TensorGroup, Tier
 from graphckpt.units import format_bytes
 
-ALIGN = 256  # bytes; what cudaMalloc guarantees, so vectorised kernels stay legal
+ALIGN = 256  # bytes; cudaMalloc's guarantee, so vectorised kernels stay legal
 
 
 def aligned(num_bytes: int, align: int = ALIGN) -> int:
@@ -86,11 +86,11 @@ class _SlabHandle(ByteHandle):
         self.data: torch.Tensor | None = data
 
 
-# Note [Each use of a slab's range has its own storage]
+# Note [Each use of a slab's range has a storage]
 # What `get` returns may outlive the key: backward may keep a view of it, even as a gradient. A range must not be reused
-# while any view of it is alive, so each use of a range gets its own storage over the slab's memory (by DLPack, without
+# while any view of it is alive, so each use of a range gets a new storage over the slab's memory (by DLPack, without
 # a copy), and the range is free when that storage is gone. A weak reference shows when that is: the Python object of a
-# storage lives as long as its memory, whoever refers to it (pytorch#103907).
+# storage lives as long as its memory, whichever object refers to it (pytorch#103907).
 #
 #     key = put(x)            range in use
 #     y = get(key); del key   in use: y has the storage of this use
@@ -167,7 +167,7 @@ class SlabStore(ByteStore):
         return handle.data
 
     def free(self, handle: ByteHandle) -> None:
-        """Drops the range. See Note [Each use of a slab's range has its own storage]."""
+        """Drops the range. See Note [Each use of a slab's range has a storage]."""
         assert isinstance(handle, _SlabHandle)
         handle.data = None
 

@@ -35,10 +35,10 @@ _NOTHING = nullcontext()
 # Note [Memory that others free]
 # FSDP gathers the parameters of a module for its forward, and frees their memory by `resize_(0)` behind it, for all
 # tensors that view it and without a version bump. A thread that writes such a view to disk reads freed memory, and a
-# copy on a stream of its own may. So no view of a parameter is moved. Most views have the parameter as their `_base`. A
+# copy on another stream may. So no view of a parameter is moved. Most views have the parameter as their `_base`. A
 # custom autograd.Function may save `weight.detach()`, which has none, but is known by its storage. A child that is
 # sharded apart has no gathered parameters when its block's first tensor is saved: while one of the parameters is of a
-# class of its own, as sharded ones are, the list is made anew for each tensor.
+# special class, as sharded ones are, the list is made anew for each tensor.
 
 
 @final
@@ -74,7 +74,7 @@ class TensorStore(Store):
         self._last_number: int | None = None  # of the group that was requested last, in this step
         self._freed: deque[tuple[ByteStore, ByteHandle]] = deque()
         self._alive: set[int] = set()  # `id` of the handles that are not freed yet
-        self._lock = threading.RLock()  # backward runs in threads of its own, one for each device; `num_alive` nests it
+        self._lock = threading.RLock()  # backward runs in other threads, one for each device; `num_alive` nests it
 
     @property
     def label(self) -> str:
@@ -94,7 +94,7 @@ class TensorStore(Store):
 
     def open_group(self, group: TensorGroup) -> TensorGroup:
         with self._lock:
-            # Stores are not told where a step begins: it does with the first group after all tensors of the last step
+            # Stores do not see where a step begins: it does with the first group after all tensors of the last step
             # are freed. An open group without tensors belongs to a step that has begun.
             if not self.num_alive and all((g := ref()) is None or g.is_closed for ref in self._groups):
                 self._groups.clear()
@@ -295,7 +295,7 @@ def _handles(group: TensorGroup) -> dict[ByteStore, list[ByteHandle]]:
 
 @final
 class Piece:
-    """A byte range of one storage in a byte store. It is freed when its last key is gone."""
+    """A byte range of one storage in a byte store. It is freed with its last key."""
 
     __slots__ = ("__weakref__", "_freed", "begin", "end", "guard", "handle", "num_unread", "reloaded", "store")
 
@@ -375,8 +375,8 @@ class WrappedKey:
         self._class: Any = type(tensor)
         self._size, self._stride = tensor.size(), tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}
-        self._keys = {name: put(part) for name, part in parts.items() if isinstance(part, torch.Tensor)}
-        self._others = {name: part for name, part in parts.items() if name not in self._keys}  # such as a DeviceMesh
+        self._keys = {name: put(value) for name, value in parts.items() if isinstance(value, torch.Tensor)}
+        self._others = {name: value for name, value in parts.items() if name not in self._keys}  # such as a DeviceMesh
 
     @property
     def keys(self) -> list[object]:
@@ -442,7 +442,7 @@ class VersionGuard:
 
 
 def empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns an empty tensor with a version counter of its own, in half the time of ``torch.empty``."""
+    """Returns an empty tensor with a separate version counter, in half the time of ``torch.empty``."""
     if is_watched():  # the mode may make tensors of another kind
         return torch.empty(0, dtype=dtype, device=device)
     return _pattern(dtype, device).data  # `detach()` would share the counter among all of them

@@ -59,7 +59,7 @@ def build_model(
 ) -> BuiltModel:
     """Returns the model that the settings describe, and seeds each rank; collective."""
     # One seed on all ranks until the end of this function: all draw the same weights. At its end ranks with other
-    # samples get seeds of their own, for dropout.
+    # samples get separate seeds, for dropout.
     seed_all(settings.seed)
     with attribute_errors("model, task", "making the model"):
         model = task.prepare(make_model())
@@ -77,7 +77,7 @@ def build_model(
     if (data_mesh := ranks.data_mesh) is not None:
         from graphckpt.train.parallel.data_parallel import apply_fsdp, broadcast_weights  # noqa: PLC0415 - as below
 
-        # The seed is one, but a model may draw from elsewhere, or read its weights from files of its own machine.
+        # The seed is one, but a model may draw from elsewhere, or read its weights from files of its machine.
         broadcast_weights(model, data_mesh)
         if stage := settings.zero_optimization.active_stage:
             section = settings.activation_checkpoint  # its blocks are layers, checkpointed or not

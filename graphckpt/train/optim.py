@@ -24,8 +24,8 @@ def get_default_optimizer_params(
 
     Args:
         model: whose parameters to take; a parameter that is shared counts once.
-        weight_decay_norm: weight decay of norms; ``None`` is the optimizer's own.
-        weight_decay_bias: weight decay of biases; ``None`` is the optimizer's own.
+        weight_decay_norm: weight decay of norms; ``None`` is that of the optimizer.
+        weight_decay_bias: weight decay of biases; ``None`` is that of the optimizer.
         clip_grad_max_norm: the most that the gradient norm of each group may be; ``None`` clips nothing.
         clip_grad_norm_type: the p of the norm; ``None`` clips nothing.
 

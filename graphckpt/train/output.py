@@ -47,7 +47,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def hidden(path: Path, kind: str) -> Path:
-    """Returns a hidden name beside ``path``; ``kind`` is ``"tmp"``, ``"old"`` or ``"trash"``."""
+    """Returns a hidden name next to ``path``; ``kind`` is ``"tmp"``, ``"old"`` or ``"trash"``."""
     return path.with_name(f".{path.name}.{kind}")
 
 

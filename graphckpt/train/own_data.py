@@ -1,4 +1,4 @@
-"""The public name of :class:`OwnData`, for data sets of one's own."""
+"""The public name of :class:`OwnData`, for map-style data sets."""
 
 from graphckpt.train.data.samples import OwnData
 

@@ -116,7 +116,7 @@ def plan_on_batch(
 ) -> None:
     """Plans the graph for a batch and applies the plan. All ranks plan together; rank 0 writes the plan.
 
-    Each stage of a pipeline has a plan of its own, for the same budget; the file has the policies of all of them.
+    Each stage of a pipeline has a separate plan, for the same budget; the file has the policies of all of them.
     ``runs`` returns whether this process runs the module of a name.
     """
     from graphckpt.planning.plan import save_stages, stage_lines  # noqa: PLC0415 - loads the planner

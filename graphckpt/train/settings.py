@@ -53,7 +53,7 @@ class DistConfig:
     """The process groups of a run: ``train.dist``. ``torchrun`` starts the product of the sizes."""
 
     data_parallel_size: PositiveInt = 1
-    """Number of data-parallel groups; each trains on its part of every batch."""
+    """Number of data-parallel groups; each trains on its share of every batch."""
     tensor_parallel_size: PositiveInt = 1
     """Processes over which each matrix is sharded; their ranks are consecutive, so that they are on one machine."""
     pipeline_parallel_size: PositiveInt = 1
@@ -157,7 +157,7 @@ class ActivationCheckpointConfig:
     contiguous: bool | None = None
     """Whether they are stored in one slab, as big as the first step needs."""
     determinism_check: Literal["none", "default", "values"] | None = None
-    """What is compared in the recomputation of every selected block: nothing; shapes and dtypes, and the values of some
+    """What to compare in the recomputation of every selected block: nothing; shapes and dtypes, and the values of some
     calls; or the values of every call. ``None`` is ``"default"``."""
     compile: bool | dict[str, Any] | None = None
     """Whether each selected block is compiled inside of its policy; or what ``torch.compile`` is called with."""
@@ -209,10 +209,10 @@ class ActivationCheckpointConfig:
             except ConfigError as error:
                 yield str(error)
             if self.policies is not None:
-                yield "memory_budget: expected no policies beside it, as a plan chooses them · fix: unset one of them"
+                yield "memory_budget: expected no policies with it, as a plan chooses them · fix: unset one of them"
         if self.plan is not None and (self.policies is not None or self.memory_budget is not None):
             other = "policies" if self.memory_budget is None else "memory_budget"
-            yield f"plan: expected no {other} beside a saved plan · fix: unset one of them"
+            yield f"plan: expected no {other} with a saved plan · fix: unset one of them"
         if self.fit is not None and (self.policies is not None or self.plan is not None):
             other = "policies" if self.plan is None else "plan"
             yield f"fit: the plan of the chosen batch size sets the policies, and {other} is set · fix: unset one"
@@ -252,9 +252,9 @@ class EvaluationConfig:
     eval_iter: PositiveInt | None = None
     """If set, evaluates at most this many batches."""
     eval_metric: str | None = None
-    """What ``model_best`` is best at, such as ``"eval_ppl"``; ``None`` is the task's own."""
+    """The metric of ``model_best``, such as ``"eval_ppl"``; ``None`` is the metric of the task."""
     eval_mode: Literal["min", "max"] | None = None
-    """Whether lower or higher is better; ``None`` is the task's own."""
+    """Whether lower or higher is better; ``None`` is as the task says."""
 
 
 @final
@@ -431,7 +431,7 @@ class TrainConfig:
             yield f"{where}: expected one process, got {self.dist.num_processes} · fix: set train_micro_batch_size"
 
     def _size_faults(self) -> Iterator[str]:
-        # Sizes of a contradictory `dist` would only add faults that vanish with its own.
+        # Sizes of a contradictory `dist` would only add faults that vanish with the contradiction.
         if any(self.dist.faults()):
             return
         try:

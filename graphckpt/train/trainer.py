@@ -81,7 +81,7 @@ class Trainer:
         data: the data to train on.
         task: computes losses and metrics.
         report: output of the run; by default the console and ``log.txt`` in the output folder.
-        hooks: further hooks, which run after the trainer's own and before a snapshot is taken.
+        hooks: further hooks, which run after the trainer's hooks and before a snapshot is taken.
         resume: resume from the last snapshot in the output folder.
         eval_only: change nothing in the output folder; only ``evaluate`` will be called.
         scratch: write to a new temporary folder instead of ``train.output_dir``.
@@ -261,7 +261,7 @@ class Trainer:
     ) -> Iterator[HookBase]:
         settings = self.settings
         # The order matters. The log adds metrics, and raises for a loss that is not finite before anything is saved.
-        # Evaluation adds its own. Rows are written before snapshots: if the process is killed after a snapshot, all
+        # Evaluation adds other rows. Rows are written before snapshots: if the process is killed after a snapshot, all
         # iterations in it have their rows, and a resume drops those of later ones (`cut_metrics`). BestHook comes
         # before SnapshotHook, which saves its state. The picture is drawn after the final snapshot, so that a failure
         # costs only the picture, and before TensorBoard adds it to its events.

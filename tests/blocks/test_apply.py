@@ -529,7 +529,7 @@ def test_flags_that_do_nothing_are_told() -> None:
         "encoder: ModuleList has no forward, so this policy has no effect; set it on its items" in explanation.warnings
     )
     (inner,) = [row for row in explanation.rows if row.block == "decoder.0.up"]
-    assert inner.note == "is recomputed as part of the block around it"
+    assert inner.note == "is recomputed with the block around it"
 
 
 def test_selectors_with_an_effect_on_some_blocks_or_fields() -> None:

@@ -96,9 +96,9 @@ CHANGES: dict[str, tuple[Callable[[Network], None], str, dict[str, str]]] = {
     "replaced, and kept elsewhere": (replace_and_keep, "layers.*", {"layers.1": NO_POLICY}),
     "norms converted": (convert, "layers.*.norm", {"layers.0.norm and 2 more": NO_POLICY}),
     "dropped": (drop, "layers.*", {"layers.2": "it was removed from the model after its policy was set"}),
-    "first dropped": (drop_first, "layers.*", {"layers.0": "it was replaced by a module that has a policy of its own"}),
+    "first dropped": (drop_first, "layers.*", {"layers.0": "it was replaced by a module that has a policy"}),
     "pruned": (prune, "layers.*", {"layers.1": NO_POLICY}),
-    "copied": (copy_one, "layers.*", {"layers.1": "it was replaced by a module that has a policy of its own"}),
+    "copied": (copy_one, "layers.*", {"layers.1": "it was replaced by a module that has a policy"}),
     "adapted": (adapt, "layers.*", {}),
 }
 RULES: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_the_step_is_that_of_the_model_as_it_is(
             rows = {row.block: row for row in handle.explain(show=False).rows}
             for each in (explanation, handle.explain(show=False)):
                 said = dict(warning.split(": ", 1) for warning in each.warnings if "after its policy" in warning)
-                said |= dict(warning.split(": ", 1) for warning in each.warnings if "of its own" in warning)
+                said |= dict(warning.split(": ", 1) for warning in each.warnings if "that has a policy" in warning)
                 assert said.keys() == notes.keys()
                 assert all(said[name].startswith(text) for name, text in notes.items())
             if change == "replaced":

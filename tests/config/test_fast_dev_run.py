@@ -1,4 +1,4 @@
-"""What --fast-dev-run makes smaller, and what it leaves alone."""
+"""--fast-dev-run: the settings that it reduces, and those that it leaves unchanged."""
 
 from __future__ import annotations
 

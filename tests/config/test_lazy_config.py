@@ -41,7 +41,7 @@ def test_call_is_made_late_inside_out_and_with_changes() -> None:
     assert result["many"][1]["deep"].out_features == 5
     assert result["extra"] == 1
     assert type(result["many"]) is list
-    with pytest.raises(ConfigError, match="every argument needs its name"):
+    with pytest.raises(ConfigError, match="expected only keyword arguments, got 1 positional"):
         described(layer)
     with pytest.raises(ConfigError, match="expected a callable or its dotted name, got 3"):
         LazyCall(3)

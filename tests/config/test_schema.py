@@ -1,4 +1,4 @@
-"""What a config may hold: every fault is found, and all at once."""
+"""The schema of a config: every fault is reported, all of them in one error."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_the_journeys_name_functions_that_exist() -> None:
 
 
 def test_the_table_names_each_package_and_module_of_the_top_level() -> None:
-    table = TEXT.partition("## Where things are")[2].partition("## Two journeys")[0]
+    table = TEXT.partition("## Layout of the code")[2].partition("## Two walkthroughs")[0]
     cells = " ".join(re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE))
     names = {name.rstrip("*") for name in re.findall(r"`([\w*]+)`", cells)}
     package = ROOT / "graphckpt"

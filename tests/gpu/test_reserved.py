@@ -1,4 +1,4 @@
-"""What the simulated allocator says of a step, on the real one: segments, and the least memory that is enough."""
+"""Predictions of the simulated allocator on a real device: segments, and the least memory that is enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Graph takes as attributes and what it gives back."""
+"""Attributes of a Graph: which objects it accepts, and what reading them returns."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_optimizers_and_tensors_are_no_attributes(value: Any, message: str) -> N
 def test_names_of_modules(name: str) -> None:
     message = f"Train.{name}: there is an attribute of this name already · fix: choose another"
     if name in ("", "a.b"):
-        message = f"a module's name can be neither empty nor hold a dot, got {name!r}"
+        message = f"Train.{name}: expected a name without dots, got {name!r} · fix: rename it"
     graph = Train(mlp())
     graph.note = "text"
     with pytest.raises(KeyError) as error:

@@ -1,4 +1,4 @@
-"""What CUDA graphs share, and what a failed one leaves to the others."""
+"""Several CUDA graphs: shared pools, and the state of the others after one fails."""
 
 from __future__ import annotations
 

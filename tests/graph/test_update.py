@@ -1,4 +1,4 @@
-"""What follows build: clip, step, zero, schedule, once each; with several optimizers, scalers and micro-batches."""
+"""The update after build: clip, step, zero, schedule, once each; with several optimizers, scalers, micro-batches."""
 
 from __future__ import annotations
 

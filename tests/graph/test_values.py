@@ -1,4 +1,4 @@
-"""What goes into build and what comes out of a call."""
+"""Inputs of build and outputs of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of capture runs without one: settings, messages, random numbers of the host, `verify` of eager steps."""
+"""Capture without a CUDA device: settings, messages, random numbers of the host, `verify` of eager steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests of the ledger share."""
+"""Fixtures of the tests of the ledger."""
 
 from __future__ import annotations
 

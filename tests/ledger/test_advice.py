@@ -1,4 +1,4 @@
-"""What `explain()` advises and predicts holds: whoever follows the advice sees the peak not rise."""
+"""Advice and predictions of `explain()`: the peak does not rise if the advice is followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept is what is alive at one time: of one micro-batch, not the sum over all of them."""
+"""Kept bytes with micro-batches: those alive at one time, not the sum over all micro-batches."""
 
 from __future__ import annotations
 

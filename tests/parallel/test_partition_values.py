@@ -1,4 +1,4 @@
-"""What the flag takes, when it does nothing, and the arithmetic of slices and checksums; in one process."""
+"""Values of `partition`, cases without effect, and the arithmetic of slices and checksums; in one process."""
 
 from __future__ import annotations
 

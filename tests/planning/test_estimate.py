@@ -321,7 +321,7 @@ class TestErrors:
     def test_code_of_the_model_is_not_run(self, tmp_path: Path) -> None:
         folder = folder_of(llama(), tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Own"})
         (tmp_path / "modeling.py").write_text("raise SystemExit('it ran')")
-        assert "code of its own (auto_map), which is never run" in fault_of(folder)
+        assert "custom code (auto_map), which is never run" in fault_of(folder)
 
     def test_quantized_weights(self, tmp_path: Path) -> None:
         folder = folder_of(llama(), tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})

@@ -1,4 +1,4 @@
-"""What a plan shows, draws, saves and loads."""
+"""Plans: the table, the picture, saved and loaded files."""
 
 from __future__ import annotations
 

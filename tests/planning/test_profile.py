@@ -94,7 +94,7 @@ class TestProfiles:
             load_profile("h100").with_memory(memory)
 
     def test_the_example_of_the_docs_is_a_profile(self, tmp_path: Path) -> None:
-        page = Path("docs/reference/planning.md").read_text(encoding="utf-8").partition("### A profile of your own")[2]
+        page = Path("docs/reference/planning.md").read_text(encoding="utf-8").partition("### Custom profiles")[2]
         example = page.partition("```yaml\n")[2].partition("```")[0]
         (tmp_path / "a40.yaml").write_text(example)
         device = load_profile(tmp_path / "a40.yaml")
@@ -117,7 +117,7 @@ class TestProfiles:
             load_profile("h20")
         assert str(error.value) == (
             f"device: unknown profile 'h20' · did you mean 'h200'? · fix: use one of {', '.join(profile_names())}; "
-            'or write a profile of about 20 lines, see "A profile of your own" in docs/reference/planning.md'
+            'or write a profile of about 20 lines, see "Custom profiles" in docs/reference/planning.md'
         )
 
     def test_all_faults_of_a_file_are_told_at_once(self, tmp_path: Path) -> None:

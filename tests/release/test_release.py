@@ -1,4 +1,4 @@
-"""What a release says of itself in several places is the same in all of them."""
+"""Facts that a release states in several places, which must agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the program around a block changes between forward and backward, and what is around a call of the block."""
+"""Changes by the program around a block between forward and backward, and the context of a call of the block."""
 
 from __future__ import annotations
 

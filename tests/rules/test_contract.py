@@ -1,4 +1,4 @@
-"""What must hold for every rule: found by the registry, so that a new rule is tested without being named."""
+"""The contract of every rule, run over the registry, so that a new rule is tested without being named."""
 
 from __future__ import annotations
 

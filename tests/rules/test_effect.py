@@ -1,4 +1,4 @@
-"""What the rules are for: fewer bytes alive, by exactly what the table says; no op recomputed but those of the rule."""
+"""The effect of each rule: fewer bytes alive, by exactly the table's figures; only the rule's ops are recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `selective` sees by its dispatch modes: the ops of the block, all of them, as they are without a mode."""
+"""The dispatch modes of `selective`: they see all ops of the block, as they are without a mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attribute of a module reaches changes once: objects, containers in containers, generators."""
+"""State that an attribute of a module refers to changes once: objects, containers in containers, generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recomputation of a `selective` block skips, and what is not kept: ops counted, bytes measured."""
+"""Ops that the recomputation of a `selective` block skips, and results that it frees: ops counted, bytes measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a missing wait, a freed block and each kind of copy look like on the simulated device."""
+"""A missing wait, a freed block and each kind of copy on the simulated device."""
 
 from __future__ import annotations
 

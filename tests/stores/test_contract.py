@@ -1,4 +1,4 @@
-"""What must hold for every store under every rule: same bits, real effect, nothing left behind."""
+"""The contract of every store under every rule: bitwise equal results, a real effect, nothing left behind."""
 
 from __future__ import annotations
 

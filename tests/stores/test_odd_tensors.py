@@ -1,4 +1,4 @@
-"""What stores do with tensors that are not views of bytes in memory: they stay on the device, and explain() says so."""
+"""Tensors that are not plain views of bytes: stores leave them on the device, and explain() reports it."""
 
 from __future__ import annotations
 

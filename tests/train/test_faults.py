@@ -172,7 +172,7 @@ def test_the_key_is_named(
         ([f"{_BUDGET}=1KiB"], ["no plan fits"]),
         (
             [f"{_BUDGET}=min", f"{_CHECKPOINT}.policies={{h.0: true}}"],
-            ["expected no policies beside it, as a plan chooses them"],
+            ["expected no policies with it, as a plan chooses them"],
         ),
         ([f"{_BUDGET}=min", f'{_HEAD}={{"loss_head": "tlies"}}'], ["head.loss_head: expected a rule, got 'tlies'"]),
         ([f"{_BUDGET}=min", _SLICED], ["'loss_head' · did you mean 'lm_head'? · fix: task.loss_head=True"]),

@@ -124,7 +124,7 @@ def test_a_saved_plan_replaces_the_rule(tmp_path: Path) -> None:
     for beside in ({"policies": {"body.0": True}}, {"memory_budget": 0.5}):
         (name,) = beside
         config = ActivationCheckpointConfig(plan=str(path), **beside)
-        assert list(config.faults()) == [f"plan: expected no {name} beside a saved plan · fix: unset one of them"]
+        assert list(config.faults()) == [f"plan: expected no {name} with a saved plan · fix: unset one of them"]
     with pytest.raises(ConfigError, match=r"activation_checkpoint\.plan: .*none\.yaml: cannot be read"):
         _blocks(Whole(), plan=str(tmp_path / "none.yaml"))
     path.write_text("blocks: {body.9: true}")

@@ -138,7 +138,7 @@ def _flip(path: Path) -> None:
     ("break_it", "message"),
     [
         (_cut_short, r"is broken, [\d,]+ bytes of [\d,]+"),
-        (_flip, "is broken, its checksum is not the one that was written"),
+        (_flip, "is broken: its checksum does not match"),
         (lambda path: path.unlink(), "No such file or directory"),
     ],
 )

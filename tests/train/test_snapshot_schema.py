@@ -1,4 +1,4 @@
-"""What the files of a snapshot may hold, by themselves and for the run that reads them."""
+"""The schema of the files of a snapshot, on their own and for the run that reads them."""
 
 from __future__ import annotations
 

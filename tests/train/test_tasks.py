@@ -1,4 +1,4 @@
-"""What each task makes of text: batches, losses, metrics."""
+"""Tasks on text: batches, losses, metrics."""
 
 from __future__ import annotations
 

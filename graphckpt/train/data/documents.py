@@ -129,7 +129,7 @@ def read_dataset(
 
     try:
         rows = load_dataset(name, config, split=split, **({} if files is None else {"data_files": files}))
-    except Exception as error:  # any error of the network, the disk or the data set's own code
+    except Exception as error:  # any error of the network, the disk or the code of the data set
         fix = "check data.dataset, data.dataset_config and data.dataset_split"
         raise DataError(f"data.dataset: {name!r}: {type(error).__name__}: {first_line(error)} · fix: {fix}") from error
     columns = {"text_column": text_column, "label_column": label_column}

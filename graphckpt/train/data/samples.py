@@ -162,7 +162,7 @@ class Prefetcher:
     """Batches by iteration, on the device.
 
     On a CUDA device :meth:`prefetch` reads the next batch while the step that was launched before still runs, and
-    copies it from pinned memory on a stream of its own: neither the host nor the device waits. On any other device a
+    copies it from pinned memory on a separate stream: neither the host nor the device waits. On any other device a
     batch is read when it is asked for.
     """
 

@@ -51,7 +51,7 @@ class TextData:
     dataset_config: str | None = None
     """Which of its configurations, such as ``"wikitext-2-raw-v1"``."""
     dataset_split: str = "train"
-    """Its split; a part of it is held out, as of any text."""
+    """Its split; a share of it is held out, as of any text."""
     text_column: str = "text"
     """Its column of texts."""
     label_column: str | None = None
@@ -92,7 +92,7 @@ class TextData:
             DataError: no text, too little of it, or the cache cannot be written.
         """
         if not hasattr(task, "samples"):
-            fix = "use graphckpt.train.tasks.CausalLM or another task on text, or data of your own"
+            fix = "use graphckpt.train.tasks.CausalLM or another task on text, or your own data"
             raise ConfigError(f"task: {type(task).__name__} does not support text · fix: {fix}")
         text = self.prepare(report, task.special_tokens)
         train, heldout = (task.samples(tokens, text, seed) for tokens in (text.train, text.heldout))

@@ -112,9 +112,9 @@ class Tokens:
         column = table["input_ids"]
         # Not by `flatten` and `value_lengths`, which import pyarrow.compute. No row is null.
         offsets = [np.from_dlpack(rows.offsets) for rows in column.chunks]
-        parts = [rows.values[own[0] : own[-1]] for rows, own in zip(column.chunks, offsets, strict=True)]
+        parts = [rows.values[ends[0] : ends[-1]] for rows, ends in zip(column.chunks, offsets, strict=True)]
         self._tokens = pa.chunked_array(parts, column.type.value_type)
-        self._ends = np.cumsum(np.concatenate([np.diff(own) for own in offsets]))
+        self._ends = np.cumsum(np.concatenate([np.diff(ends) for ends in offsets]))
         self._groups = _to_numpy(table["group"])
         self._seq_length = seq_length
         self.groups: tuple[str, ...] = tuple(json.loads(table.schema.metadata[_GROUPS]))
@@ -161,7 +161,7 @@ class Tokens:
 
 
 def _to_numpy(values: pa.ChunkedArray) -> NDArray[np.int64]:
-    """As Arrow's own ``to_numpy``, which imports pandas: a third of a second."""
+    """As Arrow's ``to_numpy``, which imports pandas: a third of a second."""
     return np.concatenate([np.empty(0, np.int64), *(np.from_dlpack(chunk) for chunk in values.chunks if len(chunk))])
 
 

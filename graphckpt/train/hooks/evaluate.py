@@ -29,7 +29,7 @@ class EvalHook(HookBase):
     eval_period: int
     """Iterations between two evaluations."""
     over_ranks: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
-    """Returns the sums over all processes that evaluate batches of their own."""
+    """Returns the sums over all processes that evaluate different batches."""
 
     def after_step(self, loop: Loop) -> None:
         if loop.done % self.eval_period and loop.done != loop.train_iter:

@@ -51,7 +51,7 @@ class LogHook(HookBase):
     """Logs after the first, after every ``log_period``-th and after the last iteration, in libai's format.
 
     Losses are means since the line before. On the CPU a line is written at once. On any other device its losses are
-    copied to the host without a wait, and the line is written one log period later, with the number of its own
+    copied to the host without a wait, and the line is written one log period later, with the number of its
     iteration, so that the host always stays ahead of the device. Speed counts steps, not evaluations. The learning rate
     is read and never set: the graph steps the schedule.
 
@@ -97,7 +97,7 @@ class LogHook(HookBase):
         self._sums = {name: value.to(self._device) for name, value in state["sums"].items()}
         self._iterations = state["iterations"]
         if (late := state.get("late")) is not None:
-            # Its losses are means already, so `count` stays 1. The resumed run writes it first, under its own number.
+            # Its losses are means already, so `count` stays 1. The resumed run writes it first, under its number.
             self._late = _Line(iteration=late["iteration"], values=late["metrics"], losses=late["losses"])
 
     def before_step(self, loop: Loop) -> None:

@@ -38,7 +38,7 @@ from graphckpt.units import format_seconds
 #   save B: join A, gather, ...                  ...
 #
 # Two threads of a rank run collectives at the same time. On one process group they might begin in another order than
-# on another rank, and would then match the wrong ones: the thread has a group of its own (`TrainRanks.background`).
+# on another rank, and would then match the wrong ones: the thread has a separate group (`TrainRanks.background`).
 #
 # `poll` must not communicate, as ranks see their thread end in different iterations. So it only calls `then`, which
 # marks the snapshot as the last one: a run that is killed an hour before the next snapshot resumes from this one. An
@@ -170,7 +170,7 @@ class SnapshotWriter:
             raise TrainError(f"{what}; no snapshot is written · fix: {fix}, or lower optim.lr")
 
     def _shards_writer(self, folder: Path, shards: dict[str, Tensor]) -> Callable[[], None]:
-        """Returns what writes the shards of this rank, as they are now; both are collective."""
+        """Returns a function that writes the present shards of this rank; both are collective."""
         from graphckpt.train.snapshot import dcp  # noqa: PLC0415 - takes a second, for those who need it
 
         is_async, fresh = self._thread is not None, hidden(folder, "tmp")
@@ -280,7 +280,7 @@ class BestHook(HookBase):
                 what = f"train.evaluation.eval_metric: {self._metric!r} was not measured, so there will be no {BEST}"
                 loop.report.line(f"{what} · fix: use one of {', '.join(measured)}", "yellow")
         elif math.isfinite(value) and (self._best is None or value * self._sign > self._best * self._sign):
-            # Set before saving, as it is a part of the snapshot.
+            # Set before saving, as it belongs to the snapshot.
             self._best = value
             self._save(BEST, loop, then=partial(self._confirm, value), otherwise=partial(self._revoke, value))
 

@@ -41,7 +41,7 @@ def broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> None:
 def apply_fsdp(model: nn.Module, mesh: DeviceMesh, layers: Iterable[str], *, stage: int) -> None:
     """Applies ``fully_shard`` in place; call it after tensor parallelism and before the optimizer is created."""
     # Layers before the model, as `fully_shard` forms a group of all parameters below a module that have none yet. After
-    # their forward the root's own parameters, embeddings and head, are needed again at once: with None they stay.
+    # their forward the parameters of the root, embeddings and head, are needed again at once: with None they stay.
     for name in layers:
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=stage == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if stage == 3 else False)

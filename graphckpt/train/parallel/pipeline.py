@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from graphckpt.train.parallel.data_parallel import GradSync
 
 Stages: TypeAlias = tuple[tuple[str, ...], ...]
-"""For each stage, the names of its own modules, in order."""
+"""For each stage, the names of its modules, in order."""
 Read: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor]], dict[str, Tensor]]
 """Returns a task's losses or sums of a batch, on the last stage."""
 
@@ -61,10 +61,10 @@ def split_layers(
             raise ConfigError(f"{what} · fix: use {len(layers)} or less")
         staged = {name: {"stage_id": n * num_stages // len(layers)} for n, name in enumerate(layers)}
     numbers = stages_of(layers, staged, num_stages=num_stages)
-    own = [[name for name, number in zip(layers, numbers, strict=True) if number == n] for n in range(num_stages)]
-    own[0] = [*before, *own[0]]
-    own[-1] = [*own[-1], *after]
-    return tuple(map(tuple, own))
+    stages = [[name for name, number in zip(layers, numbers, strict=True) if number == n] for n in range(num_stages)]
+    stages[0] = [*before, *stages[0]]
+    stages[-1] = [*stages[-1], *after]
+    return tuple(map(tuple, stages))
 
 
 def _parts(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
@@ -109,8 +109,8 @@ def keep_stage(model: nn.Module, stages: Stages, stage: int, device: torch.devic
     """Moves this stage's modules to a device and all others to the meta device; in place."""
     others = _modules_elsewhere(model, stages, stage)
     inside = {module for other in others for module in other.modules()}
-    own = [module for module in model.modules() if module not in inside]
-    here = {id(t) for module in own for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+    modules = [module for module in model.modules() if module not in inside]
+    here = {id(t) for module in modules for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the original: while it lives, nothing else has its id
 
     # A weight that several modules share is moved once, so that they still share it.
@@ -283,11 +283,11 @@ class Pipeline:
         device = next(p.device for p in self._model.parameters() if not on_other_stage(p))
         zero = torch.zeros((), device=device)
         # A weight has a gradient on one stage, and 0 on all others: so the sum over stages is the list of all norms.
-        own = [
+        local_norms = [
             zero if p.grad is None or id(p) in twice else torch.linalg.vector_norm(p.grad, norm_type).float()
             for p in parameters
         ]
-        norms = torch.stack(own)  # by parameter, so that the norm over all is summed as in one process
+        norms = torch.stack(local_norms)  # by parameter, so that the norm over all is summed as in one process
         dist.all_reduce(norms, group=self._group)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         return total
@@ -337,7 +337,7 @@ class Pipeline:
 
 @contextmanager
 def _raise_cause() -> Iterator[None]:
-    """Raises a stage's own error instead of the schedule's."""
+    """Raises the error of a stage instead of the schedule's."""
     try:
         yield
     except RuntimeError as error:

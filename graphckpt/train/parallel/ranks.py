@@ -31,7 +31,7 @@ _PATIENCE = timedelta(days=7)  # while one process prepares the data; if it dies
 
 @final
 class ParallelError(GraphckptError, RuntimeError):
-    """Another process of the run is gone, or does not answer."""
+    """Another process of the run has exited, or does not answer."""
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -53,7 +53,7 @@ def resolve_device(name: str | None, config: DistConfig) -> torch.device:
     if config.num_processes > 1 and name.startswith("cuda"):
         local, local_size = (int(os.environ.get(key, default)) for key, default in _LOCAL)
         if name != "cuda":
-            fix = "train.device=cuda, and each process takes one of its own"
+            fix = "train.device=cuda, and each process takes one"
             raise ConfigError(f"train.device: {name!r} is one device for all processes · fix: {fix}")
         if (count := torch.cuda.device_count()) < local_size:
             fix = "start fewer, or set train.device=cpu"
@@ -182,7 +182,7 @@ class TrainRanks:
         # `init_device_mesh` would create groups with PyTorch's default timeout, and not ours.
         groups = [dist.new_subgroups_by_enumeration(line, timeout=timeout)[0] for line in lines]
         self.mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(sizes))
-        # gloo, so that plain values and flags neither wait for the GPU nor stand in NCCL's queue.
+        # gloo, so that plain values and flags neither wait for the GPU nor for NCCL's queue.
         self.control = dist.new_group(backend="gloo", timeout=timeout)
         self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
 

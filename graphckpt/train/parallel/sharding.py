@@ -54,7 +54,7 @@ def map_leaves(
 def full_tensor_tree(state: Any, *, keep: bool = True) -> Any:
     """Gathers every sharded tensor in nested containers, on the CPU, one by one; collective, in the same order.
 
-    With ``keep=False`` this process takes part, and gets an empty tensor in place of each.
+    With ``keep=False`` this process joins the collectives, and gets an empty tensor in place of each.
     """
 
     def gather(leaf: Any, _: str) -> Any:
@@ -98,7 +98,7 @@ def shard_like(like: Tensor, value: Tensor) -> Tensor:
     value = value.to(template.device)
     if mesh.ndim == 1:
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
-    # The reverse of `_joined`. `src_data_rank=None` communicates nothing: each rank cuts its part out of the full
+    # The reverse of `_joined`. `src_data_rank=None` communicates nothing: each rank cuts its shard out of the full
     # tensor that it has.
     mine = distribute_tensor(value, mesh[_TENSOR], placements[1:], src_data_rank=None).to_local()
     share = distribute_tensor(mine, mesh[_DATA], [Shard(0)], src_data_rank=None).to_local()

@@ -1,6 +1,6 @@
 """Tensor parallelism: shards the layers that a plan of Transformers names, or the built-in plan of GPT-2.
 
-Weights become DTensors; what flows between layers stays plain tensors, so that blocks, policies and Transformers' own
+Weights become DTensors; what flows between layers stays plain tensors, so that blocks, policies and Transformers'
 code see what they see in one process, with fewer heads and a narrower MLP. The styles of
 ``torch.distributed.tensor.parallel`` support neither GPT-2's ``Conv1D`` nor layers that hold several matrices.
 """
@@ -65,8 +65,8 @@ class RowwiseParallel(ParallelStyle):
         _shard(module, "weight", device_mesh, Shard(0 if isinstance(module, Conv1D) else 1))
 
         def forward(module: Any, x: Tensor) -> Tensor:
-            own = _redistribute(x, device_mesh, Replicate(), Shard(-1)) if self.split else x
-            output = _redistribute(_affine(module, own, None), device_mesh, Partial(), Replicate())
+            local_x = _redistribute(x, device_mesh, Replicate(), Shard(-1)) if self.split else x
+            output = _redistribute(_affine(module, local_x, None), device_mesh, Partial(), Replicate())
             return output if module.bias is None else output + module.bias
 
         module.forward = MethodType(forward, module)
@@ -75,7 +75,7 @@ class RowwiseParallel(ParallelStyle):
 
 @final
 class VocabParallel(ParallelStyle):
-    """Each process holds ``1 / N`` of the rows of an embedding; PyTorch's own style has the gradient of all of them."""
+    """Each process holds ``1 / N`` of the rows of an embedding; PyTorch's style has the gradient of all of them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _shard(module, "weight", device_mesh, Shard(0))
@@ -109,17 +109,17 @@ class ReplicatedWithGradAllReduce(ParallelStyle):
         run: Any = type(layer).forward
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            own = module._parameters
+            parameters = module._parameters
             # The layer sees weights whose gradient is summed over the ranks. A hook on the weights would not do: FSDP2
             # puts other parameters in their place, before and after each forward.
             module._parameters = {
                 name: weight if weight is None or not weight.requires_grad else _sum_gradient(weight, mesh)
-                for name, weight in own.items()
+                for name, weight in parameters.items()
             }
             try:
                 return run(module, *args, **kwargs)
             finally:
-                module._parameters = own
+                module._parameters = parameters
 
         layer.forward = MethodType(forward, layer)
 
@@ -192,12 +192,12 @@ def shard_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shards a model over a mesh, in place, after broadcasting rank 0's weights.
 
     The weights of sharded layers become DTensors, all others stay plain. Call it before the optimizer is created. The
-    plan is Transformers' own ``tp_plan``, or an attribute of this name on any module; GPT-2's is built in.
+    plan is Transformers' ``tp_plan``, or an attribute of this name on any module; GPT-2's is built in.
     """
     plan = divisible_plan(model, mesh.size())
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, group_src=0, group=mesh.get_group())
-    # Before sharding: `parallelize_module` shards each layer by itself, so that tied names would get two parameters.
+    # Before sharding: `parallelize_module` shards each layer separately, so that tied names would get two parameters.
     ties = _ties(model)
     parallelize_module(model, mesh, dict(plan))
     for names in ties:
@@ -266,9 +266,9 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _styles_by_pattern(model: nn.Module) -> dict[str, str]:
-    own: Any = getattr(model, "tp_plan", None)
-    if own:
-        return dict(own)
+    tp_plan: Any = getattr(model, "tp_plan", None)
+    if tp_plan:
+        return dict(tp_plan)
     config: Any = getattr(model, "config", None)
     if getattr(config, "model_type", None) != "gpt2" or getattr(config, "add_cross_attention", False):
         return {}
@@ -366,8 +366,8 @@ class _DropoutStream:
         before = get_rng_state(devices)
         seed = int(torch.randint(2**62, (), device="cpu")) + self._rank
         after = get_rng_state(devices)
-        own = [torch.Generator(device).manual_seed(seed).get_state() for device in (torch.device("cpu"), *devices)]
-        set_rng_state((own[0], tuple(zip(devices, own[1:], strict=True)), None))
+        states = [torch.Generator(device).manual_seed(seed).get_state() for device in (torch.device("cpu"), *devices)]
+        set_rng_state((states[0], tuple(zip(devices, states[1:], strict=True)), None))
         self._states = before, after, get_rng_state(devices)
 
     def end(self, module: nn.Module, args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Sharded tensors in one folder, by ``torch.distributed.checkpoint``: each rank writes and reads its own shards.
+"""Sharded tensors in one folder, by ``torch.distributed.checkpoint``: each rank writes and reads its shards.
 
 A folder can be read by any number of processes.
 """
@@ -51,7 +51,7 @@ def full_where_packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: Any) -> None:
-    """Writes what ``full_where_packed`` returned; collective, and a failure on one rank is raised on all."""
+    """Writes the result of ``full_where_packed``; collective, and a failure on one rank is raised on all."""
     with _naming(folder, SnapshotWriteError, _FAULTS):
         save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=True), process_group=group)
 

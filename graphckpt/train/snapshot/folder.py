@@ -130,7 +130,7 @@ def _put_in_place(fresh: Path, folder: Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    cause: BaseException | None = error  # PyTorch's writer wraps the system's error in one of its own
+    cause: BaseException | None = error  # PyTorch's writer wraps the error of the system
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
@@ -153,7 +153,7 @@ def recover(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    # Removing takes many calls: killed among them, a folder under its own name would look like a broken snapshot.
+    # Removing takes many calls: killed among them, a folder under its final name would look like a broken snapshot.
     trash = hidden(folder, "trash")
     folder.rename(trash)
     remove_path(trash)
@@ -184,7 +184,7 @@ def check(folder: Path) -> RunInfo:
             if num_bytes != entry["bytes"]:
                 raise SnapshotError(f"{path}: is broken, {num_bytes:,} bytes of {entry['bytes']:,}")
             if "crc32" in entry and _crc32(path) != entry["crc32"]:
-                raise SnapshotError(f"{path}: is broken, its checksum is not the one that was written")
+                raise SnapshotError(f"{path}: is broken: its checksum does not match")
         except OSError as error:
             raise SnapshotError(f"{path}: {error.strerror}") from error
     return info

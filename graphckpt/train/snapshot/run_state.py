@@ -66,7 +66,7 @@ class RunState:
     """The graph's optimizer."""
     device: torch.device
     ranks: TrainRanks
-    """The processes of the run; rank 0 writes, the others take part in gathering."""
+    """The processes of the run; rank 0 writes, the others contribute to the gathers."""
     seed: int
     """The seed of the run."""
     settings: dict[str, Any] = field(init=False)
@@ -157,8 +157,8 @@ class RunState:
             trainer[STAGES] = self.ranks.config.pipeline_parallel_size
             # all but the step counts, which are as small as a placeholder
             graph = extract_sharded(graph, "graph", shards, lambda leaf: isinstance(leaf, Tensor) and leaf.ndim > 0)
-            stages = self.ranks.all_gather(on_cpu(graph))  # each with the optimizer states of its own weights
-            # The optimizer of each stage has all parameters, under equal numbers, and states of its own ones alone.
+            stages = self.ranks.all_gather(on_cpu(graph))  # each with the optimizer states of its weights
+            # The optimizer of each stage has all parameters, under equal numbers, and states of its weights alone.
             every = {number: state for stage in stages[::-1] for number, state in stage[OPTIMIZER]["state"].items()}
             graph = {**stages[0], OPTIMIZER: {**stages[0][OPTIMIZER], "state": dict(sorted(every.items()))}}
         else:
@@ -172,7 +172,7 @@ class RunState:
         load_weights(self.model, weights, str(folder))
 
     def add_defaults(self, states: Mapping[str, Any], folder: Path, info: RunInfo) -> list[str]:
-        """Adds what the snapshot's format lacks to its states, and returns a line of the log for each."""
+        """Adds fields that the snapshot's format lacks to its states, and returns a line of the log for each."""
         lines = []
         for lack in [lack for number in range(info["format"], FORMAT) for lack in LACKS[number]]:
             state = states[lack.file]
@@ -204,7 +204,7 @@ class RunState:
             check_graph(graph, like, self.optimizer, done=info["done"], num_states=info.get("optimizer_states"))
 
     def changes(self, then: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Returns what has changed of param groups and schedule since a snapshot: the former and the new value."""
+        """Returns the changes of param groups and schedule since a snapshot: the former and the new value."""
         now = self.settings
         changes: dict[str, tuple[Any, Any]] = {}
         for before, after in zip(then["groups"], now["groups"], strict=False):
@@ -226,7 +226,7 @@ class RunState:
                 yield f"optim.{key}: expected {before}, with which the optimizer's states were made, got {after}"
 
     def load_states(self, graph: dict[str, Any], trainer: dict[str, Any], folder: Path) -> None:
-        """Restores what ``states`` returned; call it last, as it also sets the random generators. Collective."""
+        """Restores the result of ``states``; call it last, as it also sets the random generators. Collective."""
         graph = self._local_graph(graph, folder)
         try:
             if trainer["extra"]:
@@ -240,7 +240,7 @@ class RunState:
             if self.changes(trainer["settings"]):
                 graph = self._with_own_settings(graph)
             # A captured step reads the learning rate from a tensor at a fixed address. `load_state_dict` puts another
-            # tensor in its place, so the old one is filled and put back.
+            # tensor in its place, so the old one is filled and restored.
             rates = [group["lr"] for group in self.optimizer.param_groups]
             parameters = self._parameters
             for number, state in graph[OPTIMIZER]["state"].items():

@@ -1,4 +1,4 @@
-"""The files and fields of a snapshot: what each may hold, by itself and for the run that reads it."""
+"""The files and fields of a snapshot, with the checks of their values, alone and for the run that reads them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP, OPTIMIZER, SCHEDULER = "System-Train-TrainStep", "System-Train-Optimizer-0
 _SCALER = "System-Train-GradScaler"
 OWN_CHECKSUMS = ".distcp"  # a shard, which has checksums within
 FORMAT = 2
-"""Number of what is written. A change of it takes the next one, and an entry in ``run_state.LACKS`` for this one."""
+"""The format of a new snapshot. A change takes the next number, and an entry in ``run_state.LACKS`` for this one."""
 READABLE = range(max(1, FORMAT - 2), FORMAT + 1)
 """Formats that are read: this one, and the two before it."""
 

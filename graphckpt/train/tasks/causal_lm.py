@@ -43,7 +43,7 @@ class CausalLM(TextTask):
     A batch is ``input_ids`` and equal ``labels`` (the model shifts them), int64 of shape [B, T].
 
     Args:
-        loss_head: compute logits and loss in a block of its own, ``loss_head``, which may have a policy: see
+        loss_head: compute logits and loss in a separate block, ``loss_head``, which may have a policy: see
             :class:`LossHead`. The loss is the same up to rounding.
     """
 
@@ -97,8 +97,8 @@ class CausalLM(TextTask):
 class LossHead(nn.Module):
     """Sums the loss of tokens, given the last hidden states and the labels.
 
-    Transformers' models compute all logits, and the loss of them, within their own forward. As a block of its own
-    this part may have a policy: under ``Tiles(8, reduce="sum")`` the logits of an eighth of the tokens are alive.
+    Transformers' models compute all logits, and the loss of them, within their forward. As a separate block
+    they may have a policy: under ``Tiles(8, reduce="sum")`` the logits of an eighth of the tokens are alive.
 
     It has no weights. Those of ``output`` stay where they are: in the model, its optimizer and its snapshots.
 
@@ -124,7 +124,7 @@ def add_loss_head(model: Any) -> None:
     """Gives a causal language model of Transformers the child ``loss_head``.
 
     Raises:
-        ConfigError: it has no output layer, or no part that makes the hidden states.
+        ConfigError: it has no output layer, or no module that computes the hidden states.
     """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if output is None or getattr(model, "base_model", model) is model:
@@ -145,7 +145,7 @@ def loss_of(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def differences(model: Any) -> Iterator[str]:
-    """Yields how the model's own logits are not those of its output layer, tried on a few tokens."""
+    """Yields how the model's logits differ from those of its output layer, tried on a few tokens."""
     was_training = model.training
     device = next(model.parameters()).device
     tokens = torch.arange(8, device=device)[None] % model.get_input_embeddings().num_embeddings

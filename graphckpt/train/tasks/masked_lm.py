@@ -46,7 +46,7 @@ class _Pairs:
         follows = np.empty(len(indices), np.int64)
         for row, index in enumerate(indices):
             # A generator for each sample: it is the same in whichever batch it is drawn, also after a resume or on
-            # another number of ranks. The order of draws below is a part of each sample: another one changes all runs.
+            # another number of ranks. The order of draws below determines each sample: another one changes all runs.
             draw = np.random.default_rng((self.seed, int(index)))
             first, second, follows[row] = self._pair(int(index), draw)
             sequence = np.array([ids[_CLS], *first, ids[_SEP], *second, ids[_SEP]], np.int64)
