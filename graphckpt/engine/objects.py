@@ -208,7 +208,7 @@ def _set_items(owner: Any, value: Any, kind: Any) -> None:
 
 
 def differs(now: Any, then: Any) -> bool:
-    """Whether two containers hold other objects, compared by identity (the items of sets by equality).
+    """Whether two containers hold other objects, or in another order, compared by identity (items of sets by equality).
 
     ``then`` is the state of ``now`` if that is a generator or an array.
     """
@@ -222,9 +222,7 @@ def differs(now: Any, then: Any) -> bool:
         return True
     if not isinstance(now, dict):
         return bool(now != then) if isinstance(now, set) else not all(map(is_, now, then))
-    if all(map(is_, now, then)) and all(map(is_, now.values(), then.values())):
-        return False
-    return isinstance(now, OrderedDict) or any(key not in now or now[key] is not value for key, value in then.items())
+    return not (all(map(is_, now, then)) and all(map(is_, now.values(), then.values())))
 
 
 def swap(objects: Objects, undo: Undo) -> None:
