@@ -124,7 +124,6 @@ class ExcludedCall:
 
     def after_forward(self, call_state: CallState) -> None:
         # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
-        self.remove_hooks()
         changed = call_state.changed
         if are_mutated(self._versions) or (changed and not changed.isdisjoint(self.block.state.attribute_ids())):
             self.repeat()

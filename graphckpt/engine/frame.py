@@ -266,8 +266,6 @@ class Frame(Execution, Call):
                 arguments.drop(str(other))
             raise
         except BaseException:  # the end of a recomputation of a block around it, or an interrupt
-            for call in self.excluded:
-                call.remove_hooks()
             arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
             raise
         if isinstance(output, GeneratorType):
@@ -301,6 +299,9 @@ class Frame(Execution, Call):
             pop_saved_tensor_hooks()
             self.is_active = False
             running.set(outer)
+            # After an error too: a program that catches it may run backward through the child alone.
+            for call in self.excluded:
+                call.remove_hooks()
             if self.values is not None:
                 self.values.end_forward()
             if recorder is not None:
