@@ -116,6 +116,18 @@ def hooked() -> nn.Module:
     return module
 
 
+def hooked_with_tensor() -> nn.Module:
+    """Returns a module of PyTorch's, whose hook modifies a tensor in place that is an attribute of it."""
+
+    def scale(layer: Any, args: tuple[Tensor]) -> Tensor:
+        return args[0] * layer.calls.add_(1).clone()
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    module[0].calls = torch.zeros(())
+    module[0].register_forward_pre_hook(scale)
+    return module
+
+
 def draw(layer: Any) -> Tensor:
     return torch.rand(8, generator=layer.held[0] if hasattr(layer, "held") else layer.generator)
 
@@ -146,6 +158,7 @@ KINDS = {
     "array with attributes": lambda: Layer(count_in_attribute, {"counts": np.zeros(2).view(Counts)}),
     "view of a buffer": view_of_buffer,
     "attribute that a hook changes": hooked,
+    "tensor that a hook modifies": hooked_with_tensor,
     "old generator of NumPy": lambda: Layer(lambda layer: layer.source.rand(), {"source": np.random.RandomState(7)}),
     "tensor": lambda: Layer(count_in_tensor, {"calls": torch.zeros(())}),
     "array": lambda: Layer(count_in_array, {"counts": np.zeros(2)}),
