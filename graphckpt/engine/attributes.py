@@ -147,3 +147,8 @@ def number_names(fields: dict[str, Any]) -> list[str]:
     has_weights = bool(fields["_parameters"] or fields["_modules"])
     kinds = (float,) if has_weights else (float, int, bool, str)
     return [key for key, value in fields.items() if key not in OWN and type(value) in kinds]
+
+
+def holds_results(container: Any) -> bool:
+    items = container.values() if isinstance(container, dict) else container
+    return any(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in items)

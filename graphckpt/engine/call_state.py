@@ -37,6 +37,7 @@ from graphckpt.engine.attributes import (
     Reached,
     Values,
     attribute_names,
+    holds_results,
     is_plain_value,
     number_names,
 )
@@ -143,6 +144,12 @@ class CallState:
     """Attributes that the call has changed, or that are containers, with the values that they had before it."""
     objects: list[Objects] = field(default_factory=list)
     """The contents before the call of the objects that attributes reach."""
+    collectors: list[tuple[int, str, Objects]] = field(default_factory=list)
+    """Attributes that are containers with a result of autograd in them, such as outputs or losses that layers collect.
+
+    With the contents before the call, and versions. They are not held: outputs that come into them later lead to the
+    frame, which would never be freed without a backward. The recomputation finds them by the attribute.
+    """
     changed: frozenset[int] = _NONE
     """The ids of the modules' ``__dict__`` that the call has changed."""
     changed_tensors: Sequence[torch.Tensor] = ()
@@ -479,7 +486,12 @@ class ModuleState:
                 changed.add(id(fields[at]))
             # Of what is not held, only what the call itself has changed: the rest may come to hold an output.
             remaining = entries if is_held else changes
-            if is_held and not any(each[:2] == (at, key) for each in state.exchanged):
+            if (changes or holds_tensors(remaining)) and isinstance(value, CONTAINERS) and holds_results(value):
+                own = entries[0][1]  # in the place of its owner too, which must not be held
+                versions = [(owner, then) for owner, then in entries if isinstance(owner, torch.Tensor)]
+                state.collectors.append((at, key, without_tensors([(own, own), *versions], modified)))
+                remaining = [(owner, then) for owner, then in remaining if owner is not value]
+            elif is_held and not any(each[:2] == (at, key) for each in state.exchanged):
                 state.exchanged.append((at, key, value))
             if remaining := without_tensors(remaining, modified):
                 state.objects.append(remaining)
@@ -522,6 +534,8 @@ class ModuleState:
         self._put_attributes(state, fields, edit)
         for objects in state.objects:
             swap(with_stand_ins(objects, stand_in), undo)
+        for at, key, entries in state.collectors:
+            self._put_collector(fields[at], key, with_stand_ins(entries, stand_in), edit, undo)
         if state.hooks or any(self._hooks.all):
             self._hooks.put_in_place(state.hooks, undo)
         if _trainable(tensors[: self._num_parameters]) != state.trainable:
@@ -552,13 +566,22 @@ class ModuleState:
                 if "forward" in owner and at not in has_forward:
                     del edit(owner)["forward"]
 
+    def _put_collector(self, owner: dict[str, Any], key: str, entries: Objects, edit: _Edit, undo: Undo) -> None:
+        content = entries[0][1]
+        present = owner.get(key)
+        # Another container, which the caller has put in its place since, as after each step, does as well.
+        if isinstance(present, CONTAINERS) and isinstance(present, type(content)):
+            swap([(present, content)], undo)
+        else:
+            edit(owner)[key] = content.copy()
+
     def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
         """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
         slots = self._slots + [(self._fields()[at], key) for at, key in state.names]
         for (owner, key), tensor in zip(slots, state.tensors, strict=True):
             if tensor is not None and owner.get(key) is not tensor:
                 yield tensor
-        for objects in state.objects:
+        for objects in (*state.objects, *(entries for _, _, entries in state.collectors)):
             yield from tensors_in([contents for _, contents in objects])
 
     def _put_tensors(self, state: CallState, fields: Fields, edit: _Edit, undo: Undo) -> frozenset[int]:
