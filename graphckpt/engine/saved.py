@@ -120,7 +120,10 @@ class SavedAlias(SavedTensor):
 
 @final
 class ArgumentItself(SavedAlias):
-    """An argument on its device, of which the recomputation receives the same object."""
+    """An argument on its device, of which the recomputation receives the same object.
+
+    It is held with its history, which leads to earlier blocks and not to this call: no cycle, unlike a result's.
+    """
 
     __slots__ = ()
 
@@ -213,6 +216,7 @@ def save_tensor(
 
 def _leaf(tensor: torch.Tensor, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> torch.Tensor:
     tensor = tensor.detach()
+    # An AsyncCollectiveTensor, which alone has `trigger_wait`, is a wrapper: as a plain tensor it would have no memory.
     if cls is not None and type(tensor) is not cls and not hasattr(tensor, "trigger_wait"):
         if hasattr(cls, "__tensor_flatten__"):
             raise RecomputeError(
