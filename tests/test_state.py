@@ -38,7 +38,7 @@ class Holder(nn.Module):
         self.count = 0
         self.tensor = torch.zeros(2)
         self.list: list[Any] = [1]
-        self.dict: dict[str, Any] = {"a": 1}
+        self.dict: dict[str, Any] = {"a": 1, "b": 2}
         self.set = {1}
         self.deque = deque([1])
         self.counter = Counter("a")
@@ -61,6 +61,7 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
     "a deque": lambda m: m.deque.append(len(m.deque)),
     "a counter": lambda m: m.counter.update("ab"),
     "the order of an ordered dict": lambda m: m.ordered.move_to_end(next(iter(m.ordered))),
+    "the order of a dict": lambda m: m.dict.update({(key := next(iter(m.dict))): m.dict.pop(key)}),
     "a list that refuses extend": lambda m: m.strict.append(len(m.strict)),
     "several": lambda m: (m.average.add_(1), m.list.append(2), setattr(m, "count", m.count + 2)),
 }
@@ -69,6 +70,7 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
 def contents(module: nn.Module) -> dict[str, Any]:
     """Returns all that a module holds, safe from later edits."""
     fields = {k: v for k, v in module.__dict__.items() if not k.startswith("_")}
+    fields |= {k: [*v.items()] for k, v in fields.items() if isinstance(v, dict)}  # dicts in another order are equal
     return {k: v.detach().clone() if isinstance(v, torch.Tensor) else copy.copy(v) for k, v in fields.items()} | {
         k: v.detach().clone() for k, v in module.state_dict().items()
     }

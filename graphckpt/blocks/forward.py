@@ -28,7 +28,7 @@ from graphckpt.rules.basic import Joined, Keep
 from graphckpt.rules.in_graph import ForwardInGraph, exclude_in_graph
 from graphckpt.stores.placement import Placement
 
-_FLAG = "gradient_checkpointing"
+_FLAG = "gradient_checkpointing"  # an attribute of Transformers' modules: whether they checkpoint themselves
 
 
 class _Disabled(threading.local):
@@ -77,6 +77,8 @@ class ForwardWrapper(ABC):
         self._is_beneath = False
         self._cover(module.__dict__.get("forward"))
 
+    # `_wrapped` is what the module had before, for `uninstall` to put back, `_inner` what this wrapper calls. They are
+    # `None` for the forward of the class, which `_function` binds in each call: a bound method would hold the module.
     def _cover(self, forward: Callable[..., Any] | None) -> None:
         self._wrapped = forward
         self._inner = forward
@@ -194,7 +196,8 @@ class BlockForward(ForwardWrapper):
         """The state that all calls of the block share, created on first use."""
         if self._context is None:
             module = self._module()
-            modules = [] if module is None else [module]  # the program may have put another one in its place
+            # The module is freed by now if the program has replaced it, and another library's wrapper still calls this.
+            modules = [] if module is None else [module]
             self._native = [weakref.ref(m) for each in modules for m in each.modules() if hasattr(m, _FLAG)]
             store = None if self.placement is None else self.placement.store
             self._context = BlockContext(self.name, modules, store, determinism_check=self.determinism_check)
@@ -213,14 +216,14 @@ class BlockForward(ForwardWrapper):
     def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
         function = self._function()
         run = running.get()
-        # A recomputation follows the policies of its original forward, whatever has been switched off since.
-        # With `disable_checkpointing` around backward alone, an excluded child would run as a part, and fill holders
-        # that are not its own.
-        is_again = run is not None and run.is_recomputation
-        is_on = self._is_on or is_again
+        # A recomputation follows the policies of its original forward, whatever has been switched off since: with
+        # `disable_checkpointing` around backward alone, the ops of an excluded child would count as ops of the block
+        # around it, and fill the holders of the ops behind it.
+        is_recomputation = run is not None and run.is_recomputation
+        is_on = self._is_on or is_recomputation
         if self.compile_options is not None and is_on:
             function = self._compiled = self._compiled or CompiledForward(function, self.compile_options)
-        if self.only_compiles or not is_on or (_disabled.is_on and not is_again):
+        if self.only_compiles or not is_on or (_disabled.is_on and not is_recomputation):
             return function(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.rule.run_without_gradients(self._context or self.context, function, args, kwargs)
@@ -308,7 +311,7 @@ class BlockForward(ForwardWrapper):
 
     def install(self) -> None:
         self._is_on = True
-        policy_changes.number += 1
+        policy_changes.number += 1  # recomputations compare it with that of their call: see `_put_attributes`
         super().install()
 
     def uninstall(self) -> None:
@@ -370,7 +373,7 @@ class WatchedForward(ForwardWrapper):
             forward = cls(module)
             forward.install()
 
-        def end(*_: object) -> None:
+        def end(*_: object) -> None:  # also called, with the weak reference, when the watcher is freed
             forward._watchers = [one for one in forward._watchers if one is not entry]
             if not forward._watchers:
                 forward.uninstall()

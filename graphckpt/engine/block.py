@@ -46,27 +46,6 @@ _NOTHING = nullcontext()
 #          (pytorch#13402), whereas num_batches_tracked counts one for its `add_`.
 # call 2   copies 5 to 7. The recomputation updates clones of the copies, so that statistics count one forward.
 
-# Note [Attributes in later calls]
-#
-# Attributes of the user's modules, and of PyTorch's if the first call has changed some or a policy is on the module. Of
-# other modules of PyTorch's, only the numbers are read, such as the probability of a dropout.
-#
-#   attribute                         what a later call does                     what the recomputation gets
-#   number, string, flag, `forward`   reads it (`layout.plain`)                  its value, whoever has changed it since
-#   tensor (`scope.names`)            clones it if the first call has modified   the tensor or a clone
-#                                     it (`scope.moved`)
-#   list, dict, set, deque            copies its items (`scope.objects`), and    the same object with these items
-#                                     what small ones reach
-#   object that the first call has    copies all that it reaches                 the same object with these contents
-#   changed
-#   object that reaches tensors, or   copies the same, if that is at most 256    likewise, with stand-ins for tensors
-#   None, which may become one        objects (`scope.open`)                     that were modified since
-#   any other object                  compares its identity (`layout.others`)    the object of the call, if the call has
-#                                                                                replaced it
-#
-# An object without tensors is looked into once, and then known by a weak reference (`_inert`): it is not held, because
-# it may come to hold an output. See Note [Lifetime of a call] in frame.py.
-
 
 @final
 class BlockContext:
@@ -117,6 +96,7 @@ class BlockContext:
         self.sampler = sampler or CallSampler(name)
         self._roots = [weakref.ref(root) for root in roots]
         self.is_placed = store is not None
+        """Whether a store was set for the block itself, which those of blocks around do not replace."""
         self.store = store or DeviceStore()
         self.keeps_on_device = isinstance(self.store, DeviceStore)
         self.state = ModuleState(self._modules())

@@ -23,11 +23,24 @@ from dataclasses import dataclass, field
 from itertools import chain, starmap
 from operator import is_, itemgetter
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import nn
 
+from graphckpt.engine.attributes import (
+    OWN,
+    Attribute,
+    AttributeLayout,
+    Fields,
+    Modes,
+    Reached,
+    Values,
+    attribute_names,
+    holds_results,
+    is_plain_value,
+    number_names,
+)
 from graphckpt.engine.clones import (
     clones_of,
     has_plain_values,
@@ -51,7 +64,6 @@ from graphckpt.engine.objects import (
     differs,
     holds_tensors,
     is_plain_container,
-    is_plain_value,
     may_reach,
     restore,
     set_or_remove,
@@ -64,21 +76,12 @@ from graphckpt.thread_state import rng_devices
 from graphckpt.tree import tensors_in
 from graphckpt.undo import Undo
 
-_OWN = frozenset(nn.Module().__dict__)  # what torch itself keeps on every module
 _NORMS = nn.modules.batchnorm._NormBase
-_NONE: frozenset[int] = frozenset()
 _mode = itemgetter("training")
+_NONE: frozenset[int] = frozenset()
 _MAX_REACHED = 256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
 
 _Edit: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-_Fields: TypeAlias = list[dict[str, Any]]
-"""``module.__dict__`` of each module of a block. No call keeps them: they hold the forwards, and so the calls."""
-Modes: TypeAlias = tuple[bool | None, ...]
-"""Whether each module of a block is in training mode; ``None`` for one that asks the module that it wraps."""
-_Attribute: TypeAlias = tuple[int, str]
-"""The number of a module among those of the block, and the name of an attribute."""
-_Values: TypeAlias = list[tuple[Any, ...]]
-"""Values of attributes, by reader."""
 _SET_UP: Final = object()
 """Stands for the value of an attribute that a call has set up, which a recomputation leaves as it is."""
 
@@ -86,76 +89,12 @@ policy_changes = SimpleNamespace(number=0)
 """Counts how often a policy was put on a module or taken off."""
 
 
-class _AttributeReader(NamedTuple):
-    """Reads attributes of a module in one call of C: a block of a hundred modules needs three hundred a step."""
-
-    module: int
-    names: tuple[str, ...]
-    read: Callable[[dict[str, Any]], tuple[Any, ...]]
-    """Returns their values, and of a single one the value twice. Raises :class:`KeyError` if one is missing."""
-
-
-@final
-@dataclass(slots=True, eq=False)
-class _AttributeLayout:
-    """Which attributes calls read, until some come or go or have values of other types."""
-
-    sizes: list[int]
-    """How many fields each module has, PyTorch's own among them."""
-    plain: list[_AttributeReader]
-    """Of the attributes with plain values. The recomputation gets them whether or not the call has changed them."""
-    others: list[_AttributeReader]
-    """Of other attributes, which are not held: they may come to hold an output, whose graph holds the call."""
-    complete: frozenset[int]
-    """The modules of which all attributes are read."""
-    kinds: list[type] = field(default_factory=list)
-    """Of all values."""
-
-    def read(self, fields: _Fields) -> tuple[_Values, _Values]:
-        """Returns what the readers ``plain`` and ``others`` read; nothing if an attribute is missing."""
-        try:
-            plain = [read(fields[at]) for at, _, read in self.plain]
-            return plain, [read(fields[at]) for at, _, read in self.others] if self.others else []
-        except KeyError:
-            return [], []
-
-    @classmethod
-    def of(cls, fields: _Fields, names: Iterable[list[str]], complete: Iterable[int]) -> _AttributeLayout:
-        """Sorts the attributes with these ``names``, of each module."""
-        plain: list[_AttributeReader] = []
-        others: list[_AttributeReader] = []
-        for at, (owner, keys) in enumerate(zip(fields, names, strict=True)):
-            values_only = [key for key in keys if key == "forward" or is_plain_value(owner[key])]
-            for readers, some in (plain, values_only), (others, [key for key in keys if key not in values_only]):
-                if some:
-                    readers.append(
-                        _AttributeReader(at, tuple(some), itemgetter(*some, *(some if len(some) == 1 else ())))
-                    )
-        layout = cls([*map(len, fields)], plain, others, frozenset(complete))
-        layout.kinds = _kinds(*layout.read(fields))
-        return layout
-
-
-class _Reached(NamedTuple):
-    """An attribute before a call, and the contents of the objects that it reaches."""
-
-    module: int
-    name: str
-    value: Any
-    objects: Objects
-    is_held: bool
-    """Whether the recomputation gets the value whatever the caller has set since: tensors, which are inputs, numbers.
-
-    Other objects are not held: they may come to hold an output, whose graph holds the copy.
-    """
-
-
 @final
 @dataclass(slots=True, eq=False)
 class _Scope:
-    """The copies of later calls in these train and eval modes: see Note [Attributes in later calls] in block.py."""
+    """The copies of later calls in these train and eval modes: Note [Attributes in later calls] in attributes.py."""
 
-    names: list[_Attribute]
+    names: list[Attribute]
     """The attributes that are tensors."""
     copied: list[int]
     """Which buffers, and which of ``names``, are cloned; see :class:`CallState`."""
@@ -163,9 +102,9 @@ class _Scope:
     """The attributes that are containers, or are copied with all objects that they reach, and whether they are so."""
     shares_memory: bool
     """Whether some of ``copied`` share memory, as an attribute does that is a view of a buffer."""
-    open: list[_Attribute]
+    open: list[Attribute]
     """The attributes that may hold an object with tensors in a later call."""
-    moved: frozenset[_Attribute]
+    moved: frozenset[Attribute]
     """The attributes that are tensors which calls modify in place."""
 
 
@@ -175,7 +114,7 @@ class CallState:
     """The state before a call, of which :meth:`ModuleState.finish` leaves what the recomputation needs."""
 
     # With tuples rather than lists: Python's garbage collector need not visit those that hold numbers only.
-    fields: _Fields
+    fields: Fields
     """Of the modules; nothing after the call."""
     modes: Modes
     is_first: bool
@@ -186,14 +125,14 @@ class CallState:
     versions: tuple[int, ...]
     copies: dict[int, torch.Tensor]
     """Of buffers and attributes, by their index in ``tensors``."""
-    names: list[_Attribute]
+    names: list[Attribute]
     """Of the attributes in ``tensors``."""
-    layout: _AttributeLayout
-    plain: _Values
+    layout: AttributeLayout
+    plain: Values
     """Values that the readers ``layout.plain`` have read."""
-    others: _Values
+    others: Values
     """Values that the readers ``layout.others`` have read; nothing after the call."""
-    reached: list[_Reached]
+    reached: list[Reached]
     """Nothing after the call."""
     policy_changes: int
     scope: _Scope
@@ -205,6 +144,12 @@ class CallState:
     """Attributes that the call has changed, or that are containers, with the values that they had before it."""
     objects: list[Objects] = field(default_factory=list)
     """The contents before the call of the objects that attributes reach."""
+    collectors: list[tuple[int, str, Objects]] = field(default_factory=list)
+    """Attributes that are containers with a result of autograd in them, such as outputs or losses that layers collect.
+
+    With the contents before the call, and versions. They are not held: outputs that come into them later lead to the
+    frame, which would never be freed without a backward. The recomputation finds them by the attribute.
+    """
     changed: frozenset[int] = _NONE
     """The ids of the modules' ``__dict__`` that the call has changed."""
     changed_tensors: Sequence[torch.Tensor] = ()
@@ -245,13 +190,13 @@ class ModuleState:
         self._slots: list[tuple[dict[str, Any], str]] = [(owner, key) for owner in owners for key in owner]
         self._num_parameters = sum(map(len, parameters))
         self._hooks = ModuleHooks(members)
-        self._inert: dict[_Attribute, weakref.ref[Any]] = {}
+        self._inert: dict[Attribute, weakref.ref[Any]] = {}
         """Objects in attributes that reach no tensors, so that calls need not look into them."""
-        self._plain_copies: dict[tuple[int, str, bool], _Reached] = {}
+        self._plain_copies: dict[tuple[int, str, bool], Reached] = {}
         self._scopes: dict[Modes, _Scope] = {}
         self._changed: set[int] = set()
         """The modules of PyTorch's of which a first call has changed attributes, or which have tensors among them."""
-        self._layout = _AttributeLayout([], [], [], frozenset())
+        self._layout = AttributeLayout([], [], [], frozenset(), [])
         self.host_rng_modes: set[Modes] = set()
         """The modes in which a first call has drawn from the generators of Python or NumPy."""
 
@@ -280,7 +225,7 @@ class ModuleState:
     def devices(self, leaves: Iterable[Any]) -> tuple[torch.device, ...]:
         return rng_devices(chain(self.tensors(), (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))))
 
-    def _fields(self) -> _Fields:
+    def _fields(self) -> Fields:
         fields: Any = self._fields_below.copy()
         for at, ref in self._roots:
             root = ref()
@@ -296,17 +241,20 @@ class ModuleState:
         modes = _modes(fields)
         scope = self._scopes.get(modes)
         is_first = scope is None
-        layout = _AttributeLayout.of(fields, map(_names, fields), range(len(fields))) if is_first else self._layout
-        plain, others = layout.read(fields)
+        layout = self._layout
+        if is_first:
+            layout = AttributeLayout.of(fields, map(attribute_names, fields), range(len(fields)))
+        plain, others = _read(layout, fields)
+        # An attribute was added or removed since, or one that was `None` is an object now.
         if [*map(len, fields)] != layout.sizes or _kinds(plain, others) != layout.kinds:
             layout = self._renew_layout(fields)
-            plain, others = layout.read(fields)
+            plain, others = _read(layout, fields)
         scope = scope or self._scope_of_all(fields)
         tensors = self._tensors()
         trainable = _trainable(tensors[: self._num_parameters])
         if scope.names:
             tensors += tuple([without_history(fields[at].get(key)) for at, key in scope.names])
-        reached: list[_Reached] = []
+        reached: list[Reached] = []
         if scope.objects:
             reached = [self._reach(at, key, fields[at].get(key), is_deep=is_deep) for at, key, is_deep in scope.objects]
         if scope.open:
@@ -334,21 +282,21 @@ class ModuleState:
         """Returns what is in the slots. The keys are those of the slots, as :meth:`is_stale` has shown."""
         return tuple(chain.from_iterable(map(dict.values, self._owners)))
 
-    def _renew_layout(self, fields: _Fields) -> _AttributeLayout:
+    def _renew_layout(self, fields: Fields) -> AttributeLayout:
         """Notes which attributes are tensors, plain values and objects, once some have come or have another type."""
         complete = self._users.union(self._changed, [at for at, owner in enumerate(fields) if "forward" in owner])
-        names = [_names(owner) if at in complete else _number_names(owner) for at, owner in enumerate(fields)]
-        self._layout = _AttributeLayout.of(fields, names, complete)
-        first = len(self._slots)
+        names = [attribute_names(owner) if at in complete else number_names(owner) for at, owner in enumerate(fields)]
+        self._layout = AttributeLayout.of(fields, names, complete)
+        num_slots = len(self._slots)
         tensors = [(at, key) for at, keys in enumerate(names) for key in keys if is_plain(fields[at][key])]
         for scope in self._scopes.values():  # attributes have other indices now: their positions in the new `names`
             scope.names = tensors
-            scope.copied = [index for index in scope.copied if index < first]
-            scope.copied += [index for index, name in enumerate(tensors, first) if name in scope.moved]
+            scope.copied = [index for index in scope.copied if index < num_slots]
+            scope.copied += [index for index, name in enumerate(tensors, num_slots) if name in scope.moved]
             self._open(scope, fields)
         return self._layout
 
-    def _reach(self, at: int, key: str, value: Any, *, is_deep: bool) -> _Reached:
+    def _reach(self, at: int, key: str, value: Any, *, is_deep: bool) -> Reached:
         """Copies the contents of the objects that an attribute reaches.
 
         A copy of plain values alone, such as those of a config, serves later calls until some change: to compare them
@@ -358,13 +306,13 @@ class ModuleState:
         if last is not None and last.value is value and not any(starmap(differs, last.objects)):
             return last
         objects = copy_objects([value], deeply=is_deep)
-        is_plain = is_plain_container(objects)
-        reached = _Reached(at, key, value, objects, is_plain or holds_tensors(objects))
-        if is_plain:
+        is_plain_data = is_plain_container(objects)
+        reached = Reached(at, key, value, objects, is_plain_data or holds_tensors(objects))
+        if is_plain_data:
             self._plain_copies[at, key, is_deep] = reached
         return reached
 
-    def _objects_with_tensors(self, open_attributes: Iterable[_Attribute], fields: _Fields) -> Iterator[_Reached]:
+    def _objects_with_tensors(self, open_attributes: Iterable[Attribute], fields: Fields) -> Iterator[Reached]:
         """Yields the attributes that are objects which reach tensors: those are inputs, like those of an argument."""
         for at, key in open_attributes:
             value = fields[at].get(key)
@@ -377,7 +325,7 @@ class ModuleState:
             else:
                 self._note_inert(at, key, value)
 
-    def _open(self, scope: _Scope, fields: _Fields) -> None:
+    def _open(self, scope: _Scope, fields: Fields) -> None:
         """Notes which attributes may hold an object with tensors in a call: those that hold none, or an object."""
         copied = {
             (at, key) for at, key, is_deep in scope.objects if is_deep or isinstance(fields[at].get(key), CONTAINERS)
@@ -386,7 +334,7 @@ class ModuleState:
             (at, key)
             for at in sorted(self._users)
             for key, value in fields[at].items()
-            if key not in _OWN and key != "forward" and (at, key) not in copied
+            if key not in OWN and key != "forward" and (at, key) not in copied
             if value is None or (may_reach(value) and not is_plain_value(value))
         ]
 
@@ -394,21 +342,25 @@ class ModuleState:
         with suppress(TypeError):  # there are no weak references to some, such as tuples
             self._inert[at, key] = weakref.ref(value)
 
-    def _scope_of_all(self, fields: _Fields) -> _Scope:
+    def _scope_of_all(self, fields: Fields) -> _Scope:
         present = [
-            (at, key, value) for at, owner in enumerate(fields) for key, value in owner.items() if key not in _OWN
+            (at, key, value) for at, owner in enumerate(fields) for key, value in owner.items() if key not in OWN
         ]
         names = [(at, key) for at, key, value in present if is_plain(value)]
-        first = len(self._slots)
+        num_slots = len(self._slots)
         buffers = self._slots[self._num_parameters :]
         copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if is_plain(owner.get(key))]
-        copied += range(first, first + len(names))
+        copied += range(num_slots, num_slots + len(names))
         objects = [(at, key, at in self._users) for at, key, value in present if may_reach(value)]
         return _Scope(names, copied, objects, shares_memory=True, open=[], moved=frozenset())
 
-    def _narrow(self, state: CallState, fields: _Fields) -> None:
-        """Leaves of a first call's state the copies of what it has changed, or a later call may change."""
-        first = len(self._slots)
+    def _narrow(self, state: CallState, fields: Fields) -> None:
+        """Decides what calls after a first one copy, and leaves of its state what one of them would have copied.
+
+        The tensors and values of ``state`` were read by the layout of the first call, and keep its indices.
+        """
+        # 1. Tensors: buffers that are cheap to copy or cannot be seen to change, and whatever the call has changed.
+        num_slots = len(self._slots)
         norms = {id(m._buffers) for ref in self._modules if isinstance(m := ref(), _NORMS) and m.training}
         copied = {
             index
@@ -417,13 +369,19 @@ class ModuleState:
             if index >= self._num_parameters and (id(owner) in norms or is_small(owner.get(key)))
         }
         copied.update(index for index in state.copies if index not in copied and has_changed(state, index))
-        reached: list[_Reached] = []
-        deep: list[_Attribute] = []
+
+        # 2. Objects. What an attribute was and is, and what later calls copy of it:
+        #
+        #   [1]                -> [1, 2]               its own items have changed     its items, as of every container
+        #   {"a": [1]}         -> {"a": [1, 2]}        what an item holds             all that it reaches (`is_deep`)
+        #   object with n = 3  -> n = 4                an attribute of it             all that it reaches (`is_deep`)
+        #   object, ok = False -> ok = True            set up: done once              nothing, unless it reaches tensors
+        reached: list[Reached] = []
+        deep: list[Attribute] = []
         for each in state.reached:
             at, key, value, entries, is_held = each
             is_container = isinstance(value, CONTAINERS)
             own: Any = value if is_container else attribute_of(value, "__dict__")
-            # The items of a container are copied in every call. An object may only have set something up.
             is_deep = any(
                 owner is not own
                 or not (is_container or all(sets_up(old, new) for _, old, new in changed_keys(own, then)))
@@ -432,7 +390,8 @@ class ModuleState:
             )
             is_bounded = len(entries) <= _MAX_REACHED
             if is_deep or is_container or (is_bounded and is_held):
-                entries = entries if is_deep or is_bounded else entries[:1]  # of a large container its own items alone
+                # Of a large container its own items alone: `copy_objects` begins with the value itself.
+                entries = entries if is_deep or is_bounded else entries[:1]
                 reached.append(
                     each._replace(objects=entries, is_held=holds_tensors(entries) or is_plain_container(entries))
                 )
@@ -442,16 +401,20 @@ class ModuleState:
             is_nested = is_container and is_bounded and len(copy_objects([value], deeply=False)) < len(entries)
             if is_deep or is_nested:
                 deep.append((at, key))
+
+        # 3. The scope. First the modules of PyTorch's that later calls look into: `_renew_layout` reads `_changed`.
         self._changed.update(at for at, *_ in self._changes(state, fields))
         self._changed.update(at for at, _ in state.names)
         layout = self._renew_layout(fields)
         present = [
-            (at, key, value) for at in sorted(layout.complete) for key, value in fields[at].items() if key not in _OWN
+            (at, key, value) for at in sorted(layout.complete) for key, value in fields[at].items() if key not in OWN
         ]
+        # In the order in which `_renew_layout` lists them for other scopes. A tensor that the call has set as a new
+        # attribute shifts those behind it, so that the old indices, of `state.names`, are translated by name.
         names = [(at, key) for at, key, value in present if is_plain(value)]
-        mutated = {state.names[index - first] for index in copied if index >= first}
-        later = [index for index in copied if index < first]
-        later += [index for index, name in enumerate(names, first) if name in mutated]
+        mutated = {state.names[index - num_slots] for index in copied if index >= num_slots}
+        later = [index for index in copied if index < num_slots]
+        later += [index for index, name in enumerate(names, num_slots) if name in mutated]
         objects = [(at, k, False) for at, k, value in present if isinstance(value, CONTAINERS) and (at, k) not in deep]
         objects += [(at, key, True) for at, key in deep]
         shares_memory = bool(memory_of_several(state.tensors[index] for index in copied))
@@ -460,16 +423,17 @@ class ModuleState:
         state.copies = {index: clone for index, clone in state.copies.items() if index in copied}
         state.reached, state.scope = reached, scope
 
-    def _changes(self, state: CallState, fields: _Fields) -> Iterator[tuple[int, str, Any, Any]]:
+    def _changes(self, state: CallState, fields: Fields) -> Iterator[tuple[int, str, Any, Any]]:
         """Yields ``(module, key, old value, new value)`` of the attributes that the call has replaced."""
         layout = state.layout
+        # Also those without a reader: a module of which all attributes are read may have got its first one in the call.
         before: dict[int, dict[str, Any]] = {at: {} for at in sorted(layout.complete)}
         for reader, values in zip([*layout.plain, *layout.others], [*state.plain, *state.others], strict=True):
             before.setdefault(reader.module, {}).update(zip(reader.names, values, strict=False))
         for at, then in before.items():
             now = fields[at]
             now = now if at in layout.complete else {key: now[key] for key in then if key in now}
-            yield from ((at, key, old, new) for key, old, new in changed_keys(now, then) if key not in _OWN)
+            yield from ((at, key, old, new) for key, old, new in changed_keys(now, then) if key not in OWN)
 
     def finish(self, state: CallState, *, learning: bool = False) -> None:
         """Leaves in ``state``, after the call, what the recomputation needs.
@@ -477,11 +441,12 @@ class ModuleState:
         One-time initialization stays. With ``learning``, which is a first call, it also decides what later calls copy.
         """
         fields, layout, state.fields = state.fields, state.layout, []
-        # First, while `state` has all: its `reached` and `copies` are those of a later call from here on.
+        # First, while `state` has all: its `reached` and `copies` are those of a later call from here on. Only what is
+        # left in them may get into `objects` and `exchanged` below, which live as long as the graph.
         if learning:
             self._narrow(state, fields)
         changed: set[int] = set()
-        plain, others = layout.read(fields)
+        plain, others = _read(layout, fields)
         if (
             [*map(len, fields)] != layout.sizes
             or not _are_same(plain, state.plain)
@@ -489,7 +454,8 @@ class ModuleState:
         ):
             set_up = set()
             for at, key, old, new in self._changes(state, fields):
-                if sets_up(old, new) and (at in self._users or key not in _number_names(fields[at])):
+                # A flag of a module of PyTorch's, such as `inplace`, is a setting, not a note that something is set up.
+                if sets_up(old, new) and (at in self._users or key not in number_names(fields[at])):
                     set_up.add((at, key))
                 else:
                     state.exchanged.append((at, key, without_history(old)))
@@ -499,17 +465,7 @@ class ModuleState:
                     tuple([_SET_UP if (at, key) in set_up else v for key, v in zip(names, values, strict=False)])
                     for (at, names, _), values in zip(layout.plain, state.plain, strict=True)
                 ]
-        tensors: list[torch.Tensor] = []
-        for at, key, value, objects, is_held in state.reached:
-            changes = [(owner, then) for owner, then in objects if differs(owner, then)]
-            modified = changed_tensors(changes)
-            tensors += modified
-            if changes:
-                changed.add(id(fields[at]))
-            if is_held and not any(each[:2] == (at, key) for each in state.exchanged):
-                state.exchanged.append((at, key, value))
-            if entries := without_tensors(objects if is_held else changes, modified):
-                state.objects.append(entries)
+        tensors = self._keep_objects(state, fields, changed) if state.reached else []
         if state.copies:
             versions = read_versions([state.tensors[index] for index in state.copies])
             pairs = zip(state.copies, versions, strict=True)
@@ -518,6 +474,28 @@ class ModuleState:
             state.hooks = self._hooks.after_call(state.hooks)
         state.others, state.reached, state.changed_tensors = [], [], tensors
         state.changed = frozenset(changed) if changed else _NONE
+
+    def _keep_objects(self, state: CallState, fields: Fields, changed: set[int]) -> list[torch.Tensor]:
+        """Keeps what attributes reached before the call; returns the tensors among it that the call has modified."""
+        tensors: list[torch.Tensor] = []
+        for at, key, value, entries, is_held in state.reached:
+            changes = [(owner, then) for owner, then in entries if differs(owner, then)]
+            modified = changed_tensors(changes)
+            tensors += modified
+            if changes:
+                changed.add(id(fields[at]))
+            # Of what is not held, only what the call itself has changed: the rest may come to hold an output.
+            remaining = entries if is_held else changes
+            if (changes or holds_tensors(remaining)) and isinstance(value, CONTAINERS) and holds_results(value):
+                own = entries[0][1]  # in the place of its owner too, which must not be held
+                versions = [(owner, then) for owner, then in entries if isinstance(owner, torch.Tensor)]
+                state.collectors.append((at, key, without_tensors([(own, own), *versions], modified)))
+                remaining = [(owner, then) for owner, then in remaining if owner is not value]
+            elif is_held and not any(each[:2] == (at, key) for each in state.exchanged):
+                state.exchanged.append((at, key, value))
+            if remaining := without_tensors(remaining, modified):
+                state.objects.append(remaining)
+        return tensors
 
     def remember(self, state: CallState) -> None:
         """Has later calls in these modes copy what a first one has shown, whose state after the call is ``state``."""
@@ -540,19 +518,24 @@ class ModuleState:
                 undo.append((restore, (owner, owner.copy())))
             return owner
 
-        # Tensors first: `requires_grad`, at the end, is set on the parameters that are in the slots by then.
+        # Tensors before `requires_grad`, which is set, at the end, on the parameters that are in the slots by then.
         fields = self._fields()
         tensors = self._tensors()
         if state.names or state.copies or len(tensors) != len(self._slots) or not all(map(is_, tensors, state.tensors)):
             borrowed = self._put_tensors(state, fields, edit, undo)
+            # By key, not `_tensors()`: a parameter that was registered since would shift those behind it.
             tensors = tuple(starmap(dict.get, self._slots))
         else:
             borrowed = _NONE
+        # Once `_put_tensors` has put back what was removed since: of a module that has lost one buffer and got another,
+        # only then is the size another one.
         if any(self._empty) or [*map(len, self._owners)] != self._sizes:
             self._remove_tensors(edit)
         self._put_attributes(state, fields, edit)
         for objects in state.objects:
             swap(with_stand_ins(objects, stand_in), undo)
+        for at, key, entries in state.collectors:
+            self._put_collector(fields[at], key, with_stand_ins(entries, stand_in), edit, undo)
         if state.hooks or any(self._hooks.all):
             self._hooks.put_in_place(state.hooks, undo)
         if _trainable(tensors[: self._num_parameters]) != state.trainable:
@@ -562,13 +545,13 @@ class ModuleState:
                     parameter.requires_grad_(is_trainable)
         return borrowed
 
-    def _put_attributes(self, state: CallState, fields: _Fields, edit: _Edit) -> None:
+    def _put_attributes(self, state: CallState, fields: Fields, edit: _Edit) -> None:
         if _modes(fields) != state.modes:
             for owner, mode in zip(fields, state.modes, strict=True):
                 if owner.get("training", mode) is not mode:
                     edit(owner)["training"] = mode
         layout = state.layout
-        if not _are_same(layout.read(fields)[0], state.plain):
+        if not _are_same(_read(layout, fields)[0], state.plain):
             for (at, names, _), values in zip(layout.plain, state.plain, strict=True):
                 for key, value in zip(names, values, strict=False):
                     if value is not _SET_UP and fields[at].get(key, ABSENT) is not value:
@@ -576,11 +559,21 @@ class ModuleState:
         for at, key, value in state.exchanged:
             if fields[at].get(key, ABSENT) is not value:
                 set_or_remove(edit(fields[at]), key, value)
+        # The call had no wrapper where a policy was set since, and that one must not act in its recomputation.
         if state.policy_changes != policy_changes.number:
             has_forward = {reader.module for reader in layout.plain if "forward" in reader.names}
             for at, owner in enumerate(fields):
                 if "forward" in owner and at not in has_forward:
                     del edit(owner)["forward"]
+
+    def _put_collector(self, owner: dict[str, Any], key: str, entries: Objects, edit: _Edit, undo: Undo) -> None:
+        content = entries[0][1]
+        present = owner.get(key)
+        # Another container, which the caller has put in its place since, as after each step, does as well.
+        if isinstance(present, CONTAINERS) and isinstance(present, type(content)):
+            swap([(present, content)], undo)
+        else:
+            edit(owner)[key] = content.copy()
 
     def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
         """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
@@ -588,15 +581,15 @@ class ModuleState:
         for (owner, key), tensor in zip(slots, state.tensors, strict=True):
             if tensor is not None and owner.get(key) is not tensor:
                 yield tensor
-        for objects in state.objects:
+        for objects in (*state.objects, *(entries for _, _, entries in state.collectors)):
             yield from tensors_in([contents for _, contents in objects])
 
-    def _put_tensors(self, state: CallState, fields: _Fields, edit: _Edit, undo: Undo) -> frozenset[int]:
+    def _put_tensors(self, state: CallState, fields: Fields, edit: _Edit, undo: Undo) -> frozenset[int]:
         slots = self._slots + [(fields[at], key) for at, key in state.names]
         for (owner, key), tensor in zip(slots, state.tensors, strict=True):
             now = owner.get(key)
             if now is not tensor and not is_sharding(now, tensor):
-                edit(owner)[key] = tensor  # functional_call had replaced it for the original forward
+                edit(owner)[key] = tensor  # functional_call had replaced it for the original forward, for example
         borrowed = set()
         copies = state.copies
         if copies:
@@ -653,40 +646,34 @@ class ModuleState:
         return f"`{key}`"
 
 
-def _names(fields: dict[str, Any]) -> list[str]:
-    return [key for key in fields if key not in _OWN]
-
-
-def _modes(fields: _Fields) -> Modes:
+def _modes(fields: Fields) -> Modes:
     try:
         return tuple(map(_mode, fields))
-    except KeyError:
+    except KeyError:  # `OptimizedModule` of torch.compile has a property of this name
         return tuple([owner.get("training") for owner in fields])
 
 
-def _are_same(now: _Values, then: _Values) -> bool:
+def _read(layout: AttributeLayout, fields: Fields) -> tuple[Values, Values]:
+    """Returns what the readers ``plain`` and ``others`` read; nothing if an attribute is missing."""
+    try:
+        plain = [read(fields[at]) for at, _, read in layout.plain]
+        return plain, [read(fields[at]) for at, _, read in layout.others] if layout.others else []
+    except KeyError:
+        return [], []
+
+
+def _are_same(now: Values, then: Values) -> bool:
     # By identity: to compare tensors is an op, and users may define what is equal in any way.
     return len(now) == len(then) and all(map(is_, chain.from_iterable(now), chain.from_iterable(then)))
 
 
-def _kinds(plain: _Values, others: _Values) -> list[type]:
+def _kinds(plain: Values, others: Values) -> list[type]:
     values = plain + others if others else plain
     return [*map(type, chain.from_iterable(values))]
 
 
 def _trainable(parameters: Iterable[torch.Tensor | None]) -> tuple[bool, ...]:
     return tuple([p is not None and p.requires_grad for p in parameters])
-
-
-def _number_names(fields: dict[str, Any]) -> list[str]:
-    """Names the attributes of a module of PyTorch's that a program may change from call to call.
-
-    Those of modules without weights, such as the probability of a dropout, and numbers such as the momentum of a norm:
-    the others say what shapes the weights have.
-    """
-    has_weights = bool(fields["_parameters"] or fields["_modules"])
-    kinds = (float,) if has_weights else (float, int, bool, str)
-    return [key for key, value in fields.items() if key not in _OWN and type(value) in kinds]
 
 
 def has_changed(state: CallState, index: int) -> bool:

@@ -64,6 +64,17 @@ def _clone(tensor: torch.Tensor, memory: Mapping[int, torch.UntypedStorage]) -> 
     return tensor.detach().as_strided((num_spanned(tensor),), (1,)).clone().as_strided(tensor.size(), tensor.stride())
 
 
+def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Copies a dense clone into memory with the strides of the original, such as a slice; differentiable."""
+    copied = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+    target = copied
+    for dim, stride in enumerate(strides):
+        if stride == 0:  # all elements along it are one
+            target, tensor = target.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    target.copy_(tensor)
+    return copied
+
+
 def is_small(tensor: torch.Tensor | None) -> bool:
     if tensor is None or tensor.layout is torch.sparse_coo or not (type(tensor) is torch.Tensor or is_fake(tensor)):
         return False

@@ -124,7 +124,6 @@ class ExcludedCall:
 
     def after_forward(self, call_state: CallState) -> None:
         # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
-        self.remove_hooks()
         changed = call_state.changed
         if are_mutated(self._versions) or (changed and not changed.isdisjoint(self.block.state.attribute_ids())):
             self.repeat()
@@ -154,8 +153,17 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
 
     Blocks may nest: the child is excluded from every block around it, up to the one that is being recomputed.
     """
-    # In the original forward of a `selective` block in a `full` one, the child runs once, and both frames log the call,
-    # as each may be recomputed by itself.
+    # executions around, innermost first        the child                what it saves goes to       logged in
+    # none                                      runs                     its store                   -
+    # original forward of A                     runs                     the hooks around A, or      A
+    #                                                                    else its store
+    # original forward of B, in that of A       runs                     likewise                    B and A
+    # recomputation of A                        is answered from the     -                           -
+    #                                           log of A, or repeated    a graph that is freed       -
+    # original forward of B, in the             likewise                 likewise                    B, a new frame
+    # recomputation of A
+    #
+    # In the second and third case each of the frames logs the call, as it may be recomputed by itself.
     runs = _runs_around()
     if not runs:
         return _run_alone(block, function, args, kwargs)
@@ -163,12 +171,16 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
     with engine_ops():  # copies of a store, or of hooks, are no ops of the block
         is_answered, output = _answer(outermost, block) if isinstance(outermost, Recomputation) else (False, None)
         inputs = [*args, *kwargs.values()] if originals and not is_answered else []
-        # The arguments and their leaves: the child may modify a list itself, or the tensors in it.
+        # The arguments and their leaves: the child may modify a list itself, or the tensors in it, which `mutated`
+        # names.
         inputs += flatten_call(args, kwargs)[0] if inputs else []
         versions, objects = versions_of(inputs), copy_objects(inputs)
     is_done = is_answered
     try:
         if not is_answered:
+            # In a recomputation nobody reads what the child saves: backward reads what it has saved in the original
+            # forward. So neither its store nor hooks get it. Those of the recomputation must not: it would fill holders
+            # of other ops.
             hooks = KEEP_ON_DEVICE if isinstance(outermost, Recomputation) else outermost.frame.outer_hooks
             output = _run_kept(hooks, block, function, args, kwargs)
             is_done = True

@@ -128,7 +128,7 @@ class Recomputation(Execution):
     def pack(self, tensor: torch.Tensor) -> None:
         position = self.cursor
         self.cursor = position + 1
-        if type(tensor) is WithoutValues:
+        if type(tensor) is WithoutValues:  # the stand-in for a skipped op, or for a tensor that was modified since
             if tensor.error_class is MutatedError:
                 raise MutatedError(tensor.message)
             raise ScheduleMismatch(f"{self.frame.block.title}: tensor {position} is saved, but its op was skipped")
@@ -153,13 +153,14 @@ class Recomputation(Execution):
                     tensor = tensor.data
                 holder.value = tensor
                 holder.version = tensor._version
-        if position >= self._stops_from and not self._is_followed(position):
+        # Last: by then this holder is filled, with its version. The op that saves the tensor does not run any more.
+        if position >= self._stops_from and not self._has_unwritten_noise(position):
             raise StopRecomputation(self)
 
-    def _is_followed(self, position: int) -> bool:
-        """Whether the op may write the tensor that was saved before this one only when all are saved.
+    def _has_unwritten_noise(self, position: int) -> bool:
+        """Whether the op that saves this tensor may yet write the values of the one before, as ``rrelu`` does.
 
-        ``rrelu`` saves its noise before writing it, then its input: the recomputation must not stop there. Another op
+        It saves its noise, then its input, and then writes the noise: the recomputation must not stop there. Another op
         may look the same, which then runs to its end.
         """
         before = self._holders[max(position - 1, 0) : position + 1]

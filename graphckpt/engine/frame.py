@@ -107,13 +107,14 @@ _NO_MODES: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 # Note [Lifetime of a call]
 #
 #   output.grad_fn -> saved variable -> Holder                    to which the frame refers weakly
-#                                    -> Frame.unpack -> Frame -> arguments, call state, context
+#                                    -> Frame.unpack -> Frame -> arguments, call state, context, bound forward -> module
 #   module -> its `forward` -> BlockContext -> ModuleState        which refers to the modules weakly
 #
 # The graph holds the frame, by the hook that it has registered, until the last saved variable of the call is freed. So
 # a frame must not refer to what leads back to that graph: outputs of its call, and attributes or objects that may come
 # to hold one. Python's garbage collector does not follow the edges within a graph: where backward does not run, such a
-# cycle is never freed. pytorch#189025 describes it for pack hooks.
+# cycle is never freed. pytorch#189025 describes it for pack hooks. The module itself is such an object, as it is under
+# PyTorch's checkpoint: a model that is deleted while an attribute of it holds an output is freed by a backward alone.
 
 # Note [Order of a recomputation]
 #
@@ -266,8 +267,6 @@ class Frame(Execution, Call):
                 arguments.drop(str(other))
             raise
         except BaseException:  # the end of a recomputation of a block around it, or an interrupt
-            for call in self.excluded:
-                call.remove_hooks()
             arguments.drop(f"{block.title}: its forward was interrupted, and cannot be recomputed")
             raise
         if isinstance(output, GeneratorType):
@@ -301,6 +300,9 @@ class Frame(Execution, Call):
             pop_saved_tensor_hooks()
             self.is_active = False
             running.set(outer)
+            # After an error too: a program that catches it may run backward through the child alone.
+            for call in self.excluded:
+                call.remove_hooks()
             if self.values is not None:
                 self.values.end_forward()
             if recorder is not None:
@@ -535,42 +537,46 @@ class Frame(Execution, Call):
     ) -> Recomputation:
         """Runs forward in the state in which it was called, and puts back what is there now.
 
-        The order of its steps matters: see Note [Order of a recomputation].
+        The order of its steps matters: the numbers are those of Note [Order of a recomputation].
         """
         if self._is_joined:
             self._recompute_before()  # in a second try again, as the first has used up their outputs
         run = Recomputation(self, early_stop=early_stop, returns_output=returns_output)
         state, call_state, arguments = self._state, self._call_state, self._arguments
         with engine_ops() if is_watched() else _NOTHING:
+            # Nothing is changed yet: what raises here, or recomputes another block, leaves nothing to undo.
             unread = self._modified_and_unread()
-            random_now, ambient_now = self.rng_state(), take_ambient(self.devices)
+            random_now, ambient_now = self.rng_state(), take_ambient(self.devices)  # 1
             undo: Undo = [(set_grad_enabled, (torch.is_grad_enabled(),)), (set_rng_state, (random_now,))]
-            leaves, run.versions = arguments.take(self, self._take_outputs_before() if self._is_joined else ())
+            leaves, run.versions = arguments.take(self, self._take_outputs_before() if self._is_joined else ())  # 2
             try:
+                # 3
                 run.borrowed = state.put_in_place(call_state, self._stand_in_of_object, undo)
                 if unread:
                     state.hide(call_state, unread, self._stand_in, undo)
                 args, kwargs = arguments.assemble(leaves, self._stand_in_of_object, undo)
+                # 4
                 context, objects, attributes = context_again(self._context, self._stand_in_of_context)
                 if objects or attributes:
                     swap(attributes, undo)
                     undo += restorations(copy_objects(objects, limit=_MAX_IN_CONTEXT))
+                # 5
                 set_rng_state(self._random)
                 if ambient_now != self._ambient or is_autocast(ambient_now):
                     enter_ambient(undo, self._ambient, ambient_now)
                 if self._modes != _NO_MODES:
-                    self._enter_modes(undo)
-                output = context.run(self._run_again, run, on_pack, args, kwargs)
+                    self._enter_modes(undo)  # 6
+                output = context.run(self._run_again, run, on_pack, args, kwargs)  # 7
                 if returns_output:
                     self.outputs = [tensor.detach() for tensor in tensors_in(output)]
             except StopRecomputation as stop:
-                if stop.run is not run:
+                if stop.run is not run:  # that of a recomputation around this one
                     raise
             except Exception as error:
                 if type(error) is not self._failure:  # the caller has caught that of the original forward
                     raise
             finally:
-                put_back(undo)
+                put_back(undo)  # 8 and, with the first two entries, 9
         return run
 
     def _run_again(

@@ -8,10 +8,8 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum
 from functools import cache, lru_cache, partial
 from itertools import chain
-from numbers import Number
 from operator import is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias, final
@@ -32,12 +30,10 @@ CONTAINERS: Final = (list, dict, set, deque)
 """Types that can be emptied and filled again."""
 
 _CODE = (nn.Module, type, FunctionType, ModuleType)
-_STAND_INS = (*ProxyTypes, MethodType)
+_DELEGATES = (*ProxyTypes, MethodType)  # whose attributes are those of another object
 _MAX_OBJECTS = 4096  # an object that reaches more than this is a whole program, not an argument
 _MAX_ARRAY_BYTES = 4096
 _MAX_PLAIN_VALUES = 1024  # a container of more than this is data, whose copies cost more than a block that reads it
-
-_CONSTANTS = (Number, str, bytes, Enum, range, type, torch.layout, torch.memory_format)  # NumPy registers its numbers
 
 Objects: TypeAlias = list[tuple[Any, Any]]
 """``(container, dictionary of attributes, slots, generator or array, its contents)``, or ``(tensor, its version)``.
@@ -208,7 +204,7 @@ def _set_items(owner: Any, value: Any, kind: Any) -> None:
 
 
 def differs(now: Any, then: Any) -> bool:
-    """Whether two containers hold other objects, compared by identity (the items of sets by equality).
+    """Whether two containers hold other objects, or in another order, compared by identity (items of sets by equality).
 
     ``then`` is the state of ``now`` if that is a generator or an array.
     """
@@ -222,9 +218,7 @@ def differs(now: Any, then: Any) -> bool:
         return True
     if not isinstance(now, dict):
         return bool(now != then) if isinstance(now, set) else not all(map(is_, now, then))
-    if all(map(is_, now, then)) and all(map(is_, now.values(), then.values())):
-        return False
-    return isinstance(now, OrderedDict) or any(key not in now or now[key] is not value for key, value in then.items())
+    return not (all(map(is_, now, then)) and all(map(is_, now.values(), then.values())))
 
 
 def swap(objects: Objects, undo: Undo) -> None:
@@ -266,6 +260,8 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MA
         values: The objects.
         deeply: ``False`` copies those among them that are containers, and nothing that they reach.
         limit: How many objects are copied at most.
+
+    The copy of a single container comes first, and the versions of tensors come last.
     """
     if not deeply:
         objects = [(value, contents(value)) for value in values if isinstance(value, CONTAINERS)]
@@ -322,7 +318,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 def attribute_of(value: Any, name: str) -> Any:
     """Returns an attribute, or ``None``; a user's ``__getattr__`` is not asked: it may raise anything."""
-    if type(value) in _STAND_INS:  # whose attributes are those of another object
+    if type(value) in _DELEGATES:
         return getattr(value, name, None)
     try:
         return object.__getattribute__(value, name)
@@ -350,21 +346,6 @@ def is_plain_container(objects: Objects) -> bool:
         if num_values > _MAX_PLAIN_VALUES or not all(type(item) in _PLAIN for item in items_of(owner, content)):
             return False
     return num_values > 0
-
-
-def is_plain_value(value: Any) -> bool:
-    """Whether a value cannot change, and cannot come to hold an output of a block."""
-    if type(value) in ATOMS or isinstance(value, _CONSTANTS):
-        return True
-    if isinstance(value, BuiltinFunctionType):
-        return isinstance(value.__self__, (ModuleType, type))
-    if isinstance(value, FunctionType):
-        return value.__closure__ is None and not value.__dict__
-    if isinstance(value, partial):
-        return is_plain_value((value.func, *value.args, *value.keywords.values()))
-    if isinstance(value, slice):
-        return is_plain_value((value.start, value.stop, value.step))
-    return type(value) in (tuple, frozenset) and all(map(is_plain_value, value))
 
 
 _PLAIN = ATOMS.union(CONTAINERS, (OrderedDict,))

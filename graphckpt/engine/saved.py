@@ -9,7 +9,7 @@ right before returns is not kept: the recomputation of that block returns it aga
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from itertools import chain
@@ -30,7 +30,7 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
-from graphckpt.engine.clones import has_plain_values
+from graphckpt.engine.clones import has_plain_values, is_sparse_in_memory, with_strides
 from graphckpt.engine.execution import may_be_filled_later
 from graphckpt.engine.objects import (
     Objects,
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from graphckpt.stores.base import Store, TensorGroup
 
 _NOTHING = nullcontext()
+_NO_STRIDES: Mapping[int, tuple[int, ...]] = {}
 
 
 class Call:
@@ -119,7 +120,10 @@ class SavedAlias(SavedTensor):
 
 @final
 class ArgumentItself(SavedAlias):
-    """An argument on its device, of which the recomputation receives the same object."""
+    """An argument on its device, of which the recomputation receives the same object.
+
+    It is held with its history, which leads to earlier blocks and not to this call: no cycle, unlike a result's.
+    """
 
     __slots__ = ()
 
@@ -212,6 +216,7 @@ def save_tensor(
 
 def _leaf(tensor: torch.Tensor, cls: type[torch.Tensor] | None, *, requires_grad: bool) -> torch.Tensor:
     tensor = tensor.detach()
+    # An AsyncCollectiveTensor, which alone has `trigger_wait`, is a wrapper: as a plain tensor it would have no memory.
     if cls is not None and type(tensor) is not cls and not hasattr(tensor, "trigger_wait"):
         if hasattr(cls, "__tensor_flatten__"):
             raise RecomputeError(
@@ -386,8 +391,8 @@ class Arguments:
     """The arguments of one call: see Note [Timeline of arguments]."""
 
     __slots__ = (
-        "_changed", "_error", "_first_of", "_function", "_mutated", "_objects", "_originals", "_shape", "before",
-        "leaves",
+        "_changed", "_error", "_first_of", "_function", "_mutated", "_objects", "_originals", "_shape", "_strides",
+        "before", "leaves",
     )  # fmt: skip
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], function: Callable[..., Any]) -> None:
@@ -400,6 +405,7 @@ class Arguments:
         self._changed: list[torch.Tensor] = []  # those in containers and objects that forward modified in place
         self._error: str | None = None
         self._mutated: frozenset[int] = frozenset()  # positions of the tensors that forward modifies in place
+        self._strides = _NO_STRIDES  # by position: of those that are copied, and whose copies are denser
         self.before: Call | None = None
         """The call of the recomputed block right before, if the two are recomputed as one."""
 
@@ -419,6 +425,8 @@ class Arguments:
                     # was: until `after_forward`, this call takes its inputs twice.
                     is_copied = learning or position in call.block.mutated
                     copied = leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_copied else None
+                    if is_copied and is_sparse_in_memory(leaf):
+                        self._strides = {**self._strides, position: leaf.stride()}
                     version = None if leaf.is_inference() else leaf._version
                     originals.append(_OriginalArgument(position, leaf, version, copied))
                 else:
@@ -539,6 +547,10 @@ class Arguments:
                 if position in self._mutated:
                     with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
                         leaf = leaf.clone()
+                        # A sum of a slice is rounded otherwise than one of its dense clone, and forward may ask for
+                        # strides.
+                        if position in self._strides:
+                            leaf = with_strides(leaf, self._strides[position])
             elif isinstance(entry, _JoinedInput):
                 leaf = entry.of(self.before.block.title if self.before else "", outputs_before)
             else:

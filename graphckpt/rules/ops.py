@@ -117,7 +117,11 @@ class OpCall:
 @final
 @dataclass(slots=True)
 class OpGraph:
-    """The ops of one forward, in order."""
+    """The ops of one forward, in order.
+
+    To take a result for needed that is not costs time alone. The reverse shows in the recomputation, which then meets a
+    tensor without values, and is made once more with all ops.
+    """
 
     calls: list[OpCall] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
@@ -141,6 +145,7 @@ class OpGraph:
         if schema is None or not all(map(_is_plain, chain(inputs, results))):
             self.is_complete = False
             return
+        # Read before this op is added as the producer of what it writes: `y.add_(1)` reads the `y` of an earlier op.
         producers = frozenset(m for t in inputs if (m := self._producer.get(t.untyped_storage())) is not None)
         call = OpCall(func, number, producers, tuple(map(_meta, leaves)), spec)
         own = len(self.calls)
@@ -165,15 +170,20 @@ class OpGraph:
                 producer = self._producer.get(tensor.untyped_storage())
                 if producer is not None:
                     self.calls[producer].is_mutated = True
+        # Now all is there that says whether the result can be kept, and so whether this op is the producer of its
+        # memory. A view is not: the op that has made its memory stays the producer, and is what readers of the view
+        # depend on.
         call.is_random = torch.Tag.nondeterministic_seeded in func.tags
         call.must_run |= not results or func.namespace in _COLLECTIVE_NAMESPACES
         if call.can_be_kept:
             storages = dict.fromkeys((result.untyped_storage() for result in results), own)
             call.num_bytes = sum(storage.nbytes() for storage in storages)
             self._producer.update(storages)
+        # A view reads no values. If only an undispatched kernel reads the view, its base counts as unread: see `roots`.
         if not call.is_view:
             for producer in producers:
                 self.calls[producer].is_read = True
+        # After that: an op that is read for its size alone does not count as unread, and can be skipped.
         if func in METADATA_ONLY_OPS:
             call.inputs = frozenset()
         self.calls.append(call)
@@ -573,7 +583,8 @@ class ForwardMode(OpMode):
             is_wanted = _makes_new_tensors(func) and contexts.policy(output, func, args, kwargs, key[1])
             # Without a schedule, the recomputation cannot use any result.
             is_wanted = is_wanted and (graph is not None or contexts.is_found_by_number(func))
-        # Not looked up for each op, which would hash it: the schedule knows.
+        # Not looked up for each op, which would hash it: the schedule knows. Not `schedule`, which the call may have
+        # left.
         has_statistics = contexts.schedule is None or position in contexts.schedule.updates
         statistics = statistics_of(func, args, kwargs) if has_statistics else []
         if contexts.storages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,6 +190,33 @@ def test_an_argument_that_forward_edits_is_as_it_was_in_each_of_two_recomputatio
     with graphckpt.apply(model, policies):
         assert all(map(torch.equal, gradients(), expected))
         assert all(map(torch.equal, gradients(), expected)), "in a later call"
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[:, 1:4],
+    "rows in the same memory": lambda x: x[:1, :3].expand(2, 3),
+}
+
+
+@as_module(lambda: {"linear": nn.Linear(3, 3)})
+def EditsFirstRow(self: Any, x: Tensor) -> Tensor:
+    """Edits a row, and with it all that share its memory, and depends on how its argument is laid out."""
+    x[0].mul_(1.5)
+    return self.linear(x * x.stride(0)).tanh()
+
+
+@pytest.mark.parametrize("rule", [True, "selective"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_an_argument_that_forward_edits_has_its_strides_in_the_recomputation(view: str, rule: Any) -> None:
+    gradients = []
+    for policies in ({}, {"": rule}):
+        torch.manual_seed(0)
+        model = EditsFirstRow()
+        with graphckpt.apply(model, policies, determinism_check="none"):
+            for _ in range(2):
+                model(VIEWS[view](torch.linspace(-2, 2, 10).view(2, 5))).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 @as_module(lambda: {"linear": nn.Linear(3, 3), "average": nn.Buffer(torch.ones(3))})

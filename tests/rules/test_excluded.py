@@ -314,3 +314,54 @@ def test_buffers_of_an_excluded_child_are_saved_in_one_order_by_first_calls_and_
         results.append([*(p.grad for p in each.parameters()), *each.buffers()])
     handle.remove()
     assert all(map(torch.equal, *results))
+
+
+def blocks_and_children(runs: list[str]) -> nn.Module:
+    """Returns a block with a block within it, of which each has a child that draws random numbers."""
+
+    def child(name: str) -> nn.Module:
+        @as_module(lambda: {"inner": nn.Sequential(nn.Linear(D, D), as_module()(inner)())})
+        def Child(self: Any, x: Tensor) -> Tensor:
+            runs.append(name)
+            return torch.dropout(self.inner(x), 0.5, train=True).sin()
+
+        def inner(self: Any, x: Tensor) -> Tensor:
+            runs.append(f"{name}.inner")
+            return x.tanh()
+
+        return Child()
+
+    @as_module(lambda: {"child": child("child"), "linear": nn.Linear(D, D)})
+    def Block(self: Any, x: Tensor) -> Tensor:
+        return self.child(self.linear(x)).exp()
+
+    @as_module(lambda: {"block": Block(), "child": child("second child")})
+    def Outer(self: Any, x: Tensor) -> Tensor:
+        return self.child(self.block(x)).tanh()
+
+    torch.manual_seed(0)
+    return nn.Sequential(Outer(), nn.Linear(D, D))
+
+
+@pytest.mark.parametrize(
+    ("policies", "recomputed"),
+    [
+        ({"0": True, "0.child": False, "0.block.child": False}, set()),
+        ({"0": True, "0.block": "selective", "0.child": False, "0.block.child": False}, set()),
+        ({"0": True, "0.child": False, "0.child.inner": True, "0.block.child": False}, {"second child.inner"}),
+    ],
+    ids=["in one block", "in a block within a block", "with a block within it"],
+)
+def test_an_excluded_child_runs_once_and_blocks_within_it_are_recomputed(policies: Any, recomputed: set[str]) -> None:
+    steps = []
+    for each in ({}, policies):
+        runs: list[str] = []
+        model = blocks_and_children(runs)
+        with graphckpt.apply(model, each):
+            for _ in range(2):
+                torch.manual_seed(1)
+                runs.clear()
+                model(torch.ones(2, D)).sum().backward()
+        assert {name for name in runs if runs.count(name) > 1} == (recomputed if each else set())
+        steps.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *steps))

@@ -42,6 +42,18 @@ def test_a_failed_call_that_cannot_be_recomputed_is_an_error() -> None:
             x.sum().backward()
 
 
+def test_backward_through_an_excluded_child_of_a_failed_call_that_cannot_be_recomputed() -> None:
+    block = Fails({2})
+    with graphckpt.apply(block, {"": True, "linear": False}):
+        block(torch.rand(4, 8), [])
+        outputs: list[Tensor] = []
+        block.linear.register_forward_hook(lambda *call: outputs.append(call[2]))
+        with pytest.raises(ValueError, match="this call fails"):
+            block(torch.rand(4, 8), [])
+        outputs[0].sum().backward()  # which needs nothing of the block
+    assert block.linear.weight.grad is not None
+
+
 def test_a_failed_call_keeps_nothing_in_a_store() -> None:
     block = Fails({1, 2})
     with graphckpt.apply(block, {"": {"activation_checkpointing": True, "offload": Disk()}}) as handle:

@@ -134,5 +134,20 @@ def FirstCall(self: Any, x: torch.Tensor) -> Any:
     return torch.tanh(x)
 
 
+@as_module(lambda: {"linear": nn.Linear(D, D), "drop": nn.Dropout(0.0)})
+def SetsFlag(self: Any, x: torch.Tensor) -> Any:
+    """Sets a flag of a module of PyTorch's that it has read before."""
+    x = self.linear(x)
+    if not self.drop.inplace:
+        self.drop.inplace = True
+        x = x * 2
+    return torch.tanh(self.drop(x))
+
+
+def test_a_flag_of_a_module_of_pytorch_that_the_first_call_sets_is_not_set_in_its_recomputation() -> None:
+    """An own flag that goes from ``False`` to ``True`` would count as one-time set-up."""
+    assert_same_steps(lambda: nn.Sequential(SetsFlag(), nn.Linear(D, 2)), {"0": FULL})
+
+
 def test_a_flag_that_the_first_call_clears_is_set_in_its_recomputation() -> None:
     assert_same_steps(lambda: nn.Sequential(FirstCall(), nn.Linear(D, 2)), {"0": FULL})

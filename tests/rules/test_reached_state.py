@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,6 +118,18 @@ def hooked() -> nn.Module:
     return module
 
 
+def hooked_with_tensor() -> nn.Module:
+    """Returns a module of PyTorch's, whose hook modifies a tensor in place that is an attribute of it."""
+
+    def scale(layer: Any, args: tuple[Tensor]) -> Tensor:
+        return args[0] * layer.calls.add_(1).clone()
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    module[0].calls = torch.zeros(())
+    module[0].register_forward_pre_hook(scale)
+    return module
+
+
 def draw(layer: Any) -> Tensor:
     return torch.rand(8, generator=layer.held[0] if hasattr(layer, "held") else layer.generator)
 
@@ -146,6 +160,7 @@ KINDS = {
     "array with attributes": lambda: Layer(count_in_attribute, {"counts": np.zeros(2).view(Counts)}),
     "view of a buffer": view_of_buffer,
     "attribute that a hook changes": hooked,
+    "tensor that a hook modifies": hooked_with_tensor,
     "old generator of NumPy": lambda: Layer(lambda layer: layer.source.rand(), {"source": np.random.RandomState(7)}),
     "tensor": lambda: Layer(count_in_tensor, {"calls": torch.zeros(())}),
     "array": lambda: Layer(count_in_array, {"counts": np.zeros(2)}),
@@ -191,6 +206,51 @@ def test_what_attributes_reach_changes_once(kind: str, policy: str, micro_batche
     recomputed = run(KINDS[kind], POLICIES[policy], micro_batches)
     assert len(plain) == len(recomputed) > 40
     assert all(map(torch.equal, plain, recomputed))
+
+
+@as_module(lambda container: {"linear": nn.Linear(8, 8), "results": container()})
+def Collects(self: Any, x: Tensor) -> Tensor:
+    """Collects what it computes, as a router collects its losses."""
+    y = self.linear(x * (1 + len(self.results))).tanh()
+    if isinstance(self.results, dict):
+        self.results[len(self.results)] = y
+    else:
+        self.results.append(y)
+    return y
+
+
+@pytest.mark.parametrize("container", [list, dict])
+def test_what_a_block_collects_is_freed_without_a_backward(container: Callable[[], Any]) -> None:
+    """As in an evaluation with gradients on: the container leads to the call, which must not hold it."""
+    model, storages = nn.Sequential(Collects(container)), []
+    with graphckpt.apply(model, {"0": True}):
+        for _ in range(5):
+            model[0].results = container()
+            storages.append(weakref.ref(model(X).untyped_storage()))
+    gc.collect()
+    assert sum(storage() is not None for storage in storages) <= 1
+
+
+@pytest.mark.parametrize("later", [None, list, dict], ids=["none", "list", "dict"])
+@pytest.mark.parametrize("container", [list, dict])
+def test_what_a_block_collects_is_collected_once(container: Callable[[], Any], later: Callable[[], Any] | None) -> None:
+    """Also where the caller has put something else in the place of the container until backward."""
+    found = []
+    for policies in ({}, {"0": True}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Collects(container))
+        with graphckpt.apply(model, policies):
+            for _ in range(3):
+                model[0].results = results = container()
+                loss = model(X).sum() + model(X).sum()
+                loss = loss + sum(each.square().sum() for each in list(getattr(results, "values", lambda: results)()))
+                model[0].results = replacement = later() if later else None
+                loss.backward()
+                assert model[0].results is replacement
+                assert not replacement
+                assert len(results) == 2
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 class Holder:
