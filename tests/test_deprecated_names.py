@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import mlp_layers
 from helpers.train_graphs import SquareGraph
 from torch import nn
 
@@ -27,7 +28,7 @@ CHECKPOINT = "train.activation_checkpoint"
 
 
 def model_of_layers() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+    return mlp_layers(3, 8)
 
 
 def plan(**options: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.hard_modules import Mlp
+from helpers.layer_stacks import linear_layers, stack_of
 from helpers.train_graphs import Predict, SquareGraph
 from helpers.yaml_bombs import BOMBS
 from torch import Tensor, nn
@@ -591,7 +592,7 @@ def test_a_record_without_a_step_says_what_is_missing() -> None:
 
 
 def test_a_thousand_layers() -> None:
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
+    model = stack_of(lambda: nn.Linear(2, 2), 1000)
     with graphckpt.apply(model, {nn.Linear: True}) as handle:
         model(torch.ones(1, 2)).sum().backward()
     assert sum(row.reruns for row in handle.explain(show=False).rows) == 1000
@@ -605,7 +606,7 @@ def test_faults_that_differ_in_numbers_are_one_line() -> None:
 
 
 def test_a_kept_block_that_keeps_more_than_before_is_explained() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    model = linear_layers(3, 4, nn.ReLU)
     with graphckpt.apply(model, {"0": True}) as handle:
         model(torch.ones(2, 4)).sum().backward()
     rows = {row.block: row for row in handle.explain(show=False).rows}

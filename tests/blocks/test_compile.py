@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.hard_modules import BatchNorm, Parametrized, chain, differing, run_steps
-from helpers.layer_stacks import Layer
+from helpers.layer_stacks import residual_layers
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -228,7 +228,7 @@ def test_a_policy_within_a_compiled_module_acts_in_its_graph(in_place: bool) -> 
 
 def layers(count: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(count)))
+    return residual_layers(count)
 
 
 def saved_and_gradients(model: nn.Module) -> tuple[int, dict[str, Any]]:

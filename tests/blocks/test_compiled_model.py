@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from helpers.architectures import ARCHITECTURES
 from helpers.hard_modules import differing
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
@@ -82,7 +83,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(layer() for _ in range(2))
-        self.tail = nn.Sequential(*(Layer() for _ in range(num_tail)))
+        self.tail = stack_of(Layer, num_tail)
         self.call = call
         self.call_tail: Call = lambda tail, x: tail(x)
 
@@ -404,7 +405,7 @@ NO_ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}  # GPT-2's own 
 def test_a_chain_that_breaks_the_graph_moves_its_state_once() -> None:
     def of_chain(call: Call) -> dict[str, Any]:
         torch.manual_seed(0)
-        chain = nn.Sequential(*(Breaking() for _ in range(4)))
+        chain = stack_of(Breaking, 4)
         return steps(chain, torch.compile(lambda x: call(chain, x), backend="aot_eager"))[0]
 
     expected = of_chain(lambda chain, x: chain(x))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import residual_layers
 from helpers.modules import as_module
 from torch import Tensor, nn
 
@@ -25,12 +26,11 @@ from graphckpt.train.settings import ActivationCheckpointConfig
 D = 8
 
 
-@as_module(lambda: {"up": nn.Linear(D, D), "down": nn.Linear(D, D)})
-def Block(self: Any, x: Tensor) -> Tensor:
-    return x + self.down(torch.tanh(self.up(x)))
+def blocks(num_blocks: int) -> nn.Sequential:
+    return residual_layers(num_blocks, D, D, torch.tanh, dropout=None)
 
 
-@as_module(lambda: {"layers": nn.ModuleList(Block() for _ in range(3)), "last": nn.Sequential(Block(), Block())})
+@as_module(lambda: {"layers": nn.ModuleList(blocks(3)), "last": blocks(2)})
 def Model(self: Any, x: Tensor) -> Tensor:
     for layer in self.layers:
         x = layer(x)
@@ -64,7 +64,7 @@ def test_a_block_takes_it_over_from_the_block_around_it(
 
 
 def test_parts_of_a_block_have_that_of_the_block() -> None:
-    model = nn.Sequential(*(Block() for _ in range(4)))
+    model = blocks(4)
     with graphckpt.apply(model, {"": {"segments": 2, "determinism_check": "none"}}):
         model(torch.ones(2, D)).sum().backward()
         (part,) = policy_of(model).context._parts.values()  # type: ignore[union-attr]
@@ -152,7 +152,7 @@ def test_a_graph_has_it_in_its_config() -> None:
 
 
 def test_a_plan_saves_it(tmp_path: Path) -> None:
-    model = nn.Sequential(*(Block() for _ in range(6)))
+    model = blocks(6)
     plan = graphckpt.plan(
         model, lambda: model(torch.ones(64, D)).sum().backward(), memory_budget="min", determinism_check="values"
     )
@@ -188,7 +188,7 @@ def test_a_config_sets_it_on_every_unit() -> None:
 
 
 def test_wrapped_modules_have_it() -> None:
-    module = graphckpt.checkpoint_wrapper(Block(), determinism_check="none")
+    module = graphckpt.checkpoint_wrapper(blocks(1)[0], determinism_check="none")
     module(torch.ones(2, D)).sum().backward()
     assert checks(module) == {"": "none"}
 

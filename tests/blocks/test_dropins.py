@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers.hard_modules import Mlp
+from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from helpers.train_graphs import Predict
 from torch import Tensor, nn
@@ -487,7 +488,7 @@ def test_checkpoint_sequential(segments: int, as_list: bool) -> None:
 
 def test_checkpoint_sequential_runs_all_but_the_last_run_again() -> None:
     runs = [0] * 6
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)])
+    model = linear_layers(6, 4)
     for number, block in enumerate(model):
         block[0].register_forward_pre_hook(lambda *_, n=number: runs.__setitem__(n, runs[n] + 1))
     checkpoint_sequential(model, 3, torch.ones(2, 4, requires_grad=True)).sum().backward()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 
@@ -135,7 +136,7 @@ def advice_of(model: nn.Module, policies: Any, **options: Any) -> str:
 
 
 def test_the_advice_is_in_the_words_of_the_call() -> None:
-    model = nn.ModuleDict({"layers": nn.Sequential(*(layer() for _ in range(4)))})
+    model = nn.ModuleDict({"layers": stack_of(layer, 4)})
     model = model["layers"]
     assert advice_of(model, True) == 'graphckpt.apply(model, True, exclude=["3"])'
     assert advice_of(model, {"*": True}) == "graphckpt.apply(model, {'*': True}, exclude=[\"3\"])"
@@ -150,7 +151,7 @@ def test_the_advice_of_a_graph_is_a_line_of_its_constructor() -> None:
     class Step(graphckpt.Graph):
         def __init__(self) -> None:
             super().__init__()
-            self.model = nn.Sequential(*(layer() for _ in range(4)))
+            self.model = stack_of(layer, 4)
             for each in self.model:
                 each.config.activation_checkpointing = True
             self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
@@ -166,7 +167,7 @@ def test_the_advice_of_a_graph_is_a_line_of_its_constructor() -> None:
     assert advice.endswith(" · fix: self.model[3].config.activation_checkpointing = False")
 
 
-@as_module(lambda: {"stages": nn.ModuleList(nn.Sequential(layer(), layer(), layer()) for _ in range(3))})
+@as_module(lambda: {"stages": nn.ModuleList(stack_of(layer, 3) for _ in range(3))})
 def Stages(self: Any, x: Tensor) -> Tensor:
     for stage in self.stages:
         x = stage(x)

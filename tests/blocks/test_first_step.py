@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.modules import as_module
+from helpers.layer_stacks import residual_layers
 from torch import Tensor, nn
 
 import graphckpt
@@ -19,14 +19,9 @@ import graphckpt
 N, D = 8, 16
 
 
-@as_module(lambda: {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D)})
-def Layer(self: Any, x_ND: Tensor) -> Tensor:
-    return x_ND + self.down(nn.functional.gelu(self.up(x_ND)))
-
-
 def stack() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(D, D), nn.Sequential(*(Layer() for _ in range(3))), nn.Linear(D, 4))
+    return nn.Sequential(nn.Linear(D, D), residual_layers(3, D, dropout=None), nn.Linear(D, 4))
 
 
 def step(model: nn.Module, x_ND: Tensor) -> list[Tensor | None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import D, Layer, Piled
+from helpers.layer_stacks import D, ResidualLayer, SequentialModel
 from helpers.modules import as_module
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +19,7 @@ from graphckpt.train.policies import block_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
 
 
-@as_module(lambda num_layers: {"layers": nn.ModuleList(Layer() for _ in range(num_layers))})
+@as_module(lambda num_layers: {"layers": nn.ModuleList(ResidualLayer() for _ in range(num_layers))})
 def Looped(self: Any, x: torch.Tensor) -> Any:
     """Layers in a list."""
     for layer in self.layers:
@@ -64,7 +64,7 @@ X = torch.ones(8, D)
     ],
 )
 def test_presets_say_which_layers_run_again(policies: Any, expected: Any) -> None:
-    model = Piled(9)
+    model = SequentialModel(9)
     found = policies(model)
     assert runs(model, found, X) == expected
     with_config = ActivationCheckpointConfig(enabled=True, rule=None, policies=found)
@@ -87,7 +87,7 @@ def test_presets_on_layers_that_a_loop_calls() -> None:
 
 
 def test_presets_that_cannot_act_say_so() -> None:
-    model = Piled(3)
+    model = SequentialModel(3)
     for wrong in (0, -1, True, 1.5):
         for preset in (presets.every_k, presets.first_k, presets.uniform):
             with pytest.raises(ConfigError, match=r": .: expected a positive int, got .* · fix: use a whole number"):
@@ -116,7 +116,7 @@ def test_speed_runs_no_matrix_product_again() -> None:
             model(X).square().mean().backward()
         return [ops.counts.get(op, 0) for op in (torch.ops.aten.addmm.default, torch.ops.aten.gelu.default)]
 
-    model = Piled(4)
+    model = SequentialModel(4)
     counted({"first": False})  # the first call learns what forward moves
     assert counted({"first": False}) == [10, 4]
     assert counted(presets.speed(model)) == [10, 8]

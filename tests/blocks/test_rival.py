@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.layer_stacks import stack_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -195,7 +196,7 @@ def test_segments_over_layers_that_checkpoint_themselves_act_alone(runs: int | s
 
     def runs_of_layers(own: bool) -> list[int]:
         torch.manual_seed(0)
-        model = nn.Sequential(*[Layer() for _ in range(8)]).train()
+        model = stack_of(Layer, 8).train()
         for layer in model:
             layer.gradient_checkpointing = own
             layer._gradient_checkpointing_func = partial(torchs_checkpoint, use_reentrant=False)

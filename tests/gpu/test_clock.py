@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from helpers.layer_stacks import linear_layers
 
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.program import Phase
@@ -34,7 +34,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def model() -> Any:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]).cuda()
+    return linear_layers(3).cuda()
 
 
 def test_intervals_are_timed_without_waiting(model: Any, waits: Any) -> None:

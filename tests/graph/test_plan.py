@@ -8,7 +8,7 @@ from weakref import ref
 
 import pytest
 import torch
-from helpers.layer_stacks import Listed
+from helpers.layer_stacks import ListModel
 from helpers.train_graphs import SquareGraph
 from torch import nn
 
@@ -18,7 +18,7 @@ from graphckpt.graph import auto_plan
 
 def made() -> Any:
     torch.manual_seed(0)
-    model = Listed(6, norm=nn.LayerNorm)
+    model = ListModel(6, norm=nn.LayerNorm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = SquareGraph(model, {}, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n))
     torch.manual_seed(1)

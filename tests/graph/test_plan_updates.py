@@ -11,7 +11,7 @@ from weakref import ref
 
 import pytest
 import torch
-from helpers.layer_stacks import D, Layer, Listed
+from helpers.layer_stacks import D, ListModel, ResidualLayer, stack_of
 from helpers.train_graphs import Predict, SquareGraph
 from torch import nn
 
@@ -49,7 +49,7 @@ class Case:
     ) -> None:
         torch.manual_seed(0)
         self.device = device
-        self.model = Listed(layers, norm=nn.LayerNorm).to(device)
+        self.model = ListModel(layers, norm=nn.LayerNorm).to(device)
         is_fused = device == "cuda"
         rate: Any = torch.tensor(1e-2, device=device) if is_fused else 1e-2
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=is_fused, capturable=is_fused)
@@ -290,7 +290,7 @@ class Attention(nn.Module):
 
 def test_half_as_many_texts_of_twice_the_length_are_another_size() -> None:
     """They have as many elements, and attention takes twice as much for them."""
-    model = nn.Sequential(*(Attention() for _ in range(4)))
+    model = stack_of(Attention, 4)
     graph = SquareGraph(model)
     graph.config.memory_budget = 0.8
     graph.config.plan_options = {**QUIET, "candidates": ["full"]}
@@ -373,7 +373,7 @@ def _fail(*_: Any) -> None:
 
 
 def test_a_graph_that_is_planning_dies_with_its_last_reference() -> None:
-    model = Listed(norm=nn.LayerNorm)
+    model = ListModel(norm=nn.LayerNorm)
     graph: Any = SquareGraph(model)
     graph.config.memory_budget = 0.6
     graph(torch.ones(8, D))
@@ -548,7 +548,7 @@ def test_options_hold_in_the_updates_and_in_the_plan(how: dict[str, Any], field:
 def test_a_layer_that_is_replaced_has_the_policy_of_its_place() -> None:
     case = Case("min", candidates=["full"]).run(4)
     assert not case.is_planning
-    case.graph.model.layers[2] = Layer()
+    case.graph.model.layers[2] = ResidualLayer()
     assert case.flags()[2] is None
     case.call()
     assert case.flags() == ["full"] * NUM_LAYERS
@@ -586,7 +586,7 @@ class SeveralInputs(SquareGraph):
 
 def test_more_tensors_than_before_are_a_larger_input() -> None:
     """Each of them is as large as the one that was planned for."""
-    model = Listed(NUM_LAYERS, norm=nn.LayerNorm)
+    model = ListModel(NUM_LAYERS, norm=nn.LayerNorm)
     graph = SeveralInputs(model)
     x = torch.ones(ROWS, D)
     graph.config.memory_budget = 1_200_000
@@ -640,7 +640,7 @@ class TwoRoots(Graph):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = Layer(), Layer()
+        self.first, self.second = ResidualLayer(), ResidualLayer()
         self.add_optimizer(torch.optim.SGD([*self.first.origin.parameters(), *self.second.origin.parameters()], lr=0.1))
         self.config.memory_budget = "1GiB"
         self.config.plan_options = {**QUIET, "select": ["first", "second"]}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from torch import nn
 
 import graphckpt
@@ -21,7 +22,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 def net(*first: Any) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*first, *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3)))
+    return nn.Sequential(*first, *stack_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)), 3))
 
 
 def step_of(model: nn.Module, *optimizers: Any, x: Any = X) -> Any:

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers.layer_stacks import D, Layer, Listed
+from helpers.layer_stacks import D, ListModel, ResidualLayer
 from helpers.plans import stepped_once
 
 ROWS = 128  # of a batch
 
 
-class Gate(Layer):
+class Gate(ResidualLayer):
     """Returns a gate too, which only the backward of the gate needs."""
 
     def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
@@ -31,9 +31,9 @@ class Views(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.online, self.predictor = Listed(3), nn.Linear(8, 8)
+        self.online, self.predictor = ListModel(3), nn.Linear(8, 8)
         self.target = copy.deepcopy(self.online)
-        self.auxiliary = nn.ModuleList(Layer() for _ in range(2))
+        self.auxiliary = nn.ModuleList(ResidualLayer() for _ in range(2))
         self.gates = nn.ModuleList(Gate() for _ in range(3))
         self.views = torch.randn(2, ROWS, D, generator=torch.Generator().manual_seed(1))
 

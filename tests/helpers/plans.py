@@ -45,22 +45,3 @@ def planner_of(model: nn.Module, step: Callable[[], object], blocks: Any = None)
 def fields_of(measured: MeasuredStep, plan: Sequence[int]) -> dict[str, Any]:
     """Returns the policies of a plan, as ``graphckpt.apply`` takes them."""
     return {name: own[o].fields for name, own, o in zip(measured.names, measured.options_of, plan, strict=True)}
-
-
-def tiny_gpt2(**sizes: Any) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 - takes seconds
-
-    small = {"n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 32, "use_cache": False}
-    return GPT2LMHeadModel(GPT2Config(**small | sizes, bos_token_id=0, eos_token_id=0)).train()
-
-
-def gpt2_step(*, num_tokens: int = 24, **sizes: Any) -> tuple[nn.Module, Callable[[], None]]:
-    """Returns a small GPT-2, and a step of it."""
-    torch.manual_seed(0)
-    model = tiny_gpt2(**sizes)
-    ids = torch.randint(0, model.config.vocab_size, (4, num_tokens))
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-
-    return model, step

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plans import tiny_gpt2
+from helpers.layer_stacks import tiny_gpt2
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
@@ -41,7 +42,7 @@ class Regression(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.batch = batch
-        self.net = nn.Sequential(nn.Linear(8, 16), *(Layer(16) for _ in range(LAYERS)), nn.Linear(16, 1))
+        self.net = nn.Sequential(nn.Linear(8, 16), *stack_of(lambda: Layer(16), LAYERS), nn.Linear(16, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch

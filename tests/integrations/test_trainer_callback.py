@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.plans import tiny_gpt2
+from helpers.layer_stacks import linear_layers, stack_of, tiny_gpt2
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset
@@ -450,7 +450,7 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
                 return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
             return super().__call__(*args, **kwargs)
 
-    model = nn.Sequential(*(ChecksItself(4, 4) for _ in range(3)))
+    model = stack_of(lambda: ChecksItself(4, 4), 3)
     for layer in model:
         layer.gradient_checkpointing = True
     callback = GraphckptCallback(rule=None, policies={"0": True, "1": False})
@@ -485,7 +485,7 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
 def test_policies_do_not_act_on_frozen_blocks_that_save_nothing(
     policy: Any, num_blocks: int, is_measured: bool
 ) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    model = linear_layers(6, 8)
     model[:3].requires_grad_(False)
     with graphckpt.apply(model, {"[0-5]": policy}) as handle:
         with handle.measure() if is_measured else nullcontext():

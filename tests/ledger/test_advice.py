@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers.architectures import ARCHITECTURES
 from helpers.hard_modules import ZOO, chain
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.peaks import tracked_peak
 from helpers.thinning import slow_unless
@@ -244,7 +245,7 @@ def two_calls(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("loss", [lambda model: model(WIDE).pow(2).mean(), two_calls], ids=["one call", "two calls"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_predicted_plain_peak_has_no_copies_for_the_recomputation(layer: str, loss: Step) -> None:
-    plain = Case(lambda: nn.Sequential(*(LAYERS[layer]() for _ in range(4))), loss, {})
+    plain = Case(lambda: stack_of(LAYERS[layer], 4), loss, {})
     for steps in (1, 2):  # a first call copies more
         peak_bytes = plain.explain(steps=steps).peak_bytes
         for rule, policies in RULES.items():

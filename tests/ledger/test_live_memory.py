@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -249,8 +250,10 @@ def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes: Any) -
 
 @pytest.mark.gpu
 def test_on_cuda_it_equals_what_the_caching_allocator_gave_out() -> None:
-    layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(128)) for _ in range(4)]
-    model, x = nn.Sequential(*layers).cuda(), torch.randn(512, 128, device="cuda")
+    model = stack_of(
+        lambda: nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(128)), 4
+    ).cuda()
+    x = torch.randn(512, 128, device="cuda")
     model(x).square().mean().backward()
     model.zero_grad()
     torch.cuda.synchronize()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -237,7 +238,7 @@ def Layer(self: Any, x: Tensor) -> Tensor:
 
 
 def test_explain_does_not_count_a_freed_weight_as_saved() -> None:
-    model = nn.Sequential(*(Layer() for _ in range(3)))
+    model = stack_of(Layer, 3)
     x = torch.randn(4, 16, requires_grad=True)
     model(x).sum().backward()
     with graphckpt.apply(model, {"[0-2]": None}) as handle:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import mlp_layers
 from torch import nn
 
 import graphckpt
@@ -13,7 +14,7 @@ import graphckpt
 
 def measured(policies: Any, steps: int = 2) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+    model = mlp_layers(3)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(32, 16)
     with graphckpt.apply(model, policies) as handle:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.ranks import launch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ class Case:
 
     def __init__(self, way: str) -> None:
         torch.manual_seed(1)
-        self.inner = nn.Sequential(*(Block() for _ in range(LAYERS)), Head())
+        self.inner = stack_of(Block, LAYERS).append(Head())
         self.buckets: dict[int, Tensor] = {}
         """DDP's own, by a hook that a program may set."""
         self.model = self.inner if way == "alone" else WAYS[way](self)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.layer_stacks import ReLULayer
+from helpers.layer_stacks import ReLULayer, stack_of
 from helpers.peaks import tracked_peak
 from helpers.ranks import run_on_ranks
 from torch import nn
@@ -29,7 +29,7 @@ class Training:
     def __init__(self, rank: int, kind: str, budget: Any = None) -> None:
         torch.manual_seed(0)
         self.rank = rank
-        self.model = nn.Sequential(nn.Linear(16, 16), *(ReLULayer() for _ in range(6)))
+        self.model = nn.Sequential(nn.Linear(16, 16), *stack_of(ReLULayer, 6))
         self.runs: nn.Module = self.model
         if kind == "FSDP2":
             for layer in self.model[1:]:

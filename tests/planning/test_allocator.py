@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import linear_layers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -289,10 +290,7 @@ def test_the_memory_of_a_captured_step_is_its_own() -> None:
 
 def test_the_page_of_a_plan_shows_what_the_device_will(tmp_path: Path) -> None:
     def make() -> tuple[nn.Module, Callable[[], object]]:
-        model, x = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))),
-            torch.zeros(4096, 64),
-        )
+        model, x = linear_layers(3, 64, nn.ReLU), torch.zeros(4096, 64)
         return model, lambda: model(x).sum().backward()
 
     plan = graphckpt.plan(make, device="rtx3060", memory_budget="max", candidates=["full"])

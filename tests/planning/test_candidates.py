@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import gpt2_step, stack_of
 from helpers.peaks import tracked_peak
-from helpers.plans import fields_of, gpt2_step, measured_step
+from helpers.plans import fields_of, measured_step
 from torch import nn
 
 import graphckpt
@@ -143,7 +144,7 @@ def test_a_class_without_levels_has_full_in_their_place_near_and_far() -> None:
 
 def test_a_layer_of_one_linear_has_nothing_between() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = stack_of(lambda: nn.Linear(8, 8), 4)
     x = torch.randn(16, 8, requires_grad=True)
     found = measured_step(model, lambda: model(x).sum().backward(), "*")
     assert found.num_runs >= 2

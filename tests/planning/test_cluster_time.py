@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -515,7 +516,7 @@ def stage_of(num_micro_batches: int) -> Callable[[], tuple[nn.Module, Callable[[
     def make() -> tuple[nn.Module, Callable[[], None]]:
         rank, num_stages = dist.get_rank(), dist.get_world_size()
         hidden = torch.empty(256, D, device="meta", requires_grad=True)
-        module = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+        module = stack_of(Block, NUM_LAYERS)
         stage = PipelineStage(module, rank, num_stages, torch.device("cpu"), input_args=hidden, output_args=hidden)
         schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=nn.functional.mse_loss)
         rows = 256 * num_micro_batches

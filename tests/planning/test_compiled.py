@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import Listed
+from helpers.layer_stacks import ListModel, gpt2_step
 from helpers.peaks import tracked_peak
-from helpers.plans import gpt2_step
 from helpers.train_graphs import SquareGraph
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -44,7 +43,7 @@ X = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
 
 def stack() -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model = Listed(5, 4, nn.Identity)
+    model = ListModel(5, 4, nn.Identity)
 
     def step() -> None:
         model.zero_grad()

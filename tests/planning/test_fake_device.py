@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import linear_layers, tiny_gpt2
 from helpers.modules import as_module
-from helpers.plans import tiny_gpt2
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -356,7 +356,7 @@ class TestSteps:
                 self.register_buffer("scaled", torch.stack([*frequencies]))
 
         def make_model() -> tuple[nn.Module, Callable[[], object]]:
-            model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), ScaledRotary()) for _ in range(3)])
+            model = linear_layers(3, 64, ScaledRotary)
             models.append(model)
             return model, lambda: model(torch.zeros(8, 64)).sum().backward()
 
@@ -411,7 +411,7 @@ def test_a_capturable_optimizer_is_planned_and_stays_as_it_was(kind: Any) -> Non
     optimizers = []
 
     def make() -> tuple[Any, ...]:
-        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)))
+        model = linear_layers(3, 8, nn.ReLU)
         optimizers.append(kind(model.parameters(), lr=0.1, **options))
 
         def step() -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import ReLULayer
+from helpers.layer_stacks import ReLULayer, mlp_layers, stack_of, tiny_gpt2
 from helpers.modules import as_module
 from helpers.peaks import tracked_peak
-from helpers.plans import tiny_gpt2
 from helpers.thinning import slow_unless
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, ResNetConfig, ResNetForImageClassification
@@ -159,7 +158,7 @@ def test_training_state_is_as_before() -> None:
     assert torch.equal(random, torch.get_rng_state())
 
 
-@as_module(lambda: {"layers": nn.Sequential(*(ReLULayer() for _ in range(3)))})
+@as_module(lambda: {"layers": stack_of(ReLULayer, 3)})
 def Squared(self: Any, x: torch.Tensor) -> Any:
     """Layers before a head whose memory grows with the square of the batch."""
     x = self.layers(x)
@@ -224,7 +223,7 @@ class Attention(ReLULayer):
 
 
 def test_the_largest_batch_has_run_where_predictions_are_too_low() -> None:
-    model = nn.Sequential(*(Attention() for _ in range(6)))
+    model = stack_of(Attention, 6)
 
     def make_step(batch_size: Any) -> tuple[Any, ...]:
         x = torch.ones(batch_size, 16)
@@ -239,7 +238,7 @@ def test_the_largest_batch_has_run_where_predictions_are_too_low() -> None:
 
 
 def simple(batch_size: Any) -> tuple[Any, ...]:
-    model = nn.Sequential(*(ReLULayer() for _ in range(4)))
+    model = stack_of(ReLULayer, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(batch_size, 16)
 
@@ -439,7 +438,7 @@ def test_a_global_batch_that_nothing_fits_is_a_value_of_the_object() -> None:
 
 
 def wide(batch_size: Any) -> tuple[Any, ...]:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(3)))
+    model = mlp_layers(3, 128)
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(batch_size * 1024, 128)
 
     def step() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.layer_stacks import ReLULayer
+from helpers.layer_stacks import ReLULayer, stack_of
 from helpers.thinning import slow_unless
 from torch import nn
 
@@ -73,7 +73,7 @@ class Limited:
 
     def __init__(self, runs_at: Any, error: Any = ValueError) -> None:
         self.runs_at, self.error, self.failed = runs_at, error, set()
-        self.model = nn.Sequential(*(ReLULayer() for _ in range(3)))
+        self.model = stack_of(ReLULayer, 3)
 
     def __call__(self, batch_size: Any) -> tuple[Any, ...]:
         x = torch.ones(batch_size, 16)

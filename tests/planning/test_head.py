@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import mlp_layers
 from helpers.modules import as_module
 from helpers.peaks import tracked_peak
 from helpers.plans import planner_of
@@ -29,11 +30,7 @@ def Head(self: Any, x: torch.Tensor, labels: Any) -> Any:
     return nn.functional.cross_entropy(self.words(x), labels, reduction="sum")
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-
-
-@as_module(lambda: {"layers": nn.ModuleList(mlp() for _ in range(4)), "head": Head(16, 2000)})
+@as_module(lambda: {"layers": nn.ModuleList(mlp_layers(4)), "head": Head(16, 2000)})
 def Language(self: Any, x: torch.Tensor, labels: Any) -> Any:
     """Layers whose results are small beside the logits."""
     for layer in self.layers:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES, Architecture
-from helpers.layer_stacks import Layer
+from helpers.layer_stacks import ResidualLayer
 from helpers.levels import Sampled, differences, sampled
 from helpers.modules import as_module
 from helpers.odd_steps import STEPS, OddChain, Views
@@ -142,7 +142,7 @@ def test_odd_steps(name: str) -> None:
     torch.manual_seed(0)
     model = Views()
     step, _ = STEPS[name](model)
-    within(sampled(model, step, find_blocks(model, Layer), FIVE), name)
+    within(sampled(model, step, find_blocks(model, ResidualLayer), FIVE), name)
 
 
 @pytest.mark.parametrize("seed", range(6))

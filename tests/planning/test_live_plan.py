@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import ReLULayer
+from helpers.layer_stacks import ReLULayer, stack_of
 from helpers.peaks import tracked_peak
 from torch import nn
 
@@ -35,7 +35,7 @@ class Loop:
         **more: Any,
     ) -> None:
         self.device = device
-        self.model = nn.Sequential(*(ReLULayer() for _ in range(num_layers))).to(device)
+        self.model = stack_of(ReLULayer, num_layers).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.lines = []
         options = PlanOptions(candidates=candidates, progress=False, **more)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import mlp_step
+from helpers.layer_stacks import gpt2_step, linear_layers, mlp_step
 from helpers.peaks import tracked_peak
-from helpers.plans import gpt2_step, planner_of
+from helpers.plans import planner_of
 from torch import nn
 
 import graphckpt
@@ -182,7 +182,7 @@ def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
 
 def test_the_plain_peak_of_an_absent_device_is_that_of_the_plan_that_keeps_everything() -> None:
     def make() -> tuple[Any, ...]:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+        model = linear_layers(4, 64, nn.GELU)
         average, x = [parameter.detach().clone() for parameter in model.parameters()], torch.ones(8, 64)
 
         def step() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fuzz.bench import same
-from helpers.layer_stacks import D, Layer, Listed, Piled
+from helpers.layer_stacks import D, ListModel, ResidualLayer, SequentialModel, linear_layers, stack_of, tiny_gpt2
 from helpers.peaks import tracked_peak
-from helpers.plans import planner_of, stepped_once, tiny_gpt2
+from helpers.plans import planner_of, stepped_once
 from torch import nn
 
 import graphckpt
@@ -57,7 +57,7 @@ class Case:
 def stack(num_layers: int = 5, rows: int = 256) -> Case:
     torch.manual_seed(0)
     x = torch.randn(rows, D)
-    return Case(Piled(num_layers), lambda model: model(x).square().mean())
+    return Case(SequentialModel(num_layers), lambda model: model(x).square().mean())
 
 
 def gpt2(*, use_cache: bool = False, vocabulary: int = 32, num_layers: int = 4) -> Case:
@@ -171,7 +171,7 @@ def test_a_check_above_the_budget_counts_however_little(
 
 def deep_sequence(num_layers: int) -> Case:
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(num_layers)))
+    layers = linear_layers(num_layers)
     x = torch.randn(512, D)
     return Case(nn.Sequential(nn.Linear(D, D), layers), lambda model: model(x).square().mean())
 
@@ -191,15 +191,15 @@ def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less() -> No
 
 
 def test_a_budget_below_the_parameters_is_refused_before_the_step_runs() -> None:
-    model = nn.Sequential(Layer(), Layer())
+    model = nn.Sequential(ResidualLayer(), ResidualLayer())
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with pytest.raises(PlanError, match=r"no plan fits · the parameters alone take .* · fix: a larger budget$"):
-        plan(model, lambda: pytest.fail("runs"), memory_budget=num_bytes - 1, select=Layer)
+        plan(model, lambda: pytest.fail("runs"), memory_budget=num_bytes - 1, select=ResidualLayer)
 
 
 @pytest.mark.parametrize("share", [lambda weight: weight.data, lambda weight: weight.data[:1].expand(512, 512)])
 def test_parameters_that_share_memory_count_once_in_a_budget(share: Callable[..., Any]) -> None:
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))).requires_grad_(requires_grad=False)
+    model = stack_of(lambda: nn.Linear(512, 512, bias=False), 2).requires_grad_(requires_grad=False)
     model[1].weight = nn.Parameter(share(model[0].weight), requires_grad=False)
     x = torch.ones(4, 512, requires_grad=True)
     budget = int(1.05 * tracked_peak(model, lambda: model(x).sum().backward()))
@@ -275,7 +275,7 @@ def test_plan_takes_budgets_of_every_kind(budget: Any) -> None:
 )
 def test_a_budget_that_cannot_be_read(budget: Any, message: Any) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan(nn.Sequential(Layer(), Layer()), lambda: pytest.fail("runs nothing"), memory_budget=budget)
+        plan(nn.Sequential(ResidualLayer(), ResidualLayer()), lambda: pytest.fail("runs nothing"), memory_budget=budget)
 
 
 # ---- what is planned
@@ -285,7 +285,7 @@ def test_blocks_may_be_named(planned: tuple[Any, ...]) -> None:
     case, _ = planned
     found = plan(case.model, case.step, memory_budget="min", select=["body.[01]", "body.4"], check=False)
     assert [row.block for row in found.rows] == ["body.0", "body.1", "body.4"]
-    by_class = plan(case.model, case.step, memory_budget="min", select=Layer, check=False)
+    by_class = plan(case.model, case.step, memory_budget="min", select=ResidualLayer, check=False)
     assert [row.block for row in by_class.rows] == [f"body.{n}" for n in range(5)]
     assert by_class.predicted_peak_bytes < found.predicted_peak_bytes
     outer = plan(case.model, case.step, memory_budget="min", select=["body.*.up", "body"], check=False)
@@ -306,8 +306,10 @@ def test_rules_may_be_named(planned: tuple[Any, ...]) -> None:
 
 def test_a_layer_that_runs_several_times_is_one_block() -> None:
     torch.manual_seed(0)
-    layer, first, last, x = Layer(), nn.Linear(D, D), nn.Linear(D, 2), torch.randn(64, D)
-    model = nn.ModuleDict({"first": first, "layers": nn.ModuleList([layer, layer, Layer(), layer]), "last": last})
+    layer, first, last, x = ResidualLayer(), nn.Linear(D, D), nn.Linear(D, 2), torch.randn(64, D)
+    model = nn.ModuleDict(
+        {"first": first, "layers": nn.ModuleList([layer, layer, ResidualLayer(), layer]), "last": last}
+    )
 
     def loss(model: nn.Module) -> Any:
         y = model["first"](x)
@@ -323,7 +325,7 @@ def test_a_layer_that_runs_several_times_is_one_block() -> None:
 
 def test_a_model_that_runs_twice_before_backward() -> None:
     torch.manual_seed(0)
-    model, x = Listed(), torch.randn(2, 64, D)
+    model, x = ListModel(), torch.randn(2, 64, D)
     case = Case(model, lambda model: (model(x[0]) * model(x[1])).square().mean())
     planner = case.planner()
     seconds = [found.predicted_step_seconds for found in case.check_plans(planner, 5)]
@@ -360,7 +362,7 @@ def test_a_step_without_its_blocks_cannot_be_planned(planned: tuple[Any, ...]) -
 
 
 def test_a_step_that_takes_another_path_each_time_cannot_be_planned() -> None:
-    model, x, calls = Listed(), torch.randn(8, D), []
+    model, x, calls = ListModel(), torch.randn(8, D), []
 
     def step() -> None:
         calls.append(1)
@@ -373,7 +375,7 @@ def test_a_step_that_takes_another_path_each_time_cannot_be_planned() -> None:
         plan(model, step, memory_budget="min")
 
 
-class Dropped(Listed):
+class Dropped(ListModel):
     """Leaves out some layers at random, as LayerDrop does."""
 
     def __init__(self, rate: Any, draw: Any) -> None:
@@ -445,7 +447,7 @@ def is_clean(model: nn.Module) -> bool:
 def test_planning_changes_nothing(is_first: bool, fails_at: int | None) -> None:
     torch.manual_seed(0)
     x, calls = torch.randn(64, D), []
-    case = Case(Listed(num_layers=2), lambda model: model(x).square().mean())
+    case = Case(ListModel(num_layers=2), lambda model: model(x).square().mean())
     if not is_first:
         case.step()
         case.model(x).sum().backward()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
+from helpers.layer_stacks import linear_layers, mlp_layers
 from helpers.modules import as_module
 from helpers.odd_steps import OddChain
 from helpers.peaks import tracked_peak
@@ -145,7 +146,7 @@ def test_odd_chains_are_predicted_near_and_far(seed: int, monkeypatch: pytest.Mo
 
 def test_equal_blocks_share_the_runs() -> None:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)]
+    layers = linear_layers(8, 8)
     model = nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 1))  # the first layer's input needs a gradient too
     x = torch.randn(64, 8)
 
@@ -157,7 +158,7 @@ def test_equal_blocks_share_the_runs() -> None:
     assert known(range(1, 9)).num_runs == 4, "all kept, all recomputed, and two in which four each share the others"
     assert known(range(1, 9), NEAR[:1]).num_runs == 2
     assert known(range(1, 9), NEAR).num_runs == 4, "a product and a tanh have no levels between all and nothing"
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)]
+    layers = mlp_layers(8, 8, 8, nn.Tanh)
     model = nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 1))
     assert known(range(1, 9)).num_runs == 3, "no layer saves its output: the eight share the others in one run"
     assert known(range(1, 3)).num_runs == 4, "two layers take two turns"
@@ -186,7 +187,7 @@ class Collecting(nn.Module):
         self.returns_all = returns_all
         self.between = between
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6))
+        self.layers = nn.ModuleList(mlp_layers(6, 16, 32, nn.Tanh))
 
     def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
         x, states = self.first(x), []

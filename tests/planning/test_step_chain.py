@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import stack_of, tiny_gpt2
 from helpers.modules import as_module
-from helpers.plans import measured_step, tiny_gpt2
+from helpers.plans import measured_step
 from torch import nn
 
 import graphckpt
@@ -83,7 +84,7 @@ def test_tensors_that_blocks_may_offload_do_not_multiply_the_states(
 
 def two_losses() -> tuple[Any, ...]:
     """Returns two stacks of layers, and a step that runs the backward of the first before the forward of the other."""
-    model, x = nn.ModuleList(nn.Sequential(*(Layer() for _ in range(4))) for _ in range(2)), torch.randn(256, 32)
+    model, x = nn.ModuleList(stack_of(Layer, 4) for _ in range(2)), torch.randn(256, 32)
 
     def step() -> None:
         for stack in model:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from helpers.plans import measured_step
 from torch import nn
@@ -281,7 +282,7 @@ def test_faults_are_one_clear_error(words: list[str], message: str, capsys: pyte
 
 def test_what_a_step_uses_late_is_alive_before() -> None:
     def make() -> tuple[Any, ...]:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
+        model = linear_layers(4, 256, nn.ReLU)
         optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(4096, 256)
         average = [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -9,6 +9,7 @@ from weakref import ref
 import pytest
 import torch
 from helpers.cpu_burn import be_busy
+from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from torch import nn
 
@@ -121,7 +122,7 @@ def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch: pytest.MonkeyPa
             be_busy(BUSY)
 
     monkeypatch.setattr(traced_stores, "_OffloadedStorage", Slowly)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
+    model = linear_layers(2, 32, nn.GELU)
     x = torch.ones(64, 32)
     step = RealStep(model, lambda: model(x).sum().backward())
     far = Option("keep + host", {"activation_checkpointing": False, "offload": True}, Keep(), is_far=True)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.thinning import is_chosen
 from torch import Tensor, nn
@@ -259,7 +260,7 @@ class Containers(nn.Module):
 
 
 def stack(layer: Callable[[], nn.Module], number: int = 2) -> Callable[[], nn.Module]:
-    @as_module(lambda: {"embed": nn.Linear(D, D), "layers": nn.Sequential(*(layer() for _ in range(number)))})
+    @as_module(lambda: {"embed": nn.Linear(D, D), "layers": stack_of(layer, number)})
     def Stack(self: Any, x: Tensor) -> Tensor:
         return self.layers(self.embed(x))
 

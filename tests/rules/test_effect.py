@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers.architectures import ARCHITECTURES
 from helpers.count_ops import CountOps
 from helpers.hard_modules import Mlp, chain
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.peaks import saved_bytes
 from torch import nn
@@ -142,7 +143,7 @@ class Tanh(nn.Module):
 @pytest.mark.parametrize("count", [4, 16, 64, 100, 256])
 @pytest.mark.parametrize("runs", ["sqrt", "log"])
 def test_segments_keep_few_boundaries(runs: str, count: int) -> None:
-    model = nn.Sequential(*[Tanh() for _ in range(count)])
+    model = stack_of(Tanh, count)
     x = torch.randn(10, 10, requires_grad=True)
     with graphckpt.apply(model, {"": Segments(runs)}) as handle:
         model(x).sum().backward()
@@ -159,7 +160,7 @@ def test_segments_keep_few_boundaries(runs: str, count: int) -> None:
 
 @pytest.mark.parametrize("runs", [1, 3, "sqrt", "log"])
 def test_the_segment_that_is_kept_goes_to_the_store_too(runs: int | str) -> None:
-    model = nn.Sequential(*[Tanh() for _ in range(6)])
+    model = stack_of(Tanh, 6)
     policy = {"activation_checkpointing": Segments(runs), "offload": "disk", "min_elements": 1}
     with graphckpt.apply(model, {"": policy}) as handle:
         model(torch.randn(10, 10, requires_grad=True)).sum().backward()
@@ -177,7 +178,7 @@ def test_log_segments_run_each_layer_at_most_log_times() -> None:
             calls[0] += 1
             return super().forward(x)
 
-    model = nn.Sequential(*[Counted() for _ in range(count)])
+    model = stack_of(Counted, count)
     with graphckpt.apply(model, {"": Segments("log")}):
         model(torch.randn(2, requires_grad=True)).sum().backward()
         calls[0] = 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.train_graphs import SquareGraph
 from torch import nn
@@ -110,7 +111,7 @@ def test_only_blocks_that_draw_read_the_state_of_the_host(monkeypatch: pytest.Mo
 
 def test_plan_and_verify_restore_the_generators() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Noisy(DRAWS["both, in training mode"]) for _ in range(4)], nn.Linear(8, 2))
+    model = stack_of(lambda: Noisy(DRAWS["both, in training mode"]), 4).append(nn.Linear(8, 2))
     before = rng.HostRNGState.read().fingerprints()
     graphckpt.plan(model, lambda: model(X).square().sum().backward(), memory_budget=0.9)
     assert rng.HostRNGState.read().fingerprints() == before

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.hard_modules import Mlp, chain, run_steps
+from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from helpers.peaks import saved_bytes
 from torch import nn
@@ -201,7 +202,7 @@ def test_a_block_that_returns_something_else_again_is_named(
 
 def test_a_run_may_be_longer_than_the_stack_of_python() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(600)))
+    model = linear_layers(600, 4)
     x = torch.randn(2, 4)
     model(x).sum().backward()
     wanted = [p.grad.clone() for p in model.parameters()]

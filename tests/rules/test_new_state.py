@@ -9,6 +9,7 @@ import torch
 from fuzz.shapes import plain
 from helpers.contract import assert_same_steps
 from helpers.hard_modules import D
+from helpers.layer_stacks import mlp_layers, stack_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
@@ -107,7 +108,7 @@ def test_layer_that_got_the_memory_of_the_one_it_replaces() -> None:
 @pytest.mark.parametrize("num_segments", [2, "log"])
 def test_layers_that_a_segmented_chain_got_later(num_segments: int | str) -> None:
     steps = ["plain", altered(lambda model: model.__setitem__(0, nn.BatchNorm1d(D))), "plain"]
-    assert_same_steps(lambda: nn.Sequential(*(nn.Linear(D, D) for _ in range(4))), {"": Segments(num_segments)}, steps)
+    assert_same_steps(lambda: stack_of(lambda: nn.Linear(D, D), 4), {"": Segments(num_segments)}, steps)
 
 
 class Symmetric(nn.Module):
@@ -118,7 +119,7 @@ class Symmetric(nn.Module):
 @pytest.mark.parametrize("rule", ["full", "selective"])
 def test_weights_that_parametrize_caches_are_those_of_the_forward(rule: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)))
+    model = mlp_layers(2, 8, 8)
     for block in model:
         parametrize.register_parametrization(block[0], "weight", Symmetric())
 

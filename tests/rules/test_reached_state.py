@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 
@@ -127,7 +128,7 @@ def generator() -> torch.Generator:
 def sharing() -> nn.Module:
     """Returns layers that draw from one generator."""
     shared = generator()
-    return nn.Sequential(*(Layer(draw, {"generator": shared}) for _ in range(2)))
+    return stack_of(lambda: Layer(draw, {"generator": shared}), 2)
 
 
 KINDS = {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.count_ops import CountOps
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.peaks import saved_bytes, tracked_peak
 from torch import nn
@@ -30,7 +31,7 @@ def Block(self: Any, x_ND: Any) -> Any:
 
 def made(block: Any = Block, num: int = 3, rows: int = 64) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(block() for _ in range(num)))
+    model = stack_of(block, num)
     return model, torch.randn(rows, 32)
 
 

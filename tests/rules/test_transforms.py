@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import residual_layers
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -41,18 +42,13 @@ STORES: dict[str, dict[str, Any]] = {
 }
 
 
-@as_module(lambda: {"up": nn.Linear(D, D), "down": nn.Linear(D, D)})
-def Mlp(self: Any, x: Tensor) -> Tensor:
-    return x + self.down(torch.tanh(self.up(x)))
-
-
 def rows(seed: int = 1) -> Tensor:
     return torch.randn(8, D, generator=torch.Generator().manual_seed(seed))
 
 
 def built() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Mlp(), Mlp(), nn.Linear(D, D))
+    return residual_layers(2, D, D, torch.tanh, dropout=None).append(nn.Linear(D, D))
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import linear_layers, stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -261,9 +262,8 @@ def fill_free_memory() -> None:
 @pytest.mark.parametrize("name", QUIET)
 def test_no_alarm_and_the_same_bits(name: str, rule: Any) -> None:
     torch.manual_seed(1)
-    blocks = [QUIET[name]() for _ in range(2)]
-    dtype = next((p.dtype for p in blocks[0].parameters()), torch.float32)
-    model = nn.Sequential(*blocks)
+    model = stack_of(QUIET[name], 2)
+    dtype = next((p.dtype for p in model[0].parameters()), torch.float32)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     expected = gradients(model, dtype)
     model.load_state_dict(state)
@@ -401,7 +401,7 @@ def test_measured_steps_are_neither_checked_nor_counted(checked: list[str]) -> N
 
 
 def test_plans_and_verify_are_not_checked(checked: list[str]) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(4)))
+    model = linear_layers(4, D)
     graphckpt.plan(model, lambda: plain_step(model), memory_budget=0.9)
     assert not checked
 
@@ -613,7 +613,7 @@ def Repeated(self: Any, x: Tensor) -> Tensor:
 SEVERAL_CALLS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a layer that is used five times": (Repeated, {"layer": True}),
     "tiles": (lambda: nn.Sequential(Reader(lambda x: x)), {"0": Tiles(4)}),
-    "segments": (lambda: nn.Sequential(*(Reader(lambda x: x) for _ in range(4))), {"": {"segments": 3}}),
+    "segments": (lambda: stack_of(lambda: Reader(lambda x: x), 4), {"": {"segments": 3}}),
     "layers in turn": (lambda: nn.Sequential(Reader(lambda x: x), Reader(lambda x: x)), {"*": "selective"}),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plans import tiny_gpt2
+from helpers.layer_stacks import tiny_gpt2
 from helpers.small_run import CONFIG, rows_of, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
