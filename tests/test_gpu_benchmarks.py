@@ -83,7 +83,7 @@ def test_all_parts_in_one_command_are_refused_and_the_commands_named(
     assert commands == [f"make gpu GPU='--part {part} --out gpu'" for part in (1, 2, 3)]
 
 
-def test_what_is_missing_is_named_before_anything_runs(
+def test_a_missing_package_is_named_before_anything_runs(
     benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = benchmark("gpu")
@@ -295,7 +295,7 @@ def test_offload_counts_only_where_its_copies_fit(summary: Any) -> None:
     assert summary.offloaded(rows, probe, "captured").state == "not measured"
 
 
-def test_what_two_ranks_keep_is_against_the_plain_model_on_them(summary: Any) -> None:
+def test_bytes_saved_by_two_ranks_are_compared_with_the_plain_model_on_them(summary: Any) -> None:
     def row(variant: str, kept: int, **more: Any) -> dict[str, Any]:
         return {**RUN, "variant": variant, "kept_bytes": kept, "layers_kept_bytes": kept // 2, **more}
 

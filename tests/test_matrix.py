@@ -43,7 +43,7 @@ CASE = {"model": "gpt2", "mode": "eager", "policy": "full, device"}
         (None, "differs", "equal"),
     ],
 )
-def test_what_is_worse(matrix: Any, then: str | None, worse: str, not_worse: str) -> None:
+def test_an_outcome_is_worse_than_a_better_one(matrix: Any, then: str | None, worse: str, not_worse: str) -> None:
     before = {} if then is None else {tuple(CASE.values()): {"outcome": then}}
     for now in (*worse.split(), not_worse):
         assert bool(matrix.worse([{**CASE, "outcome": now}], before)) == (now != not_worse), now

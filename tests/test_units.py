@@ -71,14 +71,14 @@ def test_a_wrong_size_says_what_to_write(text: Any, message: str) -> None:
 
 
 @given(SIZES)
-def test_what_is_printed_reads_back_within_half_a_percent(num_bytes: Any) -> None:
+def test_printed_bytes_read_back_within_half_a_percent(num_bytes: Any) -> None:
     again = parse_bytes(format_bytes(num_bytes))
     assert abs(again - num_bytes) <= 0.005 * num_bytes + 1  # parsing drops a fraction of a byte
     assert parse_bytes(f"{num_bytes} B") == num_bytes
 
 
 @given(SIZES)
-def test_what_was_read_prints_the_same_again(num_bytes: Any) -> None:
+def test_bytes_read_from_text_print_as_the_same_text(num_bytes: Any) -> None:
     text = format_bytes(num_bytes)
     assert format_bytes(parse_bytes(text)) == text
 

@@ -254,7 +254,7 @@ def test_long_values_are_shown_by_their_type(field: str) -> None:
         (nn.Tanh(), r"no list of layers was found in Tanh · fix: name the blocks"),
     ],
 )
-def test_what_has_no_layers(model: Any, message: str) -> None:
+def test_a_model_without_layers_is_an_error(model: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         graphckpt.apply(model, True)
 

@@ -96,7 +96,7 @@ def test_the_default_backend_draws_the_same_masks_twice() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
-def test_it_follows_the_model_into_copies_and_pickles() -> None:
+def test_compile_options_follow_the_model_into_copies_and_pickles() -> None:
     model = chain("mlp")
     with graphckpt.apply(model, {"1": {"compile": {"backend": "aot_eager"}, "activation_checkpointing": True}}):
         file = io.BytesIO()
@@ -307,7 +307,7 @@ HARD: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HARD)
-def test_what_cannot_run_again_is_saved(name: str) -> None:
+def test_results_that_cannot_be_recomputed_are_saved(name: str) -> None:
     """At no share do gradients or buffers differ from those of the plain block."""
     found: dict[float | None, Any] = {}
     x = torch.linspace(-1, 1, 2 * 16 * 16).view(2, 16, 16)

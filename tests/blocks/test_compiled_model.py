@@ -324,7 +324,7 @@ UNTRACED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNTRACED)
-def test_what_cannot_be_traced_acts_outside_of_the_graph(name: str) -> None:
+def test_a_policy_that_cannot_be_traced_acts_outside_of_the_graph(name: str) -> None:
     policies, why = UNTRACED[name]
     num_tail = num_tail_of(policies)
     expected, _ = plain(num_tail=num_tail)

@@ -54,7 +54,7 @@ INHERITED: list[tuple[dict[str, Any], str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("policies", "of_model", "expected"), INHERITED)
-def test_a_block_takes_it_over_from_the_block_around_it(
+def test_a_block_inherits_determinism_check_from_the_block_around_it(
     policies: dict[str, Any], of_model: str, expected: list[str]
 ) -> None:
     model = Model()
@@ -105,7 +105,7 @@ def test_a_near_miss_is_suggested() -> None:
     ],
     ids=["in a recomputed block", "in none"],
 )
-def test_where_nothing_is_recomputed_it_has_no_effect(policies: dict[str, Any]) -> None:
+def test_determinism_check_has_no_effect_where_nothing_is_recomputed(policies: dict[str, Any]) -> None:
     model = Model()
     with graphckpt.apply(model, policies) as handle:
         model(torch.ones(2, D)).sum().backward()

@@ -210,7 +210,7 @@ class Counting(nn.Linear):
         return self(x).exp() * counter.count
 
 
-def test_what_a_weak_proxy_refers_to_is_an_argument() -> None:
+def test_the_referent_of_a_weak_proxy_is_an_argument() -> None:
     model, counter, x = Counting(4, 4), Counter(), torch.randn(2, 4)
     grads = []
     for run in (lambda f, *args: f(*args), checkpoint):
@@ -257,7 +257,7 @@ def test_without_a_function_it_is_a_decorator() -> None:
         checkpoint(None, torch.ones(2))
 
 
-def test_it_is_a_decorator_without_parentheses_for_functions_that_need_arguments() -> None:
+def test_checkpoint_is_a_decorator_without_parentheses_for_functions_that_need_arguments() -> None:
     @checkpoint
     def run(model: nn.Module, x: Tensor) -> Tensor:
         """Runs a model."""

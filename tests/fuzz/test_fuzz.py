@@ -109,7 +109,7 @@ def test_workers_share_the_seeds_of_a_run() -> None:
     assert "\n6 programmes in " in done.stdout
 
 
-def test_what_is_left_out_or_refused_stands_in_the_documentation() -> None:
+def test_programmes_left_out_or_refused_are_documented() -> None:
     model = Node("Chain", "", (Node("Activation", "'RReLU'"),))
     assert [is_left_out(Programme(model, (Step(shape),))) for shape in ("saved_as_copies", "plain")] == [True, False]
     words = ["autograd passes the noise tensor to the store before it is filled", *(each.words for each in DOCUMENTED)]

@@ -350,7 +350,7 @@ def test_a_whole_step_in_a_cuda_graph(pinned: Pinned, bound: int | None, rule: A
 
 
 @pytest.mark.parametrize("what", ["buffer", "store"])
-def test_what_is_collected_in_a_capture_is_unpinned_after_it(pinned: Pinned, what: str) -> None:
+def test_a_buffer_or_store_collected_in_a_capture_is_unpinned_after_it(pinned: Pinned, what: str) -> None:
     """Python's garbage collector may run there, and CUDA forbids to unpin memory, or to wait, in a capture."""
     place: HostStore | None = place_on_cuda()
     block = group(0)

@@ -51,7 +51,7 @@ def test_plan_keeps_its_budget_and_changes_no_bit() -> None:
     assert sum(reruns.values()) > 0
 
 
-def test_what_was_set_on_the_layers_before_is_replaced() -> None:
+def test_a_plan_replaces_policies_set_on_the_layers_before() -> None:
     step = made()
     step.model.layers[5].config.activation_checkpointing = True
     step.model.layers[5].up.config.offload = "disk"

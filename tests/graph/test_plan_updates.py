@@ -237,7 +237,7 @@ def test_smaller_and_larger_batches_are_captured_under_one_plan(parts: int, devi
         assert captured.num_replays > 4
 
 
-def test_where_everything_fits_two_updates_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_updates_are_enough_where_everything_fits(capsys: pytest.CaptureFixture[str]) -> None:
     case = Case("1GiB", progress=True)
     case.run(4)
     name = case.graph.name
@@ -449,7 +449,7 @@ def test_debug_and_strict_inputs_work_while_it_plans(capsys: pytest.CaptureFixtu
     assert not case.is_planning
 
 
-def test_what_the_user_set_on_the_layers_is_replaced_and_other_policies_stay() -> None:
+def test_policies_that_the_user_set_on_the_layers_are_replaced_and_others_stay() -> None:
     case = Case("1GiB")
     case.graph.model.layers[5].config.activation_checkpointing = True
     case.graph.model.layers[5].up.config.offload = "disk"
@@ -511,7 +511,7 @@ def test_a_budget_below_what_updates_reach_is_planned_by_runs() -> None:
 @pytest.mark.parametrize(
     "how", [{"candidates": ["full", "joined"]}, {"container": {"activation_checkpointing": True}}], ids=str
 )
-def test_what_updates_cannot_show_is_planned_by_runs(how: dict[str, Any]) -> None:
+def test_options_that_updates_cannot_show_are_planned_by_runs(how: dict[str, Any]) -> None:
     container = how.pop("container", {})
     case = Case(0.9, **how)
     case.graph.model.config.update(container)

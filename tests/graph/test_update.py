@@ -205,13 +205,13 @@ NOT_A_DTYPE = "expected torch.float16 or torch.bfloat16, got"
         ),
     ],
 )
-def test_what_settings_refuse(setting: str, arguments: dict[str, Any], message: str) -> None:
+def test_settings_refuse_wrong_values(setting: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{setting}: {message}")):
         getattr(Train(mlp()).config, setting)(**arguments)
 
 
 @pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
-def test_what_add_optimizer_refuses(case: str) -> None:
+def test_add_optimizer_refuses_wrong_optimizers(case: str) -> None:
     make, schedule, message = WRONG_OPTIMIZERS[case]
     model = mlp()
     graph = Train(model)
@@ -471,7 +471,7 @@ def test_a_scaler_with_two_optimizers_of_which_one_is_not_reached() -> None:
     assert not same(model, mlp())
 
 
-def test_what_set_grad_scaler_refuses_and_unset() -> None:
+def test_set_grad_scaler_refuses_a_string_and_takes_none() -> None:
     ours, optimizer, plain, plain_optimizer = pair()
     graph = Train(ours, optimizer)
     with pytest.raises(GraphError, match=r"set_grad_scaler: expected a GradScaler, got str · fix: pass a"):

@@ -215,7 +215,7 @@ def test_outputs_that_cannot_be_compared_are_refused(wrap: Callable[..., Any]) -
         verify(model, step)
 
 
-def test_other_outputs_are_compared() -> None:
+def test_outputs_that_are_not_tensors_are_compared() -> None:
     model = net()
 
     def step() -> dict[str, Any]:

@@ -85,7 +85,7 @@ def by_op_of_the_compiler(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("resize", [by_op, by_set, by_typed_storage, by_op_of_the_compiler])
-def test_other_ways_to_resize_count_at_once(resize: Callable[[Tensor], None]) -> None:
+def test_every_way_to_resize_counts_at_once(resize: Callable[[Tensor], None]) -> None:
     with LiveBytes() as live:
         x = kib()
         resize(x)
@@ -152,7 +152,7 @@ def test_resizes_in_another_thread_count() -> None:
         assert live.live_bytes == 0
 
 
-def test_it_nests_in_pytorchs_own_tracker_in_either_order() -> None:
+def test_live_bytes_nest_in_pytorchs_own_tracker_in_either_order() -> None:
     resize = torch.UntypedStorage.resize_
     try:
         with LiveBytes() as live:

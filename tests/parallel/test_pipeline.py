@@ -131,7 +131,7 @@ def test_stages_that_cannot_be(fields: dict[str, dict[str, Any]], fault: str) ->
     assert fault in str(raised.value)
 
 
-def test_what_is_no_chain_is_an_error() -> None:
+def test_a_model_that_is_not_a_sequential_is_an_error() -> None:
     message = r"expected an nn.Sequential, got ResidualLayer · fix: put its blocks into an nn.Sequential"
     with pytest.raises(ConfigError, match=message):
         pipeline_part(ResidualLayer(), device=torch.device("cpu"))

@@ -43,7 +43,7 @@ def test_sizes_of_segments(num_bytes: int, segment: int) -> None:
     assert allocator.reserved_bytes == segment
 
 
-def test_what_is_left_of_a_large_segment_is_split_off_above_a_mebibyte() -> None:
+def test_the_rest_of_a_large_segment_is_split_off_above_a_mebibyte() -> None:
     allocator = CachingAllocator()
     allocator.allocate(11 * MIB)  # of a segment of 12 MiB
     assert allocator.allocated_bytes == 12 * MIB

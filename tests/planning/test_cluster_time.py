@@ -63,7 +63,7 @@ class TestSeconds:
         assert cluster(between=90e9).seconds("gather", 4 * GB, (0, 1, 4, 5)) == pytest.approx(0.03), "NVLink limits it"
         assert seconds("all_to_all", 4 * GB, (0, 1, 4, 5)) == pytest.approx(0.3 + 0.012), "each rank its own"
 
-    def test_what_one_rank_gathers_takes_no_time(self) -> None:
+    def test_a_collective_of_one_rank_takes_no_time(self) -> None:
         assert cluster(latency=1e-3).seconds("all_reduce", GB, (3,)) == 0.0
 
     def test_efficiency(self) -> None:
@@ -576,7 +576,7 @@ class TestPipeline:
         assert pipeline_seconds([(1, 2), (2, 3)], 2) == 1 + 2 * (2 + 3) + 2
         assert pipeline_seconds([(4, 2), (1, 1)], 2) == 4 + 4 + 1 + 1 + 2  # of the first stage, whose forwards are long
 
-    def test_it_is_at_least_what_the_slowest_stage_takes(self) -> None:
+    def test_a_pipeline_takes_at_least_as_long_as_its_slowest_stage(self) -> None:
         stages = [(1.0, 2.0), (2.0, 2.5), (0.5, 1.0)]
         for count in range(1, 8):
             seconds = pipeline_seconds(stages, count)

@@ -195,7 +195,7 @@ def test_a_part_beside_the_layers_or_in_one_may_be_compiled_as_a_whole() -> None
         ({"dynamik": True}, r"compile: torch\.compile has no option 'dynamik' · did you mean 'dynamic'"),
     ],
 )
-def test_what_is_no_option_is_an_error_at_once(value: dict[str, Any] | str, message: str) -> None:
+def test_an_unknown_option_of_compile_is_an_error_at_once(value: dict[str, Any] | str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(*stack(), memory_budget=0.5, compile=value)
 

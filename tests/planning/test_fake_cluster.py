@@ -142,7 +142,7 @@ def test_a_rank_in_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) 
     assert "WORLD_SIZE" not in os.environ
 
 
-def test_other_sizes_and_ranks_in_one_process() -> None:
+def test_clusters_of_several_sizes_and_ranks_in_one_process() -> None:
     """The shapes of uneven shards are those of the rank, whatever was simulated before."""
     for world_size, rank, rows in ((2, 0, 4), (2, 1, 3), (3, 2, 1), (2, 0, 4)):
         with FakeCluster(world_size, rank), FakeDevice(load_profile("cpu")):
@@ -492,7 +492,7 @@ def read_a_count() -> Any:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_simulated_names_its_line(make: Callable[[], Any], call: str) -> None:
+def test_the_error_of_a_call_that_cannot_be_simulated_names_its_line(make: Callable[[], Any], call: str) -> None:
     with pytest.raises(ConfigError, match=r"\(test_fake_cluster\.py, line \d+\).* · fix: ") as error:
         planned(make, 2)
     assert call in str(error.value)

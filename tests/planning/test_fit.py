@@ -298,7 +298,7 @@ def test_an_update_of_several_steps_has_one_step_of_the_optimizer() -> None:
     assert replace(row, accumulation=3).seconds == 3 * (2 * 5 - 1) + 1
 
 
-def test_what_it_prints(absent: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fit_prints_its_sizes_in_80_columns(absent: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = str(absent)
     assert f"largest batch: {absent.largest.batch_size} (" in text
     assert "fastest: " in text

@@ -197,7 +197,7 @@ def test_a_range_with_another_step_is_a_list_of_sizes(sizes: Any, rows: list[int
      np.array([True]), np.array([2.0]), np.array([[1, 2]]), torch.tensor(4), torch.tensor([True]), range(0, 9, 2)],
     ids=repr,
 )  # fmt: skip
-def test_others_are_one_clear_error(sizes: Any) -> None:
+def test_sizes_that_are_not_positive_ints_are_one_clear_error(sizes: Any) -> None:
     with pytest.raises(ConfigError, match=r"batch_sizes: expected a list or a range of ints of 1 or more, got .* · f"):
         graphckpt.fit(ANY, batch_sizes=sizes)
 

@@ -47,7 +47,7 @@ def made() -> tuple[Any, ...]:
 SLICED = {"head": [Tiles(4, reduce="sum"), Tiles(16, reduce="sum")]}
 
 
-def test_it_is_cut_where_nothing_else_fits() -> None:
+def test_the_head_is_sliced_where_nothing_else_fits() -> None:
     model, step = made()
     sizes = []
     for coarser in (None, {"head": Tiles(4, reduce="sum")}):
@@ -70,7 +70,7 @@ def test_the_error_names_the_head() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "block"), [((1.0, 2.0, 3.0), None), ((3.0, 1.0, 2.0), "head")])
-def test_it_stays_whole_where_there_is_room_unless_slices_are_faster(
+def test_the_head_is_not_sliced_where_there_is_room_unless_slices_are_faster(
     seconds: tuple[Any, ...], block: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``seconds`` are those of the step with its loss computed at once, in 4 slices, and in 16."""
@@ -116,7 +116,7 @@ def test_a_graph_takes_it_and_lets_it_go_again() -> None:
         (True, "head: expected a mapping, got True"),
     ],
 )
-def test_what_is_no_head_is_an_error(head: Any, message: str) -> None:
+def test_a_policy_that_is_not_of_a_head_is_an_error(head: Any, message: str) -> None:
     model, step = made()
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(model, step, memory_budget=0.5, head=head)

@@ -90,7 +90,7 @@ def llama() -> LayoutChecks:
     ],
     ids=str,
 )
-def test_what_arithmetic_rules_out(llama: LayoutChecks, layout: Layout, reason: str | None) -> None:
+def test_arithmetic_rules_out_layouts(llama: LayoutChecks, layout: Layout, reason: str | None) -> None:
     given = llama.reason_against(layout)
     assert given is None if reason is None else reason in str(given)
 
@@ -234,7 +234,7 @@ def test_all_layouts_of_a_llama(world_size: int, monkeypatch: pytest.MonkeyPatch
     assert any(line.startswith("layout 6 of 6, ") for line in lines)
 
 
-def test_what_does_not_fit_is_ruled_out_by_its_plan() -> None:
+def test_a_layout_that_does_not_fit_is_ruled_out_by_its_plan() -> None:
     with pytest.raises(PlanError) as error:
         compared(4, "dp=4", memory_budget="5MiB", options={"candidates": ["full"]})
     assert "world_size 4: no layout fits into 5.00 MiB on h100" in str(error.value)

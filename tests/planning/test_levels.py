@@ -166,7 +166,7 @@ def Returning(self: Any, x: torch.Tensor) -> Any:
     return x
 
 
-def test_what_a_loop_variable_holds_while_the_next_block_runs() -> None:
+def test_a_tensor_that_a_loop_variable_holds_while_the_next_block_runs() -> None:
     model, x = Returning(), torch.randn(64, 16)
     step, _ = stepped_once(model, lambda model: model(x).square().mean())
     models = sampled(model, step, find_blocks(model, Attention), FIVE)

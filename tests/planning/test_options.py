@@ -74,7 +74,7 @@ def arrived(action: Any) -> Any:
     return error.value.args[0]
 
 
-def test_there_is_a_value_for_every_option() -> None:
+def test_every_option_has_a_value() -> None:
     assert tuple(VALUES) == PlanOptions.names() == tuple(option.name for option in fields(PlanOptions))
 
 

@@ -144,7 +144,7 @@ class TestProfiles:
         with pytest.raises(ConfigError, match="expected YAML"):
             load_profile(tmp_path / "broken.yaml")
 
-    def test_what_is_saved_is_what_is_read(self, tmp_path: Path) -> None:
+    def test_a_saved_profile_reads_back_equal(self, tmp_path: Path) -> None:
         load_profile("h200").save(tmp_path / "copy.yaml", comment="one line\nand another")
         assert load_profile(tmp_path / "copy.yaml") == load_profile("h200")
 
@@ -171,7 +171,7 @@ class TestOpSeconds:
         assert seconds_of(self.device, aten.detach.default, x) == 0
         assert seconds_of(self.device, aten.empty.memory_format, [8, 8]) == 0
 
-    def test_what_is_spread_without_copies_is_read_once(self) -> None:
+    def test_an_expanded_tensor_is_read_once(self) -> None:
         row = torch.zeros(1, 4096, device="meta")
         whole = torch.zeros(4096, 4096, device="meta")
         assert seconds_of(self.device, aten.add.Tensor, whole, row.expand(4096, 4096)) < seconds_of(

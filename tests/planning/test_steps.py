@@ -116,7 +116,7 @@ def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights() -> N
         assert known.model.peak(plan) == fake.sample(blocks, chosen).peak_bytes, plan
 
 
-def test_it_predicts_the_bytes_of_the_real_step() -> None:
+def test_a_fake_step_predicts_the_bytes_of_the_real_one() -> None:
     by_hand = options(False, ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul"))])
     by_hand += options(False, [{"rule": "selective", "save": "matmul+attention"}])[1:]  # levels depend on times
     fake, model, _ = simulate()
@@ -280,7 +280,7 @@ def test_faults_are_one_clear_error(words: list[str], message: str, capsys: pyte
     assert message in capsys.readouterr().err
 
 
-def test_what_a_step_uses_late_is_alive_before() -> None:
+def test_a_tensor_that_a_step_uses_late_is_alive_before() -> None:
     def make() -> tuple[Any, ...]:
         model = linear_layers(4, 256, nn.ReLU)
         optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(4096, 256)

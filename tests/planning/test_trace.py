@@ -46,7 +46,7 @@ def timed(model: nn.Module, x: torch.Tensor, *, after: Any, steps: int = 0) -> A
 
 
 @pytest.mark.parametrize("wants_gradient", [False, True], ids=["data", "of-a-stem"])
-def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradient: bool) -> None:
+def test_time_after_the_backward_of_the_first_block_is_not_its_own(wants_gradient: bool) -> None:
     """Processes wait for each other there, to average their gradients."""
     x = torch.ones(2, 4, requires_grad=wants_gradient) * 1
     clock = timed(nn.Sequential(Slow(), Slow()), x, after=lambda: be_busy(BUSY))
@@ -57,7 +57,7 @@ def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradi
     assert sum(clock.seconds.values()) == pytest.approx(clock.total)
 
 
-def test_what_precedes_the_optimizer_is_not_the_first_blocks_either() -> None:
+def test_time_before_the_optimizer_is_not_the_first_blocks() -> None:
     clock = timed(nn.Sequential(Slow()), torch.ones(2, 4), after=lambda: be_busy(BUSY), steps=1)
     assert BUSY <= clock.seconds[Interval(Phase.BACKWARD, 0)] < 2 * BUSY
     assert clock.seconds[Interval(Phase.AFTER_BACKWARD, 0)] >= BUSY

@@ -238,7 +238,7 @@ RRELU_WAYS = {
 
 
 @pytest.mark.parametrize("way", RRELU_WAYS)
-def test_what_an_op_fills_after_autograd_has_saved_it(way: str) -> None:
+def test_a_tensor_that_an_op_fills_after_autograd_has_saved_it(way: str) -> None:
     check(Rrelu, lambda _, h: ((h,), {}), RRELU_WAYS[way])
 
 

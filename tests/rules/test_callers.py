@@ -537,7 +537,7 @@ AROUND: dict[str, tuple[Callable[[], float], Step]] = {
 
 @policies
 @pytest.mark.parametrize("case", AROUND)
-def test_what_is_around_the_forward_is_around_its_recomputation(case: str, policy: str) -> None:
+def test_contexts_around_the_forward_are_around_its_recomputation(case: str, policy: str) -> None:
     read, step = AROUND[case]
     assert_same(stack(lambda: Reads(read)), step, policy)
 
@@ -583,7 +583,9 @@ def collect(module: nn.Module, args: Any, output: Tensor) -> None:
 
 @policies
 @pytest.mark.parametrize("has_backward", [True, False])
-def test_what_hooks_collect_in_a_context_variable_is_collected_once_and_freed(policy: str, has_backward: bool) -> None:
+def test_outputs_that_hooks_collect_in_a_context_variable_are_collected_once_and_freed(
+    policy: str, has_backward: bool
+) -> None:
     def step(model: nn.Module) -> Tensor:
         outputs: dict[str, list[Tensor]] = {"hidden": []}
         handles = [m.register_forward_hook(collect) for m in model.layers.modules()]
@@ -672,7 +674,7 @@ def append(module: nn.Module, args: Any, output: Tensor) -> None:
     [Collector, lambda: SimpleNamespace(outputs=[]), lambda: (Collector(),), lambda: Outputs(outputs=[])],
     ids=["object", "namespace", "in a tuple", "with a dictionary"],
 )
-def test_what_an_object_in_a_context_variable_collects_is_collected_once_and_freed(
+def test_outputs_that_an_object_in_a_context_variable_collects_are_collected_once_and_freed(
     make: Callable[[], Any], policy: str, has_backward: bool
 ) -> None:
     freed: list[weakref.ref[Any]] = []
@@ -1175,7 +1177,7 @@ def test_an_error_of_the_users_in_a_recomputation_names_the_block_and_the_likely
 
 
 @policies
-def test_what_ends_a_recomputation_is_no_base_exception(policy: str) -> None:
+def test_a_failed_recomputation_raises_no_base_exception(policy: str) -> None:
     """A forward that writes into an object that nothing can put back."""
 
     class Sealed:

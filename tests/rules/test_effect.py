@@ -128,7 +128,9 @@ def _keeps_wide_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> bo
     ],
     ids=["matmul", "gelu", "policy function", "excluded child"],
 )
-def test_what_is_kept_is_not_run_again(rules: dict[str, Any], num_products: int, num_gelus: int) -> None:
+def test_ops_whose_results_are_saved_are_not_recomputed(
+    rules: dict[str, Any], num_products: int, num_gelus: int
+) -> None:
     again = ops_run_again(rules)
     assert (again["aten.addmm.default"], again["aten.gelu.default"]) == (num_products, num_gelus)
 

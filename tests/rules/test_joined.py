@@ -93,7 +93,7 @@ def gradients(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
     [(None, True), (lambda x: x, True), (lambda x: x * 1, False), (lambda x: x.mul_(2), False)],
     ids=["nothing", "the same tensor", "another tensor", "an edit in place"],
 )
-def test_what_calls_the_blocks_does_not_matter(between: Any, is_joined: bool) -> None:
+def test_the_caller_of_the_blocks_does_not_matter(between: Any, is_joined: bool) -> None:
     model, x, scale = Loop(between), torch.randn(6, 16, requires_grad=True), torch.randn(16, requires_grad=True)
     wanted = gradients(model, x, scale)
     inputs: list[weakref.ref[torch.Tensor]] = []
@@ -109,7 +109,7 @@ def test_what_calls_the_blocks_does_not_matter(between: Any, is_joined: bool) ->
     assert ("joined: no argument is the output" in notes) is not is_joined
 
 
-def test_it_keeps_its_input_where_the_block_before_is_not_recomputed() -> None:
+def test_a_joined_block_saves_its_input_where_the_block_before_is_not_recomputed() -> None:
     model = chain("mlp", length=4)
     x = torch.randn(6, 16)
     with put(model, {"[1234]": True}):
@@ -172,7 +172,7 @@ def made_in_inference_mode(y: torch.Tensor, _: bool) -> tuple[torch.Tensor, ...]
         return torch.ones_like(y), y.clone(), y  # what comes last is no inference tensor
 
 
-def test_what_is_handed_on_may_be_returned_beside_inference_tensors() -> None:
+def test_the_output_of_a_joined_block_may_be_returned_beside_inference_tensors() -> None:
     model, x = Last(made_in_inference_mode), torch.randn(6, 16)
     wanted = gradients(model, x.requires_grad_())
     with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):

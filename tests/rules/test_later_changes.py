@@ -120,7 +120,7 @@ def plain_steps(late: Any) -> Any:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("late", LATE)
-def test_what_begins_to_change_in_a_later_call_changes_once(late: Any, policy: Any) -> None:
+def test_state_that_begins_to_change_in_a_later_call_changes_once(late: Any, policy: Any) -> None:
     assert differing(seen_in(model_of(late), POLICIES[policy], STEPS), plain_steps(late)) == []
 
 

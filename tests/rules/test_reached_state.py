@@ -187,7 +187,7 @@ def run(kind: Callable[[], nn.Module], policies: dict[str, Any], micro_batches: 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_attributes_reach_changes_once(kind: str, policy: str, micro_batches: int) -> None:
+def test_objects_that_attributes_reach_change_once(kind: str, policy: str, micro_batches: int) -> None:
     plain = run(KINDS[kind], {}, micro_batches)
     recomputed = run(KINDS[kind], POLICIES[policy], micro_batches)
     assert len(plain) == len(recomputed) > 40

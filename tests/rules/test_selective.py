@@ -62,7 +62,7 @@ def counted(model: nn.Module, x: torch.Tensor, save: Any, **more: Any) -> tuple[
 TANH = ["aten.addmm.default[0]", "aten.tanh.default"]
 
 
-def test_what_leads_up_to_a_kept_result_is_not_run_again_even_if_that_is_on_disk() -> None:
+def test_ops_that_lead_only_to_a_saved_result_are_not_recomputed_even_if_it_is_on_disk() -> None:
     model, x = made(rows=256)
     plain, _ = counted(model, x, [])
     ops, _ = counted(model, x, TANH)
@@ -144,7 +144,7 @@ def ReadsBeside(self: Any, x: torch.Tensor) -> Any:
     return self.down(torch.tanh(y.detach() * 2) + h + beside)
 
 
-def test_what_a_foreign_kernel_reads_is_made_after_all() -> None:
+def test_a_tensor_that_a_foreign_kernel_reads_is_recomputed_after_all() -> None:
     model, x = made(ReadsBeside)
     ops, _ = counted(model, x, ["aten.addmm.default[0]", "aten.tanh.default"])
     assert ops["sin.default"] == 6, "the sine is read, by no op"
@@ -340,7 +340,7 @@ NO_FUNCTION = r"list of ops or a policy function, got .*\[torch\.ops\.aten\.mm"
         (torch.ops.aten.mm.default, NO_FUNCTION),
     ],
 )
-def test_what_is_no_op_is_refused(save: Any, message: Any) -> None:
+def test_a_name_that_is_not_an_op_is_refused(save: Any, message: Any) -> None:
     with pytest.raises(graphckpt.ConfigError, match=message):
         Selective(save)
 

@@ -118,7 +118,7 @@ def test_the_default_finds_planted_faults_in_the_learning_call(name: str) -> Non
 
 
 @pytest.mark.parametrize("check", ["none", "default"])
-def test_other_calls_are_silent(check: str) -> None:
+def test_calls_between_the_samples_are_not_checked(check: str) -> None:
     """By default those between the samples: this is what `limits.md` says."""
     model = nn.Sequential(Reader(lambda x: x * Around.factor))
     with graphckpt.apply(model, {"0": True}, determinism_check=check):
@@ -557,7 +557,7 @@ def test_a_copy_with_other_strides_has_the_same_values(layout: str) -> None:
     assert copied is None or torch.allclose(copied.values, original.values, rtol=1e-4, atol=1e-5)
 
 
-def test_what_has_no_plain_values_has_no_sketch() -> None:
+def test_tensors_without_plain_values_have_no_sketch() -> None:
     x = torch.randn(4, 4)
     warnings.simplefilter("ignore")
     without = [

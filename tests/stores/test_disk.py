@@ -171,7 +171,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("is_written", [True, False])
-def test_what_comes_back_is_the_same_in_every_bit(
+def test_a_reloaded_tensor_is_the_same_in_every_bit(
     store: Any, make: Any, is_written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = Gate(monkeypatch, "pwritev")
@@ -192,7 +192,7 @@ def test_what_comes_back_is_the_same_in_every_bit(
     del before
 
 
-def test_it_really_leaves_memory_and_really_comes_from_the_file(store: Any, tmp_path: Path) -> None:
+def test_a_written_tensor_leaves_memory_and_is_read_from_the_file(store: Any, tmp_path: Path) -> None:
     tensor = torch.arange(5000.0)
     gone = []
     weakref.finalize(tensor.untyped_storage(), gone.append, 1)
@@ -220,7 +220,7 @@ def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store: Any) -> N
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_what_was_read_for_a_closed_file_is_freed_with_its_keys(store: Any) -> None:
+def test_tensors_read_from_a_closed_file_are_freed_with_their_keys(store: Any) -> None:
     keys = put_numbers(store, 3)
     until_written(store)
     store.get(keys[2])
@@ -235,7 +235,7 @@ def test_what_was_read_for_a_closed_file_is_freed_with_its_keys(store: Any) -> N
         gc.enable()
 
 
-def test_what_is_saved_again_after_an_edit_has_its_new_bytes(store: Any) -> None:
+def test_a_tensor_saved_again_after_an_edit_has_its_new_bytes(store: Any) -> None:
     tensor = torch.zeros(5000)
     mine = store.open_group(group())
     before = store.put(tensor, mine)
@@ -370,9 +370,7 @@ def test_reading_ahead_stays_within_the_bound(tmp_path: Path, monkeypatch: pytes
     until(lambda: io_of(store)._loaded_bytes == 0)
 
 
-def test_what_was_asked_for_while_it_was_being_written_needs_no_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_prefetched_while_it_is_written_needs_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, writes = with_held_writes(tmp_path, monkeypatch)
     reads = Gate(monkeypatch, "preadv")
     keys = put_numbers(store, 3)
@@ -383,7 +381,7 @@ def test_what_was_asked_for_while_it_was_being_written_needs_no_read(
     assert not [offset for offset in reads.offsets if offset != keys[2].piece.handle.offset]
 
 
-def test_what_is_returned_while_its_write_ends_is_not_held_by_the_store(
+def test_a_tensor_returned_while_its_write_ends_is_not_held_by_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, writes = with_held_writes(tmp_path, monkeypatch)
@@ -798,7 +796,7 @@ def test_a_folder_in_memory_is_said_to_save_nothing() -> None:
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_a_device_that_it_does_not_know_stays(tmp_path: Path) -> None:
+def test_tensors_of_an_unknown_device_stay(tmp_path: Path) -> None:
     notes: list[str] = []
     assert Disk(tmp_path).byte_store_for(torch.device("mps"), notes.append) is None
     assert notes == ["offload to 'disk' has no effect: tensors on 'mps' are not supported"]

@@ -103,7 +103,7 @@ def test_run_goes_on_with_the_same_bits(place: Path, monkeypatch: pytest.MonkeyP
     assert rows_of(place / "plain") == rows_of(place / "limited")
 
 
-def test_it_raises_where_the_config_says_so(
+def test_a_run_out_of_memory_raises_where_the_config_says_so(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used = limit_call(monkeypatch, 1, 1_000_000)

@@ -101,7 +101,7 @@ def test_another_schedule_takes_effect_where_it_would_be_at_this_iteration(place
         ("Rprop", ("betas", "eps", "weight_decay", "params"), {"optim.lr=0.1": "optim.lr: expected"}),
     ],
 )
-def test_what_would_not_fit_the_states_is_refused(
+def test_settings_that_would_not_fit_the_states_are_refused(
     place: Path, capsys: pytest.CaptureFixture[str], optimizer: str, gone: tuple[Any, ...], faults: dict[str, Any]
 ) -> None:
     (place / "tiny.py").write_text(CONFIG + "".join(f"del optim[{key!r}]\n" for key in gone), encoding="utf-8")

@@ -30,7 +30,7 @@ _BERT = [f"model.config.{word}" for word in ("num_hidden_layers=2", "hidden_size
         ("quickstart.yaml", [], {"lm_loss", "eval_ppl"}),
     ],
 )
-def test_it_trains_evaluates_and_recomputes(
+def test_a_packaged_config_trains_evaluates_and_recomputes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, small: Any, metrics: set[Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -189,7 +189,7 @@ def test_the_key_is_named(
         ),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_an_error_names_every_fault(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     words: list[Any] | list[str],

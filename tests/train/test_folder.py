@@ -65,7 +65,7 @@ def test_a_run_that_has_no_snapshot_yet_is_not_replaced_either(place: Path, caps
     assert content(place / "out") == before
 
 
-def test_what_is_no_run_is_no_hindrance_and_stays(place: Path) -> None:
+def test_files_that_are_not_of_a_run_do_not_hinder_one_and_stay(place: Path) -> None:
     (place / "out").mkdir()
     (place / "out" / "notes.txt").write_text("mine")
     (place / "out" / ".mine.old").write_text("mine too")
@@ -206,7 +206,9 @@ def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place: P
     assert not (place / "out" / "model_0000001").exists()
 
 
-def test_what_cannot_be_saved_shows_before_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_cannot_be_saved_is_an_error_before_the_run(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("model.config.output_attentions=True") == 2  # which Transformers saves in no generation config
     assert "error: model: saving its config failed, " in capsys.readouterr().err
     assert not (place / "out").exists()

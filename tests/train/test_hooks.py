@@ -66,7 +66,9 @@ def test_a_hook_of_another_package_is_named_in_a_config_and_goes_on_with_its_run
     assert (third_party / "third.txt").read_text() == "3 of 3"
 
 
-def test_what_is_no_hook_is_one_error_before_the_run(third_party: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_is_not_a_hook_is_one_error_before_the_run(
+    third_party: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     for hooks, message in (
         ("[{_target_: builtins.dict}]", "hooks[0]: expected a HookBase, got dict · fix: call a class derived from"),
         ("[{_target_: third_party_hooks.Counts}]", "hooks[0]"),

@@ -134,7 +134,7 @@ def test_a_run_lets_others_in_once_it_has_ended(place: Path, hold: Any, is_good:
     assert is_free()
 
 
-def test_what_a_file_system_cannot_do_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -120,7 +120,7 @@ def test_a_model_that_caps_its_logits_is_refused() -> None:
     assert model.training
 
 
-def test_what_has_no_output_layer_is_refused() -> None:
+def test_a_model_without_an_output_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.loss_head: Linear has no output layer behind a base model"):
         add_loss_head(torch.nn.Linear(2, 2))
 
@@ -153,7 +153,7 @@ def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place: Path, caps
     )
 
 
-def test_it_is_cut_by_name_without_a_budget(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_head_is_sliced_by_name_without_a_budget(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     cut = 'train.activation_checkpoint.policies={"loss_head": "tiles:4:sum"}'
     assert train("train.activation_checkpoint.enabled=True", "train.activation_checkpoint.rule=null", cut) == 0

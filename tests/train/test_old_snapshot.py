@@ -103,7 +103,7 @@ def test_every_bit_of_a_snapshot_of_an_earlier_version_is_read(place: Path, numb
 
 
 @pytest.mark.parametrize("number", READABLE)
-def test_it_continues_as_the_run_that_was_not_stopped(
+def test_a_resumed_old_run_continues_as_one_that_was_not_stopped(
     place: Path, capsys: pytest.CaptureFixture[str], number: Any
 ) -> None:
     old = old_run(f"format_{number}", place)

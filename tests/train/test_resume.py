@@ -103,7 +103,7 @@ def test_a_snapshot_of_another_model_is_one_clear_error(place: Path, capsys: pyt
     assert train("--resume") == 0
 
 
-def test_other_data_and_another_number_of_threads_are_told(
+def test_a_changed_data_set_and_number_of_threads_are_reported(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped("out", 3)

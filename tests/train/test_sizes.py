@@ -27,7 +27,7 @@ def _sizes(micro: Any, total: Any, accumulation: Any, parallel: int = 1) -> Any:
     ("sizes", "expected"),
     [((8, None, None), (8, 1)), ((8, None, 4), (8, 4)), ((None, 32, None), (32, 1)), ((8, 32, 4), (8, 4))],
 )
-def test_what_is_missing_is_derived(sizes: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+def test_missing_sizes_are_derived(sizes: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     assert _sizes(*sizes)[:2] == expected
 
 

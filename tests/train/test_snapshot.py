@@ -41,7 +41,7 @@ def _names(folder: Path) -> list[Any]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_written_is_read_and_replaced(tmp_path: Path) -> None:
+def test_a_written_snapshot_is_read_and_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "model_best"
     _write(folder, companions=lambda folder: (folder / "config.json").write_text("{}"))
     assert _names(tmp_path) == ["model_best"]
