@@ -128,7 +128,7 @@ def plain(
     return steps(model, compiled(model, backend=backend)[0])
 
 
-def only_products(_: Any, op: Any, *__: Any, **___: Any) -> bool:
+def only_products(_: object, op: Any, *__: object, **___: object) -> bool:
     return op is torch.ops.aten.addmm.default
 
 

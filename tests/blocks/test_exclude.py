@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_excluded_blocks_keep_everything(policies: Any, exclude: Any, blocks: li
     assert recomputed(Model(), policies, exclude=exclude) == blocks
 
 
-def test_policies_of_presets_and_files_take_exclude_too(tmp_path: Any) -> None:
+def test_policies_of_presets_and_files_take_exclude_too(tmp_path: Path) -> None:
     model = Model()
     assert recomputed(model, every_k(model, 1), exclude=["layers.0"]) == LAYERS[1:]
     path = tmp_path / "policies.yaml"

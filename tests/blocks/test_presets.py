@@ -33,7 +33,7 @@ def runs(model: nn.Module, policies: Any, x: torch.Tensor) -> list[Any]:
     counts = dict.fromkeys(layers, 0)
 
     def counting(name: str) -> Any:
-        def count(*_: Any) -> None:
+        def count(*_: object) -> None:
             counts[name] += 1
 
         return count

@@ -141,7 +141,7 @@ def test_an_error_before_the_capture_leaves_the_garbage_collector_on(
     for seed in range(3):
         graph(batch(seed))
 
-    def fails(*_: Any) -> None:
+    def fails(*_: object) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, name, fails)

@@ -272,7 +272,7 @@ def test_error_in_the_update_says_that_it_cannot_be_undone() -> None:
     step = made()
     step(X)
 
-    def run_out(optimizer: Any, *_: Any) -> None:
+    def run_out(optimizer: Any, *_: object) -> None:
         optimizer.param_groups[0]["params"][0].data.add_(1)
         raise MemoryError("no room")
 

@@ -67,7 +67,7 @@ class Case:
     def scheduler(self) -> Any:
         return torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
-    def count(self, *_: Any) -> None:
+    def count(self, *_: object) -> None:
         self.num_forwards += 1
 
     def rng_states(self) -> Any:
@@ -368,7 +368,7 @@ def test_an_error_leaves_nothing_behind_and_the_next_call_goes_on(plain: Case) -
     assert case.peaks[-1] == case.live.plan.predicted_peak_bytes <= case.live.plan.budget_bytes
 
 
-def _fail(*_: Any) -> None:
+def _fail(*_: object) -> None:
     raise ValueError("no luck")
 
 

@@ -574,7 +574,7 @@ def test_an_optimizer_with_a_zero_grad_of_its_own_keeps_it(is_of_class: bool) ->
     model, calls = mlp(), []
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def zero_grad(*_: Any) -> None:
+    def zero_grad(*_: object) -> None:
         calls.append(torch.optim.Optimizer.zero_grad(optimizer))
 
     if is_of_class:

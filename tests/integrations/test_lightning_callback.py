@@ -100,7 +100,9 @@ def ddp() -> Any:
     dist.destroy_process_group()
 
 
-def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(tmp_path: Path, capsys: Any) -> None:
+def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = fit(tmp_path)
     callback = GraphckptCallback(select=Layer)
     ours = fit(tmp_path, callback, logger=CSVLogger(tmp_path))
@@ -126,7 +128,9 @@ def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
     assert callback.explanation.bytes_saved > 0
 
 
-def test_a_memory_budget_is_planned_for_in_the_first_batches(tmp_path: Path, capsys: Any) -> None:
+def test_a_memory_budget_is_planned_for_in_the_first_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = fit(tmp_path, batch=256, max_epochs=3)
     callback = GraphckptCallback(select="Layer", memory_budget=0.6, report="table", plot=str(tmp_path / "step.png"))
     ours = fit(tmp_path, callback, batch=256, max_epochs=3)

@@ -122,7 +122,9 @@ def has_policies(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("build", [bert, gpt2])
-def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(build: Any, tmp_path: Path, capsys: Any) -> None:
+def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(
+    build: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     callback = GraphckptCallback(rule="full")
     trainer, runs = train_twice(build, tmp_path, callback)
     assert set(runs.values()) == {6}, "twice in each of three steps"
@@ -136,7 +138,7 @@ def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(build: Any, tmp_path
     assert callback.handle.explain(show=False) == callback.explanation
 
 
-def test_a_memory_budget_is_planned_for_in_the_first_steps(tmp_path: Path, capsys: Any) -> None:
+def test_a_memory_budget_is_planned_for_in_the_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses(["--graphckpt_memory_budget", "0.6"])
     callback = GraphckptCallback(**keys.keys(), report="table", plot=str(tmp_path / "step.png"))
     train_twice(gpt2, tmp_path, callback, max_steps=9)
@@ -262,7 +264,7 @@ def in_order(folder: Path, lengths: tuple[int, ...], *callbacks: GraphckptCallba
     return trainer
 
 
-def test_a_longer_batch_keeps_the_budget_and_is_planned_for(tmp_path: Path, capsys: Any) -> None:
+def test_a_longer_batch_keeps_the_budget_and_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = (8, 16, 16, 16, 64, 8, 64, 64, 64, 32, 64)  # planned after the 2nd and, with the 5th, after the 8th
     plain = in_order(tmp_path, lengths)
     full = in_order(tmp_path, lengths, GraphckptCallback(report=False))
@@ -311,7 +313,7 @@ def test_an_error_in_a_step_removes_all_and_the_next_training_is_right(
     callback, model = GraphckptCallback(memory_budget="min", report=False), gpt2()
     calls = []
 
-    def fail(*_: Any) -> None:
+    def fail(*_: object) -> None:
         calls.append(None)
         if len(calls) == when:
             raise error
@@ -327,7 +329,7 @@ def test_an_error_in_a_step_removes_all_and_the_next_training_is_right(
 
 
 def test_planning_says_how_far_it_is_as_its_option_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
     calls: list[int] = []
@@ -339,7 +341,7 @@ def test_planning_says_how_far_it_is_as_its_option_says(
 
 
 class Interrupts(TrainerCallback):
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: object) -> None:
         if state.global_step == 2:
             raise KeyboardInterrupt
 
@@ -375,7 +377,7 @@ def test_evaluation_accumulation_and_resuming_change_no_bit(tmp_path: Path, keys
 
 @pytest.mark.parametrize(("steps", "before"), [(1, "there was a plan"), (2, "a step ran under the plan"), (3, None)])
 def test_a_plan_that_comes_too_late_is_reported_as_such(
-    tmp_path: Path, capsys: Any, steps: int, before: str | None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, before: str | None
 ) -> None:
     callback = GraphckptCallback(memory_budget="min")
     train(gpt2(), tmp_path, callback, max_steps=steps)
@@ -386,7 +388,9 @@ def test_a_plan_that_comes_too_late_is_reported_as_such(
 
 
 @pytest.mark.parametrize(("num_steps", "states"), [(2, "and optimizer states"), (1, "as optimizer states did not")])
-def test_a_table_and_a_picture_of_a_step(tmp_path: Path, capsys: Any, num_steps: int, states: str) -> None:
+def test_a_table_and_a_picture_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int, states: str
+) -> None:
     callback = GraphckptCallback("selective", report="table", plot=str(tmp_path / "step.svg"))
     trainer, _ = train(gpt2(), tmp_path, callback, max_steps=num_steps)
     assert callback.explanation.peak_bytes is not None
@@ -526,7 +530,7 @@ def test_lora_in_trainer_needs_no_gradient_of_the_inputs(tmp_path: Path) -> None
     assert callback.explanation.bytes_after < callback.explanation.bytes_before / 2
 
 
-def test_keys_on_the_command_line(monkeypatch: Any) -> None:
+def test_keys_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"rule": "selective", "policies": '{"*.h.0": false}', "offload": "cpu"}
     line = [word for name, value in keys.items() for word in (f"--graphckpt_{name}", value)]
     monkeypatch.setattr(sys, "argv", ["x", *line])
@@ -604,7 +608,7 @@ def test_a_model_without_a_stack_of_layers_says_what_to_name(tmp_path: Path) -> 
         callback.on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
 
 
-def test_trainer_without_accelerate_is_one_line(monkeypatch: Any) -> None:
+def test_trainer_without_accelerate_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "graphckpt.integrations.transformers")
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(

@@ -287,7 +287,7 @@ class TestErrors:
         start = time.monotonic()
         assert fault_of("nobody/nothing").startswith(text)  # HF_HUB_OFFLINE
 
-        def no_network(*_: Any, **__: Any) -> None:
+        def no_network(*_: object, **__: object) -> None:
             raise OSError("no route")
 
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -308,7 +308,7 @@ class TestErrors:
     def test_an_error_of_the_hub_has_a_fix(self, kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         error_class = getattr(huggingface_hub.errors, kind)
 
-        def download(*_: Any, local_files_only: bool = False, **__: Any) -> str:
+        def download(*_: object, local_files_only: bool = False, **__: object) -> str:
             if local_files_only:
                 raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
             raise error_class.__new__(error_class)
@@ -412,7 +412,7 @@ class TestErrors:
     def test_the_error_of_a_step_that_cannot_be_simulated_names_the_model(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(*_: Any) -> None:
+        def fail(*_: object) -> None:
             raise RuntimeError("no kernel\nand more")
 
         monkeypatch.setattr(module.FakeStep, "sample", fail)

@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,7 +153,7 @@ def test_clusters_of_several_sizes_and_ranks_in_one_process() -> None:
             assert shard.sum(dim=1).to_local().shape == (rows,)
 
 
-def test_a_plan_of_a_rank(tmp_path: Any) -> None:
+def test_a_plan_of_a_rank(tmp_path: Path) -> None:
     one, eight = planned(sharded, 1), planned(sharded, 8)
     assert eight.plain_peak_bytes < one.plain_peak_bytes
     assert (eight.world_size, eight.rank, one.world_size) == (8, 0, 1)

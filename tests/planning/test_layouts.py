@@ -172,7 +172,7 @@ def test_layouts_are_compared(four: LayoutComparison) -> None:
     assert skipped.layout == Layout(1, 2, 2)
 
 
-def test_a_row_is_the_plan_of_its_layout(four: LayoutComparison, capsys: Any) -> None:
+def test_a_row_is_the_plan_of_its_layout(four: LayoutComparison, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--config-file", GPT2, "--device", "h100", "--candidates", "full", "--json", *SMALL[GPT2], *SIZES]
     assert main(["plan", *flags, *Layout(4, zero_stage=3).overrides()]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -283,14 +283,14 @@ COMMAND = ["fit", "--config-file", GPT2, "--device", "h100", *SMALL[GPT2], *SIZE
         (["--world-size", "4", "task.loss_head=True"], "dp=2: task.loss_head: expected one process, got 2"),
     ],
 )
-def test_the_command_refuses(flags: list[str], message: str, capsys: Any) -> None:
+def test_the_command_refuses(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "task.loss_head=True" in flags:
         flags = ["--world-size", "2", "--layout", "dp=2", "task.loss_head=True"]
     assert main([*COMMAND, *flags]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_json(capsys: Any) -> None:
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--world-size", "2", "--layout", "dp=2", "--layout", "tp=2 zero=1", "--candidates", "full", "--json"]
     assert main([*COMMAND, *words]) == 0
     values = json.loads(capsys.readouterr().out)
@@ -304,7 +304,7 @@ def test_json(capsys: Any) -> None:
     assert "train.dist.data_parallel_size=2" in values["command"]
 
 
-def test_help_names_the_flags(capsys: Any) -> None:
+def test_help_names_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--help"])
     text = capsys.readouterr().out

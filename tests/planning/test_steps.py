@@ -163,7 +163,7 @@ def test_no_more_is_offloaded_than_the_budget_of_host_memory() -> None:
 
 
 def test_plan_simulates_an_absent_device() -> None:
-    def build(_: Any = None) -> Any:
+    def build(_: object = None) -> Any:
         return made(num_layers=3)[::2]
 
     few = {"candidates": ["full"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -23,6 +23,7 @@ from helpers.thinning import is_chosen
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 import graphckpt
@@ -108,7 +109,7 @@ class Odd(dict[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter("abc")
 
-    def keys(self) -> Any:
+    def keys(self) -> list[str]:  # type: ignore[override]
         return list("abc")
 
     def __setitem__(self, key: str, value: Tensor) -> None:
@@ -130,11 +131,11 @@ class Kind(NamedTuple):
     write: Callable[[Any, Tensor], Any]
 
 
-def of_attributes(graph: Any) -> tuple[Tensor, Tensor]:
+def of_attributes(graph: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return graph.x, graph.edges
 
 
-def set_x(graph: Any, x: Tensor) -> None:
+def set_x(graph: SimpleNamespace, x: Tensor) -> None:
     graph.x = x
 
 
@@ -189,7 +190,13 @@ GRAPHS = {
 @as_module(
     lambda read, find: {"up": nn.Linear(D, 2 * D), "down": nn.Linear(2 * D, D), "read": read, "find": find, "ctx": None}
 )
-def Convolution(self: Any, graph: Any = None, *, named: Any = None, among: Any = ()) -> Tensor:
+def Convolution(
+    self: Any,
+    graph: SimpleNamespace | None = None,
+    *,
+    named: SimpleNamespace | None = None,
+    among: Iterable[SimpleNamespace] = (),
+) -> Tensor:
     x, edges = self.read(self.find(self, graph, named, among))
     return x + self.down(nn.functional.gelu(self.up(edges @ x.tanh())))
 
@@ -322,7 +329,7 @@ def test_a_tensor_of_an_object_that_is_modified_in_place_before_backward_is_an_e
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def ReadsOne(self: Any, x: Tensor, memory: Any) -> Tensor:
+def ReadsOne(self: Any, x: Tensor, memory: SimpleNamespace) -> Tensor:
     return (self.linear(x) * memory.own).sin()
 
 
@@ -575,7 +582,7 @@ def wait_until_freed(references: list[weakref.ref[Any]], most: int = 0) -> None:
 collector: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("collector", default=None)
 
 
-def collect(module: nn.Module, args: Any, output: Tensor) -> None:
+def collect(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
     """Collects outputs as Transformers does: in a dictionary of lists, which nobody holds after the forward."""
     if (outputs := collector.get()) is not None:
         outputs["hidden"].append(output)
@@ -662,7 +669,7 @@ class Numbers:
 scope: ContextVar[Any] = ContextVar("scope", default=None)
 
 
-def append(module: nn.Module, args: Any, output: Tensor) -> None:
+def append(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
     if (collector := scope.get()) is not None:
         (collector[0] if isinstance(collector, tuple) else collector).outputs.append(output)
 
@@ -721,7 +728,7 @@ def test_a_context_variable_that_has_the_last_output_keeps_one_call_alive(policy
     wait_until_freed(freed, most=len(model.layers) + 1)
 
 
-def count(settings: Any) -> float:
+def count(settings: Numbers) -> float:
     settings.calls += 1
     return float(settings.calls)
 
@@ -911,10 +918,10 @@ def hooked_later(model: nn.Module) -> Tensor:
     return loss
 
 
-def once(module: nn.Module) -> Any:
+def once(module: nn.Module) -> RemovableHandle:
     """Registers a hook that removes itself when it has run."""
 
-    def halve(module: nn.Module, args: Any) -> Any:
+    def halve(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         handle.remove()
         return (args[0] * 0.5,)
 
@@ -922,8 +929,8 @@ def once(module: nn.Module) -> Any:
     return handle
 
 
-def globally(module: nn.Module) -> Any:
-    def scale(owner: nn.Module, args: Any, output: Any) -> Any:
+def globally(module: nn.Module) -> RemovableHandle:
+    def scale(owner: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor | None:
         return output * 0.7 if owner is module else None
 
     return nn.modules.module.register_module_forward_hook(scale)
@@ -1073,7 +1080,7 @@ def values(*size: int) -> Tensor:
     return torch.linspace(-1.3, 2.7, torch.Size(size).numel()).reshape(size)
 
 
-def column_sums(layer: Any) -> Tensor:
+def column_sums(layer: nn.Module) -> Tensor:
     return layer.buffer.sum(0) + layer.buffer.sum() * 0.01
 
 

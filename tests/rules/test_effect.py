@@ -17,6 +17,8 @@ from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.peaks import saved_bytes
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import graphckpt
 from graphckpt import Segments, Selective, Tiles
@@ -57,7 +59,7 @@ def test_bytes_fall_by_exactly_what_explain_says(policy: str) -> None:
 
 
 @pytest.mark.parametrize("rule", [True, Selective("matmul")])
-def test_bytes_fall_on_a_transformer(rule: Any) -> None:
+def test_bytes_fall_on_a_transformer(rule: bool | Selective) -> None:
     inputs = GPT2.inputs() | {"use_cache": False}
     plain = saved_bytes(GPT2.build(), inputs, GPT2.loss)
     model = GPT2.build()
@@ -114,7 +116,7 @@ def test_a_recomputation_is_stopped_where_an_op_is_left_to_skip(last: nn.Module,
     assert len(ended) == 1 + runs_to_its_end
 
 
-def _keeps_wide_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+def _keeps_wide_products(context: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any) -> bool:
     return op is torch.ops.aten.addmm.default and context.op_output.shape[1] == 32
 
 

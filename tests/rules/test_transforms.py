@@ -55,12 +55,12 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
-def vjp(model: nn.Module) -> Any:
+def vjp(model: nn.Module) -> tuple[Tensor, tuple[Tensor]]:
     output, pull = torch.func.vjp(model, rows())
     return output, pull(rows(2))
 
 
-def per_sample_gradients(model: nn.Module) -> Any:
+def per_sample_gradients(model: nn.Module) -> dict[str, Tensor]:
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def of_one(weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -69,18 +69,18 @@ def per_sample_gradients(model: nn.Module) -> Any:
     return torch.func.vmap(torch.func.grad(of_one), (None, 0))(weights, rows())
 
 
-def backward_of_vmap(model: nn.Module) -> Any:
+def backward_of_vmap(model: nn.Module) -> tuple[Tensor, list[Tensor]]:
     output = torch.func.vmap(model)(rows())
     output.square().sum().backward()
     return output, [parameter.grad for parameter in model.parameters()]
 
 
-def forward_mode(model: nn.Module) -> Any:
+def forward_mode(model: nn.Module) -> tuple[Tensor, Tensor | None]:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(model(forward_ad.make_dual(rows(), rows(2))))
 
 
-def backward_of_forward_mode(model: nn.Module) -> Any:
+def backward_of_forward_mode(model: nn.Module) -> tuple[Tensor, Tensor, list[Tensor]]:
     with forward_ad.dual_level():
         primal, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(rows().requires_grad_(), rows(2))))
         assert tangent is not None
@@ -105,7 +105,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def outcome(transform: str, model: nn.Module) -> list[Any]:
+def outcome(transform: str, model: nn.Module) -> list[Tensor]:
     model.zero_grad(set_to_none=True)
     return [leaf.detach() for leaf in tree_leaves(TRANSFORMS[transform](model)) if leaf is not None]
 
@@ -202,7 +202,7 @@ def test_transforms_run_within_measurements_of_two_models() -> None:
 
 @pytest.mark.parametrize("policy", [True, False, "selective"])
 @pytest.mark.parametrize("is_measured", [True, False])
-def test_a_transform_outside_of_the_blocks_does_not_stop_a_record(policy: Any, is_measured: bool) -> None:
+def test_a_transform_outside_of_the_blocks_does_not_stop_a_record(policy: bool | str, is_measured: bool) -> None:
     @as_module(lambda: {"layers": built()})
     def HasForces(self: Any, x: Tensor) -> Tensor:
         force = torch.func.grad(lambda x: x.square().sum())

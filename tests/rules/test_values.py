@@ -17,15 +17,18 @@ import torch
 from helpers.layer_stacks import linear_layers, stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import graphckpt
 from graphckpt import RecomputeError, Selective, Tiles
 from graphckpt.blocks import is_recomputing
 from graphckpt.blocks.functional import _sampler_of
 from graphckpt.engine import values
+from graphckpt.engine.block import BlockContext
 from graphckpt.engine.sampling import CallSampler, without_value_checks
 from graphckpt.engine.values import Sketch, relative_differences, sketch_of, tolerance_of
 from graphckpt.ledger.live_memory import StorageLog
@@ -247,7 +250,7 @@ def gradients(model: nn.Module, dtype: torch.dtype, *, num_steps: int = 3) -> li
     return found
 
 
-def all_but_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+def all_but_products(context: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any) -> bool:
     return "mm" not in str(op)
 
 
@@ -260,7 +263,7 @@ def fill_free_memory() -> None:
 
 @pytest.mark.parametrize("rule", [True, "selective", Selective(all_but_products)], ids=["full", "selective", "policy"])
 @pytest.mark.parametrize("name", QUIET)
-def test_no_alarm_and_the_same_bits(name: str, rule: Any) -> None:
+def test_no_alarm_and_the_same_bits(name: str, rule: bool | Selective | str) -> None:
     torch.manual_seed(1)
     model = stack_of(QUIET[name], 2)
     dtype = next((p.dtype for p in model[0].parameters()), torch.float32)
@@ -283,7 +286,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     begin = values.ValueCheck.__init__
 
-    def note(self: values.ValueCheck, block: Any, **kwargs: Any) -> None:
+    def note(self: values.ValueCheck, block: BlockContext, **kwargs: Any) -> None:
         names.append(block.name)
         begin(self, block, **kwargs)
 
@@ -361,7 +364,9 @@ def test_two_functions_of_a_module_are_two_blocks(kind: str, checked: list[str])
 @pytest.mark.parametrize(
     "functions", [lambda: [torch.sin, torch.cos, torch.tanh], lambda: nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())]
 )
-def test_segments_of_a_sequence_are_counted(functions: Any, checked: list[str]) -> None:
+def test_segments_of_a_sequence_are_counted(
+    functions: Callable[[], nn.Sequential | list[Callable[[Tensor], Tensor]]], checked: list[str]
+) -> None:
     chain = functions()
     for _ in range(20):
         graphckpt.checkpoint_sequential(chain, 2, torch.ones(3, requires_grad=True)).sum().backward()
@@ -442,7 +447,7 @@ def profiled(run: Callable[[], None]) -> list[str]:
     return sorted(event.name for event in profile.events() if event.name.startswith("aten::"))
 
 
-def in_mode(mode: Any, run: Callable[[], None]) -> list[str]:
+def in_mode(mode: CountsFunctions | CountsOps, run: Callable[[], None]) -> list[str]:
     with mode:
         run()
     return mode.names  # type: ignore[no-any-return]
@@ -457,7 +462,7 @@ WATCHES: dict[str, Callable[[Callable[[], None]], list[str]]] = {
 
 @pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize("rule", [True, "selective"])
-def test_nothing_sees_the_ops_of_the_check(watch: str, rule: Any) -> None:
+def test_nothing_sees_the_ops_of_the_check(watch: str, rule: bool | str) -> None:
     seen = {}
     for check in ("none", "values"):
         model = nn.Sequential(Reader(lambda x: x * 1.5))

@@ -510,7 +510,7 @@ def test_the_time_of_copies_and_the_bytes_are_counted(store: Any) -> None:
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, fault: Any, *, owner: Any = os, after: int = 0) -> None:
     call, count = getattr(owner, name), [0]
 
-    def fails(*arguments: Any, **_: Any) -> Any:
+    def fails(*arguments: Any, **_: object) -> Any:
         count[0] += 1
         if count[0] <= after:
             return call(*arguments)

@@ -353,7 +353,7 @@ def test_a_copy_that_cannot_be_issued_gives_its_room_back(
     assert place.host_bytes == 1024
 
 
-def fail(*_: Any) -> None:
+def fail(*_: object) -> None:
     raise RuntimeError("no stream")
 
 

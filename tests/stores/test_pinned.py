@@ -12,7 +12,7 @@ from graphckpt.stores import Host
 from graphckpt.stores.pinned import HostBuffer, pin
 
 
-def fail(*_: Any) -> None:
+def fail(*_: object) -> None:
     raise AssertionError
 
 

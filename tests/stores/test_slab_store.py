@@ -147,7 +147,7 @@ def test_no_memory_is_one_error_that_names_block_bytes_and_fix(monkeypatch: pyte
     keys = keep(placed, torch.randn(50, 64))
     del keys
 
-    def fails(*_: Any, **__: Any) -> torch.Tensor:
+    def fails(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
 
     opened = placed.open_group(group("layers.3"))

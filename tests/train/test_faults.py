@@ -61,7 +61,7 @@ def is_long(key: Any, value: Any) -> Any:
 def one_error(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
     """Returns what the command line says, which must not be the end of a traceback or of patience."""
 
-    def late(*_: Any) -> None:
+    def late(*_: object) -> None:
         raise TimeoutError(f"{words}: no end within {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, late)

@@ -135,7 +135,7 @@ def test_a_run_lets_others_in_once_it_has_ended(place: Path, hold: Any, is_good:
 
 
 def test_a_file_system_without_locks_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: Any) -> None:
+    def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
@@ -144,7 +144,7 @@ def test_a_file_system_without_locks_stops_no_run(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.multi_process
 def test_a_full_disk_locks_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Any) -> None:
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:

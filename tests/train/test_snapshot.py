@@ -100,7 +100,7 @@ def test_killed_at_any_call_of_the_system_the_old_or_the_new_one_is_there(
 
 
 class _Full:
-    def write(self, *_: Any) -> None:
+    def write(self, *_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def flush(self) -> None:
