@@ -19,6 +19,7 @@ from graphckpt.stores import Disk, Host, Placement, TensorGroup
 from graphckpt.stores.disk import BLOCK, CHUNK
 from graphckpt.stores.host import HostStore
 from graphckpt.stores.pinned import pin, streams_of
+from graphckpt.stores.tensor_store import TensorStore
 
 pytestmark = [
     pytest.mark.gpu,
@@ -172,11 +173,11 @@ def test_another_compute_stream(pinned: Pinned) -> None:
 # --- the disk by itself
 
 
-def store_on_disk(folder: Path) -> Any:
+def store_on_disk(folder: Path) -> TensorStore:
     return Placement(offload=Disk(str(folder)), min_elements=0).store
 
 
-def put(store: Any, tensor: torch.Tensor, block: str = "h.0", note: Callable[[str], None] = print) -> Any:
+def put(store: TensorStore, tensor: torch.Tensor, block: str = "h.0", note: Callable[[str], None] = print) -> Any:
     opened = store.open_group(TensorGroup(block, list, note))
     key = store.put(tensor, opened)
     store.close_group(opened)

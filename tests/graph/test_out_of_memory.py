@@ -44,7 +44,7 @@ class Layer(nn.Module):
         self.up, self.down, self.drop = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.1)
         self.norm = nn.BatchNorm1d(32)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.norm(self.drop(self.down(torch.tanh(self.up(x)))))
 
 
@@ -58,7 +58,7 @@ class Net(nn.Module):
         self.seen = []
         self.moves_0 = []
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
         self.seen.append(random.random())
         moves = self.__dict__.pop(f"moves_{self.num_forwards - 1}")  # under another name, and no more attributes
@@ -85,7 +85,7 @@ class Step(Graph):
         if has_scaler:
             self.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=16.0))
 
-    def build(self, x: torch.Tensor) -> Any:
+    def build(self, x: torch.Tensor) -> torch.Tensor:
         self.num_builds += 1
         loss = self.model(x).square().mean()
         loss.backward()
@@ -95,7 +95,7 @@ class Step(Graph):
 X = torch.randn(512, 16, generator=torch.Generator().manual_seed(2))
 
 
-def made(**settings: Any) -> Any:
+def made(**settings: Any) -> Step:
     torch.manual_seed(0)
     random.seed(0)
     step = Step(**settings)
@@ -177,7 +177,7 @@ def test_off_by_default() -> None:
     assert not hasattr(error.value, "__notes__")
 
 
-def made_selective() -> Any:
+def made_selective() -> Step:
     step = made()
     for layer in step.model.layers:
         layer.config.activation_checkpointing = "selective"
@@ -299,7 +299,7 @@ def test_inputs_may_be_inference_tensors() -> None:
 
 def test_expanded_buffers_and_those_of_later_children_are_restored() -> None:
     class Counting(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
     step = made()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ class Layer(nn.Module):
         self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
         self.num_forwards = 0
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
         FORWARDS.append(self)
         y = x + self.drop(self.norm(self.linear(x)).relu())
@@ -44,8 +45,10 @@ class Net(nn.Sequential):
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
 
-def step_of(model: nn.Module, optimizer: Any = None, *, zeroes: bool = True) -> Any:
-    def step() -> Any:
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, zeroes: bool = True
+) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
         loss = model(X).square().mean()
         loss.backward()
         if optimizer is not None:
@@ -116,7 +119,7 @@ def test_plain_step_runs_without_recomputation() -> None:
 
 class _Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> Any:
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod

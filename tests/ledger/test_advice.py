@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.architectures import ARCHITECTURES
+from helpers.architectures import ARCHITECTURES, Architecture
 from helpers.hard_modules import ZOO, chain
 from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
@@ -24,7 +24,7 @@ from graphckpt.blocks.config import fields_of
 from graphckpt.blocks.select import select
 from graphckpt.ledger.explanation import Explanation
 
-Step = Callable[[nn.Module], Any]
+Step = Callable[[nn.Module], Tensor]
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def architecture(name: str) -> Any:
+def architecture(name: str) -> Architecture:
     return next(a for a in ARCHITECTURES if a.name == name)
 
 
@@ -200,19 +200,19 @@ class State(nn.Module):
         return self.linear(x).tanh()
 
 
-def edit(layer: Any, x: Tensor) -> None:
+def edit(layer: nn.Module, x: Tensor) -> None:
     layer.total.add_(1)
 
 
-def replace_buffer(layer: Any, x: Tensor) -> None:
+def replace_buffer(layer: nn.Module, x: Tensor) -> None:
     layer.total = layer.total + x.mean(0)
 
 
-def replace_attribute(layer: Any, x: Tensor) -> None:
+def replace_attribute(layer: nn.Module, x: Tensor) -> None:
     layer.last = getattr(layer, "last", 0) + x
 
 
-def replace_in_list(layer: Any, x: Tensor) -> None:
+def replace_in_list(layer: nn.Module, x: Tensor) -> None:
     layer.seen[0] = layer.seen[0] + x
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def kib(num: int = 1) -> torch.Tensor:
     return torch.zeros(num * KIB // 4)
 
 
-def storage_bytes(tensors: Any) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -233,7 +233,9 @@ def test_one_storage_one_object() -> None:
 # ---- against the allocator and the objects
 
 
-def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes: Any) -> None:
+def test_after_backward_it_equals_the_allocators_own_sum(
+    allocator_bytes: Callable[[Callable[[], object]], int],
+) -> None:
     model, x = mlp(), torch.randn(64, 32)
 
     def step() -> None:

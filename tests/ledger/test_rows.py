@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -217,7 +218,7 @@ WITHIN, AROUND = "PyTorch's checkpoint within it recomputes", "PyTorch's checkpo
     ],
 )
 def test_a_block_that_pytorchs_checkpoint_recomputes_as_well_says_so(
-    make: Any, selector: str, note: str, is_seen_at_once: bool, policy: Any
+    make: Callable[[], nn.Module], selector: str, note: str, is_seen_at_once: bool, policy: Any
 ) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(6, 16)

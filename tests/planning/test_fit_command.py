@@ -20,7 +20,7 @@ SMALL = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_hea
 FULL = "train.activation_checkpoint.candidates=[full]"  # one policy where a test is not about what is chosen
 
 
-def run(*words: Any, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(*words: str, capsys: pytest.CaptureFixture[str]) -> Any:
     code = main(["fit", *CONFIG, *words, *SMALL])
     printed = capsys.readouterr()
     assert code == 0, printed.err
@@ -319,7 +319,7 @@ def test_a_fit_of_a_pipeline_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_settings_that_the_trainer_refuses_are_refused_in_its_words(
-    words: list[Any] | list[str], message: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *CONFIG, *SMALL, "model.config.n_layer=3", *words]) == 2
     assert message in capsys.readouterr().err

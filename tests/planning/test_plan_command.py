@@ -25,7 +25,7 @@ KEYS = {
 
 
 def planned(
-    *words: Any, capsys: pytest.CaptureFixture[str], config: str = "configs/quickstart.py", device: str = "h200"
+    *words: str, capsys: pytest.CaptureFixture[str], config: str = "configs/quickstart.py", device: str = "h200"
 ) -> tuple[Any, ...]:
     assert main(["plan", "--config-file", str(config), "--device", device, "--json", *SMALL, *words]) == 0
     printed = capsys.readouterr()

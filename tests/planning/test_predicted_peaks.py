@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.architectures import ARCHITECTURES
+from helpers.architectures import ARCHITECTURES, Architecture
 from helpers.layer_stacks import linear_layers, mlp_layers
 from helpers.modules import as_module
 from helpers.odd_steps import OddChain
@@ -76,7 +76,7 @@ FAST = {"albert", "fnet", "gpt2", "gptj", "llama", "qwen2_moe", "resnet"}
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(a, id=a.name, marks=slow_unless(a.name in FAST)) for a in CASES])
-def test_predicted_is_tracked(architecture: Any) -> None:
+def test_predicted_is_tracked(architecture: Architecture) -> None:
     model = architecture.build()
     step, tracked = trained(model, architecture.inputs(), architecture.loss)
     blocks = Blocks(list(architecture.layer_modules(model).items()))

@@ -13,7 +13,7 @@ from graphckpt.train import output as files
 from graphckpt.train.snapshot import folder as snapshot
 
 
-def train_with_full_disk(monkeypatch: pytest.MonkeyPatch, first: Any, last: Any, *words: Any) -> Any:
+def train_with_full_disk(monkeypatch: pytest.MonkeyPatch, first: Any, last: Any, *words: str) -> Any:
     """Has calls number ``first`` to ``last`` of the writer of weights meet a full disk."""
     save, calls = snapshot.save_file, iter(range(100))
 

@@ -58,7 +58,7 @@ def is_long(key: Any, value: Any) -> Any:
     return key in {"train.train_iter", "train.train_epoch", "train.train_samples"} and value in {"1e30", "0x10"}
 
 
-def one_error(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
+def one_error(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     """Returns what the command line says, which must not be the end of a traceback or of patience."""
 
     def late(*_: object) -> None:
@@ -192,7 +192,7 @@ def test_the_key_is_named(
 def test_an_error_names_every_fault(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    words: list[Any] | list[str],
+    words: list[str],
     messages: list[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)

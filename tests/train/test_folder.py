@@ -16,6 +16,7 @@ from graphckpt.cli import main
 from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import TrainGraph
+from graphckpt.train.loop import Loop
 from graphckpt.train.snapshot import folder as snapshot
 
 BRIEF = ["train.train_iter=3", "train.evaluation.enabled=False"]
@@ -32,7 +33,7 @@ def content(folder: Path) -> dict[str, Any]:
 def broken_off(done: Any) -> None:
     """Ends a run by an error after some iterations."""
 
-    def fail(loop: Any) -> None:
+    def fail(loop: Loop) -> None:
         if loop.done == done:
             raise OSError("the machine is gone")
 
@@ -125,7 +126,7 @@ def test_overwrite_is_not_in_the_saved_config_and_does_not_go_with_resume(
     ids=["new", "overwrite", "resume"],
 )
 def test_a_run_that_cannot_start_changes_nothing(
-    place: Path, monkeypatch: pytest.MonkeyPatch, more: list[Any] | list[str], num_good: int
+    place: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], num_good: int
 ) -> None:
     def content_of_runs() -> dict[str, Any]:
         is_lock = "--resume" not in more and Path("out/run.lock")  # it notes its last holder
@@ -195,7 +196,7 @@ def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place: P
 
     seen = []
 
-    def look(loop: Any) -> None:
+    def look(loop: Loop) -> None:
         if loop.done == 0:
             seen.append(content(place / "out"))
 

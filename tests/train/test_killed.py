@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def lines_of(folder: Path) -> Any:
     return (folder / "metrics.json").read_text().splitlines()
 
 
-def test_killed_at_random_moments_and_resumed_it_ends_at_the_same_bits(place: Path, child: Any) -> None:
+def test_killed_at_random_moments_and_resumed_it_ends_at_the_same_bits(place: Path, child: Callable[..., int]) -> None:
     assert child("whole", *LONG) == 0
     weights, moments = final("whole")
     generator = random.Random(1)
@@ -76,7 +77,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_at_the_same_bits(place: Pa
 
 
 @pytest.mark.parametrize("mode", ["--resume", "train.overwrite=True"])
-def test_dead_at_any_call_the_folder_holds_the_old_or_the_new(child: Any, mode: str) -> None:
+def test_dead_at_any_call_the_folder_holds_the_old_or_the_new(child: Callable[..., int], mode: str) -> None:
     words = ["train.checkpointer.period=2"]
     assert child("old", *words, "train.train_iter=4", draws=True) == 0
     old = Path("old")

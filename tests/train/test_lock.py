@@ -19,7 +19,7 @@ import pytest
 from helpers.small_run import train, trainer_of
 
 from graphckpt.errors import ConfigError
-from graphckpt.train.loop import HookBase
+from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.snapshot.saved_run import FolderLock
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -121,7 +121,7 @@ def test_a_run_lets_others_in_once_it_has_ended(place: Path, hold: Any, is_good:
     class Looks(HookBase):
         is_free = None
 
-        def before_step(self, loop: Any) -> None:
+        def before_step(self, loop: Loop) -> None:
             self.is_free = is_free()
             with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* is training in this folder"):
                 trainer_of("out", "train.overwrite=True").train()

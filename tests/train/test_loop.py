@@ -36,16 +36,16 @@ class Written(HookBase):
     def __init__(self) -> None:
         self.calls = []
 
-    def before_train(self, loop: Any) -> None:
+    def before_train(self, loop: Loop) -> None:
         self.calls.append("before_train")
 
-    def before_step(self, loop: Any) -> None:
+    def before_step(self, loop: Loop) -> None:
         self.calls.append(f"before_step {loop.done}")
 
-    def after_step(self, loop: Any) -> None:
+    def after_step(self, loop: Loop) -> None:
         self.calls.append(f"after_step {loop.done}")
 
-    def after_train(self, loop: Any) -> None:
+    def after_train(self, loop: Loop) -> None:
         self.calls.append("after_train")
 
 
@@ -59,7 +59,7 @@ def _log_hook(**more: Any) -> LogHook:
     return LogHook(optimizer, **{**fields, **more})
 
 
-def _loss(iteration: Any) -> dict[str, Any]:
+def _loss(iteration: int) -> dict[str, Any]:
     return {"total_loss": torch.tensor(float(iteration))}
 
 
@@ -74,7 +74,7 @@ def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored() -> No
     before = signal.getsignal(signal.SIGINT)
     hook = Written()
 
-    def step(iteration: Any) -> Any:
+    def step(iteration: int) -> Any:
         if iteration == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return _loss(iteration)
@@ -104,7 +104,7 @@ def test_interrupt_while_a_line_is_printed_prints_it_once() -> None:
 def test_second_interrupt_ends_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
 
-    def step(iteration: Any) -> None:
+    def step(iteration: int) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("goes on")
@@ -217,7 +217,7 @@ def device_events(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _late_loop(hooks: Any, events: Any, report: Any, **more: Any) -> Loop:
-    def step(iteration: Any) -> Any:
+    def step(iteration: int) -> Any:
         events.append(f"step {iteration}")
         return _loss(iteration)
 
@@ -245,7 +245,7 @@ def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path: Pa
         rows = (json.loads(line) for line in (tmp_path / name).read_text().splitlines())
         return [(row["iteration"], row["total_loss"]) for row in rows]
 
-    def stop(loop: Any) -> None:
+    def stop(loop: Loop) -> None:
         if loop.done == 4:
             resumed.load_state_dict(hook.state_dict())
             assert losses("stopped") == [(0, 0.0), (1, 1.0)]

@@ -17,6 +17,7 @@ from torch import nn
 from graphckpt.train.hooks import log
 from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.loop import Loop, TrainError
+from graphckpt.train.output import Report
 from graphckpt.train.snapshot.folder import check
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -110,7 +111,7 @@ def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(
 @pytest.mark.parametrize(("period", "most", "ends_at"), [(4, 1000, 8), (100, 5, 6), (100, 1000, 9)])
 @pytest.mark.parametrize("device", ["cpu", "xpu"])
 def test_the_first_loss_is_named_on_any_device(
-    quiet: Any, monkeypatch: pytest.MonkeyPatch, device: str, period: int, most: int, ends_at: int
+    quiet: Report, monkeypatch: pytest.MonkeyPatch, device: str, period: int, most: int, ends_at: int
 ) -> None:
     """On a device its line is read one period late, and a long period is looked through before its end."""
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)

@@ -15,7 +15,7 @@ from helpers.ranks import run_on_ranks
 from helpers.small_run import StopAfter, equal, rows_of, same_weights, stopped, train, trainer_of, writer_of
 from safetensors.torch import load_file
 
-from graphckpt.train.loop import HookBase
+from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot import schema
 from graphckpt.train.snapshot.run_state import LACKS
@@ -39,7 +39,7 @@ DEFAULT = (
 class Look(HookBase):
     """Notes the whole state as it was read."""
 
-    def before_train(self, loop: Any) -> None:
+    def before_train(self, loop: Loop) -> None:
         state = writer_of(loop)._state
         self.weights = {name: value.clone() for name, value in state.weights().items()}
         self.states = state.states({})

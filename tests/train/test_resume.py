@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from graphckpt.train.hooks.metrics import tag_of
 from graphckpt.train.hooks.snapshot import BestHook
+from graphckpt.train.loop import Loop
 from graphckpt.train.snapshot import folder as snapshot
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -145,7 +146,7 @@ def test_a_metric_whose_snapshot_could_not_be_written_is_not_the_best(fails_late
     saved: list[float] = []
     failed: list[Callable[[], None]] = []
 
-    def save(name: str, loop: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    def save(name: str, loop: Loop, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
         while failed:
             failed.pop()()
         saved.append(loop.metrics["acc"])
@@ -166,17 +167,17 @@ def test_a_metric_whose_snapshot_could_not_be_written_is_not_the_best(fails_late
     assert saved == expected
 
 
-def test_tensorboard_gets_every_metric(place: Path, pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_every_metric(place: Path, pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
     written, pictures = [], {}
 
     class SummaryWriter:
-        def __init__(self, folder: Path, purge_step: Any) -> None:
+        def __init__(self, folder: Path, purge_step: int | None) -> None:
             written.append((folder, purge_step))
 
-        def add_scalar(self, name: str, value: Any, step: Any) -> None:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, value, step))
 
-        def add_image(self, name: str, picture: Any, step: Any, dataformats: Any) -> None:
+        def add_image(self, name: str, picture: object, step: int, dataformats: str) -> None:
             pictures[name] = picture.shape, step, dataformats
 
         def close(self) -> None:

@@ -13,7 +13,7 @@ from graphckpt.config.schema import read
 from graphckpt.train.settings import DistConfig, TrainConfig
 
 
-def _faults(*words: Any) -> Any:
+def _faults(*words: str) -> Any:
     train = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
     return read(TrainConfig, {"train": train}, "train")[1]
 
@@ -89,7 +89,7 @@ UNLIKE = "processes that do not share matrices keep different tensors · fix: ra
         ("warmup_ratio=1.0", "expected less than 1, got 1.0"),
     ],
 )
-def test_keys_without_effect_or_in_contradiction_say_so(words: Any, fault: Any) -> None:
+def test_keys_without_effect_or_in_contradiction_say_so(words: Any, fault: str) -> None:
     (found,) = _faults(*words.split())
     assert found.startswith(f"train.{words.split()[-1].partition('=')[0]}: {fault}")
 

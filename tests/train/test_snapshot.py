@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def _write(folder: Path, value: float = 1.0, run: str = "r", **more: Any) -> Non
     )
 
 
-def _names(folder: Path) -> list[Any]:
+def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -143,7 +144,7 @@ def _flip(path: Path) -> None:
     ],
 )
 def test_a_broken_file_is_named_and_the_snapshot_before_it_is_offered(
-    tmp_path: Path, name: str, break_it: Any, message: str
+    tmp_path: Path, name: str, break_it: Callable[[Path], object], message: str
 ) -> None:
     for iteration in (3, 7, 11):
         _write(tmp_path / periodic_name(iteration))
