@@ -92,6 +92,8 @@ class Step(Graph):
         return loss
 
 
+Outcome = tuple[list[torch.Tensor], list[object], MemoryLimit, int]
+"""Tensors and numbers that training has changed, the limit, and the live bytes before the limited step."""
 X = torch.randn(512, 16, generator=torch.Generator().manual_seed(2))
 
 
@@ -103,7 +105,7 @@ def made(**settings: Any) -> Step:
     return step
 
 
-def run(step: Any, limit: Any = None) -> tuple[Any, ...]:
+def run(step: Step, limit: int | None = None) -> Outcome:
     """Returns all that training has changed, the limit, and the live bytes before the step that is limited."""
     losses, memory = [], MemoryLimit()
     memory.track([X, *step.model.origin.parameters(), *step.model.origin.buffers()])
@@ -132,13 +134,13 @@ def run(step: Any, limit: Any = None) -> tuple[Any, ...]:
     return tensors, numbers, memory, at_rest
 
 
-def limit_at(share: Any, of_run: Any) -> Any:
+def limit_at(share: float, of_run: Outcome) -> int:
     """Returns a limit at a share of the bytes by which the step raises the live bytes."""
     _, _, memory, at_rest = of_run
     return at_rest + int(share * (memory.peak_bytes - at_rest))
 
 
-def is_same(one: Any, other: Any) -> Any:
+def is_same(one: Outcome, other: Outcome) -> bool:
     return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 
@@ -151,7 +153,7 @@ def is_same(one: Any, other: Any) -> Any:
     ],
     ids=["plain", "accumulation", "scaler"],
 )
-def test_training_is_the_same_wherever_memory_runs_out(settings: dict[str, Any], shares: tuple[Any, ...]) -> None:
+def test_training_is_the_same_wherever_memory_runs_out(settings: dict[str, Any], shares: tuple[float, ...]) -> None:
     expected = run(made(**settings))
     num_replanned = 0
     for share in shares:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 from weakref import ref
 
 import pytest
@@ -16,7 +15,7 @@ from graphckpt import ConfigError, Graph, GraphError, PlanError
 from graphckpt.graph import auto_plan
 
 
-def made() -> Any:
+def made() -> SquareGraph:
     torch.manual_seed(0)
     model = ListModel(6, norm=nn.LayerNorm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -25,12 +24,12 @@ def made() -> Any:
     return step
 
 
-def trained(step: Any, x: torch.Tensor, steps: int = 4) -> tuple[Any, ...]:
+def trained(step: SquareGraph, x: torch.Tensor, steps: int = 4) -> tuple[list[torch.Tensor], float]:
     losses = [step(x) for _ in range(steps)]
     return [*losses, *step.model.origin.parameters()], step._update.optimizers[0].param_groups[0]["lr"]
 
 
-def same(one: Any, other: Any) -> Any:
+def same(one: tuple[list[torch.Tensor], float], other: tuple[list[torch.Tensor], float]) -> bool:
     return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 

@@ -6,7 +6,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from weakref import ref
 
 import pytest
@@ -22,7 +22,7 @@ from graphckpt.graph import auto_plan
 from graphckpt.graph.auto_plan import AutoPlan
 from graphckpt.graph.step import StepCall
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.live_plan import MOST_UPDATES, covers
+from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan, covers
 
 # the compiler reads `.grad` of what it is given, and says so
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -45,13 +45,19 @@ class Case:
     """
 
     def __init__(
-        self, budget: Any = None, device: str = "cpu", *, rows: int = ROWS, layers: int = NUM_LAYERS, **how: Any
+        self,
+        budget: float | str | None = None,
+        device: str = "cpu",
+        *,
+        rows: int = ROWS,
+        layers: int = NUM_LAYERS,
+        **how: Any,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
         self.model = ListModel(layers, norm=nn.LayerNorm).to(device)
         is_fused = device == "cuda"
-        rate: Any = torch.tensor(1e-2, device=device) if is_fused else 1e-2
+        rate: float | torch.Tensor = torch.tensor(1e-2, device=device) if is_fused else 1e-2
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=is_fused, capturable=is_fused)
         self.graph = SquareGraph(self.model, {}, self.optimizer, self.scheduler())
         if budget is not None:
@@ -64,13 +70,13 @@ class Case:
         self.peaks: list[int] = []
         self.random = self.rng_states()
 
-    def scheduler(self) -> Any:
+    def scheduler(self) -> torch.optim.lr_scheduler.StepLR:
         return torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
     def count(self, *_: object) -> None:
         self.num_forwards += 1
 
-    def rng_states(self) -> Any:
+    def rng_states(self) -> list[torch.Tensor | None]:
         torch.manual_seed(1)
         return [torch.get_rng_state(), torch.cuda.get_rng_state() if self.device == "cuda" else None]
 
@@ -106,7 +112,7 @@ class Case:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
-    def run(self, calls: int = 12) -> Any:
+    def run(self, calls: int = 12) -> Self:
         for _ in range(calls):
             self.call()
         return self
@@ -118,14 +124,14 @@ class Case:
         return planner
 
     @property
-    def live(self) -> Any:
+    def live(self) -> LivePlan | None:
         return self.planner._live
 
     @property
     def is_planning(self) -> bool:
         return self.live is not None and not self.live.is_settled
 
-    def flags(self) -> list[Any]:
+    def flags(self) -> list[object]:
         return [layer.config.activation_checkpointing for layer in self.graph.model.layers]
 
     def state_bytes(self) -> int:
@@ -144,13 +150,15 @@ def plain() -> Case:
     return Case().run()
 
 
-def sizes_of(budget: Any, plain: Case) -> Any:
+def sizes_of(budget: float | str, plain: Case) -> int | str:
     return int(budget * max(plain.peaks)) if isinstance(budget, float) else budget
 
 
 @pytest.mark.parametrize("candidates", [["full"], None], ids=["full", "all"])
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
-def test_first_updates_train_and_never_exceed_the_budget(share: float, candidates: Any, plain: Case) -> None:
+def test_first_updates_train_and_never_exceed_the_budget(
+    share: float, candidates: list[str] | None, plain: Case
+) -> None:
     budget = sizes_of(share, plain)
     case = Case(budget, candidates=candidates)
     num_updates = 0
@@ -184,7 +192,7 @@ def test_planning_copies_neither_weights_nor_states() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.6, "1GiB"])
-def test_training_is_captured_after_it_is_planned(budget: Any, device: str) -> None:
+def test_training_is_captured_after_it_is_planned(budget: float | str, device: str) -> None:
     plain = Case(device=device).run()
     expected = [tensor.cpu() for tensor in (*plain.losses, *plain.model.parameters())]
     del plain
@@ -215,7 +223,7 @@ def test_training_is_captured_after_it_is_planned(budget: Any, device: str) -> N
 def test_smaller_and_larger_batches_are_captured_under_one_plan(parts: int, device: str) -> None:
     """Micro-batches, a scaler, and a batch that is larger than planned for after the capture."""
 
-    def trained(budget: Any = None) -> tuple[Case, list[torch.Tensor]]:
+    def trained(budget: float | str | None = None) -> tuple[Case, list[torch.Tensor]]:
         case = Case(budget, device, candidates=["full"])
         case.graph.config.set_gradient_accumulation_steps(parts)
         case.graph.set_grad_scaler(torch.amp.GradScaler(device, init_scale=16.0))
@@ -306,7 +314,7 @@ def test_half_as_many_texts_of_twice_the_length_are_another_size() -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_micro_batches_are_one_update(count: int) -> None:
-    def case_of(budget: Any = None) -> Case:
+    def case_of(budget: float | str | None = None) -> Case:
         case = Case(budget)
         case.graph.config.set_gradient_accumulation_steps(count)
         return case
@@ -325,7 +333,7 @@ def test_micro_batches_are_one_update(count: int) -> None:
 def test_steps_that_the_scaler_skips_show_nothing() -> None:
     """The first ones overflow, and states of the optimizer do not exist until one does not."""
 
-    def case_of(budget: Any = None) -> Case:
+    def case_of(budget: float | str | None = None) -> Case:
         case = Case(budget)
         case.graph.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=16.0))
         case.model.head.weight.register_hook(lambda grad: grad * torch.inf if len(case.losses) < 4 else grad)
@@ -566,7 +574,7 @@ def test_nested_tensors_are_compared_by_their_elements() -> None:
 
 @pytest.mark.parametrize("calls", [1, 2, 6])
 def test_a_layer_that_is_removed_has_no_policy(calls: int, plain: Case) -> None:
-    def case_of(budget: Any = None) -> Case:
+    def case_of(budget: float | str | None = None) -> Case:
         case = Case(budget).run(calls)
         del case.model.layers[-1]
         return case.run(8)
@@ -618,7 +626,7 @@ def test_a_plan_that_was_applied_before_the_first_call_stays() -> None:
 
 
 def test_several_optimizers_are_planned_for() -> None:
-    def case_of(budget: Any = None) -> Case:
+    def case_of(budget: float | str | None = None) -> Case:
         case = Case(budget)
         own = list(case.model.head.parameters())
         body = [p for p in case.model.parameters() if not any(p is each for each in own)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
+    LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -21,7 +23,9 @@ from torch.optim.lr_scheduler import (
 
 from graphckpt import ConfigError, GraphError, errors
 
-SCHEDULERS: dict[str, Any] = {
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "exponential": lambda o: ExponentialLR(o, 0.5),
     "cosine": lambda o: CosineAnnealingLR(o, T_max=3),
     "lambda": lambda o: LambdaLR(o, lambda step: 1 / (step + 1)),
@@ -30,7 +34,9 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-def pair(make_optimizer: Any = adamw, **options: Any) -> tuple[nn.Module, Any, nn.Module, Any]:
+def pair(
+    make_optimizer: MakeOptimizer = adamw, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
     ours, plain = mlp(**options), mlp(**options)
     return ours, make_optimizer(ours), plain, make_optimizer(plain)
 
@@ -76,7 +82,12 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 def plain_loop(
-    make: Any = adamw, *, schedule: str | None = None, has_scaler: bool = False, count: int = 8, **settings: Any
+    make: MakeOptimizer = adamw,
+    *,
+    schedule: str | None = None,
+    has_scaler: bool = False,
+    count: int = 8,
+    **settings: Any,
 ) -> tuple[Any, ...]:
     """Returns losses and all that the loop leaves."""
     model = mlp()
