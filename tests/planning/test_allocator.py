@@ -124,7 +124,7 @@ ACTIONS = st.lists(st.one_of(SIZES, st.integers(-8, -1), st.just(0)), max_size=6
 """A size is allocated, a negative number frees a block, and 0 releases free segments."""
 
 
-def run(allocator: Any, actions: list[int]) -> list[tuple[int, int]]:
+def run(allocator: CachingAllocator | PlainAllocator, actions: list[int]) -> list[tuple[int, int]]:
     """Returns reserved and allocated bytes after each action; -1 where an allocation does not fit."""
     blocks: list[Any] = []
     levels = []

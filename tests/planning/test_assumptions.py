@@ -41,7 +41,11 @@ class Layer(nn.Module):
 
 
 def maker(
-    optimizer: MakeOptimizer | None, *, is_eager: bool = False, autocast: torch.dtype | None = None, dtype: Any = None
+    optimizer: MakeOptimizer | None,
+    *,
+    is_eager: bool = False,
+    autocast: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Callable[[], tuple[nn.Module, Callable[[], None]]]:
     def make() -> tuple[nn.Module, Callable[[], None]]:
         model = stack_of(lambda: Layer(is_eager), 4).to("cuda", dtype)
@@ -89,7 +93,9 @@ def adam(**options: Any) -> MakeOptimizer:
         ),
     ],
 )
-def test_a_plan_states_what_its_step_ran(device: str, make: Any, assumptions: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_plan_states_what_its_step_ran(
+    device: str, make: Callable[[], tuple[nn.Module, Callable[[], None]]], assumptions: tuple[str, ...], tmp_path: Path
+) -> None:
     plan = graphckpt.plan(make, memory_budget="min", device=device)
     assert plan.assumptions == assumptions
     assert f"assumed: {', '.join(assumptions)}\n" in f"{plan}\n"

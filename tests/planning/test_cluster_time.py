@@ -72,7 +72,7 @@ class TestSeconds:
         assert half.seconds("gather", 4 * GB, range(4)) == pytest.approx(0.06)
 
     @pytest.mark.parametrize("kind", ["gather", "scatter", "all_reduce", "all_to_all", "broadcast", "send"])
-    def test_more_bandwidth_takes_less_time(self, kind: Any) -> None:
+    def test_more_bandwidth_takes_less_time(self, kind: str) -> None:
         for ranks in (range(2), (0, 4), (0, 1, 2, 3, 4)):
             for part in ({"within": 300e9}, {"between": 30e9}):
                 assert cluster(**part).seconds(kind, GB, ranks) <= cluster().seconds(kind, GB, ranks)
@@ -150,7 +150,7 @@ class TestProfiles:
             (8, "cluster: expected the name of a profile, got 8 · fix: use one of"),
         ],
     )
-    def test_a_name_that_is_unknown(self, name: Any, message: str) -> None:
+    def test_a_name_that_is_unknown(self, name: str | int, message: str) -> None:
         for function in (graphckpt.plan, graphckpt.fit):
             with pytest.raises(ConfigError) as error:
                 function(lambda *_: None, device="cpu", world_size=2, memory_budget="1GiB", cluster=name)  # type: ignore[operator]
@@ -254,7 +254,7 @@ def tensor_parallel(model: Model) -> None:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def planned(shard: Callable[[Model], object], profile: ClusterProfile, budget: Any = "max", **more: Any) -> Plan:
+def planned(shard: Callable[[Model], object], profile: ClusterProfile, budget: str = "max", **more: Any) -> Plan:
     return graphckpt.plan(
         lambda: step_of(shard),
         device="h200",

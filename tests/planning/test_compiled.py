@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def _fresh() -> Iterator[None]:
 X = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
 
 
-def stack() -> tuple[Any, ...]:
+def stack() -> tuple[nn.Module, Callable[[], None]]:
     torch.manual_seed(0)
     model = ListModel(5, 4, nn.Identity)
 
@@ -54,7 +54,7 @@ def stack() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("build", [stack, pytest.param(gpt2_step, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.9, 0.75])
-def test_a_plan_takes_what_it_says(build: Any, share: float) -> None:
+def test_a_plan_takes_what_it_says(build: Callable[[], tuple[nn.Module, Callable[[], None]]], share: float) -> None:
     model, step = build()
     found = graphckpt.plan(model, step, memory_budget=share, compile=AOT, check=False)
     assert found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
@@ -207,13 +207,13 @@ def test_a_value_that_the_compiler_refuses_is_its_own_error_and_leaves_the_model
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def planned(step: Any, **options: Any) -> Any:
+def planned(step: SquareGraph, **options: Any) -> Plan:
     found = step.plan(X, **options)
     found.apply()
     return found
 
 
-def compiled_of(step: Any) -> list[Any]:
+def compiled_of(step: SquareGraph) -> list[Any]:
     return [step.model.layers[n].config.compile for n in range(5)]
 
 

@@ -114,7 +114,7 @@ class TestFigures:
         assert 0 < adafactor.optimizer_bytes < estimated().optimizer_bytes / 5
 
     def test_figures_are_those_of_a_plan_of_the_same_step(self) -> None:
-        def make_model() -> tuple[torch.nn.Module, Any]:
+        def make_model() -> tuple[torch.nn.Module, Callable[[], None]]:
             model = AutoModelForCausalLM.from_config(CONFIGS["causal-lm"], dtype=torch.float32).train()
             optimizer = torch.optim.AdamW(model.parameters())
             tokens = torch.zeros(2, 512, dtype=torch.long)
@@ -273,7 +273,7 @@ class TestSources:
         assert graphckpt.estimate("someone/llama", device="h100", seq=64, policy="keep").model == "someone/llama"
 
 
-def fault_of(model: Any, **options: Any) -> str:
+def fault_of(model: object, **options: Any) -> str:
     with pytest.raises(ConfigError) as error:
         graphckpt.estimate(model, device="h100", **options)
     text = str(error.value)
@@ -502,7 +502,7 @@ class TestRanks:
         assert sharded.weight_bytes < 0.5 * alone.weight_bytes
 
     @pytest.mark.parametrize("world_size", [0, -1, 2.0, "8"])
-    def test_world_size_is_a_positive_int(self, world_size: Any) -> None:
+    def test_world_size_is_a_positive_int(self, world_size: object) -> None:
         with pytest.raises(ConfigError, match=r"world_size: expected a positive int, got .* · fix: world_size=8"):
             graphckpt.estimate(CONFIGS["causal-lm"], device="h100", world_size=world_size)
 

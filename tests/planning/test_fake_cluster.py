@@ -6,9 +6,9 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ D, NUM_TOKENS, NUM_WORDS = 256, 64, 96
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def as_dtensor(parameter: Any) -> DTensor:
+def as_dtensor(parameter: torch.Tensor) -> DTensor:
     assert isinstance(parameter, DTensor)
     return parameter
 
@@ -90,8 +90,8 @@ def planned(
     make: Callable[[], Any],
     world_size: int,
     rank: int | None = None,
-    budget: Any = "1GiB",
-    candidates: Any = ("full",),
+    budget: str | int = "1GiB",
+    candidates: tuple[str, ...] | None = ("full",),
     **more: Any,
 ) -> Plan:
     """One policy, except where a test is about which there are."""
@@ -100,7 +100,7 @@ def planned(
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Any:
+def nothing_is_left() -> Iterator[None]:
     hook, init, make, cuda = sys.excepthook, dist.init_process_group, init_device_mesh, torch.cuda.set_device
     before = {name: os.environ.get(name) for name in VARIABLES}
     yield
@@ -437,14 +437,16 @@ def test_a_work_holds_its_tensor_as_those_of_nccl_and_gloo_do() -> None:
         dist.recv(torch.zeros(2), 1)
 
 
-def wrapped_by(wrap: Callable[[nn.Module], Any]) -> Callable[[], Any]:
-    def make() -> Any:
+def wrapped_by(
+    wrap: Callable[[nn.Module], Any],
+) -> Callable[[], tuple[Any, Callable[[], None]]]:
+    def make() -> tuple[Any, Callable[[], None]]:
         return wrap(Model()), lambda: None
 
     return make
 
 
-def read_a_count() -> Any:
+def read_a_count() -> tuple[nn.Module, Callable[[], None]]:
     model, step = sharded()
 
     def count() -> None:
@@ -547,7 +549,7 @@ def test_to_wait_for_a_collective_is_not_a_kernel() -> None:
 
 
 def test_an_error_of_the_step_leaves_nothing() -> None:
-    def make() -> Any:
+    def make() -> NoReturn:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

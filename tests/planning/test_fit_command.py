@@ -212,13 +212,13 @@ SPREAD = {
 
 
 @pytest.fixture(scope="module")
-def alone() -> Any:
+def alone() -> Plan:
     with fake_steps_from("configs/quickstart.py", [*SMALL, FULL], device="h200") as steps:
         return steps.plan("4GiB")
 
 
 @pytest.mark.parametrize("name", SPREAD)
-def test_settings_that_spread_the_step_change_the_plan(name: Any, alone: Any) -> None:
+def test_settings_that_spread_the_step_change_the_plan(name: str, alone: Plan) -> None:
     with fake_steps_from("configs/quickstart.py", [*SMALL, FULL, *SPREAD[name]], device="h200") as steps:
         plan = steps.plan("4GiB")
         values = steps.to_dict(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,19 +27,19 @@ from graphckpt.planning.sweep import measure
 
 
 @as_module(lambda width, num_words: {"words": nn.Linear(width, num_words)})
-def Head(self: Any, x: torch.Tensor, labels: Any) -> Any:
+def Head(self: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(self.words(x), labels, reduction="sum")
 
 
 @as_module(lambda: {"layers": nn.ModuleList(mlp_layers(4)), "head": Head(16, 2000)})
-def Language(self: Any, x: torch.Tensor, labels: Any) -> Any:
+def Language(self: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Layers whose results are small beside the logits."""
     for layer in self.layers:
         x = layer(x)
     return self.head(x, labels)
 
 
-def made() -> tuple[Any, ...]:
+def made() -> tuple[nn.Module, Callable[[], None]]:
     torch.manual_seed(0)
     model, x, labels = Language(), torch.randn(256, 16), torch.randint(0, 2000, (256,))
     return model, lambda: model(x, labels).backward()
@@ -71,7 +72,7 @@ def test_the_error_names_the_head() -> None:
 
 @pytest.mark.parametrize(("seconds", "block"), [((1.0, 2.0, 3.0), None), ((3.0, 1.0, 2.0), "head")])
 def test_the_head_is_not_sliced_where_there_is_room_unless_slices_are_faster(
-    seconds: tuple[Any, ...], block: str | None, monkeypatch: pytest.MonkeyPatch
+    seconds: tuple[float, ...], block: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``seconds`` are those of the step with its loss computed at once, in 4 slices, and in 16."""
     took = iter(seconds)
@@ -116,7 +117,7 @@ def test_a_graph_takes_it_and_lets_it_go_again() -> None:
         (True, "head: expected a mapping, got True"),
     ],
 )
-def test_a_policy_that_is_not_of_a_head_is_an_error(head: Any, message: str) -> None:
+def test_a_policy_that_is_not_of_a_head_is_an_error(head: object, message: str) -> None:
     model, step = made()
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(model, step, memory_budget=0.5, head=head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,9 @@ SIZES = ["train.train_micro_batch_size=4", "train.global_batch_size=32"]
 H100 = load_profile("h100")
 
 
-def checks_of(config: str = LLAMA, words: Any = (), memory: str = "80GiB", cluster: str = "dgx-h100") -> LayoutChecks:
+def checks_of(
+    config: str = LLAMA, words: Sequence[str] = (), memory: str = "80GiB", cluster: str = "dgx-h100"
+) -> LayoutChecks:
     machine = H100.with_memory(memory)
     with ConfigSource(config, [*SMALL[config], *SIZES, *words]).checked() as run:
         return LayoutChecks(run, machine, load_cluster(cluster), machine.memory_bytes)
@@ -257,7 +260,7 @@ def test_policies_are_measured_where_not_everything_fits() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 0, True, 2.0])
-def test_a_world_size_that_is_not_one(world_size: Any) -> None:
+def test_a_world_size_that_is_not_one(world_size: object) -> None:
     with pytest.raises(ConfigError, match="world_size: expected an int of 2 or more, got"):
         compared(world_size)
 

@@ -154,13 +154,13 @@ def test_chains_of_single_blocks(seed: int) -> None:
 
 
 @as_module(lambda: {"project": nn.Linear(16, 16)})
-def Attention(self: Any, x: torch.Tensor) -> tuple[Any, ...]:
+def Attention(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.softmax(self.project(x) @ x.T, dim=-1)
     return weights @ x, weights
 
 
 @as_module(lambda: {"layers": nn.ModuleList(Attention() for _ in range(6))})
-def Returning(self: Any, x: torch.Tensor) -> Any:
+def Returning(self: Any, x: torch.Tensor) -> torch.Tensor:
     for layer in self.layers:
         x, _weights = layer(x)  # `_weights` lives until the next layer has returned
     return x

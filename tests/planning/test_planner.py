@@ -34,17 +34,17 @@ from graphckpt.units import format_bytes, parse_bytes
 class Case:
     """A model with its step, and what such a step really takes."""
 
-    def __init__(self, model: nn.Module, loss: Any) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> None:
         self.model = model
         self.step, (self.optimizer,) = stepped_once(model, loss)
 
-    def peak(self) -> Any:
+    def peak(self) -> int:
         return tracked_peak(self.model, self.step, [self.optimizer])
 
-    def planner(self) -> Any:
+    def planner(self) -> Planner:
         return planner_of(self.model, self.step)
 
-    def check_plans(self, planner: Any, count: Any) -> Any:
+    def check_plans(self, planner: Planner, count: int) -> list[graphckpt.Plan]:
         """Runs the plans of some budgets, and returns them."""
         plans = []
         for budget in budgets(planner, count):
@@ -68,18 +68,18 @@ def gpt2(*, use_cache: bool = False, vocabulary: int = 32, num_layers: int = 4) 
 
 
 @pytest.fixture(scope="module", params=[gpt2, stack], ids=["gpt2", "sequential"])
-def known(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+def known(request: pytest.FixtureRequest) -> tuple[Case, Planner]:
     case = request.param()
     return case, case.planner()
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[Any, ...]:
+def planned() -> tuple[Case, Planner]:
     case = stack()
     return case, case.planner()
 
 
-def budgets(planner: Any, count: Any) -> list[Any]:
+def budgets(planner: Planner, count: int) -> list[int]:
     low, high = planner.floor.peak, planner.plain.peak
     return [low + (high - low) * n // (count - 1) for n in range(count)]
 
@@ -87,19 +87,19 @@ def budgets(planner: Any, count: Any) -> list[Any]:
 # ---- the promise
 
 
-def test_a_plan_takes_what_it_says_and_never_more_than_the_budget(known: tuple[Any, ...]) -> None:
+def test_a_plan_takes_what_it_says_and_never_more_than_the_budget(known: tuple[Case, Planner]) -> None:
     case, planner = known
     policies = {tuple(row.option for row in found.rows) for found in case.check_plans(planner, 6)}
     assert len(policies) > 2, "budgets lead to plans that differ"
 
 
-def test_a_larger_budget_is_never_slower(known: tuple[Any, ...]) -> None:
+def test_a_larger_budget_is_never_slower(known: tuple[Case, Planner]) -> None:
     _, planner = known
     seconds = [planner.plan(budget).predicted_step_seconds for budget in budgets(planner, 40)]
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(seconds))
 
 
-def test_no_uniform_policy_that_fits_is_faster(known: tuple[Any, ...]) -> None:
+def test_no_uniform_policy_that_fits_is_faster(known: tuple[Case, Planner]) -> None:
     _, planner = known
     uniform = planner.search.uniform()
     assert len(uniform) == len(planner.measured.options)
@@ -109,7 +109,7 @@ def test_no_uniform_policy_that_fits_is_faster(known: tuple[Any, ...]) -> None:
             assert choice.peak > budget or chosen.seconds <= choice.seconds + 1e-12
 
 
-def test_the_front_holds_plans_of_which_none_is_better_in_both(known: tuple[Any, ...]) -> None:
+def test_the_front_holds_plans_of_which_none_is_better_in_both(known: tuple[Case, Planner]) -> None:
     _, planner = known
     front = planner.search.pareto()
     assert front[0].peak == planner.floor.peak
@@ -118,7 +118,7 @@ def test_the_front_holds_plans_of_which_none_is_better_in_both(known: tuple[Any,
         assert planner.search.fastest(choice.peak).seconds <= choice.seconds + 1e-12
 
 
-def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known: tuple[Any, ...]) -> None:
+def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known: tuple[Case, Planner]) -> None:
     case, planner = known
     floor = planner.floor.peak
     least = planner.plan(floor)
@@ -146,7 +146,7 @@ def test_a_floor_that_the_head_sets_is_mended_there() -> None:
         planner.plan(planner.floor.peak - 1)
 
 
-def test_one_measurement_gives_the_same_plan_each_time(planned: tuple[Any, ...]) -> None:
+def test_one_measurement_gives_the_same_plan_each_time(planned: tuple[Case, Planner]) -> None:
     case, planner = planned
     again = Planner(PolicySearch(planner.measured), model=case.model)
     for budget in budgets(planner, 5):
@@ -154,7 +154,7 @@ def test_one_measurement_gives_the_same_plan_each_time(planned: tuple[Any, ...])
 
 
 def test_a_check_above_the_budget_counts_however_little(
-    planned: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    planned: tuple[Case, Planner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, planner = planned
     real_peak = RealStep.peak
@@ -198,7 +198,7 @@ def test_a_budget_below_the_parameters_is_refused_before_the_step_runs() -> None
 
 
 @pytest.mark.parametrize("share", [lambda weight: weight.data, lambda weight: weight.data[:1].expand(512, 512)])
-def test_parameters_that_share_memory_count_once_in_a_budget(share: Callable[..., Any]) -> None:
+def test_parameters_that_share_memory_count_once_in_a_budget(share: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = stack_of(lambda: nn.Linear(512, 512, bias=False), 2).requires_grad_(requires_grad=False)
     model[1].weight = nn.Parameter(share(model[0].weight), requires_grad=False)
     x = torch.ones(4, 512, requires_grad=True)
@@ -223,7 +223,7 @@ def test_layers_are_joined_where_the_rules_say_so(monkeypatch: pytest.MonkeyPatc
 # ---- budgets
 
 
-def test_budgets_of_every_kind(planned: tuple[Any, ...]) -> None:
+def test_budgets_of_every_kind(planned: tuple[Case, Planner]) -> None:
     _, planner = planned
     static, plain = planner.measured.model.static_bytes, planner.plain.peak
     memory = DeviceMemory(total=1000, available=99, headroom=9)
@@ -241,7 +241,7 @@ def test_budgets_of_every_kind(planned: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("budget", ["min", "max", "70%", 0.9, "0.9", "1GiB", 1 << 30])
-def test_plan_takes_budgets_of_every_kind(budget: Any) -> None:
+def test_plan_takes_budgets_of_every_kind(budget: float | str) -> None:
     case = stack(num_layers=2, rows=64)
     told = []
     found = plan(case.model, case.step, memory_budget=budget, progress=lambda done, all_runs: told.append(done))
@@ -273,7 +273,7 @@ def test_plan_takes_budgets_of_every_kind(budget: Any) -> None:
         (12e9, r"expected a float .*, got 12000000000\.0 · did you mean the int 12000000000, in bytes\?"),
     ],
 )
-def test_a_budget_that_cannot_be_read(budget: Any, message: Any) -> None:
+def test_a_budget_that_cannot_be_read(budget: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(nn.Sequential(ResidualLayer(), ResidualLayer()), lambda: pytest.fail("runs nothing"), memory_budget=budget)
 
@@ -281,7 +281,7 @@ def test_a_budget_that_cannot_be_read(budget: Any, message: Any) -> None:
 # ---- what is planned
 
 
-def test_blocks_may_be_named(planned: tuple[Any, ...]) -> None:
+def test_blocks_may_be_named(planned: tuple[Case, Planner]) -> None:
     case, _ = planned
     found = plan(case.model, case.step, memory_budget="min", select=["body.[01]", "body.4"], check=False)
     assert [row.block for row in found.rows] == ["body.0", "body.1", "body.4"]
@@ -296,7 +296,7 @@ def test_blocks_may_be_named(planned: tuple[Any, ...]) -> None:
         plan(nn.Linear(2, 2), case.step, memory_budget="min")
 
 
-def test_rules_may_be_named(planned: tuple[Any, ...]) -> None:
+def test_rules_may_be_named(planned: tuple[Case, Planner]) -> None:
     case, _ = planned
     found = plan(case.model, case.step, memory_budget="min", candidates=["full"], check=False)
     assert {row.option for row in found.rows} <= {"keep", "full"}
@@ -311,7 +311,7 @@ def test_a_layer_that_runs_several_times_is_one_block() -> None:
         {"first": first, "layers": nn.ModuleList([layer, layer, ResidualLayer(), layer]), "last": last}
     )
 
-    def loss(model: nn.Module) -> Any:
+    def loss(model: nn.Module) -> torch.Tensor:
         y = model["first"](x)
         for each in (layer, layer, model["layers"][2], layer):
             y = each(y)
@@ -353,7 +353,7 @@ def test_a_cache_of_keys_lives_as_long_as_any_block_that_is_recomputed_with_it(k
     case.check_plans(planner, 12)
 
 
-def test_a_step_without_its_blocks_cannot_be_planned(planned: tuple[Any, ...]) -> None:
+def test_a_step_without_its_blocks_cannot_be_planned(planned: tuple[Case, Planner]) -> None:
     case, _ = planned
     with pytest.raises(PlanError, match="no block ran with gradients enabled · fix: run"):
         plan(case.model, lambda: None, memory_budget="min")
@@ -378,11 +378,11 @@ def test_a_step_that_takes_another_path_each_time_cannot_be_planned() -> None:
 class Dropped(ListModel):
     """Leaves out some layers at random, as LayerDrop does."""
 
-    def __init__(self, rate: Any, draw: Any) -> None:
+    def __init__(self, rate: float, draw: Callable[[], float]) -> None:
         super().__init__(num_layers=6)
         self.rate, self.draw = rate, draw
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         for layer in self.layers:
             if self.draw() >= self.rate:
@@ -391,7 +391,7 @@ class Dropped(ListModel):
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), np.random.rand, random.random])
-def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw: Any) -> None:
+def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw: Callable[[], float]) -> None:
     torch.manual_seed(0)
     x = torch.randn(256, D)
     case = Case(Dropped(0.2, draw), lambda model: model(x).square().mean())
@@ -422,7 +422,7 @@ def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw: Any) ->
 # ---- nothing is left behind
 
 
-def everything(case: Any) -> Any:
+def everything(case: Case) -> dict[str, Any]:
     optimizer = case.optimizer
     return copy.deepcopy(
         {
@@ -476,7 +476,7 @@ def test_planning_changes_nothing(is_first: bool, fails_at: int | None) -> None:
     assert is_clean(case.model)
 
 
-def test_apply_leaves_the_model_clean(planned: tuple[Any, ...]) -> None:
+def test_apply_leaves_the_model_clean(planned: tuple[Case, Planner]) -> None:
     case, planner = planned
     found = planner.plan(planner.floor.peak)
     with found.apply():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from helpers.count_ops import CountOps
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -348,7 +349,7 @@ def test_the_context_of_a_device_is_measured_in_a_process_of_its_own() -> None:
     ("op", "shapes"),
     [(torch.ops.aten.mm.default, [(3, 4), (4, 5)]), (torch.ops.aten.bmm.default, [(2, 3, 4), (2, 4, 5)])],
 )
-def test_a_matrix_product_counts_as_in_the_formulas_of_pytorch(op: Any, shapes: list[tuple[int, ...]]) -> None:
+def test_a_matrix_product_counts_as_in_the_formulas_of_pytorch(op: OpOverload, shapes: list[tuple[int, ...]]) -> None:
     arguments = tuple(torch.zeros(shape) for shape in shapes)
     result = op(*arguments)
     assert flops_of(op, arguments, {}, result) == flop_registry[op.overloadpacket](*arguments, out_val=result)

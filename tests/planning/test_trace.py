@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -25,7 +26,7 @@ BUSY = 0.05  # seconds
 
 
 @as_module(lambda: {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
-def Slow(self: Any, x: torch.Tensor) -> Any:
+def Slow(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Takes long in backward, once the gradient of its second layer is whole."""
     x = self.first(x)
     if x.requires_grad:
@@ -33,7 +34,7 @@ def Slow(self: Any, x: torch.Tensor) -> Any:
     return self.second(x)
 
 
-def timed(model: nn.Module, x: torch.Tensor, *, after: Any, steps: int = 0) -> Any:
+def timed(model: nn.Module, x: torch.Tensor, *, after: Callable[[], object], steps: int = 0) -> StepClock:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = StepClock(x.device)
     with Blocks(find_blocks(model, "*")).marked(clock):
@@ -101,7 +102,7 @@ def test_a_trace_does_not_keep_its_step() -> None:
 
 
 class Sparse(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sparse.mm(torch.eye(len(x)).to_sparse(), super().forward(x))
 
 
