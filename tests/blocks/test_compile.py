@@ -137,7 +137,9 @@ def test_layers_that_share_compiled_code_with_dynamic_numbers() -> None:
 
 
 @pytest.mark.parametrize("policy", [True, "selective", {"offload": "disk", "min_elements": 1}])
-def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(policy: Any) -> None:
+def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(
+    policy: bool | str | dict[str, object],
+) -> None:
     """The compiler then looks at what is called meanwhile, and at hooks as well."""
     plain = run_steps(chain("mlp"))
     model = chain("mlp")
@@ -174,7 +176,7 @@ def compiled_below() -> nn.Sequential:
 @pytest.mark.parametrize("policy", [True, "selective", {"activation_checkpointing": True, "offload": "disk"}])
 @pytest.mark.parametrize("make", [compiled_layers, compiled_parts, compiled_below])
 def test_an_object_of_torch_compile_is_recomputed_with_its_block(
-    make: Callable[[], nn.Sequential], policy: Any
+    make: Callable[[], nn.Sequential], policy: bool | str | dict[str, object]
 ) -> None:
     plain = run_steps(make())
     torch._dynamo.reset()

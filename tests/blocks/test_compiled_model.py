@@ -17,6 +17,7 @@ from helpers.modules import as_module
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -115,7 +116,9 @@ def steps(model: nn.Module, run: Callable[..., Tensor], *, num_steps: int = 2) -
     return found | {f"{n}.count": m.count for n, m in model.named_modules() if isinstance(m, Counter)}, saved
 
 
-def compiled(model: nn.Module, *, backend: str = "aot_eager", **options: Any) -> tuple[Any, CompileCounterWithBackend]:
+def compiled(
+    model: nn.Module, *, backend: str = "aot_eager", **options: Any
+) -> tuple[Callable[..., Any], CompileCounterWithBackend]:
     counter = CompileCounterWithBackend(backend)
     return torch.compile(model, backend=counter, **options), counter
 
@@ -128,7 +131,7 @@ def plain(
     return steps(model, compiled(model, backend=backend)[0])
 
 
-def only_products(_: object, op: Any, *__: object, **___: object) -> bool:
+def only_products(_: object, op: OpOverload, *__: object, **___: object) -> bool:
     return op is torch.ops.aten.addmm.default
 
 
@@ -209,7 +212,7 @@ def bytes_of_full() -> int:
 
 
 @pytest.mark.parametrize("rule", [True, Selective("attention"), {"segments": 2}], ids=str)
-def test_an_excluded_child_saves_what_the_compiler_saves_of_it(rule: Any) -> None:
+def test_an_excluded_child_saves_what_the_compiler_saves_of_it(rule: bool | Selective | dict[str, int]) -> None:
     """Of GELU that is the input, from which backward computes the output again, with or without a policy."""
     block, child = ("tail", "tail.*.act") if isinstance(rule, dict) else ("layers.*", "layers.*.act")
     saved: dict[str, int] = {}
@@ -464,7 +467,7 @@ def test_a_transform_in_a_compiled_function_runs_blocks_as_they_are() -> None:
     model = Model().eval()
     with graphckpt.apply(model, {"layers.*": True}):
 
-        def gradient(x: Tensor) -> Any:
+        def gradient(x: Tensor) -> Tensor:
             return torch.func.grad(lambda y: model(y).sum())(x)
 
         x = torch.ones(4, 16)

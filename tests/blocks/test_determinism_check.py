@@ -72,7 +72,7 @@ def test_parts_of_a_block_have_that_of_the_block() -> None:
 
 
 @pytest.mark.parametrize("bad", ["value", "None", True, None, 3, ["values"]])
-def test_another_value_is_one_error(bad: Any) -> None:
+def test_another_value_is_one_error(bad: object) -> None:
     pattern = r"determinism_check: expected 'none', 'default' or 'values', got .* · fix: use 'values' to .*$"
     with pytest.raises(ConfigError, match=f"^apply.{pattern}"):
         graphckpt.apply(Model(), {"layers.*": True}, determinism_check=bad)

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import ConfigError
+from graphckpt.blocks.apply import Policies
 from graphckpt.blocks.presets import every_k
+from graphckpt.blocks.select import Selector
+from graphckpt.ledger.explanation import Explanation
 
 
 def layer() -> nn.Module:
@@ -28,7 +31,7 @@ def Model(self: Any, x: Tensor) -> Tensor:
     return self.head(x)
 
 
-def recomputed(model: nn.Module, policies: Any, **options: Any) -> list[str]:
+def recomputed(model: nn.Module, policies: Policies, **options: Any) -> list[str]:
     """Returns the blocks that a step recomputes, and checks that its gradients are those of the plain step."""
     x = torch.ones(4, 8)
     model.zero_grad()
@@ -58,7 +61,7 @@ LAYERS = [f"layers.{number}" for number in range(4)]
         (True, [LAYERS[0], nn.LayerNorm], LAYERS[1:]),
     ],
 )
-def test_excluded_blocks_keep_everything(policies: Any, exclude: Any, blocks: list[str]) -> None:
+def test_excluded_blocks_keep_everything(policies: Policies, exclude: str | list[Selector], blocks: list[str]) -> None:
     assert recomputed(Model(), policies, exclude=exclude) == blocks
 
 
@@ -113,7 +116,7 @@ def recomputed_of(handle: graphckpt.Handle, model: nn.Module) -> list[str]:
         ({"layers.3": True}, "apply.exclude: expected selectors of blocks, got {'layers.3': True}"),
     ],
 )
-def test_an_exclude_without_effect_is_an_error_and_nothing_is_set(exclude: Any, text: str) -> None:
+def test_an_exclude_without_effect_is_an_error_and_nothing_is_set(exclude: object, text: str) -> None:
     model = Model()
     with pytest.raises(ConfigError) as error:
         graphckpt.apply(model, True, exclude=exclude)
@@ -128,7 +131,7 @@ def test_a_container_without_a_forward_cannot_be_an_excluded_child() -> None:
     assert recomputed(model, ["layers.*", "head"], exclude="layers") == ["head"]
 
 
-def advice_of(model: nn.Module, policies: Any, **options: Any) -> str:
+def advice_of(model: nn.Module, policies: Policies, **options: Any) -> str:
     with graphckpt.apply(model, policies, **options) as handle, handle.measure():
         model(torch.ones(64, 8)).sum().backward()
     model.zero_grad()
@@ -178,7 +181,7 @@ def Stages(self: Any, x: Tensor) -> Tensor:
 def test_blocks_that_are_containers_of_layers_are_advised_to_be_smaller() -> None:
     model = Stages()
 
-    def measured(policies: Any) -> Any:
+    def measured(policies: Policies) -> Explanation:
         with graphckpt.apply(model, policies) as handle, handle.measure():
             model(torch.ones(256, 8)).sum().backward()
             model.zero_grad()

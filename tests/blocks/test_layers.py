@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Any
 
 import pytest
 import transformers
@@ -14,7 +13,7 @@ from torch import nn
 from graphckpt.blocks.select import layers
 
 
-def lines(*widths: Any) -> list[Any]:
+def lines(*widths: int) -> list[nn.Module]:
     return [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
 
 
@@ -43,7 +42,7 @@ class Block(nn.Module):
         "stages",
     ],
 )  # fmt: skip
-def test_layers_are_found(model: Any, expected: list[Any] | list[str]) -> None:
+def test_layers_are_found(model: nn.Module, expected: list[str]) -> None:
     assert layers(model) == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphckpt
 from graphckpt.blocks import presets
+from graphckpt.blocks.apply import Policies
 from graphckpt.blocks.select import layers as layer_names
 from graphckpt.errors import ConfigError
 from graphckpt.train.policies import block_policies
@@ -20,19 +22,19 @@ from graphckpt.train.settings import ActivationCheckpointConfig
 
 
 @as_module(lambda num_layers: {"layers": nn.ModuleList(ResidualLayer() for _ in range(num_layers))})
-def Looped(self: Any, x: torch.Tensor) -> Any:
+def Looped(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Layers in a list."""
     for layer in self.layers:
         x = layer(x)
     return x
 
 
-def runs(model: nn.Module, policies: Any, x: torch.Tensor) -> list[Any]:
+def runs(model: nn.Module, policies: Policies, x: torch.Tensor) -> list[int]:
     """Returns how often each layer begins to run in a step: once, or again for backward."""
     layers = {name: model.get_submodule(name) for name in layer_names(model)}
     counts = dict.fromkeys(layers, 0)
 
-    def counting(name: str) -> Any:
+    def counting(name: str) -> Callable[..., None]:
         def count(*_: object) -> None:
             counts[name] += 1
 
@@ -63,7 +65,7 @@ X = torch.ones(8, D)
         (presets.speed, [2] * 9),
     ],
 )
-def test_presets_say_which_layers_run_again(policies: Any, expected: Any) -> None:
+def test_presets_say_which_layers_run_again(policies: Callable[[nn.Module], Policies], expected: list[int]) -> None:
     model = SequentialModel(9)
     found = policies(model)
     assert runs(model, found, X) == expected
@@ -109,7 +111,7 @@ def test_speed_runs_no_matrix_product_again() -> None:
             self.counts[func] = self.counts.get(func, 0) + 1
             return func(*args, **(kwargs or {}))
 
-    def counted(policies: Any) -> list[Any]:
+    def counted(policies: Policies) -> list[int]:
         ops = Ops()
         ops.counts = {}
         with graphckpt.apply(model, policies), ops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +60,7 @@ class Holds(Graph):
         super().__init__()
         self.net = net
 
-    def build(self, act: Any) -> Any:
+    def build(self, act: Callable[[nn.Module], Any]) -> Any:
         return act(self.net)
 
 

@@ -12,6 +12,7 @@ from helpers.architectures import ARCHITECTURES, Architecture
 from helpers.layer_stacks import stack_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import graphckpt
@@ -20,7 +21,7 @@ GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
 ACTS = "the model's own gradient checkpointing is on as well: this policy replaces it"
 
 
-def enable(model: Any) -> None:
+def enable(model: PreTrainedModel) -> None:
     switch = getattr(model, "activation_checkpointing_enable", None)  # its name since Transformers 5.2x
     if switch is not None:
         switch(activation_checkpointing_kwargs={"use_reentrant": False})
@@ -28,7 +29,7 @@ def enable(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def disable(model: Any) -> None:
+def disable(model: PreTrainedModel) -> None:
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
 
 
