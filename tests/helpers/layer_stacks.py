@@ -12,6 +12,9 @@ Models that have more than layers: :class:`SequentialModel` calls its layers as 
 
 Steps, where any will do: :func:`mlp_step` and :func:`gpt2_step`. They set the seed; nothing else here does. Weights are
 drawn in the order of the layers.
+
+Elsewhere are chains of layers that are hard to recompute (:mod:`helpers.hard_modules`), models of many architectures
+(:mod:`helpers.architectures`), and single modules that a test writes as their forward (:mod:`helpers.modules`).
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Regression(LightningModule):
 def fit(
     folder: Path,
     *callbacks: GraphckptCallback,
-    strategy: Any = "auto",
+    strategy: str | DDPStrategy = "auto",
     devices: int = 1,
     batch: int = 8,
     kind: Any = None,
@@ -163,7 +163,7 @@ class ByHand(Regression):
             self.manual_backward(loss)
             optimizer.step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         return torch.optim.AdamW(self.net[:3].parameters()), torch.optim.SGD(self.net[3:].parameters())
 
 
@@ -194,7 +194,7 @@ def test_the_measured_batch_is_one_with_optimizer_states_if_there_is_one(
 
 def test_an_error_takes_the_policies_off(tmp_path: Path) -> None:
     class Failing(Callback):
-        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
             self.module = pl_module
             raise ZeroDivisionError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     HfArgumentParser,
+    PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -30,6 +31,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.utils import ModelOutput
 
 import graphckpt
 from graphckpt import ConfigError, PlanError, progress
@@ -65,7 +67,7 @@ def bert() -> BertForSequenceClassification:
     return BertForSequenceClassification(BertConfig(vocab_size=64, max_position_embeddings=64, **sizes))
 
 
-def gpt2(**more: Any) -> Any:
+def gpt2(**more: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_positions": 64, "vocab_size": 64, "loss_type": "ForCausalLM"}
     return tiny_gpt2(n_layer=LAYERS, use_cache=True, **sizes, **more)
@@ -107,7 +109,7 @@ def assert_equal(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
 
 
 def train_twice(
-    build: Any, folder: Path, callback: GraphckptCallback, own: Any = None, **more: Any
+    build: Callable[[], PreTrainedModel], folder: Path, callback: GraphckptCallback, own: Any = None, **more: Any
 ) -> tuple[Trainer, dict[str, int]]:
     """Trains without the callback, and with it and the arguments ``own``: the weights are equal."""
     plain, _ = train(build(), folder, **more)
@@ -123,7 +125,7 @@ def has_policies(model: nn.Module) -> bool:
 
 @pytest.mark.parametrize("build", [bert, gpt2])
 def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(
-    build: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    build: Callable[[], PreTrainedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     callback = GraphckptCallback(rule="full")
     trainer, runs = train_twice(build, tmp_path, callback)
@@ -155,14 +157,14 @@ def test_a_memory_budget_is_planned_for_in_the_first_steps(tmp_path: Path, capsy
 class Prefers(Trainer):
     """Compares two batches, as trainers on preferences do; their model call has no such arguments."""
 
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **more: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **more: Any) -> Any:
         return model(inputs["chosen"]).logits.mean() - model(inputs["rejected"]).logits.mean()
 
 
 class Samples(Trainer):
     """Is given plain rows, and makes its batches itself."""
 
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Any:
+    def training_step(self, model: nn.Module, inputs: list[dict[str, Tensor]], *args: Any) -> Tensor:
         tokens = torch.stack([row["input_ids"] for row in inputs])
         return super().training_step(model, {"input_ids": tokens, "labels": tokens}, *args)
 
@@ -179,7 +181,7 @@ class Pairs(RandomTokens):
         return dict.fromkeys(("chosen", "rejected"), self.tokens[index])
 
 
-def half_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+def half_loss(outputs: ModelOutput, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     return outputs.logits.float().logsumexp(-1).mean() / 2
 
 
@@ -247,7 +249,7 @@ class InOrder(Trainer):
     def _get_train_sampler(self, *args: Any) -> Any:
         return torch.utils.data.SequentialSampler(Lengths(*self.train_dataset.lengths))
 
-    def training_step(self, *args: Any, **more: Any) -> Any:
+    def training_step(self, *args: Any, **more: Any) -> Tensor:
         live = LiveBytes("cpu", record_timeline=False)
         states = (value for state in self.optimizer.optimizer.state.values() for value in state.values())
         live.track([*self.model.parameters(), *states])
@@ -341,7 +343,9 @@ def test_planning_says_how_far_it_is_as_its_option_says(
 
 
 class Interrupts(TrainerCallback):
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: object) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         if state.global_step == 2:
             raise KeyboardInterrupt
 
@@ -487,7 +491,7 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
 )
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_policies_do_not_act_on_frozen_blocks_that_save_nothing(
-    policy: Any, num_blocks: int, is_measured: bool
+    policy: bool | dict[str, object], num_blocks: int, is_measured: bool
 ) -> None:
     model = linear_layers(6, 8)
     model[:3].requires_grad_(False)
