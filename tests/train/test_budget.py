@@ -75,11 +75,11 @@ def test_layers_are_compiled_where_the_config_says_so(place: Path) -> None:
     assert same_weights(place / "plain", place / "planned")
 
 
-def limit_call(monkeypatch: pytest.MonkeyPatch, number: Any, limit: Any) -> Any:
+def limit_call(monkeypatch: pytest.MonkeyPatch, number: int, limit: int | None) -> list[MemoryLimit]:
     """Limits what the ``number``-th update allocates; returns the limits that were in place."""
     plain, used = TrainGraph.__call__, []
 
-    def call(self: Any, **batch: Any) -> Any:
+    def call(self: TrainGraph, **batch: Any) -> Any:
         used.append(MemoryLimit(limit if len(used) == number else None))
         with used[-1]:
             return plain(self, **batch)

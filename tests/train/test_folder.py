@@ -30,7 +30,7 @@ def content(folder: Path) -> dict[str, Any]:
     }
 
 
-def broken_off(done: Any) -> None:
+def broken_off(done: int) -> None:
     """Ends a run by an error after some iterations."""
 
     def fail(loop: Loop) -> None:

@@ -7,7 +7,6 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from helpers import killed
 from helpers.small_run import rows_of
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from torch import Tensor
 
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import Snapshots
@@ -40,12 +40,12 @@ MOMENTS = (  # files whose appearance starts the clock: a run under way, and tho
 )
 
 
-def final(folder: Path) -> tuple[Any, ...]:
+def final(folder: str) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
     state = torch.load(f"{folder}/model_final/graph.pt", weights_only=True)
     return load_file(f"{folder}/model_final/model.safetensors"), state["System-Train-Optimizer-0"]["state"]
 
 
-def lines_of(folder: Path) -> Any:
+def lines_of(folder: Path) -> list[str]:
     return (folder / "metrics.json").read_text().splitlines()
 
 

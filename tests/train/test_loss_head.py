@@ -10,7 +10,7 @@ import torch
 from helpers.layer_stacks import tiny_gpt2
 from helpers.small_run import CONFIG, rows_of, train
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import graphckpt
 from graphckpt import ConfigError, Tiles
@@ -29,12 +29,14 @@ SLICED = f'{HEAD}={{"loss_head": {{"rule": "tiles", "num_tiles": 4, "reduce": "s
 NUM_WORDS, NUM_TILES = 211, 8
 
 
-def gpt2() -> Any:
+def gpt2() -> PreTrainedModel:
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return tiny_gpt2(n_layer=2, vocab_size=NUM_WORDS, **drop)
 
 
-def llama(kind: Any = LlamaForCausalLM, config: Any = LlamaConfig, **more: Any) -> Any:
+def llama(
+    kind: type[PreTrainedModel] = LlamaForCausalLM, config: type[LlamaConfig] = LlamaConfig, **more: Any
+) -> PreTrainedModel:
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     return kind(config(**sizes, **ids, num_key_value_heads=2, vocab_size=NUM_WORDS, max_position_embeddings=32, **more))

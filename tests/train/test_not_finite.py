@@ -52,7 +52,7 @@ class Loses(Model):
 
 
 @pytest.fixture
-def broken(place: Path) -> Any:
+def broken(place: Path) -> Path:
     (place / "broken.py").write_text(_MODEL, encoding="utf-8")
     (place / "tiny.py").write_text(f"{CONFIG}model._target_ = 'broken.Model'\n", encoding="utf-8")
     return place
@@ -70,7 +70,7 @@ def assert_whole(folder: Path, *names: Any) -> None:
 
 
 def test_a_gradient_that_is_not_finite_spoils_no_snapshot(
-    broken: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    broken: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of its iteration is finite, and the only good snapshot would be pruned."""
     words = ["train.checkpointer.period=1", "train.checkpointer.max_to_keep=1", "train.evaluation.enabled=False"]
@@ -87,7 +87,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_snapshot(
 
 @pytest.mark.parametrize("is_async", ["True", "False"])
 def test_in_the_last_iteration_no_final_model_is_written(
-    broken: Any, capsys: pytest.CaptureFixture[str], is_async: str
+    broken: Path, capsys: pytest.CaptureFixture[str], is_async: str
 ) -> None:
     words = ["train.train_iter=4", "train.checkpointer.period=2", "train.evaluation.enabled=False"]
     assert train(*words, f"train.checkpointer.async_save={is_async}") == 2
@@ -97,7 +97,7 @@ def test_in_the_last_iteration_no_final_model_is_written(
 
 
 def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(
-    broken: Any, capsys: pytest.CaptureFixture[str]
+    broken: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["model._target_=broken.Loses", "train.evaluation.enabled=False", "train.log_period=20"]
     for folder, period, done in (("rare", 20, 0), ("often", 3, 1)):

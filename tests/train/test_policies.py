@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,14 @@ class Whole(nn.Module):
         self.body = nn.Sequential(Block(2, 2), nn.Tanh(), Block(2, 2))
 
 
-def _blocks(model: nn.Module, **fields: Any) -> Any:
+def _blocks(model: nn.Module, **fields: Any) -> dict[str, dict[str, Any]]:
     return block_policies(model, ActivationCheckpointConfig(enabled=True, **fields))
 
 
 @pytest.mark.parametrize(
     ("make", "names"), [(Older, [f"encoder.layer.{number}" for number in range(3)]), (Whole, ["body.0", "body.2"])]
 )
-def test_layers_are_found_by_other_marks(make: Any, names: list[str]) -> None:
+def test_layers_are_found_by_other_marks(make: Callable[[], nn.Module], names: list[str]) -> None:
     assert _blocks(make(), rule="selective") == {name: {"activation_checkpointing": "selective"} for name in names}
 
 

@@ -7,7 +7,6 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def test_a_finished_run_has_the_files_of_libai_and_is_evaluated_and_resumed(
 @pytest.mark.parametrize(
     ("optimizer", "number"), [("torch.optim.AdamW", signal.SIGINT), ("torch.optim.NAdam", signal.SIGTERM)]
 )
-def test_stopped_and_resumed_it_ends_at_the_same_bits(place: Path, optimizer: str, number: Any) -> None:
+def test_stopped_and_resumed_it_ends_at_the_same_bits(place: Path, optimizer: str, number: signal.Signals) -> None:
     """With dropout, accumulation, a schedule, evaluation, and a stop between two lines of the log."""
     words = [f"optim._target_={optimizer}", "train.amp.enabled=True"]
     if optimizer.endswith("NAdam"):

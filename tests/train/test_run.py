@@ -39,7 +39,7 @@ def larger(place: Path) -> None:
     (place / "tiny.py").write_text(CONFIG + LARGER, encoding="utf-8")
 
 
-def _losses(folder: Path) -> list[Any]:
+def _losses(folder: Path) -> list[float]:
     return [row["total_loss"] for row in rows_of(folder) if "total_loss" in row]
 
 
@@ -147,7 +147,7 @@ def test_fast_dev_run_and_overrides_between_flags(place: Path) -> None:
 def test_memory_that_runs_out_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    error: Any,
+    error: Exception,
     words: list[str],
     fix: str,
 ) -> None:

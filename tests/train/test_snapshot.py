@@ -77,7 +77,7 @@ def test_killed_at_any_call_of_the_system_the_old_or_the_new_one_is_there(
     _write(tmp_path / "model_best", 1.0)
     calls = iter(range(1000))
 
-    def dying(function: Any) -> Any:
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == number:
                 raise _Killed
