@@ -95,7 +95,7 @@ def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
 
 @pytest.mark.parametrize(("words", "minutes"), [([], 30.0), (["--seeds", "0:9"], None), (["--worker", *"091"], None)])
 def test_a_range_of_seeds_runs_to_its_end(
-    monkeypatch: pytest.MonkeyPatch, words: list[Any] | list[str], minutes: float | None
+    monkeypatch: pytest.MonkeyPatch, words: list[str], minutes: float | None
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", *words])
     assert run.parse_arguments().minutes == minutes

@@ -23,6 +23,7 @@ from graphckpt.graph.auto_plan import AutoPlan
 from graphckpt.graph.step import StepCall
 from graphckpt.ledger.live_memory import LiveBytes
 from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan, covers
+from graphckpt.planning.options import Budget
 
 # the compiler reads `.grad` of what it is given, and says so
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -46,7 +47,7 @@ class Case:
 
     def __init__(
         self,
-        budget: float | str | None = None,
+        budget: Budget | None = None,
         device: str = "cpu",
         *,
         rows: int = ROWS,
@@ -150,7 +151,7 @@ def plain() -> Case:
     return Case().run()
 
 
-def sizes_of(budget: float | str, plain: Case) -> int | str:
+def sizes_of(budget: Budget, plain: Case) -> int | str:
     return int(budget * max(plain.peaks)) if isinstance(budget, float) else budget
 
 
@@ -192,7 +193,7 @@ def test_planning_copies_neither_weights_nor_states() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.6, "1GiB"])
-def test_training_is_captured_after_it_is_planned(budget: float | str, device: str) -> None:
+def test_training_is_captured_after_it_is_planned(budget: Budget, device: str) -> None:
     plain = Case(device=device).run()
     expected = [tensor.cpu() for tensor in (*plain.losses, *plain.model.parameters())]
     del plain
@@ -223,7 +224,7 @@ def test_training_is_captured_after_it_is_planned(budget: float | str, device: s
 def test_smaller_and_larger_batches_are_captured_under_one_plan(parts: int, device: str) -> None:
     """Micro-batches, a scaler, and a batch that is larger than planned for after the capture."""
 
-    def trained(budget: float | str | None = None) -> tuple[Case, list[torch.Tensor]]:
+    def trained(budget: Budget | None = None) -> tuple[Case, list[torch.Tensor]]:
         case = Case(budget, device, candidates=["full"])
         case.graph.config.set_gradient_accumulation_steps(parts)
         case.graph.set_grad_scaler(torch.amp.GradScaler(device, init_scale=16.0))
@@ -314,7 +315,7 @@ def test_half_as_many_texts_of_twice_the_length_are_another_size() -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_micro_batches_are_one_update(count: int) -> None:
-    def case_of(budget: float | str | None = None) -> Case:
+    def case_of(budget: Budget | None = None) -> Case:
         case = Case(budget)
         case.graph.config.set_gradient_accumulation_steps(count)
         return case
@@ -333,7 +334,7 @@ def test_micro_batches_are_one_update(count: int) -> None:
 def test_steps_that_the_scaler_skips_show_nothing() -> None:
     """The first ones overflow, and states of the optimizer do not exist until one does not."""
 
-    def case_of(budget: float | str | None = None) -> Case:
+    def case_of(budget: Budget | None = None) -> Case:
         case = Case(budget)
         case.graph.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=16.0))
         case.model.head.weight.register_hook(lambda grad: grad * torch.inf if len(case.losses) < 4 else grad)
@@ -574,7 +575,7 @@ def test_nested_tensors_are_compared_by_their_elements() -> None:
 
 @pytest.mark.parametrize("calls", [1, 2, 6])
 def test_a_layer_that_is_removed_has_no_policy(calls: int, plain: Case) -> None:
-    def case_of(budget: float | str | None = None) -> Case:
+    def case_of(budget: Budget | None = None) -> Case:
         case = Case(budget).run(calls)
         del case.model.layers[-1]
         return case.run(8)
@@ -626,7 +627,7 @@ def test_a_plan_that_was_applied_before_the_first_call_stays() -> None:
 
 
 def test_several_optimizers_are_planned_for() -> None:
-    def case_of(budget: float | str | None = None) -> Case:
+    def case_of(budget: Budget | None = None) -> Case:
         case = Case(budget)
         own = list(case.model.head.parameters())
         body = [p for p in case.model.parameters() if not any(p is each for each in own)]

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphckpt
+from graphckpt.planning.options import Budget
 from tests.parallel.test_live_bytes import Meter
 
 LAYERS = 4
@@ -176,7 +177,7 @@ def step_peaks(case: Case | PipelineCase) -> Iterator[int]:
         yield meter.peak
 
 
-def planned(way: str, budget: float | str) -> graphckpt.Plan:
+def planned(way: str, budget: Budget) -> graphckpt.Plan:
     def make() -> tuple[nn.Module, Callable[[], None]]:
         case = Case(way)
         return case.model, case.step
@@ -284,7 +285,7 @@ class PipelineCase:
         self.optimizer.zero_grad()
 
 
-def planned_stage(schedule: str, num_stages: int, rank: int, budget: float | str) -> graphckpt.Plan:
+def planned_stage(schedule: str, num_stages: int, rank: int, budget: Budget) -> graphckpt.Plan:
     def make() -> tuple[nn.Module, Callable[[], None]]:
         case = PipelineCase(schedule)
         return case.model, case.step

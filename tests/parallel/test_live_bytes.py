@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import graphckpt
 from graphckpt._compat_memory import gradient_buckets
+from graphckpt.planning.options import Budget
 from graphckpt.planning.steps import RealStep
 from tests.parallel.test_products import Block, D, sequence_parallel, sharded, tensor_parallel
 
@@ -170,7 +171,7 @@ def budgets(case: Case) -> dict[str, Any]:
     return {"keep": 10 * lowest.plain_peak_bytes, "full": "min", "mixed": middle}
 
 
-def peaks(case: Case, budget: Any) -> tuple[dict[str, int], set[str]]:
+def peaks(case: Case, budget: Budget) -> tuple[dict[str, int], set[str]]:
     """Returns the peak of one step under the plan for a budget, as each part of the library states it and as it is."""
     plan = graphckpt.plan(case.inner, case.step, memory_budget=budget, progress=False, candidates=["full"])
     with plan.apply() as handle:

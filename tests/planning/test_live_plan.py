@@ -18,7 +18,7 @@ from torch import nn
 from graphckpt.blocks.forward import policy_of
 from graphckpt.errors import PlanError
 from graphckpt.planning.live_plan import LivePlan
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import Budget, PlanOptions
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.planner import corrected
 from graphckpt.planning.update_planner import UpdatePlanner
@@ -29,7 +29,7 @@ class Loop:
 
     def __init__(
         self,
-        budget: float | str,
+        budget: Budget,
         candidates: tuple[str, ...] = ("full",),
         device: str = "cpu",
         num_layers: int = 4,

@@ -24,7 +24,7 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.table import time_of
 from graphckpt.planning import PlanError
-from graphckpt.planning.options import DeviceMemory, budget_bytes
+from graphckpt.planning.options import Budget, DeviceMemory, budget_bytes
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
@@ -241,7 +241,7 @@ def test_budgets_of_every_kind(planned: tuple[Case, Planner]) -> None:
 
 
 @pytest.mark.parametrize("budget", ["min", "max", "70%", 0.9, "0.9", "1GiB", 1 << 30])
-def test_plan_takes_budgets_of_every_kind(budget: float | str) -> None:
+def test_plan_takes_budgets_of_every_kind(budget: Budget) -> None:
     case = stack(num_layers=2, rows=64)
     told = []
     found = plan(case.model, case.step, memory_budget=budget, progress=lambda done, all_runs: told.append(done))

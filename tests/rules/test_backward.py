@@ -33,7 +33,7 @@ RULES: dict[str, Any] = {
 
 
 @pytest.fixture(params=RULES)
-def rules(request: pytest.FixtureRequest) -> dict[str, bool] | dict[str, Selective]:
+def rules(request: pytest.FixtureRequest) -> dict[str, bool | Selective]:
     return RULES[request.param]
 
 
