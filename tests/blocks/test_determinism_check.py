@@ -63,7 +63,7 @@ def test_a_block_inherits_determinism_check_from_the_block_around_it(
         assert list(checks(model).values()) == expected
 
 
-def test_parts_of_a_block_have_that_of_the_block() -> None:
+def test_parts_of_a_block_inherit_determinism_check() -> None:
     model = blocks(4)
     with graphckpt.apply(model, {"": {"segments": 2, "determinism_check": "none"}}):
         model(torch.ones(2, D)).sum().backward()
@@ -113,7 +113,7 @@ def test_determinism_check_has_no_effect_where_nothing_is_recomputed(policies: d
     assert [text for text in warnings if "determinism_check has no effect here: it is not recomputed" in text]
 
 
-def test_copies_and_pickles_keep_it() -> None:
+def test_copies_and_pickles_keep_determinism_check() -> None:
     model = Model()
     graphckpt.apply(model, {"layers.*": True}, determinism_check="values")
     file = io.BytesIO()
@@ -140,7 +140,7 @@ class Train(Graph):
         return loss
 
 
-def test_a_graph_has_it_in_its_config() -> None:
+def test_a_graph_has_determinism_check_in_its_config() -> None:
     graph = Train(determinism_check="values")
     graph.model.layers[1].config.determinism_check = "none"
     graph(torch.ones(2, D))
@@ -151,7 +151,7 @@ def test_a_graph_has_it_in_its_config() -> None:
     assert {wrapper.determinism_check for wrapper in graph._step._wrappers} == {"none"}
 
 
-def test_a_plan_saves_it(tmp_path: Path) -> None:
+def test_a_plan_saves_determinism_check(tmp_path: Path) -> None:
     model = blocks(6)
     plan = graphckpt.plan(
         model, lambda: model(torch.ones(64, D)).sum().backward(), memory_budget="min", determinism_check="values"
@@ -166,7 +166,7 @@ def test_a_plan_saves_it(tmp_path: Path) -> None:
         assert set(checks(model).values()) == {"values"}
 
 
-def test_a_callback_sets_it_on_every_unit() -> None:
+def test_a_callback_sets_determinism_check_on_every_unit() -> None:
     callback = PolicyCallback(select="layers.*", determinism_check="values")
     model = Model()
     callback._begin(model, print)
@@ -177,7 +177,7 @@ def test_a_callback_sets_it_on_every_unit() -> None:
         PolicyCallback(determinism_check="all")
 
 
-def test_a_config_sets_it_on_every_unit() -> None:
+def test_a_config_sets_determinism_check_on_every_unit() -> None:
     config = ActivationCheckpointConfig(enabled=True, select="layers.*", determinism_check="values")
     assert {fields["determinism_check"] for fields in block_policies(Model(), config).values()} == {"values"}
     assert config.plan_options().determinism_check == "values"
@@ -187,13 +187,13 @@ def test_a_config_sets_it_on_every_unit() -> None:
     assert [fault for fault in faults if "expected 'none'" in fault]
 
 
-def test_wrapped_modules_have_it() -> None:
+def test_wrapped_modules_have_determinism_check() -> None:
     module = graphckpt.checkpoint_wrapper(blocks(1)[0], determinism_check="none")
     module(torch.ones(2, D)).sum().backward()
     assert checks(module) == {"": "none"}
 
 
-def test_in_a_graph_of_the_compiler_it_cannot_act(caplog: pytest.LogCaptureFixture) -> None:
+def test_determinism_check_cannot_act_in_a_graph_of_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     with graphckpt.apply(model, {"layers.*": True}, determinism_check="values") as handle:
         torch.compile(model, backend="eager")(torch.ones(2, D)).sum().backward()

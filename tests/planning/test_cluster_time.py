@@ -81,14 +81,14 @@ class TestSeconds:
 
 class TestProfiles:
     @pytest.mark.parametrize("name", cluster_names())
-    def test_each_packaged_one_is_valid(self, name: str) -> None:
+    def test_each_packaged_profile_is_valid(self, name: str) -> None:
         profile = load_cluster(name)
         assert profile.name == name
         text = (Path(graphckpt.__file__).parent / "planning" / "clusters" / f"{name}.yaml").read_text()
         numbers = [line for line in text.splitlines() if any(digit in line.partition("#")[0] for digit in "0123456789")]
         assert all("#" in line for line in numbers if not line.startswith("name")), "each number has its source"
 
-    def test_the_one_of_a_device(self) -> None:
+    def test_the_cluster_profile_of_a_device(self) -> None:
         names = {device: default_cluster(device).name for device in profile_names()}
         assert names["h100"] == "dgx-h100"
         assert names["a100-40g"] == names["a100-80g"] == "dgx-a100"
@@ -378,7 +378,7 @@ class TestExposure:
         assert keep.exposed_seconds == pytest.approx(keep.communication_seconds), "none of it is beside computation"
         assert full.predicted_step_seconds - keep.predicted_step_seconds > len(recomputed) * each
 
-    def test_plans_are_saved_with_it(self, tmp_path: Path) -> None:
+    def test_plans_are_saved_with_the_seconds_of_their_collectives(self, tmp_path: Path) -> None:
         plan = planned(sharded, cluster())
         plan.save(tmp_path / "plan.yaml")
         loaded = Plan.load(tmp_path / "plan.yaml")

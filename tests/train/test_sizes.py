@@ -32,7 +32,7 @@ def test_missing_sizes_are_derived(sizes: tuple[int | None, ...], expected: tupl
 
 
 @given(micro=st.integers(1, 64), accumulation=st.integers(1, 64), parallel=st.integers(1, 8))
-def test_any_one_follows_from_the_others(micro: int, accumulation: int, parallel: int) -> None:
+def test_each_size_follows_from_the_others(micro: int, accumulation: int, parallel: int) -> None:
     expected = _sizes(micro, None, accumulation, parallel)
     total = expected.global_batch
     assert total == micro * accumulation * parallel

@@ -56,7 +56,9 @@ def test_a_written_snapshot_is_read_and_replaced(tmp_path: Path) -> None:
     assert read_weights(folder)["w"][0] == 2
 
 
-def test_all_of_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_snapshot_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "model_best"
     synced = []
     monkeypatch.setattr(snapshot, "sync", lambda path: synced.append((path.name, target.exists())))
