@@ -78,9 +78,9 @@ def by_name_within(x: Tensor) -> Tensor:
 
 
 class Owner:
-    """Holds a module, and calls it in a method."""
+    """Holds a module, or what one is in, and calls it in a method."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def method(self, x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from helpers.layer_stacks import residual_layers
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt.blocks.apply import Policies
 
 # Legend: N rows, D width
 N, D = 8, 16
@@ -50,7 +49,7 @@ POLICIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=list(POLICIES))
-def test_no_module_has_a_hook_outside_of_the_forward(policies: Policies) -> None:
+def test_no_module_has_a_hook_outside_of_the_forward(policies: dict[str, Any]) -> None:
     model, x_ND = stack(), torch.randn(N, D)
     with graphckpt.apply(model, policies) as handle:
         assert hooks_of(model) == []
@@ -117,7 +116,7 @@ def by_file(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=list(POLICIES))
 @pytest.mark.parametrize("copied", [by_deepcopy, by_file])
-def test_a_copy_has_no_part_in_the_record(copied: Callable[[nn.Module], nn.Module], policies: Policies) -> None:
+def test_a_copy_has_no_part_in_the_record(copied: Callable[[nn.Module], nn.Module], policies: dict[str, Any]) -> None:
     plain, x_ND = stack(), torch.randn(N, D)
     expected = step(plain, x_ND)
     model = stack()
@@ -136,7 +135,7 @@ def test_a_copy_has_no_part_in_the_record(copied: Callable[[nn.Module], nn.Modul
     assert hooks_of(model) == []
 
 
-def name_of(policies: Policies) -> str:
+def name_of(policies: dict[str, Any]) -> str:
     return next(name for name, each in POLICIES.items() if each is policies)
 
 

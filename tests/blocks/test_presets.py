@@ -65,7 +65,9 @@ X = torch.ones(8, D)
         (presets.speed, [2] * 9),
     ],
 )
-def test_presets_say_which_layers_run_again(policies: Callable[[nn.Module], Policies], expected: list[int]) -> None:
+def test_presets_say_which_layers_run_again(
+    policies: Callable[[nn.Module], dict[str, Any]], expected: list[int]
+) -> None:
     model = SequentialModel(9)
     found = policies(model)
     assert runs(model, found, X) == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +59,7 @@ class Holds(Graph):
         super().__init__()
         self.net = net
 
-    def build(self, act: Callable[[nn.Module], Any]) -> Any:
+    def build(self, act: Any) -> Any:
         return act(self.net)
 
 

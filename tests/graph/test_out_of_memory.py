@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -334,7 +334,7 @@ def test_children_that_a_failed_step_has_made_are_removed() -> None:
 
 def test_input_that_was_modified_in_place_cannot_be_repeated() -> None:
     class InPlace(Step):
-        def build(self, x: torch.Tensor) -> None:
+        def build(self, x: torch.Tensor) -> NoReturn:
             x.add_(1)
             raise MemoryError("no room")
 

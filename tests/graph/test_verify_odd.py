@@ -15,6 +15,7 @@ from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError
+from graphckpt.blocks.apply import Policies
 from graphckpt.graph.verify import Verification, _difference_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -37,7 +38,7 @@ def step_of(model: nn.Module, *optimizers: torch.optim.Optimizer, x: torch.Tenso
     return step
 
 
-def verify(model: nn.Module, step: Callable[[], object], policies: bool | list[str] = True) -> Verification:
+def verify(model: nn.Module, step: Callable[[], object], policies: Policies = True) -> Verification:
     return graphckpt.verify(model, step, policies, show=False)
 
 

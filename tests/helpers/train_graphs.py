@@ -74,7 +74,7 @@ class Predict(Graph):
         super().__init__()
         self.model = model
 
-    def build(self, x: Tensor) -> Tensor:
+    def build(self, x: Tensor) -> Any:
         return self.model(x)
 
 

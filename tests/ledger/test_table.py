@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def layers(num: int, **change: Any) -> tuple[Row, ...]:
     return tuple(replace(LAYER, block=f"transformer.h.{i}", **change) for i in range(num))
 
 
-def explanation(rows: tuple[Row, ...], **change: Any) -> Explanation:
+def explanation(rows: Sequence[Row], **change: Any) -> Explanation:
     fields = {
         "title": "TrainStep",
         "rows": rows,
@@ -268,7 +269,7 @@ def test_no_name_is_broken_within(block: str) -> None:
 # ---- folding
 
 
-def names(rows: int) -> list[str]:
+def names(rows: Sequence[Row]) -> list[str]:
     return [row.block for row in group_rows(rows)]
 
 
@@ -344,7 +345,7 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_folding_loses_nothing(rows: int) -> None:
+def test_folding_loses_nothing(rows: list[Row]) -> None:
     folded = list(group_rows(rows))
     for name in ("bytes_before", "runs", "forward_seconds"):
         assert sum(getattr(row, name) or 0 for row in folded) == sum(getattr(row, name) or 0 for row in rows)

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,7 +91,7 @@ def planned(
     world_size: int,
     rank: int | None = None,
     budget: str | int = "1GiB",
-    candidates: tuple[str, ...] | None = ("full",),
+    candidates: Sequence[object] | None = ("full",),
     **more: Any,
 ) -> Plan:
     """One policy, except where a test is about which there are."""

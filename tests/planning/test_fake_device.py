@@ -90,7 +90,7 @@ class Ops(TorchDispatchMode):
 
 def levels(
     build: Callable[[], nn.Module], rule: bool | str, device: contextlib.AbstractContextManager[Any]
-) -> list[tuple[int, ...]]:
+) -> list[tuple[int, int, int, int]]:
     """Returns live bytes after forward, backward and step, and the peak, of a first and of a second step."""
     found = []
     with device:

@@ -30,7 +30,7 @@ class Loop:
     def __init__(
         self,
         budget: Budget,
-        candidates: tuple[str, ...] = ("full",),
+        candidates: tuple[str, ...] | None = ("full",),
         device: str = "cpu",
         num_layers: int = 4,
         **more: Any,

@@ -71,7 +71,7 @@ def files_in(folder: Path) -> list[int]:
     ]
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def until(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + SECONDS
     while not is_so():
         assert time.monotonic() < deadline, "waited in vain"

@@ -26,7 +26,7 @@ def rates(folder: Path) -> dict[str, Any]:
     return {row["iteration"]: row["lr"] for row in rows_of(folder) if "lr" in row}
 
 
-def resumed_by_hand(folder: Path, lr: float, groups: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def resumed_by_hand(folder: Path, lr: float, groups: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Resumes with the former config, and sets the new values on the optimizer itself before the first iteration."""
     trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", "train.log_period=1"], resume=True)
     restore = trainer.saved.restore

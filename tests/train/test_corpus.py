@@ -17,7 +17,7 @@ def _names(documents: Iterable[Document]) -> set[str]:
     return {document.source.name for document in documents}
 
 
-def read_corpus(paths: list[str], **options: Any) -> Corpus:
+def read_corpus(paths: list[str] | None, **options: Any) -> Corpus:
     return split_documents(read_files(paths), **options)
 
 

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers.small_run import CONFIG, TIMES, rows_of, same_weights, stopped, train, trainer_of
@@ -176,7 +177,7 @@ def test_tensorboard_gets_every_metric(place: Path, pictures: None, monkeypatch:
         def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, value, step))
 
-        def add_image(self, name: str, picture: object, step: int, dataformats: str) -> None:
+        def add_image(self, name: str, picture: np.ndarray, step: int, dataformats: str) -> None:
             pictures[name] = picture.shape, step, dataformats
 
         def close(self) -> None:
