@@ -125,11 +125,11 @@ def test_a_step_whose_graphs_are_all_dropped_cannot_be_planned() -> None:
 # ---- a plan that its check refutes
 
 
-Simple = tuple[Views, Callable[[], None], int, int]
+StepWithPeaks = tuple[Views, Callable[[], None], int, int]
 
 
 @pytest.fixture(scope="module")
-def simple() -> Simple:
+def simple() -> StepWithPeaks:
     """Returns a model, its step, and the lowest and the highest predicted peak."""
     model = Views()
     model.online.layers.extend(ResidualLayer() for _ in range(3))
@@ -150,7 +150,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int]) -> 
     return peaks
 
 
-def test_a_refuted_plan_is_not_returned(simple: Simple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refuted_plan_is_not_returned(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, _, most = simple
     budget = most + 64  # many plans are predicted to fit
     peaks = measuring(monkeypatch, lambda peak: budget + 8)
@@ -161,7 +161,7 @@ def test_a_refuted_plan_is_not_returned(simple: Simple, monkeypatch: pytest.Monk
     assert 2 <= len(peaks) <= 4
 
 
-def test_the_lowest_plan_is_tried_before_giving_up(simple: Simple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lowest_plan_is_tried_before_giving_up(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, least, most = simple
     measuring(monkeypatch, lambda peak: peak if peak <= least else peak + most)
     for budget in (least, (least + most) // 2, most - 1):
@@ -169,7 +169,7 @@ def test_the_lowest_plan_is_tried_before_giving_up(simple: Simple, monkeypatch: 
         assert found.predicted_peak_bytes == found.floor_bytes == least
 
 
-def test_a_plan_that_takes_less_than_predicted_is_found(simple: Simple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_takes_less_than_predicted_is_found(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, least, most = simple
     measuring(monkeypatch, lambda peak: peak // 2)
     for budget in (least // 2, least - 1, most - 1):

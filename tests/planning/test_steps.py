@@ -30,10 +30,10 @@ from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
 
-Made = tuple[nn.Module, torch.optim.Optimizer | None, Callable[[], None]]
+StepParts = tuple[nn.Module, torch.optim.Optimizer | None, Callable[[], None]]
 
 
-def made(num_layers: int = 7, vocab_size: int = 64) -> Made:
+def made(num_layers: int = 7, vocab_size: int = 64) -> StepParts:
     config = transformers.LlamaConfig(
         num_hidden_layers=num_layers, hidden_size=32, intermediate_size=64, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=vocab_size, use_cache=False,
@@ -50,7 +50,7 @@ def made(num_layers: int = 7, vocab_size: int = 64) -> Made:
     return model, optimizer, step
 
 
-def simulate(build: Callable[[], Made] = made, profile: str = "cpu") -> tuple[FakeStep, nn.Module, list[int]]:
+def simulate(build: Callable[[], StepParts] = made, profile: str = "cpu") -> tuple[FakeStep, nn.Module, list[int]]:
     """Returns a simulated step, its model, and the number of blocks of each sample that is taken of it."""
     device, runs = FakeDevice(load_profile(profile)), []
     with device:
@@ -77,7 +77,7 @@ def test_a_step_that_needs_all_of_its_layers_is_measured_with_all_of_them() -> N
             x = self.layers[number](x)
         return x.sum()
 
-    def build() -> Made:
+    def build() -> StepParts:
         model, x = Counts(), torch.ones(2, 8)
         return model, None, lambda: model(x).backward()
 
@@ -98,7 +98,7 @@ def test_the_ops_of_a_few_equal_layers_are_timed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights() -> None:
-    def build() -> Made:
+    def build() -> StepParts:
         model, optimizer, _ = made(vocab_size=4096)  # so that the loss sets the peak
         x = torch.ones(2, 64, dtype=torch.long)
 
