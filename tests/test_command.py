@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -88,7 +87,7 @@ def test_stderr_has_progress_and_errors_alone(name: str, tmp_path: Path) -> None
         assert (ran.returncode, rest) == (0, "")
 
 
-def test_an_unknown_command_is_named_with_the_nearest_one(capsys: Any) -> None:
+def test_an_unknown_command_is_named_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["trian", "--config-file", "quickstart.py"])
     assert "unknown command 'trian' · did you mean 'train'? · fix: use one of train, plan, " in capsys.readouterr().err

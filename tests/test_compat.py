@@ -151,7 +151,7 @@ def test_the_accelerator_is_the_same_without_python() -> None:
     assert _compat.current_accelerator() == torch.accelerator.current_accelerator()
 
 
-def test_which_tensors_share_a_version_counter() -> None:
+def test_views_and_detached_tensors_share_a_version_counter() -> None:
     x = torch.ones(4)
     part, _ = torch.unsafe_chunk(x, 2)
     others = x, x[:2], x.detach(), x.data, part, x.clone()
@@ -272,7 +272,7 @@ def test_the_compiler_that_saves_less_draws_other_numbers_unless_it_is_told_not_
     assert functorch.activation_memory_budget == 1.0
 
 
-def test_what_draws_numbers_is_known() -> None:
+def test_ops_that_draw_random_numbers_are_recognized() -> None:
     aten = torch.ops.aten
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -299,7 +299,7 @@ def test_equal_compilers_are_equal() -> None:
         assert one != other
 
 
-def test_what_is_unobserved_is_seen_by_nothing() -> None:
+def test_modes_and_profilers_do_not_see_unobserved_ops() -> None:
     x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
     mode = ReadsAutocast()
     with torch.autocast("cpu", torch.bfloat16), mode:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import mlp_layers
 from helpers.train_graphs import SquareGraph
 from torch import nn
 
@@ -27,26 +29,26 @@ CHECKPOINT = "train.activation_checkpoint"
 
 
 def model_of_layers() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+    return mlp_layers(3, 8)
 
 
-def plan(**options: Any) -> Any:
+def plan(**options: Any) -> graphckpt.Plan:
     model = model_of_layers()
     return graphckpt.plan(model, lambda: model(X).sum().backward(), memory_budget="min", check=False, **options)
 
 
-def fit(**options: Any) -> Any:
+def fit(**options: Any) -> graphckpt.Plan:
     model = model_of_layers()
     make_step = lambda size: (model, lambda: model(X[:size]).sum().backward())  # noqa: E731
     return graphckpt.fit(make_step, batch_sizes=[8], memory_budget="1GiB", **options).largest.plan
 
 
-def graph_plan(**options: Any) -> Any:
+def graph_plan(**options: Any) -> graphckpt.Plan:
     options = {name: "model.[01]" if value == "[01]" else value for name, value in options.items()}
     return SquareGraph(model_of_layers()).plan(X, memory_budget="min", check=False, **options)
 
 
-def graph_options(**options: Any) -> Any:
+def graph_options(**options: Any) -> PlanOptions:
     graph = SquareGraph(model_of_layers())
     graph.config.plan_options = options
     return graph.config.plan_options
@@ -56,7 +58,7 @@ def callback(**options: Any) -> PolicyCallback:
     return PolicyCallback(**options)
 
 
-def arguments(**options: Any) -> Any:
+def arguments(**options: Any) -> GraphckptCallback:
     return GraphckptCallback.from_arguments(GraphckptArguments(**{f"graphckpt_{k}": v for k, v in options.items()}))
 
 
@@ -70,12 +72,14 @@ CASES = [
 ]
 
 
-def shown(result: Any) -> str:
+def shown(result: object) -> str:
     return str([row.option for row in result.rows] if isinstance(result, graphckpt.Plan) else result)
 
 
 @pytest.mark.parametrize(("call", "old", "new", "value"), CASES, ids=lambda case: getattr(case, "__name__", str(case)))
-def test_an_old_name_is_the_new_one_with_one_warning(call: Any, old: Any, new: Any, value: Any) -> None:
+def test_an_old_name_is_the_new_one_with_one_warning(
+    call: Callable[..., object], old: str, new: str, value: object
+) -> None:
     expected = call(**{new: value})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,13 +23,13 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
 
 @pytest.fixture
-def summary(benchmark: Callable[[str], Any]) -> Any:
+def summary(benchmark: Callable[[str], ModuleType]) -> ModuleType:
     return benchmark("gpu_summary")
 
 
@@ -36,7 +37,7 @@ def rows_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def jobs_of(jobs: Any, script: Path, text: str, header: dict[str, Any]) -> Any:
+def jobs_of(jobs: ModuleType, script: Path, text: str, header: dict[str, Any]) -> Any:
     script.write_text(textwrap.dedent(text))
     return jobs.Jobs(str(script), argparse.Namespace(minutes=1, out=script.parent, dry_run=False, name=None), header)
 
@@ -74,7 +75,7 @@ def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
 
 
 def test_all_parts_in_one_command_are_refused_and_the_commands_named(
-    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run"])
     with pytest.raises(SystemExit, match="2"):
@@ -83,8 +84,8 @@ def test_all_parts_in_one_command_are_refused_and_the_commands_named(
     assert commands == [f"make gpu GPU='--part {part} --out gpu'" for part in (1, 2, 3)]
 
 
-def test_what_is_missing_is_named_before_anything_runs(
-    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+def test_a_missing_package_is_named_before_anything_runs(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = benchmark("gpu")
     monkeypatch.setitem(sys.modules, "networkx", None)
@@ -93,7 +94,7 @@ def test_what_is_missing_is_named_before_anything_runs(
 
 
 def test_a_job_that_fails_or_hangs_is_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[[str], Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[[str], ModuleType]
 ) -> None:
     """Rows that it printed count, also those before it fails, whatever else is printed and however it ends."""
     jobs = benchmark("jobs")
@@ -136,7 +137,7 @@ def test_a_job_that_fails_or_hangs_is_a_row(
     assert rows[0]["error"][-1] == "ValueError: as it was asked to"
 
 
-def test_rows_are_written_while_their_job_runs(tmp_path: Path, benchmark: Callable[[str], Any]) -> None:
+def test_rows_are_written_while_their_job_runs(tmp_path: Path, benchmark: Callable[[str], ModuleType]) -> None:
     steps = """
         import json, pathlib, sys, time
         print(json.dumps({'row': 1}), flush=True)
@@ -150,7 +151,7 @@ def test_rows_are_written_while_their_job_runs(tmp_path: Path, benchmark: Callab
 
 
 def test_a_capture_that_fails_leaves_the_eager_row_and_the_error(
-    benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, capture_gpu = benchmark("device"), benchmark("capture_gpu")
 
@@ -171,7 +172,7 @@ def test_a_capture_that_fails_leaves_the_eager_row_and_the_error(
     assert captured["notes"] == []
 
 
-def test_bytes_are_given_as_allocated_and_as_requested(benchmark: Callable[[str], Any]) -> None:
+def test_bytes_are_given_as_allocated_and_as_requested(benchmark: Callable[[str], ModuleType]) -> None:
     device = benchmark("device")
 
     class Counted(device.Cpu):  # type: ignore[name-defined, misc]
@@ -187,7 +188,7 @@ def test_bytes_are_given_as_allocated_and_as_requested(benchmark: Callable[[str]
 
 
 def test_a_snapshot_that_fails_is_not_the_end_of_a_row(
-    benchmark: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def call() -> None:
         raise RuntimeError("the step failed")
@@ -254,7 +255,7 @@ def test_a_test_that_hangs_is_named(
 RUN = {"model": "gpt2", "batch": 8, "tokens": 1024}
 
 
-def test_goals_are_met_missed_or_not_measured(summary: Any) -> None:
+def test_goals_are_met_missed_or_not_measured(summary: ModuleType) -> None:
     def row(policy: str, kind: str, seconds: float) -> dict[str, Any]:
         return {**RUN, "policy": policy, "kind": kind, "seconds": {"median": seconds}}
 
@@ -269,7 +270,7 @@ def test_goals_are_met_missed_or_not_measured(summary: Any) -> None:
     assert (measured.state, alone.state) == ("missed", "not measured")
 
 
-def test_half_is_of_activations_and_of_the_peak(summary: Any) -> None:
+def test_half_is_of_activations_and_of_the_peak(summary: ModuleType) -> None:
     def row(target: str, ratio: float, peak: int) -> dict[str, Any]:
         method = f"{target} in {peak}"
         plan = {"model": "bert-large", "family": "graphckpt plan", "method": method, "target": target}
@@ -282,7 +283,7 @@ def test_half_is_of_activations_and_of_the_peak(summary: Any) -> None:
     assert (peak.state, peak.note) == ("not measured", "no plan's step was within its budget")
 
 
-def test_offload_counts_only_where_its_copies_fit(summary: Any) -> None:
+def test_offload_counts_only_where_its_copies_fit(summary: ModuleType) -> None:
     probe = [{"probe": "copy_rates", "answer": {"out_idle_bytes_per_second": 100.0}}]
 
     def row(variant: str, seconds: float, pinned: int, kind: str = "eager") -> dict[str, Any]:
@@ -295,7 +296,7 @@ def test_offload_counts_only_where_its_copies_fit(summary: Any) -> None:
     assert summary.offloaded(rows, probe, "captured").state == "not measured"
 
 
-def test_what_two_ranks_keep_is_against_the_plain_model_on_them(summary: Any) -> None:
+def test_bytes_saved_by_two_ranks_are_compared_with_the_plain_model_on_them(summary: ModuleType) -> None:
     def row(variant: str, kept: int, **more: Any) -> dict[str, Any]:
         return {**RUN, "variant": variant, "kept_bytes": kept, "layers_kept_bytes": kept // 2, **more}
 
@@ -306,7 +307,7 @@ def test_what_two_ranks_keep_is_against_the_plain_model_on_them(summary: Any) ->
 
 
 def test_the_page_names_each_failed_test_and_a_picture_that_fails(
-    summary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    summary: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     rows = [

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 
@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def matrix(monkeypatch: pytest.MonkeyPatch) -> Any:
+def matrix(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("matrix")
 
@@ -43,14 +43,16 @@ CASE = {"model": "gpt2", "mode": "eager", "policy": "full, device"}
         (None, "differs", "equal"),
     ],
 )
-def test_what_is_worse(matrix: Any, then: str | None, worse: str, not_worse: str) -> None:
+def test_an_outcome_is_worse_than_a_better_one(
+    matrix: ModuleType, then: str | None, worse: str, not_worse: str
+) -> None:
     before = {} if then is None else {tuple(CASE.values()): {"outcome": then}}
     for now in (*worse.split(), not_worse):
         assert bool(matrix.worse([{**CASE, "outcome": now}], before)) == (now != not_worse), now
 
 
 def test_a_decision_record_allows_a_case_to_be_worse(
-    matrix: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     row, before = {**CASE, "outcome": "refused"}, {tuple(CASE.values()): {"outcome": "equal"}}
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
@@ -60,7 +62,7 @@ def test_a_decision_record_allows_a_case_to_be_worse(
     assert matrix.worse([row], before) == []
 
 
-def test_rows_are_read_as_they_were_written(matrix: Any, tmp_path: Path) -> None:
+def test_rows_are_read_as_they_were_written(matrix: ModuleType, tmp_path: Path) -> None:
     rows = [
         {**CASE, "outcome": "differs", "difference": 0.25, "kept": 1, "plain": 2, "text": "a, note"},
         {**CASE, "policy": "joined, disk", "outcome": "refused", "text": "a, note"},

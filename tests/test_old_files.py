@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from fuzz.bench import same
+from helpers.layer_stacks import mlp_layers
 from torch import Tensor, nn
 
 from graphckpt import ConfigError, Graph, GraphError, Plan
@@ -37,7 +38,7 @@ def test_a_plan_is_applied() -> None:
     assert content["plan"].items() <= plan.to_dict()["plan"].items()
     assert not plan.is_simulated
     assert str(plan)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(4)))
+    model = mlp_layers(4, 8, activation=nn.ReLU)
     data = torch.randn(64, 8)
     with plan.apply(model) as handle:
         for _ in range(2):

@@ -11,7 +11,7 @@ from planted_faults import ROOT, Fault, load_faults
 FAULTS = load_faults()
 
 
-def test_there_are_faults_in_every_package() -> None:
+def test_every_package_has_faults() -> None:
     package = ROOT / "graphckpt"
     packages = {path.parent.name for path in package.glob("*/__init__.py")}
     assert packages - {fault.module.partition("/")[0] for fault in FAULTS} == set()
@@ -19,7 +19,7 @@ def test_there_are_faults_in_every_package() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_its_text_and_its_tests_are_there(fault: Fault) -> None:
+def test_the_text_and_the_tests_of_a_fault_exist(fault: Fault) -> None:
     ast.parse(fault.planted(ROOT))  # raises where the text is gone
     assert fault.tests
     for test in fault.tests:

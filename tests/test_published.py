@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch) -> Any:
+def published(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("published")
 
 
-def test_the_old_softmax_computes_the_same_and_saves_its_input_too(published: Any) -> None:
+def test_the_old_softmax_computes_the_same_and_saves_its_input_too(published: ModuleType) -> None:
     results, storages = [], []
     for patch in (False, True):
         x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -53,14 +53,14 @@ def test_the_old_softmax_computes_the_same_and_saves_its_input_too(published: An
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("eager", 1e-3), ("flash", 0.0025), ("full", 0)])
-def test_a_block_keeps_the_bytes_of_the_formula(published: Any, kind: str, bound: float) -> None:
+def test_a_block_keeps_the_bytes_of_the_formula(published: ModuleType, kind: str, bound: float) -> None:
     jobs = [job for job in published.jobs() if f", {kind}: " in job.row.name]
     assert len(jobs) == 5
     for job in jobs:
         assert 0 <= job.run(job.row).ratio - 1 <= bound
 
 
-def test_a_small_step_of_that_time_takes_more_than_one_of_today(published: Any) -> None:
+def test_a_small_step_of_that_time_takes_more_than_one_of_today(published: ModuleType) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     make = published.bert_2022(2, 1, **sizes)
     plain = published.simulate(make, "v100-16g")
@@ -72,7 +72,7 @@ def test_a_small_step_of_that_time_takes_more_than_one_of_today(published: Any) 
     assert step.run().peak_bytes == plain.peak_bytes
 
 
-def test_without_torchtune_its_row_says_so(published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchtune_its_row_says_so(published: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise published.PackageNotFoundError(name)
 
@@ -85,7 +85,7 @@ def test_without_torchtune_its_row_says_so(published: Any, monkeypatch: pytest.M
 
 
 def test_selective_checkpointing_of_pytorch_keeps_one_result_more_of_each_layer(
-    published: Any, monkeypatch: pytest.MonkeyPatch
+    published: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of the last matrix product, which is added to the residual stream and read by no backward."""
     titan = importlib.import_module("titan")
@@ -107,7 +107,7 @@ def test_selective_checkpointing_of_pytorch_keeps_one_result_more_of_each_layer(
     assert peaks[0] - peaks[1] == sizes["num_layers"] * result
 
 
-def test_the_page_has_the_rows_of_the_results(published: Any) -> None:
+def test_the_page_has_the_rows_of_the_results(published: ModuleType) -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "published.json").read_text())["rows"]
     assert [row["name"] for row in rows] == [job.row.name for job in published.jobs()]
     page = (ROOT / "docs" / "published.md").read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def test_the_page_has_the_rows_of_the_results(published: Any) -> None:
     assert "within 2 %" in page
 
 
-def test_recomputation_is_as_slow_as_published(published: Any) -> None:
+def test_recomputation_is_as_slow_as_published(published: ModuleType) -> None:
     values = json.loads((ROOT / "benchmarks" / "results" / "published.json").read_text())["rows"]
     rows = [
         published.Row(**{key: value for key, value in row.items() if key not in ("ratio", "is_met")}) for row in values
@@ -136,7 +136,7 @@ def test_recomputation_is_as_slow_as_published(published: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["fp32, batch 4", "Adafactor"])
-def test_a_row_is_within_two_percent(published: Any, word: str, tmp_path: Path) -> None:
+def test_a_row_is_within_two_percent(published: ModuleType, word: str, tmp_path: Path) -> None:
     (row,) = published.main(["--rows", word], tmp_path)
     assert abs(row.ratio - 1) <= published.TOLERANCE
     assert row.name in (tmp_path / "published.md").read_text()

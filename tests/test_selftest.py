@@ -40,7 +40,7 @@ def faults_of(rows: list[checks.CheckResult]) -> list[tuple[str, str, str]]:
     return [(row.check, row.subject, row.store) for row in rows if row.is_fault]
 
 
-def test_what_else_is_on_the_device_is_no_fault(device: str) -> None:
+def test_tensors_of_others_on_the_device_are_not_a_fault(device: str) -> None:
     others = torch.empty(64 * 2**20, dtype=torch.uint8, device=device)
     outcome, text = checks._predicted(checks.device_of(device), "allocated")
     assert outcome in (checks.EQUAL, checks.CLOSE), text

@@ -88,7 +88,7 @@ def test_attributes_that_are_no_fields_stay() -> None:
 @pytest.mark.parametrize(
     "value", [DynamicCache(), GPT2Config(), Record(1, {"k": None}), torch.nn.Linear(1, 1), {1, 2}, print]
 )
-def test_what_holds_no_tensors_or_is_opaque_passes_by_reference(value: Any) -> None:
+def test_a_value_that_holds_no_tensors_or_is_opaque_passes_by_reference(value: Any) -> None:
     leaves, spec = flatten_value([value, T])
     assert leaves[0] is value
     assert build_value(spec, leaves)[0] is value

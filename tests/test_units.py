@@ -71,33 +71,33 @@ def test_a_wrong_size_says_what_to_write(text: Any, message: str) -> None:
 
 
 @given(SIZES)
-def test_what_is_printed_reads_back_within_half_a_percent(num_bytes: Any) -> None:
+def test_printed_bytes_read_back_within_half_a_percent(num_bytes: int) -> None:
     again = parse_bytes(format_bytes(num_bytes))
     assert abs(again - num_bytes) <= 0.005 * num_bytes + 1  # parsing drops a fraction of a byte
     assert parse_bytes(f"{num_bytes} B") == num_bytes
 
 
 @given(SIZES)
-def test_what_was_read_prints_the_same_again(num_bytes: Any) -> None:
+def test_bytes_read_from_text_print_as_the_same_text(num_bytes: int) -> None:
     text = format_bytes(num_bytes)
     assert format_bytes(parse_bytes(text)) == text
 
 
 @given(SIZES, SIZES | st.just(0))
 @example(1153433, 1153434)
-def test_two_sizes_print_alike_only_if_they_are_equal(one: Any, other: Any) -> None:
+def test_two_sizes_print_alike_only_if_they_are_equal(one: int, other: int) -> None:
     texts = format_sizes(one, other)
     assert (texts[0] == texts[1]) == (one == other)
     assert all(abs(parse_bytes(text) - size) <= size / 200 + 1 for text, size in zip(texts, (one, other), strict=True))
 
 
 @given(SIZES)
-def test_a_negative_size_differs_only_in_its_sign(num_bytes: Any) -> None:
+def test_a_negative_size_differs_only_in_its_sign(num_bytes: int) -> None:
     assert format_bytes(-num_bytes) == ("-" if num_bytes else "") + format_bytes(num_bytes)
 
 
 @given(st.floats(min_value=1e-9, max_value=1e6))
-def test_seconds_have_at_most_four_digits_before_the_point(seconds: Any) -> None:
+def test_seconds_have_at_most_four_digits_before_the_point(seconds: float) -> None:
     text = format_seconds(seconds)
     assert len(text.split()[0].split(".")[0]) <= 3
     assert format_seconds(-seconds) == "-" + text

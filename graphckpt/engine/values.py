@@ -291,15 +291,18 @@ class _Pages:
     __slots__ = ("_free",)
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._free: torch.Tensor | None = None
 
     def copy_of(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a flat tensor in these pages; a tensor on another device is returned as it is."""
+        """Returns a copy of a flat tensor in these pages; a tensor on another device is returned as it is.
+
+        It is called :func:`unobserved`.
+        """
         if values.device.type != "cpu":
             return values
         num_bytes = values.nbytes
         occupied = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if occupied > self._free.numel():
+        if self._free is None or occupied > self._free.numel():
             pages = mmap.mmap(-1, max(occupied, _PAGES_BYTES), **_PRIVATE)
             self._free = torch.frombuffer(pages, dtype=torch.uint8)  # which unmaps them with its last view
         copy = self._free[:num_bytes].view(values.dtype)

@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.hard_modules import Mlp
+from helpers.layer_stacks import linear_layers, stack_of
 from helpers.train_graphs import Predict, SquareGraph
 from helpers.yaml_bombs import BOMBS
 from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import ConfigError, Full, Segments, Selective, errors
+from graphckpt.blocks.apply import Policies
+from graphckpt.ledger.explanation import Explanation
+from graphckpt.rules import Rule
 
 
 class Model(nn.Module):
@@ -85,12 +89,12 @@ def test_one_switch_selects_the_layers_and_names_them() -> None:
         (Segments(), "segments(sqrt)"),
     ],
 )
-def test_a_handle_shows_rules_settings_and_stores(policy: Any, shown: str) -> None:
+def test_a_handle_shows_rules_settings_and_stores(policy: Rule | dict[str, object], shown: str) -> None:
     with graphckpt.apply(build(), {"decoder": policy}) as handle:
         assert repr(handle) == f"Handle(Model; {shown}: decoder)"
 
 
-FORMS: dict[str, tuple[Callable[[Model], Any], list[str]]] = {
+FORMS: dict[str, tuple[Callable[[Model], Policies], list[str]]] = {
     "a name": (lambda _: {"encoder.1": True}, ["encoder.1"]),
     "a star": (lambda _: {"encoder.*": True}, ENCODER),
     "stars": (lambda _: {"*coder.*": True}, LAYERS),
@@ -124,7 +128,7 @@ def test_policies_mean_what_they_say(form: str) -> None:
     assert recomputed(model) == []
 
 
-UNMATCHED: list[tuple[Any, str]] = [
+UNMATCHED: list[tuple[object, str]] = [
     ("encodr.*", "'encodr.*' matches no module of Model · did you mean 'encoder.*' or 'decoder.*'"),
     ("encoder.12", "'encoder.12' matches no module of Model · did you mean 'encoder.2' or 'encoder.1' or 'encoder.11'"),
     ("zzz", "'zzz' matches no module of Model · the model has 'decoder', 'decoder.*'"),
@@ -136,7 +140,7 @@ UNMATCHED: list[tuple[Any, str]] = [
     ("decoder.0.up.weight", "'decoder.0.up.weight' is a parameter of Model, expected a module · fix: use 'decoder.0.u"),
     (7, "expected a name pattern, a regular expression, a class or a module, got 7 · fix: a name of model.n"),
 ]
-WRONG_FIELDS: list[tuple[Any, str]] = [
+WRONG_FIELDS: list[tuple[dict[Any, object], str]] = [
     ({1: True}, r"1: unknown field · fix: use one of"),
     ({None: True}, r"None: unknown field · "),
     ({"compile": "yes"}, r"compile: expected a bool or a dict of options, got 'yes'"),
@@ -149,7 +153,7 @@ WRONG_FIELDS: list[tuple[Any, str]] = [
     ({"offload": "true"}, r"offload: .*got 'true' · did you mean True\?"),
     ({"offload": graphckpt.Disk}, r"offload: expected an object, got the class Disk · fix: Disk\(\)$"),
 ]
-REFUSED: list[tuple[Any, str]] = [
+REFUSED: list[tuple[object, str]] = [
     (None, "apply: expected policies, got None · fix: use True for all layers"),
     ("encoder.*", r"apply: expected a rule, got 'encoder\.\*'.*\['layers\.\*'\] for blocks by name"),
     (7, "apply: expected a rule, got 7 "),
@@ -187,7 +191,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("policies", "message"), REFUSED)
-def test_policies_that_are_refused_set_nothing(policies: Any, message: str) -> None:
+def test_policies_that_are_refused_set_nothing(policies: object, message: str) -> None:
     model = build()
     with pytest.raises(ConfigError, match=message):
         graphckpt.apply(model, policies)
@@ -253,7 +257,7 @@ def test_long_values_are_shown_by_their_type(field: str) -> None:
         (nn.Tanh(), r"no list of layers was found in Tanh · fix: name the blocks"),
     ],
 )
-def test_what_has_no_layers(model: Any, message: str) -> None:
+def test_a_model_without_layers_is_an_error(model: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         graphckpt.apply(model, True)
 
@@ -591,7 +595,7 @@ def test_a_record_without_a_step_says_what_is_missing() -> None:
 
 
 def test_a_thousand_layers() -> None:
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
+    model = stack_of(lambda: nn.Linear(2, 2), 1000)
     with graphckpt.apply(model, {nn.Linear: True}) as handle:
         model(torch.ones(1, 2)).sum().backward()
     assert sum(row.reruns for row in handle.explain(show=False).rows) == 1000
@@ -605,7 +609,7 @@ def test_faults_that_differ_in_numbers_are_one_line() -> None:
 
 
 def test_a_kept_block_that_keeps_more_than_before_is_explained() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    model = linear_layers(3, 4, nn.ReLU)
     with graphckpt.apply(model, {"0": True}) as handle:
         model(torch.ones(2, 4)).sum().backward()
     rows = {row.block: row for row in handle.explain(show=False).rows}
@@ -619,7 +623,7 @@ def test_the_advice_names_all_last_blocks_whose_recomputation_does_not_pay() -> 
     widths = [64, 64, 64, 16, 8, 4]
     model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.Tanh(), nn.Tanh()) for pair in pairwise(widths)))
 
-    def measured(policies: dict[str, bool], exclude: list[str] | tuple[()] = ()) -> Any:
+    def measured(policies: dict[str, bool], exclude: list[str] | tuple[()] = ()) -> Explanation:
         with graphckpt.apply(model, policies, exclude=exclude) as handle, handle.measure():
             model(torch.ones(1024, 64)).sum().backward()
             model.zero_grad()
@@ -652,7 +656,7 @@ def test_the_advice_names_all_last_blocks_whose_recomputation_does_not_pay() -> 
         ({"encoder.*": graphckpt.Tiles(9)}, ["encoder.0-11: tiles: 6 slices in place of 9, the size of dimension 0"]),
     ],
 )
-def test_settings_without_effect_are_explained(policies: Any, notes: list[str]) -> None:
+def test_settings_without_effect_are_explained(policies: Policies, notes: list[str]) -> None:
     model = build()
     with graphckpt.apply(model, policies) as handle:
         run(model)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.hard_modules import BatchNorm, Parametrized, chain, differing, run_steps
-from helpers.layer_stacks import Layer
+from helpers.layer_stacks import residual_layers
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -96,7 +96,7 @@ def test_the_default_backend_draws_the_same_masks_twice() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
-def test_it_follows_the_model_into_copies_and_pickles() -> None:
+def test_compile_options_follow_the_model_into_copies_and_pickles() -> None:
     model = chain("mlp")
     with graphckpt.apply(model, {"1": {"compile": {"backend": "aot_eager"}, "activation_checkpointing": True}}):
         file = io.BytesIO()
@@ -137,7 +137,9 @@ def test_layers_that_share_compiled_code_with_dynamic_numbers() -> None:
 
 
 @pytest.mark.parametrize("policy", [True, "selective", {"offload": "disk", "min_elements": 1}])
-def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(policy: Any) -> None:
+def test_a_part_that_its_owner_has_compiled_in_place_runs_again_with_its_block(
+    policy: bool | str | dict[str, object],
+) -> None:
     """The compiler then looks at what is called meanwhile, and at hooks as well."""
     plain = run_steps(chain("mlp"))
     model = chain("mlp")
@@ -174,7 +176,7 @@ def compiled_below() -> nn.Sequential:
 @pytest.mark.parametrize("policy", [True, "selective", {"activation_checkpointing": True, "offload": "disk"}])
 @pytest.mark.parametrize("make", [compiled_layers, compiled_parts, compiled_below])
 def test_an_object_of_torch_compile_is_recomputed_with_its_block(
-    make: Callable[[], nn.Sequential], policy: Any
+    make: Callable[[], nn.Sequential], policy: bool | str | dict[str, object]
 ) -> None:
     plain = run_steps(make())
     torch._dynamo.reset()
@@ -228,7 +230,7 @@ def test_a_policy_within_a_compiled_module_acts_in_its_graph(in_place: bool) -> 
 
 def layers(count: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(count)))
+    return residual_layers(count)
 
 
 def saved_and_gradients(model: nn.Module) -> tuple[int, dict[str, Any]]:
@@ -307,7 +309,7 @@ HARD: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HARD)
-def test_what_cannot_run_again_is_saved(name: str) -> None:
+def test_results_that_cannot_be_recomputed_are_saved(name: str) -> None:
     """At no share do gradients or buffers differ from those of the plain block."""
     found: dict[float | None, Any] = {}
     x = torch.linspace(-1, 1, 2 * 16 * 16).view(2, 16, 16)

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from helpers.architectures import ARCHITECTURES
 from helpers.hard_modules import differing
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -82,7 +84,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(layer() for _ in range(2))
-        self.tail = nn.Sequential(*(Layer() for _ in range(num_tail)))
+        self.tail = stack_of(Layer, num_tail)
         self.call = call
         self.call_tail: Call = lambda tail, x: tail(x)
 
@@ -114,7 +116,9 @@ def steps(model: nn.Module, run: Callable[..., Tensor], *, num_steps: int = 2) -
     return found | {f"{n}.count": m.count for n, m in model.named_modules() if isinstance(m, Counter)}, saved
 
 
-def compiled(model: nn.Module, *, backend: str = "aot_eager", **options: Any) -> tuple[Any, CompileCounterWithBackend]:
+def compiled(
+    model: nn.Module, *, backend: str = "aot_eager", **options: Any
+) -> tuple[Callable[..., Any], CompileCounterWithBackend]:
     counter = CompileCounterWithBackend(backend)
     return torch.compile(model, backend=counter, **options), counter
 
@@ -127,7 +131,7 @@ def plain(
     return steps(model, compiled(model, backend=backend)[0])
 
 
-def only_products(_: Any, op: Any, *__: Any, **___: Any) -> bool:
+def only_products(_: object, op: OpOverload, *__: object, **___: object) -> bool:
     return op is torch.ops.aten.addmm.default
 
 
@@ -208,7 +212,7 @@ def bytes_of_full() -> int:
 
 
 @pytest.mark.parametrize("rule", [True, Selective("attention"), {"segments": 2}], ids=str)
-def test_an_excluded_child_saves_what_the_compiler_saves_of_it(rule: Any) -> None:
+def test_an_excluded_child_saves_what_the_compiler_saves_of_it(rule: bool | Selective | dict[str, int]) -> None:
     """Of GELU that is the input, from which backward computes the output again, with or without a policy."""
     block, child = ("tail", "tail.*.act") if isinstance(rule, dict) else ("layers.*", "layers.*.act")
     saved: dict[str, int] = {}
@@ -323,7 +327,7 @@ UNTRACED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNTRACED)
-def test_what_cannot_be_traced_acts_outside_of_the_graph(name: str) -> None:
+def test_a_policy_that_cannot_be_traced_acts_outside_of_the_graph(name: str) -> None:
     policies, why = UNTRACED[name]
     num_tail = num_tail_of(policies)
     expected, _ = plain(num_tail=num_tail)
@@ -404,7 +408,7 @@ NO_ENDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}  # GPT-2's own 
 def test_a_chain_that_breaks_the_graph_moves_its_state_once() -> None:
     def of_chain(call: Call) -> dict[str, Any]:
         torch.manual_seed(0)
-        chain = nn.Sequential(*(Breaking() for _ in range(4)))
+        chain = stack_of(Breaking, 4)
         return steps(chain, torch.compile(lambda x: call(chain, x), backend="aot_eager"))[0]
 
     expected = of_chain(lambda chain, x: chain(x))
@@ -463,7 +467,7 @@ def test_a_transform_in_a_compiled_function_runs_blocks_as_they_are() -> None:
     model = Model().eval()
     with graphckpt.apply(model, {"layers.*": True}):
 
-        def gradient(x: Tensor) -> Any:
+        def gradient(x: Tensor) -> Tensor:
             return torch.func.grad(lambda y: model(y).sum())(x)
 
         x = torch.ones(4, 16)

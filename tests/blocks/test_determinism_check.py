@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import residual_layers
 from helpers.modules import as_module
 from torch import Tensor, nn
 
@@ -25,12 +26,11 @@ from graphckpt.train.settings import ActivationCheckpointConfig
 D = 8
 
 
-@as_module(lambda: {"up": nn.Linear(D, D), "down": nn.Linear(D, D)})
-def Block(self: Any, x: Tensor) -> Tensor:
-    return x + self.down(torch.tanh(self.up(x)))
+def blocks(num_blocks: int) -> nn.Sequential:
+    return residual_layers(num_blocks, D, D, torch.tanh, dropout=None)
 
 
-@as_module(lambda: {"layers": nn.ModuleList(Block() for _ in range(3)), "last": nn.Sequential(Block(), Block())})
+@as_module(lambda: {"layers": nn.ModuleList(blocks(3)), "last": blocks(2)})
 def Model(self: Any, x: Tensor) -> Tensor:
     for layer in self.layers:
         x = layer(x)
@@ -54,7 +54,7 @@ INHERITED: list[tuple[dict[str, Any], str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("policies", "of_model", "expected"), INHERITED)
-def test_a_block_takes_it_over_from_the_block_around_it(
+def test_a_block_inherits_determinism_check_from_the_block_around_it(
     policies: dict[str, Any], of_model: str, expected: list[str]
 ) -> None:
     model = Model()
@@ -63,8 +63,8 @@ def test_a_block_takes_it_over_from_the_block_around_it(
         assert list(checks(model).values()) == expected
 
 
-def test_parts_of_a_block_have_that_of_the_block() -> None:
-    model = nn.Sequential(*(Block() for _ in range(4)))
+def test_parts_of_a_block_inherit_determinism_check() -> None:
+    model = blocks(4)
     with graphckpt.apply(model, {"": {"segments": 2, "determinism_check": "none"}}):
         model(torch.ones(2, D)).sum().backward()
         (part,) = policy_of(model).context._parts.values()  # type: ignore[union-attr]
@@ -72,7 +72,7 @@ def test_parts_of_a_block_have_that_of_the_block() -> None:
 
 
 @pytest.mark.parametrize("bad", ["value", "None", True, None, 3, ["values"]])
-def test_another_value_is_one_error(bad: Any) -> None:
+def test_another_value_is_one_error(bad: object) -> None:
     pattern = r"determinism_check: expected 'none', 'default' or 'values', got .* · fix: use 'values' to .*$"
     with pytest.raises(ConfigError, match=f"^apply.{pattern}"):
         graphckpt.apply(Model(), {"layers.*": True}, determinism_check=bad)
@@ -105,7 +105,7 @@ def test_a_near_miss_is_suggested() -> None:
     ],
     ids=["in a recomputed block", "in none"],
 )
-def test_where_nothing_is_recomputed_it_has_no_effect(policies: dict[str, Any]) -> None:
+def test_determinism_check_has_no_effect_where_nothing_is_recomputed(policies: dict[str, Any]) -> None:
     model = Model()
     with graphckpt.apply(model, policies) as handle:
         model(torch.ones(2, D)).sum().backward()
@@ -113,7 +113,7 @@ def test_where_nothing_is_recomputed_it_has_no_effect(policies: dict[str, Any]) 
     assert [text for text in warnings if "determinism_check has no effect here: it is not recomputed" in text]
 
 
-def test_copies_and_pickles_keep_it() -> None:
+def test_copies_and_pickles_keep_determinism_check() -> None:
     model = Model()
     graphckpt.apply(model, {"layers.*": True}, determinism_check="values")
     file = io.BytesIO()
@@ -140,7 +140,7 @@ class Train(Graph):
         return loss
 
 
-def test_a_graph_has_it_in_its_config() -> None:
+def test_a_graph_has_determinism_check_in_its_config() -> None:
     graph = Train(determinism_check="values")
     graph.model.layers[1].config.determinism_check = "none"
     graph(torch.ones(2, D))
@@ -151,8 +151,8 @@ def test_a_graph_has_it_in_its_config() -> None:
     assert {wrapper.determinism_check for wrapper in graph._step._wrappers} == {"none"}
 
 
-def test_a_plan_saves_it(tmp_path: Path) -> None:
-    model = nn.Sequential(*(Block() for _ in range(6)))
+def test_a_plan_saves_determinism_check(tmp_path: Path) -> None:
+    model = blocks(6)
     plan = graphckpt.plan(
         model, lambda: model(torch.ones(64, D)).sum().backward(), memory_budget="min", determinism_check="values"
     )
@@ -166,7 +166,7 @@ def test_a_plan_saves_it(tmp_path: Path) -> None:
         assert set(checks(model).values()) == {"values"}
 
 
-def test_a_callback_sets_it_on_every_unit() -> None:
+def test_a_callback_sets_determinism_check_on_every_unit() -> None:
     callback = PolicyCallback(select="layers.*", determinism_check="values")
     model = Model()
     callback._begin(model, print)
@@ -177,7 +177,7 @@ def test_a_callback_sets_it_on_every_unit() -> None:
         PolicyCallback(determinism_check="all")
 
 
-def test_a_config_sets_it_on_every_unit() -> None:
+def test_a_config_sets_determinism_check_on_every_unit() -> None:
     config = ActivationCheckpointConfig(enabled=True, select="layers.*", determinism_check="values")
     assert {fields["determinism_check"] for fields in block_policies(Model(), config).values()} == {"values"}
     assert config.plan_options().determinism_check == "values"
@@ -187,13 +187,13 @@ def test_a_config_sets_it_on_every_unit() -> None:
     assert [fault for fault in faults if "expected 'none'" in fault]
 
 
-def test_wrapped_modules_have_it() -> None:
-    module = graphckpt.checkpoint_wrapper(Block(), determinism_check="none")
+def test_wrapped_modules_have_determinism_check() -> None:
+    module = graphckpt.checkpoint_wrapper(blocks(1)[0], determinism_check="none")
     module(torch.ones(2, D)).sum().backward()
     assert checks(module) == {"": "none"}
 
 
-def test_in_a_graph_of_the_compiler_it_cannot_act(caplog: pytest.LogCaptureFixture) -> None:
+def test_determinism_check_cannot_act_in_a_graph_of_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     with graphckpt.apply(model, {"layers.*": True}, determinism_check="values") as handle:
         torch.compile(model, backend="eager")(torch.ones(2, D)).sum().backward()

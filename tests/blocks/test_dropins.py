@@ -17,10 +17,17 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers.hard_modules import Mlp
+from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from helpers.train_graphs import Predict
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch._ops import OpOverload
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from torch.utils.checkpoint import checkpoint as torchs
 from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
 
@@ -34,7 +41,7 @@ def module() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 4)).train()
 
 
-def result(call: Any, *, steps: int = 3) -> list[Tensor]:
+def result(call: Callable[[nn.Sequential, Tensor], Tensor], *, steps: int = 3) -> list[Tensor]:
     """Runs ``call(model, x)`` in some steps; returns losses, gradients, buffers and the RNG state."""
     model, seen = module(), []
     torch.manual_seed(1)
@@ -51,7 +58,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def plus(model: nn.Module, x: Tensor, other: Any = None, *, scale: float = 1.0) -> Tensor:
+def plus(model: nn.Module, x: Tensor, other: object = None, *, scale: float = 1.0) -> Tensor:
     return model(x) * scale
 
 
@@ -71,16 +78,18 @@ def by_name_within(x: Tensor) -> Tensor:
 
 
 class Owner:
-    """Holds a module, and calls it in a method."""
+    """Holds a module, or what one is in, and calls it in a method."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def method(self, x: Tensor) -> Tensor:
         return self.model(x)
 
 
-CALLS: dict[str, Any] = {
+Call = Callable[[nn.Sequential, Tensor, Callable[..., Tensor]], Tensor]
+"""Runs a model on an input through what it is given, such as `checkpoint`."""
+CALLS: dict[str, Call] = {
     "a module": lambda m, x, run: run(m, x),
     "a bound method": lambda m, x, run: run(m.forward, x),
     "a closure": lambda m, x, run: run(lambda x: m(x) * 1.0, x),
@@ -130,7 +139,7 @@ def in_a_ring(model: nn.Module) -> Pair:
     return pair
 
 
-REACHED: dict[str, Any] = {
+REACHED: dict[str, Call] = {
     "a set": lambda m, x, run: run(run_first, {m}, x),
     "a deque of tuples": lambda m, x, run: run(run_first, deque([(m,)]), x),
     "a key of a dict": lambda m, x, run: run(run_first, {m: 1}, x),
@@ -159,17 +168,17 @@ REACHED: dict[str, Any] = {
 }
 
 
-def keep_alive(value: Any, alive: list[Any] = []) -> Any:
+def keep_alive(value: Owner, alive: list[Owner] = []) -> Owner:
     alive.append(value)
     return value
 
 
-def in_two_ways(far: Owner, x: Tensor, run: Any) -> Tensor:
+def in_two_ways(far: Owner, x: Tensor, run: Callable[..., Tensor]) -> Tensor:
     other, near = partial(print, far), [[far]]
     return run(lambda x: near[0][0].model.model(x) if other else x, x)
 
 
-def twice_removed(function: Any) -> Any:
+def twice_removed(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: function(x) * 1.0
 
 
@@ -183,8 +192,8 @@ def apply_all(layers: list[nn.Module], x: Tensor) -> Tensor:
 def test_checkpoint_changes_no_bit_and_runs_twice(case: str) -> None:
     runs = []
 
-    def counted(run: Any) -> Any:
-        def call(model: nn.Module, x: Tensor) -> Tensor:
+    def counted(run: Callable[..., Tensor]) -> Callable[[nn.Sequential, Tensor], Tensor]:
+        def call(model: nn.Sequential, x: Tensor) -> Tensor:
             hook = model[4].register_forward_pre_hook(lambda *_: runs.append(is_recomputing()))
             x.register_hook(lambda _: hook.remove())
             return (CALLS | REACHED)[case](model, x, run)
@@ -209,7 +218,7 @@ class Counting(nn.Linear):
         return self(x).exp() * counter.count
 
 
-def test_what_a_weak_proxy_refers_to_is_an_argument() -> None:
+def test_the_referent_of_a_weak_proxy_is_an_argument() -> None:
     model, counter, x = Counting(4, 4), Counter(), torch.randn(2, 4)
     grads = []
     for run in (lambda f, *args: f(*args), checkpoint):
@@ -256,7 +265,7 @@ def test_without_a_function_it_is_a_decorator() -> None:
         checkpoint(None, torch.ones(2))
 
 
-def test_it_is_a_decorator_without_parentheses_for_functions_that_need_arguments() -> None:
+def test_checkpoint_is_a_decorator_without_parentheses_for_functions_that_need_arguments() -> None:
     @checkpoint
     def run(model: nn.Module, x: Tensor) -> Tensor:
         """Runs a model."""
@@ -289,7 +298,7 @@ def test_results_that_pass_through_hooks_are_an_error() -> None:
     assert torch.equal(checkpoint(torch.sin, torch.ones(2), respect_saved_tensors_hooks=True), torch.ones(2).sin())
 
 
-def matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def matmuls(context: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     keeps = op is torch.ops.aten.addmm.default
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -352,7 +361,7 @@ def late(reached: list[bool]) -> nn.Module:
 
 
 @pytest.mark.parametrize("rule", [None, True, "selective"])
-def test_early_stop_as_torchs_context_manager_sets_it(rule: Any) -> None:
+def test_early_stop_as_torchs_context_manager_sets_it(rule: bool | str | None) -> None:
     module = late(reached := [])
 
     def run(early_stop: bool) -> list[bool]:
@@ -384,7 +393,7 @@ class Called:
 
 
 FACTOR = torch.arange(24.0).reshape(6, 4)
-CALLABLES: dict[str, Callable[[], Any]] = {
+CALLABLES: dict[str, Callable[[], Callable[..., Tensor]]] = {
     "torch": lambda: torch.sin,
     "Tensor": lambda: Tensor.sin,
     "torch.ops packet": lambda: torch.ops.aten.sin,
@@ -406,7 +415,7 @@ CALLABLES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", CALLABLES)
 def test_whatever_can_be_called_can_be_checkpointed(name: str) -> None:
-    def run(through: Any) -> list[Tensor]:
+    def run(through: Callable[..., Tensor]) -> list[Tensor]:
         function, seen = CALLABLES[name](), []
         for number in range(3):
             torch.manual_seed(number)
@@ -450,7 +459,7 @@ def test_without_gradients_and_when_disabled_it_is_a_plain_call() -> None:
 def test_nothing_is_kept_but_the_inputs() -> None:
     model = module()
     checkpoint(model, torch.ones(6, 4)).sum().backward()
-    alive: list[Any] = []
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
     model[4].register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0].untyped_storage())))
     loss = checkpoint(model, torch.ones(6, 4)).sum()
     assert [ref() for ref in alive] == [None]
@@ -470,7 +479,7 @@ def test_modules_that_come_and_go_under_one_function() -> None:
 
 
 def test_nested_checkpoints() -> None:
-    def block(m: nn.Module, x: Tensor, run: Any) -> Tensor:
+    def block(m: nn.Module, x: Tensor, run: Callable[..., Tensor]) -> Tensor:
         return run(lambda x: m[4](m[3](run(lambda y: m[2](m[1](m[0](y))), x))), x)
 
     plain = result(lambda m, x: block(m, x, lambda f, x: f(x)))
@@ -487,7 +496,7 @@ def test_checkpoint_sequential(segments: int, as_list: bool) -> None:
 
 def test_checkpoint_sequential_runs_all_but_the_last_run_again() -> None:
     runs = [0] * 6
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)])
+    model = linear_layers(6, 4)
     for number, block in enumerate(model):
         block[0].register_forward_pre_hook(lambda *_, n=number: runs.__setitem__(n, runs[n] + 1))
     checkpoint_sequential(model, 3, torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -498,7 +507,7 @@ def test_checkpoint_sequential_runs_all_but_the_last_run_again() -> None:
 
 
 @pytest.mark.parametrize("segments", [0, 6, True, 2.0, "2"])
-def test_segments_out_of_range(segments: Any) -> None:
+def test_segments_out_of_range(segments: object) -> None:
     with pytest.raises(ConfigError) as error:
         checkpoint_sequential(module(), segments, torch.ones(6, 4))
     fault = f"segments: expected an int from 1 to 5, the number of functions, got {segments!r}"
@@ -568,7 +577,7 @@ def test_blocks_of_a_graph_can_be_given() -> None:
 def test_closures_that_run_one_of_several_norms_move_its_statistics_once() -> None:
     """All of them reach the same modules, so that the first call shows nothing of what the next one moves."""
 
-    def buffers(run: Any) -> dict[str, Tensor]:
+    def buffers(run: Callable[..., Tensor]) -> dict[str, Tensor]:
         torch.manual_seed(0)
         layers = tuple(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
         for _ in range(2):

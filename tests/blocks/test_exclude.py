@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 
 import graphckpt
 from graphckpt import ConfigError
+from graphckpt.blocks.apply import Policies
 from graphckpt.blocks.presets import every_k
+from graphckpt.blocks.select import Selector
+from graphckpt.ledger.explanation import Explanation
 
 
 def layer() -> nn.Module:
@@ -26,7 +31,7 @@ def Model(self: Any, x: Tensor) -> Tensor:
     return self.head(x)
 
 
-def recomputed(model: nn.Module, policies: Any, **options: Any) -> list[str]:
+def recomputed(model: nn.Module, policies: Policies, **options: Any) -> list[str]:
     """Returns the blocks that a step recomputes, and checks that its gradients are those of the plain step."""
     x = torch.ones(4, 8)
     model.zero_grad()
@@ -56,11 +61,11 @@ LAYERS = [f"layers.{number}" for number in range(4)]
         (True, [LAYERS[0], nn.LayerNorm], LAYERS[1:]),
     ],
 )
-def test_excluded_blocks_keep_everything(policies: Any, exclude: Any, blocks: list[str]) -> None:
+def test_excluded_blocks_keep_everything(policies: Policies, exclude: str | list[Selector], blocks: list[str]) -> None:
     assert recomputed(Model(), policies, exclude=exclude) == blocks
 
 
-def test_policies_of_presets_and_files_take_exclude_too(tmp_path: Any) -> None:
+def test_policies_of_presets_and_files_take_exclude_too(tmp_path: Path) -> None:
     model = Model()
     assert recomputed(model, every_k(model, 1), exclude=["layers.0"]) == LAYERS[1:]
     path = tmp_path / "policies.yaml"
@@ -111,7 +116,7 @@ def recomputed_of(handle: graphckpt.Handle, model: nn.Module) -> list[str]:
         ({"layers.3": True}, "apply.exclude: expected selectors of blocks, got {'layers.3': True}"),
     ],
 )
-def test_an_exclude_without_effect_is_an_error_and_nothing_is_set(exclude: Any, text: str) -> None:
+def test_an_exclude_without_effect_is_an_error_and_nothing_is_set(exclude: object, text: str) -> None:
     model = Model()
     with pytest.raises(ConfigError) as error:
         graphckpt.apply(model, True, exclude=exclude)
@@ -126,7 +131,7 @@ def test_a_container_without_a_forward_cannot_be_an_excluded_child() -> None:
     assert recomputed(model, ["layers.*", "head"], exclude="layers") == ["head"]
 
 
-def advice_of(model: nn.Module, policies: Any, **options: Any) -> str:
+def advice_of(model: nn.Module, policies: Policies, **options: Any) -> str:
     with graphckpt.apply(model, policies, **options) as handle, handle.measure():
         model(torch.ones(64, 8)).sum().backward()
     model.zero_grad()
@@ -135,7 +140,7 @@ def advice_of(model: nn.Module, policies: Any, **options: Any) -> str:
 
 
 def test_the_advice_is_in_the_words_of_the_call() -> None:
-    model = nn.ModuleDict({"layers": nn.Sequential(*(layer() for _ in range(4)))})
+    model = nn.ModuleDict({"layers": stack_of(layer, 4)})
     model = model["layers"]
     assert advice_of(model, True) == 'graphckpt.apply(model, True, exclude=["3"])'
     assert advice_of(model, {"*": True}) == "graphckpt.apply(model, {'*': True}, exclude=[\"3\"])"
@@ -150,7 +155,7 @@ def test_the_advice_of_a_graph_is_a_line_of_its_constructor() -> None:
     class Step(graphckpt.Graph):
         def __init__(self) -> None:
             super().__init__()
-            self.model = nn.Sequential(*(layer() for _ in range(4)))
+            self.model = stack_of(layer, 4)
             for each in self.model:
                 each.config.activation_checkpointing = True
             self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
@@ -166,7 +171,7 @@ def test_the_advice_of_a_graph_is_a_line_of_its_constructor() -> None:
     assert advice.endswith(" · fix: self.model[3].config.activation_checkpointing = False")
 
 
-@as_module(lambda: {"stages": nn.ModuleList(nn.Sequential(layer(), layer(), layer()) for _ in range(3))})
+@as_module(lambda: {"stages": nn.ModuleList(stack_of(layer, 3) for _ in range(3))})
 def Stages(self: Any, x: Tensor) -> Tensor:
     for stage in self.stages:
         x = stage(x)
@@ -176,7 +181,7 @@ def Stages(self: Any, x: Tensor) -> Tensor:
 def test_blocks_that_are_containers_of_layers_are_advised_to_be_smaller() -> None:
     model = Stages()
 
-    def measured(policies: Any) -> Any:
+    def measured(policies: Policies) -> Explanation:
         with graphckpt.apply(model, policies) as handle, handle.measure():
             model(torch.ones(256, 8)).sum().backward()
             model.zero_grad()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.modules import as_module
+from helpers.layer_stacks import residual_layers
 from torch import Tensor, nn
 
 import graphckpt
@@ -19,14 +19,9 @@ import graphckpt
 N, D = 8, 16
 
 
-@as_module(lambda: {"up": nn.Linear(D, 4 * D), "down": nn.Linear(4 * D, D)})
-def Layer(self: Any, x_ND: Tensor) -> Tensor:
-    return x_ND + self.down(nn.functional.gelu(self.up(x_ND)))
-
-
 def stack() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(D, D), nn.Sequential(*(Layer() for _ in range(3))), nn.Linear(D, 4))
+    return nn.Sequential(nn.Linear(D, D), residual_layers(3, D, dropout=None), nn.Linear(D, 4))
 
 
 def step(model: nn.Module, x_ND: Tensor) -> list[Tensor | None]:
@@ -35,7 +30,7 @@ def step(model: nn.Module, x_ND: Tensor) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-def hooks_of(model: nn.Module) -> list[Any]:
+def hooks_of(model: nn.Module) -> list[Callable[..., object]]:
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
 
@@ -54,7 +49,7 @@ POLICIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=list(POLICIES))
-def test_no_module_has_a_hook_outside_of_the_forward(policies: Any) -> None:
+def test_no_module_has_a_hook_outside_of_the_forward(policies: dict[str, Any]) -> None:
     model, x_ND = stack(), torch.randn(N, D)
     with graphckpt.apply(model, policies) as handle:
         assert hooks_of(model) == []
@@ -75,7 +70,9 @@ def test_no_module_has_a_hook_outside_of_the_forward(policies: Any) -> None:
 @pytest.mark.parametrize("policy", [True, "selective", {"activation_checkpointing": True, "contiguous": True}])
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-def test_graphed_callables(policy: Any, num_warmup_iters: int, steps_before: int, x_ND: Tensor) -> None:
+def test_graphed_callables(
+    policy: bool | str | dict[str, bool], num_warmup_iters: int, steps_before: int, x_ND: Tensor
+) -> None:
     plain = step(stack().cuda(), x_ND)
     for names in (("",), ("1.0", "1.1")):
         model = stack().cuda()
@@ -119,7 +116,7 @@ def by_file(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("policies", POLICIES.values(), ids=list(POLICIES))
 @pytest.mark.parametrize("copied", [by_deepcopy, by_file])
-def test_a_copy_has_no_part_in_the_record(copied: Callable[[nn.Module], nn.Module], policies: Any) -> None:
+def test_a_copy_has_no_part_in_the_record(copied: Callable[[nn.Module], nn.Module], policies: dict[str, Any]) -> None:
     plain, x_ND = stack(), torch.randn(N, D)
     expected = step(plain, x_ND)
     model = stack()
@@ -138,7 +135,7 @@ def test_a_copy_has_no_part_in_the_record(copied: Callable[[nn.Module], nn.Modul
     assert hooks_of(model) == []
 
 
-def name_of(policies: Any) -> str:
+def name_of(policies: dict[str, Any]) -> str:
     return next(name for name, each in POLICIES.items() if each is policies)
 
 
@@ -168,7 +165,7 @@ def test_another_wrapper_over_the_record_stays() -> None:
     handle = graphckpt.apply(model, {"1.*": True})
     forward, calls = model.forward, []
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any) -> Tensor:
         calls.append(1)
         return forward(*args)
 

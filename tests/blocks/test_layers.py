@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from functools import partial
 
 import pytest
 import transformers
+from helpers.layer_stacks import stack_of
 from torch import nn
 
 from graphckpt.blocks.select import layers
 
 
-def lines(*widths: Any) -> list[Any]:
+def lines(*widths: int) -> list[nn.Module]:
     return [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
 
 
@@ -32,7 +33,7 @@ class Block(nn.Module):
         (nn.ModuleDict({"layers": nn.ModuleDict({"2": Block(), "5": Block()})}), ["layers.2", "layers.5"]),
         (nn.ModuleDict({"left": nn.Linear(2, 2), "right": nn.Linear(2, 2)}), []),
         (
-            nn.ModuleList(nn.Sequential(*(Block(w) for _ in range(n))) for w, n in ((4, 2), (8, 3), (16, 2))),
+            nn.ModuleList(stack_of(partial(Block, w), n) for w, n in ((4, 2), (8, 3), (16, 2))),
             ["0.0", "0.1", "1.0", "1.1", "1.2", "2.0", "2.1"],
         ),
     ],
@@ -41,7 +42,7 @@ class Block(nn.Module):
         "stages",
     ],
 )  # fmt: skip
-def test_layers_are_found(model: Any, expected: list[Any] | list[str]) -> None:
+def test_layers_are_found(model: nn.Module, expected: list[str]) -> None:
     assert layers(model) == expected
 
 

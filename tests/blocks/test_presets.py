@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import D, Layer, Piled
+from helpers.layer_stacks import D, ResidualLayer, SequentialModel
 from helpers.modules import as_module
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphckpt
 from graphckpt.blocks import presets
+from graphckpt.blocks.apply import Policies
 from graphckpt.blocks.select import layers as layer_names
 from graphckpt.errors import ConfigError
 from graphckpt.train.policies import block_policies
 from graphckpt.train.settings import ActivationCheckpointConfig
 
 
-@as_module(lambda num_layers: {"layers": nn.ModuleList(Layer() for _ in range(num_layers))})
-def Looped(self: Any, x: torch.Tensor) -> Any:
+@as_module(lambda num_layers: {"layers": nn.ModuleList(ResidualLayer() for _ in range(num_layers))})
+def Looped(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Layers in a list."""
     for layer in self.layers:
         x = layer(x)
     return x
 
 
-def runs(model: nn.Module, policies: Any, x: torch.Tensor) -> list[Any]:
+def runs(model: nn.Module, policies: Policies, x: torch.Tensor) -> list[int]:
     """Returns how often each layer begins to run in a step: once, or again for backward."""
     layers = {name: model.get_submodule(name) for name in layer_names(model)}
     counts = dict.fromkeys(layers, 0)
 
-    def counting(name: str) -> Any:
-        def count(*_: Any) -> None:
+    def counting(name: str) -> Callable[..., None]:
+        def count(*_: object) -> None:
             counts[name] += 1
 
         return count
@@ -63,8 +65,10 @@ X = torch.ones(8, D)
         (presets.speed, [2] * 9),
     ],
 )
-def test_presets_say_which_layers_run_again(policies: Any, expected: Any) -> None:
-    model = Piled(9)
+def test_presets_say_which_layers_run_again(
+    policies: Callable[[nn.Module], dict[str, Any]], expected: list[int]
+) -> None:
+    model = SequentialModel(9)
     found = policies(model)
     assert runs(model, found, X) == expected
     with_config = ActivationCheckpointConfig(enabled=True, rule=None, policies=found)
@@ -87,7 +91,7 @@ def test_presets_on_layers_that_a_loop_calls() -> None:
 
 
 def test_presets_that_cannot_act_say_so() -> None:
-    model = Piled(3)
+    model = SequentialModel(3)
     for wrong in (0, -1, True, 1.5):
         for preset in (presets.every_k, presets.first_k, presets.uniform):
             with pytest.raises(ConfigError, match=r": .: expected a positive int, got .* · fix: use a whole number"):
@@ -109,14 +113,14 @@ def test_speed_runs_no_matrix_product_again() -> None:
             self.counts[func] = self.counts.get(func, 0) + 1
             return func(*args, **(kwargs or {}))
 
-    def counted(policies: Any) -> list[Any]:
+    def counted(policies: Policies) -> list[int]:
         ops = Ops()
         ops.counts = {}
         with graphckpt.apply(model, policies), ops:
             model(X).square().mean().backward()
         return [ops.counts.get(op, 0) for op in (torch.ops.aten.addmm.default, torch.ops.aten.gelu.default)]
 
-    model = Piled(4)
+    model = SequentialModel(4)
     counted({"first": False})  # the first call learns what forward moves
     assert counted({"first": False}) == [10, 4]
     assert counted(presets.speed(model)) == [10, 8]

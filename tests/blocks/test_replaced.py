@@ -122,7 +122,11 @@ def states(model: Network) -> dict[str, Tensor]:
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_step_is_that_of_the_model_as_it_is(
-    change: str, rule: Any, steps_before: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    change: str,
+    rule: bool | str | dict[str, object],
+    steps_before: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(errors, "_WARNED", set())
     act, blocks, notes = CHANGES[change]

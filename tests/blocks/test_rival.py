@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.layer_stacks import stack_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import graphckpt
@@ -19,7 +21,7 @@ GPT2 = next(a for a in ARCHITECTURES if a.name == "gpt2")
 ACTS = "the model's own gradient checkpointing is on as well: this policy replaces it"
 
 
-def enable(model: Any) -> None:
+def enable(model: PreTrainedModel) -> None:
     switch = getattr(model, "activation_checkpointing_enable", None)  # its name since Transformers 5.2x
     if switch is not None:
         switch(activation_checkpointing_kwargs={"use_reentrant": False})
@@ -27,7 +29,7 @@ def enable(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def disable(model: Any) -> None:
+def disable(model: PreTrainedModel) -> None:
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
 
 
@@ -195,7 +197,7 @@ def test_segments_over_layers_that_checkpoint_themselves_act_alone(runs: int | s
 
     def runs_of_layers(own: bool) -> list[int]:
         torch.manual_seed(0)
-        model = nn.Sequential(*[Layer() for _ in range(8)]).train()
+        model = stack_of(Layer, 8).train()
         for layer in model:
             layer.gradient_checkpointing = own
             layer._gradient_checkpointing_func = partial(torchs_checkpoint, use_reentrant=False)

@@ -18,7 +18,7 @@ _FILES = sorted(path for path in packaged_folder().iterdir() if path.suffix in {
 
 
 @pytest.mark.parametrize("path", _FILES, ids=lambda path: path.name)
-def test_each_is_without_fault(path: Any) -> None:
+def test_each_packaged_config_is_without_fault(path: Any) -> None:
     run, faults = check(LazyConfig.load(path))
     assert faults == []
     assert run is not None

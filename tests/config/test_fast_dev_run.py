@@ -17,7 +17,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.train.settings import TrainConfig
 
 
-def _shrunk(train: Any, *words: Any) -> tuple[Any, ...]:
+def _shrunk(train: Any, *words: str) -> tuple[Any, ...]:
     config = OmegaConf.create({"train": train})
     override(config, words)
     settings, faults = read(TrainConfig, OmegaConf.to_container(config), "train")
@@ -49,7 +49,7 @@ def test_packaged_configs_become_small_and_stay_without_fault(name: str) -> None
         ({"train_micro_batch_size": 16}, ["train={train_micro_batch_size: 7}"], (7, None, None)),
     ],
 )
-def test_batch(train: dict[str, Any], words: list[Any] | list[str], batch: tuple[Any, ...]) -> None:
+def test_batch(train: dict[str, Any], words: list[str], batch: tuple[Any, ...]) -> None:
     made, _ = _shrunk(train, *words)
     names = ("train_micro_batch_size", "num_accumulation_steps", "global_batch_size")
     assert tuple(made.get(name) for name in names) == batch

@@ -47,7 +47,7 @@ def test_call_is_made_late_inside_out_and_with_changes() -> None:
         LazyCall(3)
 
 
-def test_what_is_no_call_comes_back() -> None:
+def test_instantiate_returns_a_value_that_is_not_a_call() -> None:
     assert instantiate(None) is None
     assert instantiate(7) == 7
     assert instantiate(OmegaConf.create({"a": [1, 2]})) == {"a": [1, 2]}

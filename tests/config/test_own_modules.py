@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -21,7 +20,7 @@ SMALL = ["train.train_iter=2", "train.device=cpu", "train.output_dir=out", "trai
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to be in, beside that of the example, and no module of the example in memory."""
     shutil.copytree(EXAMPLE, tmp_path / "example")
     (tmp_path / "here").mkdir()
@@ -37,11 +36,11 @@ def _forget() -> None:
     _import.cache_clear()
 
 
-def _train(file: Any, *words: Any) -> Any:
+def _train(file: str | Path, *words: str) -> int:
     return main(["train", "--config-file", str(file), *words])
 
 
-def test_a_saved_config_finds_the_modules_of_the_first(place: Any) -> None:
+def test_a_saved_config_finds_the_modules_of_the_first(place: Path) -> None:
     assert _train("../example/config.py", *SMALL) == 0
     for saved in ("out/config.yaml", "out/model_final/run.yaml"):
         assert OmegaConf.load(saved).import_from == str(place / "example")
@@ -54,7 +53,7 @@ def test_a_saved_config_finds_the_modules_of_the_first(place: Any) -> None:
     assert _train("out/config.yaml", "--eval-only") == 0
 
 
-def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _train("../example/config.py", *SMALL) == 0
     (place / "example").rename(place / "moved")
     _forget()
@@ -67,7 +66,7 @@ def test_a_folder_that_moved_is_one_clear_error_with_the_fix(place: Any, capsys:
     assert OmegaConf.load("out/config.yaml").import_from == str(place / "moved")
 
 
-def test_a_module_that_cannot_be_imported_is_named(place: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_that_cannot_be_imported_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "here" / "broken_module.py").write_text("def f(:\n")
     (place / "here" / "broken.yaml").write_text(
         "model: {_target_: broken_module.f}\noptim: {_target_: torch.optim.SGD}\n"

@@ -20,7 +20,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[Any, ...]:
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, ...]:
     """Returns the printed config, and the origin of each last part of a key."""
     assert main(["train", "--print-config", "--config-file", *words]) == 0
     text = capsys.readouterr().out

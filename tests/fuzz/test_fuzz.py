@@ -95,7 +95,7 @@ def test_a_script_runs_by_itself(tmp_path: Path, policies: Any) -> None:
 
 @pytest.mark.parametrize(("words", "minutes"), [([], 30.0), (["--seeds", "0:9"], None), (["--worker", *"091"], None)])
 def test_a_range_of_seeds_runs_to_its_end(
-    monkeypatch: pytest.MonkeyPatch, words: list[Any] | list[str], minutes: float | None
+    monkeypatch: pytest.MonkeyPatch, words: list[str], minutes: float | None
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", *words])
     assert run.parse_arguments().minutes == minutes
@@ -109,7 +109,7 @@ def test_workers_share_the_seeds_of_a_run() -> None:
     assert "\n6 programmes in " in done.stdout
 
 
-def test_what_is_left_out_or_refused_stands_in_the_documentation() -> None:
+def test_programmes_left_out_or_refused_are_documented() -> None:
     model = Node("Chain", "", (Node("Activation", "'RReLU'"),))
     assert [is_left_out(Programme(model, (Step(shape),))) for shape in ("saved_as_copies", "plain")] == [True, False]
     words = ["autograd passes the noise tensor to the store before it is filled", *(each.words for each in DOCUMENTED)]

@@ -296,7 +296,7 @@ def the_process_works() -> None:
 
 @pytest.mark.parametrize("hazard", HAZARDS)
 @pytest.mark.filterwarnings("ignore:offload to 'disk' saves")
-def test_what_cannot_be_captured_says_where(hazard: str) -> None:
+def test_the_error_of_a_step_that_cannot_be_captured_says_where(hazard: str) -> None:
     set_up, message = HAZARDS[hazard]
     other = Train(model := model_of(), adamw(model))  # recorded before, replayed after
     reference = Train(model := model_of(), adamw(model), capture="eager")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured_steps import captured
+from helpers.layer_stacks import ResidualLayer, residual_layers
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,12 +26,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 D = 64
 
 
-@as_module(lambda: {"up": nn.Linear(D, 2 * D), "down": nn.Linear(2 * D, D)})
-def Layer(self: Any, x: Tensor) -> Tensor:
-    return x + self.down(nn.functional.gelu(self.up(x)))
+def layers() -> nn.Sequential:
+    return residual_layers(2, D, 2 * D, dropout=None)
 
 
-@as_module(lambda: {"layers": nn.Sequential(Layer(), Layer()), "head": Layer()})
+@as_module(lambda: {"layers": layers(), "head": ResidualLayer(D, 2 * D, dropout=None)})
 def WithAuxiliaryHead(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a result that the loss leaves out, as a model that returns its hidden states."""
     x = self.layers(x)
@@ -54,10 +54,6 @@ class Train(Graph):
 def model_of(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind().cuda()
-
-
-def layers() -> nn.Sequential:
-    return nn.Sequential(Layer(), Layer())
 
 
 def batch(seed: int = 1) -> Tensor:
@@ -145,7 +141,7 @@ def test_an_error_before_the_capture_leaves_the_garbage_collector_on(
     for seed in range(3):
         graph(batch(seed))
 
-    def fails(*_: Any) -> None:
+    def fails(*_: object) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, name, fails)

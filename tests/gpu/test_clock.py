@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import linear_layers
 from torch import nn
 
 from graphckpt.planning.plan_step import find_blocks
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Any:
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What has waited for the device, by name."""
     names: list[str] = []
 
@@ -33,11 +34,11 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def model() -> Any:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]).cuda()
+def model() -> nn.Sequential:
+    return linear_layers(3).cuda()
 
 
-def test_intervals_are_timed_without_waiting(model: Any, waits: Any) -> None:
+def test_intervals_are_timed_without_waiting(model: nn.Sequential, waits: list[str]) -> None:
     x = torch.randn(8, 16, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = StepClock(x.device)
@@ -54,7 +55,7 @@ def test_intervals_are_timed_without_waiting(model: Any, waits: Any) -> None:
     assert sum(clock.seconds.values()) == pytest.approx(clock.total, rel=1e-3, abs=1e-5)
 
 
-def test_ops_are_timed_without_waiting_for_each(model: Any, waits: Any) -> None:
+def test_ops_are_timed_without_waiting_for_each(model: nn.Sequential, waits: list[str]) -> None:
     x = torch.randn(8, 16, device="cuda")
     counts = []
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 
@@ -41,7 +42,7 @@ def Layer(self: Any, x: Tensor) -> Tensor:
 
 def chain() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(4))).to(DEVICE)
+    return stack_of(Layer, 4).to(DEVICE)
 
 
 def input_of(length: int) -> Tensor:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.modules import as_module
+from helpers.layer_stacks import residual_layers
 from helpers.train_graphs import SquareGraph
 from torch import nn
-from torch.nn import functional as F
 
 import graphckpt
 from graphckpt.planning import Plan
@@ -20,11 +19,6 @@ compiles = pytest.mark.real_gpu("it compiles layers for the device, or runs its 
 
 D = 512  # width
 OFF = 0.05  # of the peak: what kernels take within an op
-
-
-@as_module(lambda d, p: {"up": nn.Linear(d, 4 * d), "down": nn.Linear(4 * d, d), "drop": nn.Dropout(p)})
-def Layer(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + self.drop(self.down(F.gelu(self.up(x))))
 
 
 def peak_of(step: Callable[[], object]) -> int:
@@ -43,7 +37,7 @@ class Case:
     def __init__(self, p: float = 0.1) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(Layer(D, p) for _ in range(8))).cuda()
+        self.model = residual_layers(8, D, dropout=p).cuda()
         self.x = torch.randn(8192, D, device="cuda")
 
     def step(self) -> None:
@@ -124,7 +118,7 @@ def planned_graph(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.T
 def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned: Any) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    model = nn.Sequential(*(Layer(128, 0.0) for _ in range(6))).cuda()
+    model = residual_layers(6, 128, dropout=0.0).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     plan, step = planned(model, optimizer, torch.randn(512, 128, device="cuda"), before)
     peak = peak_of(step)
@@ -134,7 +128,7 @@ def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned: A
 
 def test_reserved_bytes_are_predicted_and_measured() -> None:
     others = torch.cuda.memory_allocated()
-    model = nn.Sequential(*(Layer(256, 0.1) for _ in range(6))).cuda()
+    model = residual_layers(6, 256).cuda()
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(2048, 256, device="cuda")
 
     def step() -> None:

@@ -19,6 +19,7 @@ from graphckpt.stores import Disk, Host, Placement, TensorGroup
 from graphckpt.stores.disk import BLOCK, CHUNK
 from graphckpt.stores.host import HostStore
 from graphckpt.stores.pinned import pin, streams_of
+from graphckpt.stores.tensor_store import TensorStore
 
 pytestmark = [
     pytest.mark.gpu,
@@ -172,11 +173,11 @@ def test_another_compute_stream(pinned: Pinned) -> None:
 # --- the disk by itself
 
 
-def store_on_disk(folder: Path) -> Any:
+def store_on_disk(folder: Path) -> TensorStore:
     return Placement(offload=Disk(str(folder)), min_elements=0).store
 
 
-def put(store: Any, tensor: torch.Tensor, block: str = "h.0", note: Callable[[str], None] = print) -> Any:
+def put(store: TensorStore, tensor: torch.Tensor, block: str = "h.0", note: Callable[[str], None] = print) -> Any:
     opened = store.open_group(TensorGroup(block, list, note))
     key = store.put(tensor, opened)
     store.close_group(opened)
@@ -350,7 +351,7 @@ def test_a_whole_step_in_a_cuda_graph(pinned: Pinned, bound: int | None, rule: A
 
 
 @pytest.mark.parametrize("what", ["buffer", "store"])
-def test_what_is_collected_in_a_capture_is_unpinned_after_it(pinned: Pinned, what: str) -> None:
+def test_a_buffer_or_store_collected_in_a_capture_is_unpinned_after_it(pinned: Pinned, what: str) -> None:
     """Python's garbage collector may run there, and CUDA forbids to unpin memory, or to wait, in a capture."""
     place: HostStore | None = place_on_cuda()
     block = group(0)

@@ -80,7 +80,7 @@ def test_names_of_modules(name: str) -> None:
     assert error.value.args[0] == message
 
 
-def test_other_values_are_plain_attributes() -> None:
+def test_values_that_are_not_modules_are_plain_attributes() -> None:
     graph = Train(mlp())
     graph.count, graph.layers = 3, [nn.Linear(1, 1)]
     assert graph.count == 3
@@ -115,7 +115,7 @@ def test_properties_of_a_subclass() -> None:
     assert graph.scale == 6.0
 
 
-def test_there_is_no_train_eval_or_parameters_on_a_graph() -> None:
+def test_a_graph_has_no_train_eval_or_parameters() -> None:
     graph = Train(mlp())
     for name in ("train", "eval", "to", "parameters", "modules", "zero_grad", "step"):
         assert not hasattr(graph, name)

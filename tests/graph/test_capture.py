@@ -288,7 +288,7 @@ def test_outputs_are_fresh_and_inputs_are_the_callers() -> None:
 
 
 @pytest.mark.parametrize("write", [lambda loss: loss.item(), lambda loss: bool(loss > 1e9)])
-def test_what_cannot_be_recorded_says_where(write: Any) -> None:
+def test_the_error_of_an_op_that_cannot_be_captured_says_where(write: Any) -> None:
     class Reads(Train):
         def build(self, x: Tensor) -> Tensor:
             loss = super().build(x)
@@ -300,7 +300,7 @@ def test_what_cannot_be_recorded_says_where(write: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "what"), [("counts", r"model\.1\.count"), ("codebook", r"model\.1\._buffers")])
-def test_what_python_changes_in_forward_is_an_error(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attribute_that_forward_changes_is_an_error(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GraphError, match=rf"cannot be captured: {what}: forward changes it, which a replay would not"):
         run("cuda_graph", build_model=lambda: model_of(kind))
     plain, _ = run("eager", build_model=lambda: model_of(kind))
@@ -360,7 +360,7 @@ def test_an_error_within_the_update_leaves_the_scaler_at_the_beginning(monkeypat
     assert same(ours, plain)
 
 
-def test_what_a_recording_returns_is_cut_off_from_autograd() -> None:
+def test_the_output_of_a_capture_is_detached_from_autograd() -> None:
     _, graph = run("cuda_graph")
     entry = next(iter(captured(graph)._entries.values()))
     assert entry.capture.output[0].grad_fn is None

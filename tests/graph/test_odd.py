@@ -225,7 +225,7 @@ def test_a_call_costs_the_plain_step() -> None:
     x, y = batches(1)[0]
     frames: list[str] = []
 
-    def note(frame: Any, event: str, _: Any) -> None:
+    def note(frame: Any, event: str, _: object) -> None:
         if event == "call" and "graphckpt/" in frame.f_code.co_filename.replace("\\", "/"):
             frames.append(frame.f_code.co_qualname)
 

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ class Layer(nn.Module):
         self.up, self.down, self.drop = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.1)
         self.norm = nn.BatchNorm1d(32)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.norm(self.drop(self.down(torch.tanh(self.up(x)))))
 
 
@@ -58,7 +58,7 @@ class Net(nn.Module):
         self.seen = []
         self.moves_0 = []
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
         self.seen.append(random.random())
         moves = self.__dict__.pop(f"moves_{self.num_forwards - 1}")  # under another name, and no more attributes
@@ -85,17 +85,19 @@ class Step(Graph):
         if has_scaler:
             self.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=16.0))
 
-    def build(self, x: torch.Tensor) -> Any:
+    def build(self, x: torch.Tensor) -> torch.Tensor:
         self.num_builds += 1
         loss = self.model(x).square().mean()
         loss.backward()
         return loss
 
 
+Outcome = tuple[list[torch.Tensor], list[object], MemoryLimit, int]
+"""Tensors and numbers that training has changed, the limit, and the live bytes before the limited step."""
 X = torch.randn(512, 16, generator=torch.Generator().manual_seed(2))
 
 
-def made(**settings: Any) -> Any:
+def made(**settings: Any) -> Step:
     torch.manual_seed(0)
     random.seed(0)
     step = Step(**settings)
@@ -103,7 +105,7 @@ def made(**settings: Any) -> Any:
     return step
 
 
-def run(step: Any, limit: Any = None) -> tuple[Any, ...]:
+def run(step: Step, limit: int | None = None) -> Outcome:
     """Returns all that training has changed, the limit, and the live bytes before the step that is limited."""
     losses, memory = [], MemoryLimit()
     memory.track([X, *step.model.origin.parameters(), *step.model.origin.buffers()])
@@ -132,13 +134,13 @@ def run(step: Any, limit: Any = None) -> tuple[Any, ...]:
     return tensors, numbers, memory, at_rest
 
 
-def limit_at(share: Any, of_run: Any) -> Any:
+def limit_at(share: float, of_run: Outcome) -> int:
     """Returns a limit at a share of the bytes by which the step raises the live bytes."""
     _, _, memory, at_rest = of_run
     return at_rest + int(share * (memory.peak_bytes - at_rest))
 
 
-def is_same(one: Any, other: Any) -> Any:
+def is_same(one: Outcome, other: Outcome) -> bool:
     return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 
@@ -151,7 +153,7 @@ def is_same(one: Any, other: Any) -> Any:
     ],
     ids=["plain", "accumulation", "scaler"],
 )
-def test_training_is_the_same_wherever_memory_runs_out(settings: dict[str, Any], shares: tuple[Any, ...]) -> None:
+def test_training_is_the_same_wherever_memory_runs_out(settings: dict[str, Any], shares: tuple[float, ...]) -> None:
     expected = run(made(**settings))
     num_replanned = 0
     for share in shares:
@@ -177,7 +179,7 @@ def test_off_by_default() -> None:
     assert not hasattr(error.value, "__notes__")
 
 
-def made_selective() -> Any:
+def made_selective() -> Step:
     step = made()
     for layer in step.model.layers:
         layer.config.activation_checkpointing = "selective"
@@ -272,7 +274,7 @@ def test_error_in_the_update_says_that_it_cannot_be_undone() -> None:
     step = made()
     step(X)
 
-    def run_out(optimizer: Any, *_: Any) -> None:
+    def run_out(optimizer: Any, *_: object) -> None:
         optimizer.param_groups[0]["params"][0].data.add_(1)
         raise MemoryError("no room")
 
@@ -299,7 +301,7 @@ def test_inputs_may_be_inference_tensors() -> None:
 
 def test_expanded_buffers_and_those_of_later_children_are_restored() -> None:
     class Counting(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
     step = made()
@@ -332,7 +334,7 @@ def test_children_that_a_failed_step_has_made_are_removed() -> None:
 
 def test_input_that_was_modified_in_place_cannot_be_repeated() -> None:
     class InPlace(Step):
-        def build(self, x: torch.Tensor) -> None:
+        def build(self, x: torch.Tensor) -> NoReturn:
             x.add_(1)
             raise MemoryError("no room")
 

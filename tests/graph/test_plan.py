@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from helpers.layer_stacks import Listed
+from helpers.layer_stacks import ListModel
 from helpers.train_graphs import SquareGraph
 from torch import nn
 
@@ -16,21 +15,21 @@ from graphckpt import ConfigError, Graph, GraphError, PlanError
 from graphckpt.graph import auto_plan
 
 
-def made() -> Any:
+def made() -> SquareGraph:
     torch.manual_seed(0)
-    model = Listed(6, norm=nn.LayerNorm)
+    model = ListModel(6, norm=nn.LayerNorm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = SquareGraph(model, {}, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n))
     torch.manual_seed(1)
     return step
 
 
-def trained(step: Any, x: torch.Tensor, steps: int = 4) -> tuple[Any, ...]:
+def trained(step: SquareGraph, x: torch.Tensor, steps: int = 4) -> tuple[list[torch.Tensor], float]:
     losses = [step(x) for _ in range(steps)]
     return [*losses, *step.model.origin.parameters()], step._update.optimizers[0].param_groups[0]["lr"]
 
 
-def same(one: Any, other: Any) -> Any:
+def same(one: tuple[list[torch.Tensor], float], other: tuple[list[torch.Tensor], float]) -> bool:
     return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 
@@ -51,7 +50,7 @@ def test_plan_keeps_its_budget_and_changes_no_bit() -> None:
     assert sum(reruns.values()) > 0
 
 
-def test_what_was_set_on_the_layers_before_is_replaced() -> None:
+def test_a_plan_replaces_policies_set_on_the_layers_before() -> None:
     step = made()
     step.model.layers[5].config.activation_checkpointing = True
     step.model.layers[5].up.config.offload = "disk"

@@ -6,12 +6,12 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from weakref import ref
 
 import pytest
 import torch
-from helpers.layer_stacks import D, Layer, Listed
+from helpers.layer_stacks import D, ListModel, ResidualLayer, stack_of
 from helpers.train_graphs import Predict, SquareGraph
 from torch import nn
 
@@ -22,7 +22,8 @@ from graphckpt.graph import auto_plan
 from graphckpt.graph.auto_plan import AutoPlan
 from graphckpt.graph.step import StepCall
 from graphckpt.ledger.live_memory import LiveBytes
-from graphckpt.planning.live_plan import MOST_UPDATES, covers
+from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan, covers
+from graphckpt.planning.options import Budget
 
 # the compiler reads `.grad` of what it is given, and says so
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -45,13 +46,19 @@ class Case:
     """
 
     def __init__(
-        self, budget: Any = None, device: str = "cpu", *, rows: int = ROWS, layers: int = NUM_LAYERS, **how: Any
+        self,
+        budget: Budget | None = None,
+        device: str = "cpu",
+        *,
+        rows: int = ROWS,
+        layers: int = NUM_LAYERS,
+        **how: Any,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
-        self.model = Listed(layers, norm=nn.LayerNorm).to(device)
+        self.model = ListModel(layers, norm=nn.LayerNorm).to(device)
         is_fused = device == "cuda"
-        rate: Any = torch.tensor(1e-2, device=device) if is_fused else 1e-2
+        rate: float | torch.Tensor = torch.tensor(1e-2, device=device) if is_fused else 1e-2
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, fused=is_fused, capturable=is_fused)
         self.graph = SquareGraph(self.model, {}, self.optimizer, self.scheduler())
         if budget is not None:
@@ -64,13 +71,13 @@ class Case:
         self.peaks: list[int] = []
         self.random = self.rng_states()
 
-    def scheduler(self) -> Any:
+    def scheduler(self) -> torch.optim.lr_scheduler.StepLR:
         return torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
-    def count(self, *_: Any) -> None:
+    def count(self, *_: object) -> None:
         self.num_forwards += 1
 
-    def rng_states(self) -> Any:
+    def rng_states(self) -> list[torch.Tensor | None]:
         torch.manual_seed(1)
         return [torch.get_rng_state(), torch.cuda.get_rng_state() if self.device == "cuda" else None]
 
@@ -106,7 +113,7 @@ class Case:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
-    def run(self, calls: int = 12) -> Any:
+    def run(self, calls: int = 12) -> Self:
         for _ in range(calls):
             self.call()
         return self
@@ -118,14 +125,14 @@ class Case:
         return planner
 
     @property
-    def live(self) -> Any:
+    def live(self) -> LivePlan | None:
         return self.planner._live
 
     @property
     def is_planning(self) -> bool:
         return self.live is not None and not self.live.is_settled
 
-    def flags(self) -> list[Any]:
+    def flags(self) -> list[object]:
         return [layer.config.activation_checkpointing for layer in self.graph.model.layers]
 
     def state_bytes(self) -> int:
@@ -144,13 +151,15 @@ def plain() -> Case:
     return Case().run()
 
 
-def sizes_of(budget: Any, plain: Case) -> Any:
+def sizes_of(budget: Budget, plain: Case) -> int | str:
     return int(budget * max(plain.peaks)) if isinstance(budget, float) else budget
 
 
 @pytest.mark.parametrize("candidates", [["full"], None], ids=["full", "all"])
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
-def test_first_updates_train_and_never_exceed_the_budget(share: float, candidates: Any, plain: Case) -> None:
+def test_first_updates_train_and_never_exceed_the_budget(
+    share: float, candidates: list[str] | None, plain: Case
+) -> None:
     budget = sizes_of(share, plain)
     case = Case(budget, candidates=candidates)
     num_updates = 0
@@ -184,7 +193,7 @@ def test_planning_copies_neither_weights_nor_states() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.6, "1GiB"])
-def test_training_is_captured_after_it_is_planned(budget: Any, device: str) -> None:
+def test_training_is_captured_after_it_is_planned(budget: Budget, device: str) -> None:
     plain = Case(device=device).run()
     expected = [tensor.cpu() for tensor in (*plain.losses, *plain.model.parameters())]
     del plain
@@ -215,7 +224,7 @@ def test_training_is_captured_after_it_is_planned(budget: Any, device: str) -> N
 def test_smaller_and_larger_batches_are_captured_under_one_plan(parts: int, device: str) -> None:
     """Micro-batches, a scaler, and a batch that is larger than planned for after the capture."""
 
-    def trained(budget: Any = None) -> tuple[Case, list[torch.Tensor]]:
+    def trained(budget: Budget | None = None) -> tuple[Case, list[torch.Tensor]]:
         case = Case(budget, device, candidates=["full"])
         case.graph.config.set_gradient_accumulation_steps(parts)
         case.graph.set_grad_scaler(torch.amp.GradScaler(device, init_scale=16.0))
@@ -237,7 +246,7 @@ def test_smaller_and_larger_batches_are_captured_under_one_plan(parts: int, devi
         assert captured.num_replays > 4
 
 
-def test_where_everything_fits_two_updates_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_updates_are_enough_where_everything_fits(capsys: pytest.CaptureFixture[str]) -> None:
     case = Case("1GiB", progress=True)
     case.run(4)
     name = case.graph.name
@@ -290,7 +299,7 @@ class Attention(nn.Module):
 
 def test_half_as_many_texts_of_twice_the_length_are_another_size() -> None:
     """They have as many elements, and attention takes twice as much for them."""
-    model = nn.Sequential(*(Attention() for _ in range(4)))
+    model = stack_of(Attention, 4)
     graph = SquareGraph(model)
     graph.config.memory_budget = 0.8
     graph.config.plan_options = {**QUIET, "candidates": ["full"]}
@@ -306,7 +315,7 @@ def test_half_as_many_texts_of_twice_the_length_are_another_size() -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_micro_batches_are_one_update(count: int) -> None:
-    def case_of(budget: Any = None) -> Case:
+    def case_of(budget: Budget | None = None) -> Case:
         case = Case(budget)
         case.graph.config.set_gradient_accumulation_steps(count)
         return case
@@ -325,7 +334,7 @@ def test_micro_batches_are_one_update(count: int) -> None:
 def test_steps_that_the_scaler_skips_show_nothing() -> None:
     """The first ones overflow, and states of the optimizer do not exist until one does not."""
 
-    def case_of(budget: Any = None) -> Case:
+    def case_of(budget: Budget | None = None) -> Case:
         case = Case(budget)
         case.graph.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=16.0))
         case.model.head.weight.register_hook(lambda grad: grad * torch.inf if len(case.losses) < 4 else grad)
@@ -368,12 +377,12 @@ def test_an_error_leaves_nothing_behind_and_the_next_call_goes_on(plain: Case) -
     assert case.peaks[-1] == case.live.plan.predicted_peak_bytes <= case.live.plan.budget_bytes
 
 
-def _fail(*_: Any) -> None:
+def _fail(*_: object) -> None:
     raise ValueError("no luck")
 
 
 def test_a_graph_that_is_planning_dies_with_its_last_reference() -> None:
-    model = Listed(norm=nn.LayerNorm)
+    model = ListModel(norm=nn.LayerNorm)
     graph: Any = SquareGraph(model)
     graph.config.memory_budget = 0.6
     graph(torch.ones(8, D))
@@ -449,7 +458,7 @@ def test_debug_and_strict_inputs_work_while_it_plans(capsys: pytest.CaptureFixtu
     assert not case.is_planning
 
 
-def test_what_the_user_set_on_the_layers_is_replaced_and_other_policies_stay() -> None:
+def test_policies_that_the_user_set_on_the_layers_are_replaced_and_others_stay() -> None:
     case = Case("1GiB")
     case.graph.model.layers[5].config.activation_checkpointing = True
     case.graph.model.layers[5].up.config.offload = "disk"
@@ -511,7 +520,7 @@ def test_a_budget_below_what_updates_reach_is_planned_by_runs() -> None:
 @pytest.mark.parametrize(
     "how", [{"candidates": ["full", "joined"]}, {"container": {"activation_checkpointing": True}}], ids=str
 )
-def test_what_updates_cannot_show_is_planned_by_runs(how: dict[str, Any]) -> None:
+def test_options_that_updates_cannot_show_are_planned_by_runs(how: dict[str, Any]) -> None:
     container = how.pop("container", {})
     case = Case(0.9, **how)
     case.graph.model.config.update(container)
@@ -548,7 +557,7 @@ def test_options_hold_in_the_updates_and_in_the_plan(how: dict[str, Any], field:
 def test_a_layer_that_is_replaced_has_the_policy_of_its_place() -> None:
     case = Case("min", candidates=["full"]).run(4)
     assert not case.is_planning
-    case.graph.model.layers[2] = Layer()
+    case.graph.model.layers[2] = ResidualLayer()
     assert case.flags()[2] is None
     case.call()
     assert case.flags() == ["full"] * NUM_LAYERS
@@ -566,7 +575,7 @@ def test_nested_tensors_are_compared_by_their_elements() -> None:
 
 @pytest.mark.parametrize("calls", [1, 2, 6])
 def test_a_layer_that_is_removed_has_no_policy(calls: int, plain: Case) -> None:
-    def case_of(budget: Any = None) -> Case:
+    def case_of(budget: Budget | None = None) -> Case:
         case = Case(budget).run(calls)
         del case.model.layers[-1]
         return case.run(8)
@@ -586,7 +595,7 @@ class SeveralInputs(SquareGraph):
 
 def test_more_tensors_than_before_are_a_larger_input() -> None:
     """Each of them is as large as the one that was planned for."""
-    model = Listed(NUM_LAYERS, norm=nn.LayerNorm)
+    model = ListModel(NUM_LAYERS, norm=nn.LayerNorm)
     graph = SeveralInputs(model)
     x = torch.ones(ROWS, D)
     graph.config.memory_budget = 1_200_000
@@ -618,7 +627,7 @@ def test_a_plan_that_was_applied_before_the_first_call_stays() -> None:
 
 
 def test_several_optimizers_are_planned_for() -> None:
-    def case_of(budget: Any = None) -> Case:
+    def case_of(budget: Budget | None = None) -> Case:
         case = Case(budget)
         own = list(case.model.head.parameters())
         body = [p for p in case.model.parameters() if not any(p is each for each in own)]
@@ -640,7 +649,7 @@ class TwoRoots(Graph):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = Layer(), Layer()
+        self.first, self.second = ResidualLayer(), ResidualLayer()
         self.add_optimizer(torch.optim.SGD([*self.first.origin.parameters(), *self.second.origin.parameters()], lr=0.1))
         self.config.memory_budget = "1GiB"
         self.config.plan_options = {**QUIET, "select": ["first", "second"]}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from helpers.train_graphs import Train, adamw, batches, run_graph, same
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def test_print_before_and_after_the_first_call() -> None:
 
 
 def test_consecutive_layers_of_one_kind_and_policy_share_a_line() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)))
+    model = linear_layers(5, 4)
     graph = Shown(model, adamw(model))
     for layer in graph.model[1:4]:
         layer.config.activation_checkpointing = "selective"

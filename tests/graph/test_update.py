@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
+    LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -21,7 +23,9 @@ from torch.optim.lr_scheduler import (
 
 from graphckpt import ConfigError, GraphError, errors
 
-SCHEDULERS: dict[str, Any] = {
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "exponential": lambda o: ExponentialLR(o, 0.5),
     "cosine": lambda o: CosineAnnealingLR(o, T_max=3),
     "lambda": lambda o: LambdaLR(o, lambda step: 1 / (step + 1)),
@@ -30,7 +34,9 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-def pair(make_optimizer: Any = adamw, **options: Any) -> tuple[nn.Module, Any, nn.Module, Any]:
+def pair(
+    make_optimizer: MakeOptimizer = adamw, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
     ours, plain = mlp(**options), mlp(**options)
     return ours, make_optimizer(ours), plain, make_optimizer(plain)
 
@@ -76,7 +82,12 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 def plain_loop(
-    make: Any = adamw, *, schedule: str | None = None, has_scaler: bool = False, count: int = 8, **settings: Any
+    make: MakeOptimizer = adamw,
+    *,
+    schedule: str | None = None,
+    has_scaler: bool = False,
+    count: int = 8,
+    **settings: Any,
 ) -> tuple[Any, ...]:
     """Returns losses and all that the loop leaves."""
     model = mlp()
@@ -205,13 +216,13 @@ NOT_A_DTYPE = "expected torch.float16 or torch.bfloat16, got"
         ),
     ],
 )
-def test_what_settings_refuse(setting: str, arguments: dict[str, Any], message: str) -> None:
+def test_settings_refuse_wrong_values(setting: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{setting}: {message}")):
         getattr(Train(mlp()).config, setting)(**arguments)
 
 
 @pytest.mark.parametrize("case", WRONG_OPTIMIZERS)
-def test_what_add_optimizer_refuses(case: str) -> None:
+def test_add_optimizer_refuses_wrong_optimizers(case: str) -> None:
     make, schedule, message = WRONG_OPTIMIZERS[case]
     model = mlp()
     graph = Train(model)
@@ -471,7 +482,7 @@ def test_a_scaler_with_two_optimizers_of_which_one_is_not_reached() -> None:
     assert not same(model, mlp())
 
 
-def test_what_set_grad_scaler_refuses_and_unset() -> None:
+def test_set_grad_scaler_refuses_a_string_and_takes_none() -> None:
     ours, optimizer, plain, plain_optimizer = pair()
     graph = Train(ours, optimizer)
     with pytest.raises(GraphError, match=r"set_grad_scaler: expected a GradScaler, got str · fix: pass a"):
@@ -574,7 +585,7 @@ def test_an_optimizer_with_a_zero_grad_of_its_own_keeps_it(is_of_class: bool) ->
     model, calls = mlp(), []
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def zero_grad(*_: Any) -> None:
+    def zero_grad(*_: object) -> None:
         calls.append(torch.optim.Optimizer.zero_grad(optimizer))
 
     if is_of_class:

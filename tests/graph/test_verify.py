@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import graphckpt
 from graphckpt import ConfigError, GraphError
 from graphckpt.blocks.forward import policy_of
 
-FORWARDS = []
+Fault = Callable[[torch.Tensor], torch.Tensor]
+FORWARDS: list[Layer] = []
 
 
 class Layer(nn.Module):
@@ -26,7 +28,7 @@ class Layer(nn.Module):
         self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
         self.num_forwards = 0
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
         FORWARDS.append(self)
         y = x + self.drop(self.norm(self.linear(x)).relu())
@@ -44,8 +46,10 @@ class Net(nn.Sequential):
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
 
-def step_of(model: nn.Module, optimizer: Any = None, *, zeroes: bool = True) -> Any:
-    def step() -> Any:
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, zeroes: bool = True
+) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
         loss = model(X).square().mean()
         loss.backward()
         if optimizer is not None:
@@ -57,7 +61,7 @@ def step_of(model: nn.Module, optimizer: Any = None, *, zeroes: bool = True) -> 
     return step
 
 
-def state_of(model: nn.Module, optimizer: Any) -> Any:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     gradients = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
     return copy.deepcopy([model.state_dict(), optimizer.state_dict(), gradients, torch.get_rng_state()])
 
@@ -104,7 +108,7 @@ def test_plain_step_runs_without_recomputation() -> None:
     model, num_forwards = Net(), []
     step = step_of(model)
 
-    def counted() -> Any:
+    def counted() -> torch.Tensor:
         del FORWARDS[:]
         loss = step()
         num_forwards.append(len(FORWARDS))
@@ -116,29 +120,29 @@ def test_plain_step_runs_without_recomputation() -> None:
 
 class _Scaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> Any:
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad * 1.25
 
 
-def edit_buffer(layer: nn.Module) -> Any:
-    def fault(y: Any) -> Any:
+def edit_buffer(layer: nn.Module) -> Fault:
+    def fault(y: torch.Tensor) -> torch.Tensor:
         layer.norm.num_batches_tracked.add_(1)
         return y
 
     return fault
 
 
-def draw(y: Any) -> Any:
+def draw(y: torch.Tensor) -> torch.Tensor:
     torch.rand(1)
     return y
 
 
-def count(layer: nn.Module) -> Any:
-    def fault(y: Any) -> Any:
+def count(layer: nn.Module) -> Fault:
+    def fault(y: torch.Tensor) -> torch.Tensor:
         layer.num_forwards += 1
         return y
 
@@ -156,7 +160,7 @@ def count(layer: nn.Module) -> Any:
     ],
     ids=["loss", "gradient", "buffer", "RNG", "attribute"],
 )
-def test_each_fault_is_named_and_the_state_restored(fault: Any, message: str) -> None:
+def test_each_fault_is_named_and_the_state_restored(fault: Callable[[nn.Module], Fault], message: str) -> None:
     model = Net()
     model[1].fault = fault(model[1])
     model[2].drop.p = 0.0  # so that a draw in the block before it shows in the RNG state alone
@@ -177,7 +181,7 @@ def test_a_draw_in_the_last_block_shows_in_the_random_state() -> None:
 def test_step_that_differs_from_itself_is_told_apart() -> None:
     model, batches = Net(), iter(torch.randn(20, 16, 8))
 
-    def step() -> Any:
+    def step() -> torch.Tensor:
         loss = model(next(batches)).mean()
         loss.backward()
         return loss
@@ -193,7 +197,7 @@ def test_schedulers_are_restored() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     plain = step_of(model, optimizer)
 
-    def step() -> Any:
+    def step() -> torch.Tensor:
         loss = plain()
         scheduler.step()
         return loss

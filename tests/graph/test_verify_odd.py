@@ -10,22 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from torch import nn
 
 import graphckpt
 from graphckpt import ConfigError
-from graphckpt.graph.verify import _difference_of
+from graphckpt.blocks.apply import Policies
+from graphckpt.graph.verify import Verification, _difference_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
-def net(*first: Any) -> nn.Sequential:
+def net(*first: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*first, *(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3)))
+    return nn.Sequential(*first, *stack_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)), 3))
 
 
-def step_of(model: nn.Module, *optimizers: Any, x: Any = X) -> Any:
-    def step() -> Any:
+def step_of(model: nn.Module, *optimizers: torch.optim.Optimizer, x: torch.Tensor = X) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
         loss = model(x).square().mean()
         loss.backward()
         for optimizer in optimizers:
@@ -36,7 +38,7 @@ def step_of(model: nn.Module, *optimizers: Any, x: Any = X) -> Any:
     return step
 
 
-def verify(model: nn.Module, step: Any, policies: bool = True) -> Any:
+def verify(model: nn.Module, step: Callable[[], object], policies: Policies = True) -> Verification:
     return graphckpt.verify(model, step, policies, show=False)
 
 
@@ -54,7 +56,7 @@ def assert_same(one: Any, other: Any) -> None:
         ([2**53], [2**53 + 1], "differs from the plain step's in 1 of 1 elements, by up to 0"),
     ],
 )
-def test_each_bit_counts(own: Any, plain: Any, text: str) -> None:
+def test_each_bit_counts(own: list[complex], plain: list[complex], text: str) -> None:
     assert _difference_of(torch.tensor(own), torch.tensor(own)) is None
     assert re.fullmatch(text, _difference_of(torch.tensor(own), torch.tensor(plain)))
 
@@ -68,7 +70,7 @@ def test_all_nans_are_equal() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.bool, torch.complex128]
 )
-def test_buffers_of_any_type(dtype: Any) -> None:
+def test_buffers_of_any_type(dtype: torch.dtype) -> None:
     model = net()
     model[0].register_buffer("odd", torch.ones(3).to(dtype))
     assert "1 buffer" in verify(model, step_of(model)).contents
@@ -90,8 +92,8 @@ def test_lists_in_optimizer_states_are_restored() -> None:
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
-    def step() -> Any:
-        def closure() -> Any:
+    def step() -> object:
+        def closure() -> torch.Tensor:
             optimizer.zero_grad()
             torch.manual_seed(0)
             loss = model(X).square().sum()
@@ -116,7 +118,7 @@ def test_groups_that_the_step_adds_are_removed() -> None:
     optimizer = torch.optim.AdamW(model[0].parameters())
     plain = step_of(model, optimizer)
 
-    def step() -> Any:
+    def step() -> object:
         loss = plain()
         if len(optimizer.param_groups) == 1:
             optimizer.add_param_group({"params": list(model[1].parameters())})
@@ -130,7 +132,7 @@ def test_layers_that_the_step_freezes_are_trainable_again() -> None:
     model = net()
     plain = step_of(model)
 
-    def step() -> Any:
+    def step() -> object:
         loss = plain()
         model[0].requires_grad_(requires_grad=False)
         return loss
@@ -147,7 +149,7 @@ def test_parameters_outside_of_the_model_are_restored() -> None:
     assert_same(head.state_dict(), before)
 
 
-def without_gradients(model: nn.Module) -> Any:
+def without_gradients(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(X).sum()
 
@@ -166,7 +168,7 @@ def without_gradients(model: nn.Module) -> Any:
     ],
     ids=["nothing", "no_grad", "another model", "other blocks", "no backward"],
 )
-def test_step_that_shows_nothing_is_refused(step: Any, message: str) -> None:
+def test_step_that_shows_nothing_is_refused(step: Callable[[nn.Module], object], message: str) -> None:
     model = net(nn.Identity())
     with pytest.raises(ConfigError, match=message):
         verify(model, lambda: step(model), ["1", "2"])
@@ -175,7 +177,7 @@ def test_step_that_shows_nothing_is_refused(step: Any, message: str) -> None:
 def test_gradients_of_a_functional_step_count_as_a_backward() -> None:
     model = net()
 
-    def step() -> Any:
+    def step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(model(X).sum(), list(model.parameters()))
 
     assert verify(model, step).contents == "6 outputs, 6 parameters, RNG"
@@ -184,7 +186,7 @@ def test_gradients_of_a_functional_step_count_as_a_backward() -> None:
 def test_model_whose_inputs_alone_are_trained() -> None:
     model, x = net().requires_grad_(requires_grad=False), X.clone().requires_grad_()
 
-    def step() -> Any:
+    def step() -> torch.Tensor:
         return torch.autograd.grad(model(x).sum(), x)[0]
 
     assert verify(model, step).contents == "1 output, 6 parameters, RNG"
@@ -200,10 +202,10 @@ def test_compiled_model() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda y: y.detach().numpy(), lambda _: object(), lambda y: (each for each in y)])
-def test_outputs_that_cannot_be_compared_are_refused(wrap: Callable[..., Any]) -> None:
+def test_outputs_that_cannot_be_compared_are_refused(wrap: Callable[[torch.Tensor], object]) -> None:
     model = net()
 
-    def step() -> Any:
+    def step() -> object:
         y = model(X)
         y.sum().backward()
         return wrap(y)
@@ -214,7 +216,7 @@ def test_outputs_that_cannot_be_compared_are_refused(wrap: Callable[..., Any]) -
         verify(model, step)
 
 
-def test_other_outputs_are_compared() -> None:
+def test_outputs_that_are_not_tensors_are_compared() -> None:
     model = net()
 
     def step() -> dict[str, Any]:
@@ -264,7 +266,7 @@ def test_gradients_of_parameters_that_the_step_makes_are_compared(replace: bool)
     model = net()
     weight = model[0][0].weight
 
-    def step() -> Any:
+    def step() -> object:
         if replace:
             model[0][0].weight = nn.Parameter(model[0][0].weight.detach() * 0.9)
         elif len(model) == 3:

@@ -124,7 +124,7 @@ def test_edits_of_what_lies_elsewhere_are_seen_and_undone() -> None:
         ("Cannot copy between CPU and CUDA tensors during CUDA graph capture", "pass tensors on the device"),
     ],
 )
-def test_what_the_device_says_has_a_fix(said: str, message: str) -> None:
+def test_an_error_of_the_device_has_a_fix(said: str, message: str) -> None:
     assert f" · fix: {message}" in capture_failure(RuntimeError(said), [])
 
 

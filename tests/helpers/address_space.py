@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.linear(x).tanh().sin().cos().exp()
 
 
@@ -33,7 +32,7 @@ class Step(Graph):
         self.config.on_out_of_memory = "replan"
         self.config.measure = False
 
-    def build(self, x: torch.Tensor) -> Any:
+    def build(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
         loss = x.square().mean()

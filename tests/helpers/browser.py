@@ -45,7 +45,7 @@ class Page:
         self.wait(1)
 
     @property
-    def faults(self) -> list[Any]:
+    def faults(self) -> list[dict[str, object]]:
         """What the page has written to the console, and errors."""
         return [parameters for name, parameters in self._browser.events if name in _FAULTS]
 

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from fuzz.bench import same
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt import Graph
+from graphckpt.graph.captured_step import CapturedStep
 from helpers.hard_modules import D, chain, rng_state
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +45,12 @@ def scaler(growth_interval: int = 2) -> torch.amp.GradScaler:
 
 class Train(Graph):
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, *, capture: str = "cuda_graph"
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None = None,
+        *,
+        capture: str = "cuda_graph",
     ) -> None:
         super().__init__()
         self.model = model
@@ -56,15 +63,15 @@ class Train(Graph):
         return loss
 
 
-def captured(graph: Graph) -> Any:
+def captured(graph: Graph) -> CapturedStep | None:
     return graph._step.captured
 
 
-def num_alive(captures: Any) -> int:
+def num_alive(captures: CapturedStep) -> int:
     return sum(capture.is_alive for capture in captures.backend._captures)
 
 
-def model_of(kind: str = "mlp") -> Any:
+def model_of(kind: str = "mlp") -> nn.Sequential:
     return chain(kind).to(DEVICE)
 
 
@@ -78,12 +85,12 @@ def run(
     *,
     build_model: Callable[[], nn.Module] = model_of,
     make: MakeOptimizer = adamw,
-    set_up: Callable[[Any], Any] = lambda graph: None,
+    set_up: Callable[[Train], object] = lambda graph: None,
     inputs: list[Tensor] | None = None,
-    between: Callable[[int, Any], None] = lambda number, graph: None,
+    between: Callable[[int, Train], None] = lambda number, graph: None,
     schedule: bool = True,
     graph_class: type[Train] = Train,
-) -> tuple[list[Any], Any]:
+) -> tuple[list[Any], Train]:
     """Runs ten steps, and returns all that they left: outputs, parameters, buffers, rates, RNG states."""
     model = build_model()
     optimizer = make(model)
@@ -99,7 +106,7 @@ def run(
     return [*results, torch.get_rng_state(), rng_state(DEVICE)], graph
 
 
-def both(num_replays: int | None = 7, plain: list[Any] | None = None, **settings: Any) -> Any:
+def both(num_replays: int | None = 7, plain: list[Any] | None = None, **settings: Any) -> Train:
     """Compares captured steps with plain ones, and returns the graph. Calls before the capture are real steps."""
     plain = plain or run("eager", **settings)[0]
     ours, graph = run("cuda_graph", **settings)

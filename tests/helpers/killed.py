@@ -14,13 +14,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch._dynamo
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401 - seconds, which each child would need otherwise
-from torch import nn
 
 import graphckpt.config.trainer  # noqa: F401 - before the children start
 from graphckpt.cli import main
@@ -32,7 +33,7 @@ DIED = 77  # exit code of a child that ended itself
 _SYNC_SECONDS = 0.002  # a slow disk, so that there is time to be killed in the midst of a snapshot
 
 
-def _slowly(sync: Any) -> Any:
+def _slowly(sync: Callable[[Path], None]) -> Callable[[Path], None]:
     def slow_sync(path: Path) -> None:
         time.sleep(_SYNC_SECONDS)
         sync(path)
@@ -40,7 +41,7 @@ def _slowly(sync: Any) -> Any:
     return slow_sync
 
 
-def _dying(module: nn.Module, name: str, calls: Any, number: Any) -> None:
+def _dying(module: ModuleType, name: str, calls: Iterator[int], number: int) -> None:
     call = getattr(module, name)
 
     def dying(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +52,7 @@ def _dying(module: nn.Module, name: str, calls: Any, number: Any) -> None:
     setattr(module, name, dying)
 
 
-def _child(order: Any) -> None:
+def _child(order: dict[str, Any]) -> None:
     if order.get("dies_at") is not None:
         calls = itertools.count()
         for name in ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync", "ftruncate"):
@@ -70,7 +71,7 @@ def _child(order: Any) -> None:
         os._exit(main(order["words"]))
 
 
-def _run(order: Any) -> Any:
+def _run(order: dict[str, Any]) -> int:
     pid = os.fork()
     if not pid:
         try:

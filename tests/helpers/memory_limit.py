@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,12 @@ class MemoryLimit(LiveBytes):
         super().__init__(record_timeline=False)
         self.limit = limit
         self.num_raised = 0
-        self.functions = set()
+        self.functions: set[str] = set()
         """The names of the functions that ran when it raised."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.limit is not None and self.live_bytes > self.limit:
             del result

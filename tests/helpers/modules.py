@@ -11,6 +11,9 @@ from torch import nn
 def as_module(fields: Callable[..., dict[str, Any]] = dict) -> Callable[[Callable[..., Any]], Any]:
     """Makes a module class of a forward. Instances have the ``fields``, which their arguments are given to.
 
+    For the odd module that a test is about; stacks of plain layers are in :mod:`helpers.layer_stacks`. Forwards take
+    ``self: Any``, since the fields are known to the decorator alone.
+
     >>> @as_module(lambda width: {"linear": nn.Linear(width, 2)})
     ... def Layer(self, x):
     ...     return self.linear(x).sin()

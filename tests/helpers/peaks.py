@@ -23,7 +23,9 @@ def tracked_peak(model: nn.Module, step: Callable[[], object], optimizers: Itera
     return live.peak_bytes
 
 
-def saved_bytes(model: nn.Module, x: Any, loss_of: Callable[[Any], torch.Tensor] = torch.sum) -> int:
+def saved_bytes(
+    model: nn.Module, x: torch.Tensor | dict[str, Any], loss_of: Callable[[Any], torch.Tensor] = torch.sum
+) -> int:
     """Returns the bytes that a forward adds, without the loss of its output; a step before it learns.
 
     ``x`` is the input, or a dictionary of keyword arguments.

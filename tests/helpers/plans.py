@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphckpt.blocks.select import Selector
 from graphckpt.planning.candidates import NEAR, Option
 from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan_step import find_blocks
@@ -18,8 +19,11 @@ from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
 
+M = TypeVar("M", bound=nn.Module)
+Selectors = Selector | Iterable[Selector] | None
 
-def stepped_once(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> tuple[Callable[[], None], list[Optimizer]]:
+
+def stepped_once(model: M, loss: Callable[[M], Tensor]) -> tuple[Callable[[], None], list[Optimizer]]:
     """Returns a step that updates a model by AdamW, and its optimizers."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
 
@@ -33,34 +37,15 @@ def stepped_once(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> tuple
 
 
 def measured_step(
-    model: nn.Module, step: Callable[[], object], blocks: Any = None, options: Sequence[Option] = NEAR
+    model: nn.Module, step: Callable[[], object], blocks: Selectors = None, options: Sequence[Option] = NEAR
 ) -> MeasuredStep:
     return measure(RealStep(model, step), Blocks(find_blocks(model, blocks)), options)
 
 
-def planner_of(model: nn.Module, step: Callable[[], object], blocks: Any = None) -> Planner:
+def planner_of(model: nn.Module, step: Callable[[], object], blocks: Selectors = None) -> Planner:
     return Planner(PolicySearch(measured_step(model, step, blocks)), model=model)
 
 
 def fields_of(measured: MeasuredStep, plan: Sequence[int]) -> dict[str, Any]:
     """Returns the policies of a plan, as ``graphckpt.apply`` takes them."""
     return {name: own[o].fields for name, own, o in zip(measured.names, measured.options_of, plan, strict=True)}
-
-
-def tiny_gpt2(**sizes: Any) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 - takes seconds
-
-    small = {"n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 32, "use_cache": False}
-    return GPT2LMHeadModel(GPT2Config(**small | sizes, bos_token_id=0, eos_token_id=0)).train()
-
-
-def gpt2_step(*, num_tokens: int = 24, **sizes: Any) -> tuple[nn.Module, Callable[[], None]]:
-    """Returns a small GPT-2, and a step of it."""
-    torch.manual_seed(0)
-    model = tiny_gpt2(**sizes)
-    ids = torch.randint(0, model.config.vocab_size, (4, num_tokens))
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-
-    return model, step

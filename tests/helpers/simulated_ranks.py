@@ -14,53 +14,60 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphckpt
+from graphckpt.planning.options import Budget
 from tests.parallel.test_live_bytes import Meter
 
 LAYERS = 4
 ATTEMPTS = 5
 """gloo's threads may free what they have sent a little late, in any of the steps that are compared."""
-CANDIDATES: list[Any] = ["full", {"rule": "selective", "save": "matmul"}]
+CANDIDATES: list[str | dict[str, str]] = ["full", {"rule": "selective", "save": "matmul"}]
 
 
-def sharded(model: Any, mesh: DeviceMesh | None = None, **how: Any) -> None:
+def sharded(model: LlamaForCausalLM, mesh: DeviceMesh | None = None, **how: Any) -> None:
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=mesh, **how)
 
 
-def tensor_parallel(model: Any, mesh: DeviceMesh | None = None) -> None:
-    plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+def tensor_parallel(model: LlamaForCausalLM, mesh: DeviceMesh | None = None) -> None:
+    plan: dict[str, ParallelStyle] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
     plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
     plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
     for layer in model.model.layers:
         parallelize_module(layer, mesh or init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
 
-def with_sharded_logits(model: Any) -> None:
+def with_sharded_logits(model: LlamaForCausalLM) -> None:
     """Has the logits sharded by token, for a loss within ``loss_parallel()``."""
     tensor_parallel(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(model.lm_head, mesh, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
 
 
-def on_two_dimensions(model: Any) -> None:
+def on_two_dimensions(model: LlamaForCausalLM) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     tensor_parallel(model, mesh["tp"])
     sharded(model, mesh["dp"])
 
 
-def hybrid(model: Any) -> None:
+def hybrid(model: LlamaForCausalLM) -> None:
     """HSDP: shards in each half of the ranks, and has the halves alike."""
     sharded(model, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
 
 
-def with_mlps_apart(model: Any) -> None:
+def with_mlps_apart(model: LlamaForCausalLM) -> None:
     for layer in model.model.layers:
         fully_shard(layer.mlp)
     sharded(model)
@@ -73,21 +80,21 @@ class Statistics(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(128)
 
-    def forward(self, x_BTD: Tensor, **_: Any) -> Tensor:
+    def forward(self, x_BTD: Tensor, **_: object) -> Tensor:
         return x_BTD + self.norm(x_BTD.flatten(0, 1)).view_as(x_BTD)
 
 
-def ddp(model: Any, **how: Any) -> nn.Module:
+def ddp(model: nn.Module, **how: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, **how)
 
 
-def with_statistics(model: Any) -> Any:
+def with_statistics(model: LlamaForCausalLM) -> LlamaForCausalLM:
     model.model.layers.append(Statistics())
     model.config.num_hidden_layers += 1
     return model
 
 
-def with_unused(model: Any) -> Any:
+def with_unused(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """Has parameters that no gradient reaches, in the midst of others."""
     model.model.layers[1].unused = nn.Linear(128, 96)
     return model
@@ -95,7 +102,7 @@ def with_unused(model: Any) -> Any:
 
 class Way(NamedTuple):
     num_ranks: int
-    spread: Callable[[Any], nn.Module | None]
+    spread: Callable[[LlamaForCausalLM], nn.Module | None]
     """Spreads a model; returns the module to call, or ``None`` if that is the model."""
     num_micro_batches: int = 1
     within: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -135,7 +142,7 @@ class Case:
         torch.manual_seed(0)
         sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": LAYERS, "vocab_size": 512}
         config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, use_cache=False)
-        self.model: Any = LlamaForCausalLM(config)
+        self.model = LlamaForCausalLM(config)
         self.num_micro_batches = WAYS[way].num_micro_batches
         self.within = WAYS[way].within
         self.wrapper: Any = WAYS[way].spread(self.model) or self.model
@@ -155,7 +162,7 @@ class Case:
             self.wrapper(self.tokens_BT, labels=self.tokens_BT).loss.backward()
 
 
-def step_peaks(case: Any) -> Iterator[int]:
+def step_peaks(case: Case | PipelineCase) -> Iterator[int]:
     """Yields the peaks of steps: what outlives a step, such as DDP's buckets, counts from the start of the next."""
     with Meter([*case.model.parameters(), *case.model.buffers()]) as first:
         case.step()
@@ -170,7 +177,7 @@ def step_peaks(case: Any) -> Iterator[int]:
         yield meter.peak
 
 
-def planned(way: str, budget: Any) -> graphckpt.Plan:
+def planned(way: str, budget: Budget) -> graphckpt.Plan:
     def make() -> tuple[nn.Module, Callable[[], None]]:
         case = Case(way)
         return case.model, case.step
@@ -185,7 +192,7 @@ def planned(way: str, budget: Any) -> graphckpt.Plan:
     )
 
 
-def planned_evenly(plan: Callable[[Any], graphckpt.Plan], num_plans: int) -> list[tuple[Mapping[str, Any], int]]:
+def planned_evenly(plan: Callable[[str], graphckpt.Plan], num_plans: int) -> list[tuple[Mapping[str, Any], int]]:
     """Returns policies and predicted peaks: everything kept, the lowest peak, and budgets evenly between them."""
     lowest = plan("min")
     spread = lowest.plain_peak_bytes - lowest.predicted_peak_bytes
@@ -196,7 +203,9 @@ def planned_evenly(plan: Callable[[Any], graphckpt.Plan], num_plans: int) -> lis
     return [({}, lowest.plain_peak_bytes), *((each.policies, each.predicted_peak_bytes) for each in plans)]
 
 
-def peaks(case: Any, policies: Mapping[str, Any], predicted: int, attempts: int = ATTEMPTS) -> list[int]:
+def peaks(
+    case: Case | PipelineCase, policies: Mapping[str, Any], predicted: int, attempts: int = ATTEMPTS
+) -> list[int]:
     """Returns the lowest peak under ``policies`` on each rank, over steps until it is at most ``predicted``.
 
     ``attempts`` is the most; ``predicted`` may differ between ranks.
@@ -276,7 +285,7 @@ class PipelineCase:
         self.optimizer.zero_grad()
 
 
-def planned_stage(schedule: str, num_stages: int, rank: int, budget: Any) -> graphckpt.Plan:
+def planned_stage(schedule: str, num_stages: int, rank: int, budget: Budget) -> graphckpt.Plan:
     def make() -> tuple[nn.Module, Callable[[], None]]:
         case = PipelineCase(schedule)
         return case.model, case.step

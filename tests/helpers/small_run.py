@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ import pytest
 import torch
 from fuzz.bench import same as equal  # noqa: F401 - of two states, for tests
 from safetensors.torch import load_file
+from torch import Tensor
 
 from graphckpt.cli import main
 from graphckpt.config.trainer import trainer_from
-from graphckpt.train.hooks.snapshot import SnapshotHook
-from graphckpt.train.loop import HookBase
+from graphckpt.train.hooks.snapshot import SnapshotHook, SnapshotWriter
+from graphckpt.train.loop import HookBase, Loop
+from graphckpt.train.snapshot.saved_run import TrainResult
+from graphckpt.train.trainer import Trainer
 
 CONFIG = """
 from graphckpt.config import get_config
@@ -45,7 +48,7 @@ TIMES = {"time", "data_time", "total_throughput", "tokens_per_second", "rss_byte
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with texts and a config, to be in."""
     monkeypatch.chdir(tmp_path)
     generator = random.Random(0)
@@ -58,13 +61,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def child(place: Any) -> Iterator[Any]:
+def child(place: Path) -> Iterator[Callable[..., int]]:
     """Runs the command line in a child of a process that has imported everything; returns the exit code."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, Path(__file__).with_name("killed.py")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
 
-        def run(folder: Path, *more: Any, **order: Any) -> Any:
+        def run(folder: str, *more: str, **order: Any) -> int:
             train_words = ["train", "--config-file", "tiny.py", f"train.output_dir={folder}", *more]
             order = {"words": train_words, "folder": folder, "output": f"{folder}.txt", **order}
             process.stdin.write(json.dumps(order) + "\n")
@@ -75,30 +78,30 @@ def child(place: Any) -> Iterator[Any]:
         process.stdin.close()
 
 
-def train(*words: Any) -> Any:
+def train(*words: str) -> int:
     return main(["train", "--config-file", "tiny.py", *words])
 
 
-def train_in(folder: Path, *words: Any) -> Any:
+def train_in(folder: str | Path, *words: str) -> int:
     return train(f"train.output_dir={folder}", *words)
 
 
-def rows_of(folder: Path) -> list[Any]:
+def rows_of(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
     return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
 
-def same_weights(one: Any, other: Any, is_equal: Any = torch.equal) -> Any:
+def same_weights(one: Path, other: Path, is_equal: Callable[[Tensor, Tensor], bool] = torch.equal) -> bool:
     first, second = (load_file(folder / "model_final" / "model.safetensors") for folder in (one, other))
     return first.keys() == second.keys() and all(is_equal(first[name], second[name]) for name in first)
 
 
-def near(one: Any, other: Any) -> Any:
+def near(one: Path, other: Path) -> bool:
     """Whether the final weights of two runs agree up to rounding."""
     return same_weights(one, other, functools.partial(torch.allclose, rtol=1e-3, atol=1e-4))
 
 
-def near_rows(one: Any, other: Any) -> Any:
+def near_rows(one: Path, other: Path) -> bool:
     pairs = list(zip(rows_of(one), rows_of(other), strict=True))
     return all(a.keys() == b.keys() and all(b[k] == pytest.approx(a[k], rel=1e-4) for k in a) for a, b in pairs)
 
@@ -111,25 +114,29 @@ class Calls(HookBase):
 
 
 class StopAfter(HookBase):
-    def __init__(self, done: Any, number: Any = signal.SIGINT) -> None:
+    def __init__(self, done: int, number: signal.Signals = signal.SIGINT) -> None:
         self.done, self.number = done, number
 
-    def after_step(self, loop: Any) -> None:
+    def after_step(self, loop: Loop) -> None:
         if loop.done == self.done:
             os.kill(os.getpid(), self.number)
 
 
-def trainer_of(folder: Path, *words: Any, config: str = "tiny.py", hooks: tuple[Any, ...] = (), **how: Any) -> Any:
+def trainer_of(
+    folder: str | Path, *words: str, config: str = "tiny.py", hooks: Sequence[HookBase] = (), **how: Any
+) -> Trainer:
     trainer = trainer_from(config, [f"train.output_dir={folder}", *words], **how)
     trainer._more_hooks = hooks
     return trainer
 
 
-def stopped(folder: Path, done: Any, *words: Any, number: Any = signal.SIGINT, **how: Any) -> Any:
+def stopped(
+    folder: str | Path, done: int, *words: str, number: signal.Signals = signal.SIGINT, **how: Any
+) -> TrainResult:
     return trainer_of(folder, *words, hooks=(StopAfter(done, number),), **how).train()
 
 
-def writer_of(loop: Any) -> Any:
+def writer_of(loop: Loop) -> SnapshotWriter:
     (hook,) = (hook for hook in loop._hooks if isinstance(hook, SnapshotHook))
     return hook._writer
 
@@ -138,16 +145,16 @@ class Losses(HookBase):
     """Notes the losses of a run, and what its snapshots are taken of."""
 
     def __init__(self) -> None:
-        self.losses = []
+        self.losses: list[float] = []
 
-    def before_train(self, loop: Any) -> None:
+    def before_train(self, loop: Loop) -> None:
         self.state = writer_of(loop)._state
 
-    def after_step(self, loop: Any) -> None:
+    def after_step(self, loop: Loop) -> None:
         self.losses.append(float(loop.losses["total_loss"]))
 
 
-def run(folder: Path, *words: Any, hooks: tuple[Any, ...] = (), **how: Any) -> Any:
+def run(folder: str | Path, *words: str, hooks: Sequence[HookBase] = (), **how: Any) -> Losses:
     noted = Losses()
     trainer_of(folder, *words, hooks=(noted, *hooks), **how).train()
     return noted

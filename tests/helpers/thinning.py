@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def slow_unless(is_fast: bool) -> Any:
+def slow_unless(is_fast: bool) -> pytest.MarkDecorator | tuple[()]:
     """Returns the marks of a case."""
     return () if is_fast else pytest.mark.slow
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from graphckpt import Graph
 
@@ -29,7 +31,9 @@ def batches(count: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
 class Train(Graph):
     """The step that most tests run: a model, a loss, one optimizer."""
 
-    def __init__(self, model: nn.Module, optimizer: Any = None, scheduler: Any = None, **debug: Any) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None = None, scheduler: LRScheduler | None = None, **debug: Any
+    ) -> None:
         super().__init__(**debug)
         self.model = model
         self.loss = nn.CrossEntropyLoss()
@@ -47,7 +51,11 @@ class SquareGraph(Graph):
     """Trains a model by the mean square of its output, with SGD unless another optimizer is given."""
 
     def __init__(
-        self, model: nn.Module, flags: dict[str, Any] | None = None, optimizer: Any = None, scheduler: Any = None
+        self,
+        model: nn.Module,
+        flags: dict[str, Any] | None = None,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -83,7 +91,7 @@ def run_graph(graph: Graph, count: int = 4, seed: int = 3) -> list[Tensor]:
 def run_plain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheduler: Any = None,
+    scheduler: LRScheduler | None = None,
     *,
     count: int = 4,
     seed: int = 3,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from graphckpt.stores.base import Traffic
 from graphckpt.stores.host import CopyEngine, CopyEvent
 from graphckpt.stores.pinned import HostBuffer
 
@@ -43,21 +45,23 @@ class WatchedCopies:
 
         return HostBuffer(buffer.flat, release)
 
-    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Any = None) -> Copy:
+    def offload(self, device_flat: torch.Tensor, host_flat: torch.Tensor, traffic: Traffic | None = None) -> Copy:
         return self._note("out", self._engine.offload(device_flat, host_flat, traffic))
 
-    def reload(self, host_flats: Any, device_flats: Any, traffic: Any = None) -> list[Copy]:
+    def reload(
+        self, host_flats: Sequence[torch.Tensor], device_flats: Sequence[torch.Tensor], traffic: Traffic | None = None
+    ) -> list[Copy]:
         return [self._note("back", event) for event in self._engine.reload(host_flats, device_flats, traffic)]
 
     def _note(self, what: str, event: CopyEvent) -> Copy:
         self.history.append(Copy(what, event, next(_TICKS)))
         return self.history[-1]
 
-    def wait(self, event: Any) -> bool:
+    def wait(self, event: Copy) -> bool:
         event.joined_at = event.joined_at or next(_TICKS)
         return self._engine.wait(event.event)
 
-    def wait_in_order(self, events: Any) -> None:
+    def wait_in_order(self, events: Sequence[Copy]) -> None:
         for event in events:
             event.joined_at = event.joined_at or next(_TICKS)
         self._engine.wait_in_order([event.event for event in events])

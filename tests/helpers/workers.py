@@ -7,8 +7,6 @@ does nothing under pytest 9.2, whose ids of tests cannot be changed.)
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -20,7 +18,7 @@ class FileScheduling(LoadFileScheduling):
         return "several processes" if has_ranks else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileScheduling | None:
     return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 

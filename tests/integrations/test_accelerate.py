@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from helpers.plans import tiny_gpt2
+from helpers.layer_stacks import tiny_gpt2
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 

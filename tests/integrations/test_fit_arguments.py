@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plans import tiny_gpt2
+from helpers.layer_stacks import tiny_gpt2
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from graphckpt import ConfigError
 from graphckpt.integrations.transformers import GraphckptCallback, fit_training_arguments
@@ -29,7 +29,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def gpt2() -> Any:
+def gpt2() -> PreTrainedModel:
     torch.manual_seed(0)
     return tiny_gpt2(n_embd=32, n_positions=48, vocab_size=64)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
@@ -41,7 +42,7 @@ class Regression(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.batch = batch
-        self.net = nn.Sequential(nn.Linear(8, 16), *(Layer(16) for _ in range(LAYERS)), nn.Linear(16, 1))
+        self.net = nn.Sequential(nn.Linear(8, 16), *stack_of(lambda: Layer(16), LAYERS), nn.Linear(16, 1))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
@@ -59,7 +60,7 @@ class Regression(LightningModule):
 def fit(
     folder: Path,
     *callbacks: GraphckptCallback,
-    strategy: Any = "auto",
+    strategy: str | DDPStrategy = "auto",
     devices: int = 1,
     batch: int = 8,
     kind: Any = None,
@@ -99,7 +100,9 @@ def ddp() -> Any:
     dist.destroy_process_group()
 
 
-def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(tmp_path: Path, capsys: Any) -> None:
+def test_one_line_in_lightning_saves_bytes_and_changes_no_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = fit(tmp_path)
     callback = GraphckptCallback(select=Layer)
     ours = fit(tmp_path, callback, logger=CSVLogger(tmp_path))
@@ -125,7 +128,9 @@ def test_the_same_line_under_ddp(tmp_path: Path, ddp: Any) -> None:
     assert callback.explanation.bytes_saved > 0
 
 
-def test_a_memory_budget_is_planned_for_in_the_first_batches(tmp_path: Path, capsys: Any) -> None:
+def test_a_memory_budget_is_planned_for_in_the_first_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = fit(tmp_path, batch=256, max_epochs=3)
     callback = GraphckptCallback(select="Layer", memory_budget=0.6, report="table", plot=str(tmp_path / "step.png"))
     ours = fit(tmp_path, callback, batch=256, max_epochs=3)
@@ -158,7 +163,7 @@ class ByHand(Regression):
             self.manual_backward(loss)
             optimizer.step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         return torch.optim.AdamW(self.net[:3].parameters()), torch.optim.SGD(self.net[3:].parameters())
 
 
@@ -189,7 +194,7 @@ def test_the_measured_batch_is_one_with_optimizer_states_if_there_is_one(
 
 def test_an_error_takes_the_policies_off(tmp_path: Path) -> None:
     class Failing(Callback):
-        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
             self.module = pl_module
             raise ZeroDivisionError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.plans import tiny_gpt2
+from helpers.layer_stacks import linear_layers, stack_of, tiny_gpt2
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset
@@ -22,6 +22,7 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     HfArgumentParser,
+    PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -30,6 +31,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.utils import ModelOutput
 
 import graphckpt
 from graphckpt import ConfigError, PlanError, progress
@@ -65,7 +67,7 @@ def bert() -> BertForSequenceClassification:
     return BertForSequenceClassification(BertConfig(vocab_size=64, max_position_embeddings=64, **sizes))
 
 
-def gpt2(**more: Any) -> Any:
+def gpt2(**more: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_positions": 64, "vocab_size": 64, "loss_type": "ForCausalLM"}
     return tiny_gpt2(n_layer=LAYERS, use_cache=True, **sizes, **more)
@@ -107,7 +109,7 @@ def assert_equal(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
 
 
 def train_twice(
-    build: Any, folder: Path, callback: GraphckptCallback, own: Any = None, **more: Any
+    build: Callable[[], PreTrainedModel], folder: Path, callback: GraphckptCallback, own: Any = None, **more: Any
 ) -> tuple[Trainer, dict[str, int]]:
     """Trains without the callback, and with it and the arguments ``own``: the weights are equal."""
     plain, _ = train(build(), folder, **more)
@@ -122,7 +124,9 @@ def has_policies(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("build", [bert, gpt2])
-def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(build: Any, tmp_path: Path, capsys: Any) -> None:
+def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(
+    build: Callable[[], PreTrainedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     callback = GraphckptCallback(rule="full")
     trainer, runs = train_twice(build, tmp_path, callback)
     assert set(runs.values()) == {6}, "twice in each of three steps"
@@ -136,7 +140,7 @@ def test_one_line_in_trainer_saves_bytes_and_changes_no_bit(build: Any, tmp_path
     assert callback.handle.explain(show=False) == callback.explanation
 
 
-def test_a_memory_budget_is_planned_for_in_the_first_steps(tmp_path: Path, capsys: Any) -> None:
+def test_a_memory_budget_is_planned_for_in_the_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (keys,) = HfArgumentParser(GraphckptArguments).parse_args_into_dataclasses(["--graphckpt_memory_budget", "0.6"])
     callback = GraphckptCallback(**keys.keys(), report="table", plot=str(tmp_path / "step.png"))
     train_twice(gpt2, tmp_path, callback, max_steps=9)
@@ -153,14 +157,14 @@ def test_a_memory_budget_is_planned_for_in_the_first_steps(tmp_path: Path, capsy
 class Prefers(Trainer):
     """Compares two batches, as trainers on preferences do; their model call has no such arguments."""
 
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **more: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **more: Any) -> Any:
         return model(inputs["chosen"]).logits.mean() - model(inputs["rejected"]).logits.mean()
 
 
 class Samples(Trainer):
     """Is given plain rows, and makes its batches itself."""
 
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Any:
+    def training_step(self, model: nn.Module, inputs: list[dict[str, Tensor]], *args: Any) -> Tensor:
         tokens = torch.stack([row["input_ids"] for row in inputs])
         return super().training_step(model, {"input_ids": tokens, "labels": tokens}, *args)
 
@@ -177,7 +181,7 @@ class Pairs(RandomTokens):
         return dict.fromkeys(("chosen", "rejected"), self.tokens[index])
 
 
-def half_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+def half_loss(outputs: ModelOutput, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     return outputs.logits.float().logsumexp(-1).mean() / 2
 
 
@@ -245,7 +249,7 @@ class InOrder(Trainer):
     def _get_train_sampler(self, *args: Any) -> Any:
         return torch.utils.data.SequentialSampler(Lengths(*self.train_dataset.lengths))
 
-    def training_step(self, *args: Any, **more: Any) -> Any:
+    def training_step(self, *args: Any, **more: Any) -> Tensor:
         live = LiveBytes("cpu", record_timeline=False)
         states = (value for state in self.optimizer.optimizer.state.values() for value in state.values())
         live.track([*self.model.parameters(), *states])
@@ -262,7 +266,7 @@ def in_order(folder: Path, lengths: tuple[int, ...], *callbacks: GraphckptCallba
     return trainer
 
 
-def test_a_longer_batch_keeps_the_budget_and_is_planned_for(tmp_path: Path, capsys: Any) -> None:
+def test_a_longer_batch_keeps_the_budget_and_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = (8, 16, 16, 16, 64, 8, 64, 64, 64, 32, 64)  # planned after the 2nd and, with the 5th, after the 8th
     plain = in_order(tmp_path, lengths)
     full = in_order(tmp_path, lengths, GraphckptCallback(report=False))
@@ -311,7 +315,7 @@ def test_an_error_in_a_step_removes_all_and_the_next_training_is_right(
     callback, model = GraphckptCallback(memory_budget="min", report=False), gpt2()
     calls = []
 
-    def fail(*_: Any) -> None:
+    def fail(*_: object) -> None:
         calls.append(None)
         if len(calls) == when:
             raise error
@@ -327,7 +331,7 @@ def test_an_error_in_a_step_removes_all_and_the_next_training_is_right(
 
 
 def test_planning_says_how_far_it_is_as_its_option_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
     calls: list[int] = []
@@ -339,7 +343,9 @@ def test_planning_says_how_far_it_is_as_its_option_says(
 
 
 class Interrupts(TrainerCallback):
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         if state.global_step == 2:
             raise KeyboardInterrupt
 
@@ -375,7 +381,7 @@ def test_evaluation_accumulation_and_resuming_change_no_bit(tmp_path: Path, keys
 
 @pytest.mark.parametrize(("steps", "before"), [(1, "there was a plan"), (2, "a step ran under the plan"), (3, None)])
 def test_a_plan_that_comes_too_late_is_reported_as_such(
-    tmp_path: Path, capsys: Any, steps: int, before: str | None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, before: str | None
 ) -> None:
     callback = GraphckptCallback(memory_budget="min")
     train(gpt2(), tmp_path, callback, max_steps=steps)
@@ -386,7 +392,9 @@ def test_a_plan_that_comes_too_late_is_reported_as_such(
 
 
 @pytest.mark.parametrize(("num_steps", "states"), [(2, "and optimizer states"), (1, "as optimizer states did not")])
-def test_a_table_and_a_picture_of_a_step(tmp_path: Path, capsys: Any, num_steps: int, states: str) -> None:
+def test_a_table_and_a_picture_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int, states: str
+) -> None:
     callback = GraphckptCallback("selective", report="table", plot=str(tmp_path / "step.svg"))
     trainer, _ = train(gpt2(), tmp_path, callback, max_steps=num_steps)
     assert callback.explanation.peak_bytes is not None
@@ -450,7 +458,7 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
                 return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
             return super().__call__(*args, **kwargs)
 
-    model = nn.Sequential(*(ChecksItself(4, 4) for _ in range(3)))
+    model = stack_of(lambda: ChecksItself(4, 4), 3)
     for layer in model:
         layer.gradient_checkpointing = True
     callback = GraphckptCallback(rule=None, policies={"0": True, "1": False})
@@ -483,9 +491,9 @@ def test_checkpointing_in_call_is_switched_off_where_a_policy_recomputes(tmp_pat
 )
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_policies_do_not_act_on_frozen_blocks_that_save_nothing(
-    policy: Any, num_blocks: int, is_measured: bool
+    policy: bool | dict[str, object], num_blocks: int, is_measured: bool
 ) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+    model = linear_layers(6, 8)
     model[:3].requires_grad_(False)
     with graphckpt.apply(model, {"[0-5]": policy}) as handle:
         with handle.measure() if is_measured else nullcontext():
@@ -526,7 +534,7 @@ def test_lora_in_trainer_needs_no_gradient_of_the_inputs(tmp_path: Path) -> None
     assert callback.explanation.bytes_after < callback.explanation.bytes_before / 2
 
 
-def test_keys_on_the_command_line(monkeypatch: Any) -> None:
+def test_keys_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"rule": "selective", "policies": '{"*.h.0": false}', "offload": "cpu"}
     line = [word for name, value in keys.items() for word in (f"--graphckpt_{name}", value)]
     monkeypatch.setattr(sys, "argv", ["x", *line])
@@ -604,7 +612,7 @@ def test_a_model_without_a_stack_of_layers_says_what_to_name(tmp_path: Path) -> 
         callback.on_train_begin(None, None, None, model=model)  # type: ignore[arg-type]
 
 
-def test_trainer_without_accelerate_is_one_line(monkeypatch: Any) -> None:
+def test_trainer_without_accelerate_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "graphckpt.integrations.transformers")
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(

@@ -20,6 +20,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainingArguments,
 )
@@ -48,7 +49,7 @@ def words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def llama(kind: type = LlamaForCausalLM, width: int = 32) -> Any:
+def llama(kind: type = LlamaForCausalLM, width: int = 32) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {
         "hidden_size": width,

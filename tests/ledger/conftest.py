@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
 
-def _allocator_bytes(run: Any) -> int:
+def _allocator_bytes(run: Callable[[], object]) -> int:
     gc.collect()
     gc.disable()  # tensors of an earlier test, freed by a collection in between, would be subtracted
     try:
@@ -23,6 +23,6 @@ def _allocator_bytes(run: Any) -> int:
 
 
 @pytest.fixture
-def allocator_bytes() -> Any:
+def allocator_bytes() -> Callable[[Callable[[], object]], int]:
     """Counts the bytes that a call takes and does not give back, as the CPU allocator reports."""
     return _allocator_bytes

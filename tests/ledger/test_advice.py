@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.architectures import ARCHITECTURES
+from helpers.architectures import ARCHITECTURES, Architecture
 from helpers.hard_modules import ZOO, chain
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.peaks import tracked_peak
 from helpers.thinning import slow_unless
@@ -23,7 +24,7 @@ from graphckpt.blocks.config import fields_of
 from graphckpt.blocks.select import select
 from graphckpt.ledger.explanation import Explanation
 
-Step = Callable[[nn.Module], Any]
+Step = Callable[[nn.Module], Tensor]
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def architecture(name: str) -> Any:
+def architecture(name: str) -> Architecture:
     return next(a for a in ARCHITECTURES if a.name == name)
 
 
@@ -199,19 +200,19 @@ class State(nn.Module):
         return self.linear(x).tanh()
 
 
-def edit(layer: Any, x: Tensor) -> None:
+def edit(layer: nn.Module, x: Tensor) -> None:
     layer.total.add_(1)
 
 
-def replace_buffer(layer: Any, x: Tensor) -> None:
+def replace_buffer(layer: nn.Module, x: Tensor) -> None:
     layer.total = layer.total + x.mean(0)
 
 
-def replace_attribute(layer: Any, x: Tensor) -> None:
+def replace_attribute(layer: nn.Module, x: Tensor) -> None:
     layer.last = getattr(layer, "last", 0) + x
 
 
-def replace_in_list(layer: Any, x: Tensor) -> None:
+def replace_in_list(layer: nn.Module, x: Tensor) -> None:
     layer.seen[0] = layer.seen[0] + x
 
 
@@ -244,7 +245,7 @@ def two_calls(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("loss", [lambda model: model(WIDE).pow(2).mean(), two_calls], ids=["one call", "two calls"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_predicted_plain_peak_has_no_copies_for_the_recomputation(layer: str, loss: Step) -> None:
-    plain = Case(lambda: nn.Sequential(*(LAYERS[layer]() for _ in range(4))), loss, {})
+    plain = Case(lambda: stack_of(LAYERS[layer], 4), loss, {})
     for steps in (1, 2):  # a first call copies more
         peak_bytes = plain.explain(steps=steps).peak_bytes
         for rule, policies in RULES.items():

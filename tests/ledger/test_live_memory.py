@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -22,7 +23,7 @@ def kib(num: int = 1) -> torch.Tensor:
     return torch.zeros(num * KIB // 4)
 
 
-def storage_bytes(tensors: Any) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages = {id(t.untyped_storage()): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -70,7 +71,7 @@ def test_a_storage_counts_once_for_all_its_views_and_lives_as_long_as_the_last()
         assert live.live_bytes == 0
 
 
-def test_what_existed_before_counts_when_an_op_takes_it_or_when_tracked() -> None:
+def test_an_older_tensor_counts_when_an_op_takes_it_or_when_tracked() -> None:
     x, w, unused = kib(), kib(2), kib(4)
     with LiveBytes() as live:
         y = torch.cat([x, w])
@@ -88,7 +89,7 @@ def test_an_output_argument_and_keyword_arguments_count() -> None:
         del out
 
 
-def test_what_only_the_autograd_graph_holds_is_alive_until_backward() -> None:
+def test_a_tensor_that_only_the_autograd_graph_holds_is_alive_until_backward() -> None:
     with LiveBytes() as live:
         x = kib().requires_grad_()
         y = x.exp()
@@ -122,7 +123,7 @@ def test_a_resize_is_counted_at_once() -> None:
         assert live.live_bytes == 0
 
 
-def test_what_is_found_late_raises_every_level_so_far() -> None:
+def test_a_tensor_tracked_late_raises_every_level_so_far() -> None:
     state = kib(4)
     with LiveBytes() as live:
         x = kib()
@@ -232,7 +233,9 @@ def test_one_storage_one_object() -> None:
 # ---- against the allocator and the objects
 
 
-def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes: Any) -> None:
+def test_after_backward_it_equals_the_allocators_own_sum(
+    allocator_bytes: Callable[[Callable[[], object]], int],
+) -> None:
     model, x = mlp(), torch.randn(64, 32)
 
     def step() -> None:
@@ -248,9 +251,11 @@ def test_after_backward_it_equals_the_allocators_own_sum(allocator_bytes: Any) -
 
 
 @pytest.mark.gpu
-def test_on_cuda_it_equals_what_the_caching_allocator_gave_out() -> None:
-    layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(128)) for _ in range(4)]
-    model, x = nn.Sequential(*layers).cuda(), torch.randn(512, 128, device="cuda")
+def test_live_bytes_on_cuda_equal_those_of_the_caching_allocator() -> None:
+    model = stack_of(
+        lambda: nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.5), nn.LayerNorm(128)), 4
+    ).cuda()
+    x = torch.randn(512, 128, device="cuda")
     model(x).square().mean().backward()
     model.zero_grad()
     torch.cuda.synchronize()
@@ -264,7 +269,7 @@ def test_on_cuda_it_equals_what_the_caching_allocator_gave_out() -> None:
     assert live.live_bytes > before
 
 
-def test_it_equals_a_walk_over_all_tensors_and_all_saved_tensors() -> None:
+def test_live_bytes_equal_a_walk_over_all_tensors_and_all_saved_tensors() -> None:
     model, x = mlp(), torch.randn(64, 32)
     saved = []
     with LiveBytes() as live:

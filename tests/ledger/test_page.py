@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.browser import needs_chromium, opened
-from torch import nn
+from helpers.layer_stacks import mlp_layers
 
 import graphckpt
 from graphckpt.ledger.explanation import Explanation
@@ -24,7 +24,7 @@ PHASES = ("forward", "recompute", "backward", "optimizer")
 
 def step(path: Path | None = None) -> Explanation:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+    model = mlp_layers(3)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(2048, 16)
     with graphckpt.apply(model, {"*": True}) as handle:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.architectures import ARCHITECTURES
+from helpers.architectures import ARCHITECTURES, Architecture
 from helpers.thinning import slow_unless
-from torch import nn
+from torch import Tensor, nn
 
 from graphckpt.ledger.live_memory import LiveBytes
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parametrize(
 )
 
 
-def test_dropout_acts_where_the_architecture_has_it(architecture: Any) -> None:
+def test_dropout_acts_where_the_architecture_has_it(architecture: Architecture) -> None:
     losses = []
     for seed in (3, 4):
         torch.manual_seed(seed)
@@ -26,8 +26,10 @@ def test_dropout_acts_where_the_architecture_has_it(architecture: Any) -> None:
     assert (losses[0] != losses[1]) == architecture.has_dropout
 
 
-def test_live_bytes_after_forward_are_those_of_the_allocator(architecture: Any, allocator_bytes: Any) -> None:
-    def forward(model: nn.Module, inputs: Any) -> Any:
+def test_live_bytes_after_forward_are_those_of_the_allocator(
+    architecture: Architecture, allocator_bytes: Callable[[Callable[[], object]], int]
+) -> None:
+    def forward(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         torch.manual_seed(3)
         return architecture.loss(model(**inputs))
 

@@ -16,6 +16,7 @@ import matplotlib.text
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.explanation import Explanation
@@ -34,7 +35,7 @@ def record(num_events: int = 40, num_blocks: int = 4, title: str = "TrainStep") 
     return Explanation(title=title, rows=(), bytes_before=4096, bytes_after=1024, timeline=timeline)
 
 
-def row(block: Any, rule: Any, place: str = "device") -> Row:
+def row(block: str, rule: str, place: str = "device") -> Row:
     return Row(block=block, rule=rule, place=place, bytes_before=1, bytes_after=1, runs=1, reruns=0)
 
 
@@ -50,7 +51,7 @@ def test_the_suffix_says_what_is_written_and_the_same_record_gives_the_same_file
     assert dict(mpl.rcParams) == settings, "drawing leaves those of matplotlib alone"
 
 
-def words_of(shown: Any, path: Path) -> Any:
+def words_of(shown: Explanation, path: Path | str) -> list[str]:
     """Returns the texts of a picture."""
     with mpl.rc_context({"svg.fonttype": "none"}):
         return re.findall(r"<text[^>]*>([^<]*)</text>", shown.plot(path).read_text("utf-8"))
@@ -92,7 +93,7 @@ def test_no_text_is_cut_off_and_none_covers_another(
     )  # fmt: skip
     seen = []
 
-    def save(figure: Any, *args: Any, **kwargs: Any) -> None:
+    def save(figure: Figure, *args: Any, **kwargs: Any) -> None:
         figure.draw_without_rendering()
         texts = [t for t in figure.findobj(mpl.text.Text) if re.search("[a-z]", t.get_text(), re.I)]
         seen.extend((t.get_text(), t.get_window_extent()) for t in texts)
@@ -116,7 +117,7 @@ def test_no_text_is_cut_off_and_none_covers_another(
         (Event(0, "a", "x"), Event(2**40, "", "forward"), Event(0, "$_{$", "backward")),
     ],
 )
-def test_odd_records_are_drawn(tmp_path: Path, timeline: tuple[Any, ...]) -> None:
+def test_odd_records_are_drawn(tmp_path: Path, timeline: tuple[Event, ...]) -> None:
     Explanation(title="$x_$", rows=(), bytes_before=0, bytes_after=0, timeline=timeline).plot(tmp_path / "odd.png")
 
 
@@ -148,7 +149,7 @@ def test_a_record_without_timeline_says_so() -> None:
 # ---- kinds and colours
 
 
-def with_tensors(**change: Any) -> Any:
+def with_tensors(**change: Any) -> Explanation:
     lives = (
         TensorLife(num_bytes=2048, begin=0, end=None, kind="weights", is_old=True),
         TensorLife(num_bytes=512, begin=1, end=30, saved_by="layers.0", saved_from=2, saved_until=20),
@@ -177,7 +178,7 @@ def test_the_areas_of_the_picture_are_kinds_and_reach_the_level(
     path = tmp_path / "step.png"
     seen = {}
 
-    def save(figure: Any, *args: Any, **kwargs: Any) -> None:
+    def save(figure: Figure, *args: Any, **kwargs: Any) -> None:
         figure.draw_without_rendering()
         axes = figure.axes[-1]
         seen["at"] = lambda at, level: axes.transData.transform((at, level / 1024))
@@ -250,7 +251,7 @@ def test_every_rule_has_one_colour_of_its_own() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=50), st.integers(1, 60))
-def test_thinning_keeps_the_peak_and_the_order(levels: Any, limit: Any) -> None:
+def test_thinning_keeps_the_peak_and_the_order(levels: list[int], limit: int) -> None:
     steps = thin(levels, limit)
     assert len(steps) <= limit
     assert max(levels[at] for _, at in steps) == max(levels)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -84,7 +85,7 @@ def by_op_of_the_compiler(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("resize", [by_op, by_set, by_typed_storage, by_op_of_the_compiler])
-def test_other_ways_to_resize_count_at_once(resize: Callable[[Tensor], None]) -> None:
+def test_every_way_to_resize_counts_at_once(resize: Callable[[Tensor], None]) -> None:
     with LiveBytes() as live:
         x = kib()
         resize(x)
@@ -151,7 +152,7 @@ def test_resizes_in_another_thread_count() -> None:
         assert live.live_bytes == 0
 
 
-def test_it_nests_in_pytorchs_own_tracker_in_either_order() -> None:
+def test_live_bytes_nest_in_pytorchs_own_tracker_in_either_order() -> None:
     resize = torch.UntypedStorage.resize_
     try:
         with LiveBytes() as live:
@@ -237,7 +238,7 @@ def Layer(self: Any, x: Tensor) -> Tensor:
 
 
 def test_explain_does_not_count_a_freed_weight_as_saved() -> None:
-    model = nn.Sequential(*(Layer() for _ in range(3)))
+    model = stack_of(Layer, 3)
     x = torch.randn(4, 16, requires_grad=True)
     model(x).sum().backward()
     with graphckpt.apply(model, {"[0-2]": None}) as handle:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers.hard_modules import chain
+from helpers.layer_stacks import ResidualLayer, stack_of
 from helpers.modules import as_module
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -19,7 +22,7 @@ from graphckpt.ledger.explanation import Explanation
 
 
 def stage(num_layers: int) -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in range(num_layers)))
+    return stack_of(lambda: stack_of(lambda: nn.Linear(16, 16), 3), num_layers)
 
 
 @as_module(lambda: {"stem": nn.Linear(16, 16), "stages": nn.ModuleList(map(stage, (2, 3))), "head": nn.Linear(16, 4)})
@@ -142,7 +145,7 @@ def test_a_store_that_moves_nothing_says_so_and_the_plain_peak_is_predicted(
 def test_the_segment_that_is_kept_is_a_part_of_its_block(
     num_segments: int | str, num_recomputed: int, is_measured: bool
 ) -> None:
-    model, x = nn.Sequential(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))), torch.ones(6, 16)
+    model, x = nn.Sequential(stack_of(lambda: nn.Linear(16, 16), 4)), torch.ones(6, 16)
     with graphckpt.apply(model, {"0": Segments(num_segments)}) as handle:
         with handle.measure() if is_measured else nullcontext():
             model(x).sum().backward()
@@ -179,9 +182,7 @@ def test_a_model_on_the_meta_device_has_the_rows_and_peaks_of_a_real_one() -> No
     assert (seen.rows, seen.plain_peak_bytes) == (real.rows, real.plain_peak_bytes)
 
 
-@as_module(lambda: {"up": nn.Linear(16, 64), "down": nn.Linear(64, 16)})
-def Layer(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + self.down(torch.tanh(self.up(x)))
+Layer = partial(ResidualLayer, activation=torch.tanh, dropout=None)
 
 
 @as_module(lambda: {"inner": Layer()})
@@ -217,7 +218,7 @@ WITHIN, AROUND = "PyTorch's checkpoint within it recomputes", "PyTorch's checkpo
     ],
 )
 def test_a_block_that_pytorchs_checkpoint_recomputes_as_well_says_so(
-    make: Any, selector: str, note: str, is_seen_at_once: bool, policy: Any
+    make: Callable[[], nn.Module], selector: str, note: str, is_seen_at_once: bool, policy: Any
 ) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(6, 16)

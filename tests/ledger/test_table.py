@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def layers(num: Any, **change: Any) -> tuple[Any, ...]:
+def layers(num: int, **change: Any) -> tuple[Row, ...]:
     return tuple(replace(LAYER, block=f"transformer.h.{i}", **change) for i in range(num))
 
 
-def explanation(rows: int, **change: Any) -> Explanation:
+def explanation(rows: Sequence[Row], **change: Any) -> Explanation:
     fields = {
         "title": "TrainStep",
         "rows": rows,
@@ -52,7 +53,7 @@ def explanation(rows: int, **change: Any) -> Explanation:
     return Explanation(**fields | change)
 
 
-def printed(record: Any, stream: Any = None) -> Any:
+def printed(record: Explanation, stream: io.StringIO | None = None) -> str:
     stream = stream or io.StringIO()
     print_table(record, stream)
     return stream.getvalue()
@@ -259,7 +260,7 @@ def test_a_common_prefix_is_said_once() -> None:
 
 
 @pytest.mark.parametrize("block", [f"base_model.model.model.{PEFT[2]}", "an_encoder.with.many.parts." * 3 + "layers.0"])
-def test_no_name_is_broken_within(block: Any) -> None:
+def test_no_name_is_broken_within(block: str) -> None:
     text = printed(explanation((replace(WIDE, block=block), replace(WIDE, block="other"))))
     names = {name for line in text.splitlines() for name in re.findall(r"\w+", line)}
     assert {*block.split("."), "selective", "matmul", "attention"} <= names
@@ -268,7 +269,7 @@ def test_no_name_is_broken_within(block: Any) -> None:
 # ---- folding
 
 
-def names(rows: int) -> list[Any]:
+def names(rows: Sequence[Row]) -> list[str]:
     return [row.block for row in group_rows(rows)]
 
 
@@ -344,7 +345,7 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_folding_loses_nothing(rows: int) -> None:
+def test_folding_loses_nothing(rows: list[Row]) -> None:
     folded = list(group_rows(rows))
     for name in ("bytes_before", "runs", "forward_seconds"):
         assert sum(getattr(row, name) or 0 for row in folded) == sum(getattr(row, name) or 0 for row in rows)

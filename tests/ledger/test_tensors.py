@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import mlp_layers
 from torch import nn
 
 import graphckpt
+from graphckpt.blocks.apply import Policies
+from graphckpt.ledger.explanation import Explanation
 
 
-def measured(policies: Any, steps: int = 2) -> tuple[Any, ...]:
+def measured(policies: Policies, steps: int = 2) -> tuple[nn.Module, Explanation]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+    model = mlp_layers(3)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(32, 16)
     with graphckpt.apply(model, policies) as handle:
@@ -65,7 +68,7 @@ def test_only_what_a_block_really_saves_is_saved_by_it() -> None:
     _, plain = measured({})
     _, full = measured({"*": True})
 
-    def saved(seen: Any) -> Any:
+    def saved(seen: Explanation) -> Any:
         return {(life.saved_by, life.op.split(".")[1]) for life in seen.tensors if life.saved_by and life.op}
 
     assert ("1", "gelu") in saved(plain)

@@ -14,6 +14,7 @@ from typing import Any, Self
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.ranks import launch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import graphckpt
 from graphckpt._compat_memory import gradient_buckets
+from graphckpt.planning.options import Budget
 from graphckpt.planning.steps import RealStep
 from tests.parallel.test_products import Block, D, sequence_parallel, sharded, tensor_parallel
 
@@ -96,7 +98,7 @@ class Case:
 
     def __init__(self, way: str) -> None:
         torch.manual_seed(1)
-        self.inner = nn.Sequential(*(Block() for _ in range(LAYERS)), Head())
+        self.inner = stack_of(Block, LAYERS).append(Head())
         self.buckets: dict[int, Tensor] = {}
         """DDP's own, by a hook that a program may set."""
         self.model = self.inner if way == "alone" else WAYS[way](self)
@@ -169,7 +171,7 @@ def budgets(case: Case) -> dict[str, Any]:
     return {"keep": 10 * lowest.plain_peak_bytes, "full": "min", "mixed": middle}
 
 
-def peaks(case: Case, budget: Any) -> tuple[dict[str, int], set[str]]:
+def peaks(case: Case, budget: Budget) -> tuple[dict[str, int], set[str]]:
     """Returns the peak of one step under the plan for a budget, as each part of the library states it and as it is."""
     plan = graphckpt.plan(case.inner, case.step, memory_budget=budget, progress=False, candidates=["full"])
     with plan.apply() as handle:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.layer_stacks import ReLULayer
+from helpers.layer_stacks import ReLULayer, stack_of
 from helpers.peaks import tracked_peak
 from helpers.ranks import run_on_ranks
 from torch import nn
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphckpt import Graph
 from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import Budget, PlanOptions
 
 LENGTHS = 128, 256, 192, 256, 256, 192, 256, 256, 256, 512, 256
 """Rows of each batch; the tenth is longer than those that are planned for."""
@@ -26,10 +26,10 @@ LENGTHS = 128, 256, 192, 256, 256, 192, 256, 256, 256, 512, 256
 class Training:
     """Trains a stack of layers, sharded or replicated, and plans for ``budget`` if there is one."""
 
-    def __init__(self, rank: int, kind: str, budget: Any = None) -> None:
+    def __init__(self, rank: int, kind: str, budget: Budget | None = None) -> None:
         torch.manual_seed(0)
         self.rank = rank
-        self.model = nn.Sequential(nn.Linear(16, 16), *(ReLULayer() for _ in range(6)))
+        self.model = nn.Sequential(nn.Linear(16, 16), *stack_of(ReLULayer, 6))
         self.runs: nn.Module = self.model
         if kind == "FSDP2":
             for layer in self.model[1:]:
@@ -96,7 +96,7 @@ def test_two_ranks_have_one_plan_and_the_losses_of_the_plain_run(kind: str, tmp_
 class TrainingGraph(Graph):
     """The same training as a Graph."""
 
-    def __init__(self, training: Training, budget: Any = None) -> None:
+    def __init__(self, training: Training, budget: Budget | None = None) -> None:
         super().__init__()
         self.runs = training.runs
         self.add_optimizer(training.optimizer)

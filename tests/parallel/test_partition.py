@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.hard_modules import ZOO, chain, differing, run_steps
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.ranks import launch
 from torch import Tensor, nn
@@ -85,9 +86,7 @@ def same(ours: list[Tensor], plain: list[Tensor]) -> bool:
 
 def wide(length: int = 5, width: int = 33) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(width, 3 * width), nn.Linear(3 * width, width)) for _ in range(length))
-    )
+    return stack_of(lambda: nn.Sequential(nn.Linear(width, 3 * width), nn.Linear(3 * width, width)), length)
 
 
 # ---- two ranks

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from helpers.ranks import launch, say_done
 from torch import nn
 
@@ -30,7 +31,7 @@ X = torch.ones(64, 32)
 def cut_layers(pattern: str, partition: Any, **more: Any) -> Iterator[tuple[nn.Module, graphckpt.Handle]]:
     """Layers of which those that the pattern selects are recomputed from what is cut over the ranks."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(3)))
+    model = stack_of(lambda: nn.Sequential(nn.Linear(32, 32)), 3)
     with graphckpt.apply(
         model, {pattern: {"activation_checkpointing": True, "partition": partition, **more}}
     ) as handle:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.layer_stacks import D, Layer
+from helpers.layer_stacks import D, ResidualLayer, residual_layers
 from helpers.ranks import launch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
@@ -23,7 +23,7 @@ SAMPLES, MICRO_BATCHES, STEPS = 32, 4, 50
 
 def chain() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(*(Layer() for _ in range(6)))
+    return residual_layers(6)
 
 
 STAGES: dict[Any, Any] = {"1": {"stage_id": 1}, "3": {"stage_id": 2}, "4": {"stage_id": 3}}
@@ -131,7 +131,7 @@ def test_stages_that_cannot_be(fields: dict[str, dict[str, Any]], fault: str) ->
     assert fault in str(raised.value)
 
 
-def test_what_is_no_chain_is_an_error() -> None:
-    message = r"expected an nn.Sequential, got Layer · fix: put its blocks into an nn.Sequential"
+def test_a_model_that_is_not_a_sequential_is_an_error() -> None:
+    message = r"expected an nn.Sequential, got ResidualLayer · fix: put its blocks into an nn.Sequential"
     with pytest.raises(ConfigError, match=message):
-        pipeline_part(Layer(), device=torch.device("cpu"))
+        pipeline_part(ResidualLayer(), device=torch.device("cpu"))

@@ -180,7 +180,9 @@ def test_a_stage_holds_its_own_weights_and_names_of_the_rest() -> None:
         (gpt2, {"layer_stages": [0] * 4}, "stage_id: expected one stage for each of 2 ranks, got 1 · fix: config.set"),
     ],
 )
-def test_what_cannot_be_cut_says_so(make: Callable[[], nn.Module], how: dict[str, Any], fault: str) -> None:
+def test_a_model_that_cannot_be_split_is_an_error(
+    make: Callable[[], nn.Module], how: dict[str, Any], fault: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         split_layers(make(), {}, num_stages=2, **how)
     assert fault in str(raised.value)

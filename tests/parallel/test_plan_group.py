@@ -23,6 +23,7 @@ from graphckpt.planning import Plan, PlanError, PlanOptions, steps
 from graphckpt.planning import options as budget
 from graphckpt.planning.candidates import options as options_of
 from graphckpt.planning.live_plan import LivePlan
+from graphckpt.planning.options import Budget
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
@@ -88,7 +89,7 @@ class Case:
             dist.all_reduce(parameter.grad)
         self.model.zero_grad()
 
-    def plan(self, memory_budget: Any, **wanted: Any) -> Plan:
+    def plan(self, memory_budget: Budget, **wanted: Any) -> Plan:
         return graphckpt.plan(self.model, self.step, memory_budget=memory_budget, **wanted)
 
     def peak(self) -> int:

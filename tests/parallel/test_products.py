@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.ranks import launch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def Block(self: Any, x_BTD: Tensor) -> Tensor:
 
 def chain() -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(*(Block() for _ in range(4)))
+    return stack_of(Block, 4)
 
 
 POLICIES: dict[Any, Any] = {

@@ -228,7 +228,7 @@ class Unknown(nn.Module):
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
 
 
-def test_nobody_knows_how_to_cut_a_model() -> None:
+def test_a_model_without_a_tensor_parallel_plan_is_an_error() -> None:
     message = r"^model: no tensor-parallel plan is known for Unknown · fix: give the model an attribute"
     with pytest.raises(ConfigError, match=message):
         tensor_parallel_plan(Unknown())

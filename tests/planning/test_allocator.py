@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import linear_layers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -42,7 +43,7 @@ def test_sizes_of_segments(num_bytes: int, segment: int) -> None:
     assert allocator.reserved_bytes == segment
 
 
-def test_what_is_left_of_a_large_segment_is_split_off_above_a_mebibyte() -> None:
+def test_the_rest_of_a_large_segment_is_split_off_above_a_mebibyte() -> None:
     allocator = CachingAllocator()
     allocator.allocate(11 * MIB)  # of a segment of 12 MiB
     assert allocator.allocated_bytes == 12 * MIB
@@ -123,7 +124,7 @@ ACTIONS = st.lists(st.one_of(SIZES, st.integers(-8, -1), st.just(0)), max_size=6
 """A size is allocated, a negative number frees a block, and 0 releases free segments."""
 
 
-def run(allocator: Any, actions: list[int]) -> list[tuple[int, int]]:
+def run(allocator: CachingAllocator | PlainAllocator, actions: list[int]) -> list[tuple[int, int]]:
     """Returns reserved and allocated bytes after each action; -1 where an allocation does not fit."""
     blocks: list[Any] = []
     levels = []
@@ -289,10 +290,7 @@ def test_the_memory_of_a_captured_step_is_its_own() -> None:
 
 def test_the_page_of_a_plan_shows_what_the_device_will(tmp_path: Path) -> None:
     def make() -> tuple[nn.Module, Callable[[], object]]:
-        model, x = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))),
-            torch.zeros(4096, 64),
-        )
+        model, x = linear_layers(3, 64, nn.ReLU), torch.zeros(4096, 64)
         return model, lambda: model(x).sum().backward()
 
     plan = graphckpt.plan(make, device="rtx3060", memory_budget="max", candidates=["full"])

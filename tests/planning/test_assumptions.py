@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import linear_layers, stack_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,10 +41,14 @@ class Layer(nn.Module):
 
 
 def maker(
-    optimizer: MakeOptimizer | None, *, is_eager: bool = False, autocast: torch.dtype | None = None, dtype: Any = None
+    optimizer: MakeOptimizer | None,
+    *,
+    is_eager: bool = False,
+    autocast: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Callable[[], tuple[nn.Module, Callable[[], None]]]:
     def make() -> tuple[nn.Module, Callable[[], None]]:
-        model = nn.Sequential(*(Layer(is_eager) for _ in range(4))).to("cuda", dtype)
+        model = stack_of(lambda: Layer(is_eager), 4).to("cuda", dtype)
         updates = optimizer(model.parameters()) if optimizer is not None else None
         x = torch.randn(2, 32, 64, device="cuda", dtype=dtype)
 
@@ -88,7 +93,9 @@ def adam(**options: Any) -> MakeOptimizer:
         ),
     ],
 )
-def test_a_plan_states_what_its_step_ran(device: str, make: Any, assumptions: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_plan_states_what_its_step_ran(
+    device: str, make: Callable[[], tuple[nn.Module, Callable[[], None]]], assumptions: tuple[str, ...], tmp_path: Path
+) -> None:
     plan = graphckpt.plan(make, memory_budget="min", device=device)
     assert plan.assumptions == assumptions
     assert f"assumed: {', '.join(assumptions)}\n" in f"{plan}\n"
@@ -101,14 +108,14 @@ def test_a_plan_states_what_its_step_ran(device: str, make: Any, assumptions: tu
 
 def test_a_model_without_attention_and_a_softmax_elsewhere_assume_none() -> None:
     def make() -> tuple[nn.Module, Callable[[], None]]:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)) for _ in range(3)))
+        model = linear_layers(3, 8, lambda: nn.Softmax(-1))
         return model, lambda: model(torch.randn(2, 4, 8)).sum().backward()
 
     assert graphckpt.plan(make, memory_budget="min", device="h100").assumptions == ("autocast off", "no optimizer")
 
 
 def test_a_step_that_runs_on_its_device_assumes_nothing() -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model = stack_of(lambda: nn.Linear(8, 8), 3)
     plan = graphckpt.plan(model, lambda: model(torch.randn(2, 8)).sum().backward(), memory_budget="min", select="*")
     assert plan.assumptions == ()
     assert "assumed" not in str(plan)
@@ -126,7 +133,7 @@ def test_to_observe_a_step_does_not_change_its_peak() -> None:
 
 def test_a_fit_states_them_too() -> None:
     def sized(size: int) -> tuple[nn.Module, Callable[[], None]]:
-        model = nn.Sequential(*(Layer(is_eager=False) for _ in range(3)))
+        model = stack_of(lambda: Layer(is_eager=False), 3)
         return model, lambda: model(torch.randn(size, 32, 64)).sum().backward()
 
     fit = graphckpt.fit(sized, batch_sizes=[1, 2], memory_budget="1GiB", device="h100")

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import gpt2_step, stack_of
 from helpers.peaks import tracked_peak
-from helpers.plans import fields_of, gpt2_step, measured_step
+from helpers.plans import fields_of, measured_step
 from torch import nn
 
 import graphckpt
 from graphckpt.planning import candidates, op_levels
 from graphckpt.planning.candidates import NEAR, options
+from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.op_levels import OpTimes, selective_levels, with_levels
 from graphckpt.rules import Selective
 from graphckpt.rules.ops import OpCall, OpGraph
 
 
-def drawn(seed: int) -> tuple[Any, ...]:
+def drawn(seed: int) -> tuple[OpGraph, list[int]]:
     """Returns a log of some ops at random, and what they take."""
     rng = random.Random(seed)
     log = OpGraph()
@@ -42,7 +45,7 @@ def test_a_cut_is_the_cheapest_choice_for_its_price(seed: int) -> None:
     able = [number for number, call in enumerate(log.calls) if call.can_be_kept]
     for price in (0.01, 0.1, 0.5, 3.0):
 
-        def cost(kept: Any, price: Any = price) -> Any:
+        def cost(kept: frozenset[int], price: float = price) -> int:
             again = log.needed(lambda call: call.number in kept) - kept
             num_bytes = sum(round(price * log.calls[number].num_bytes) for number in kept)
             return num_bytes + sum(ticks[number] for number in again)
@@ -70,17 +73,17 @@ def test_the_front_falls_in_bytes_and_rises_ever_steeper_in_time(seed: int) -> N
     assert slopes == sorted(slopes)
 
 
-def gpt2() -> Any:
+def gpt2() -> tuple[nn.Module, Callable[[], None]]:
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return gpt2_step(num_tokens=64, n_layer=6, n_embd=64, n_head=4, vocab_size=64, n_positions=64, **none)
 
 
 @pytest.fixture(scope="module")
-def known() -> Any:
+def known() -> MeasuredStep:
     return measured_step(*gpt2())
 
 
-def test_equal_layers_have_equal_levels_between_keep_and_full(known: Any) -> None:
+def test_equal_layers_have_equal_levels_between_keep_and_full(known: MeasuredStep) -> None:
     assert all(own == known.options_of[0] for own in known.options_of)
     names = [option.name for option in known.options_of[0]]
     count = len(names) - 2
@@ -90,7 +93,7 @@ def test_equal_layers_have_equal_levels_between_keep_and_full(known: Any) -> Non
     assert peaks == sorted(set(peaks), reverse=True), "each level takes less than the one before"
 
 
-def test_a_level_keeps_what_it_says(known: Any) -> None:
+def test_a_level_keeps_what_it_says(known: MeasuredStep) -> None:
     model, step = gpt2()
     step()
     for option in range(len(known.options)):
@@ -98,7 +101,7 @@ def test_a_level_keeps_what_it_says(known: Any) -> None:
             assert tracked_peak(model, step) == known.model.peak([option] * 6)
 
 
-def test_attention_is_named_in_a_way_that_holds_on_other_devices(known: Any) -> None:
+def test_attention_is_named_in_a_way_that_holds_on_other_devices(known: MeasuredStep) -> None:
     saves = [name for option in known.options_of[0][2:] for name in option.fields["activation_checkpointing"]["save"]]
     assert "attention[0]" in saves
     assert not any("scaled_dot_product" in name for name in saves)
@@ -121,7 +124,7 @@ def test_an_op_that_two_processes_time_unlike_is_decided_by_one() -> None:
     seen = [[OpTimes(log, [(0.0, tick / op_levels._TICKS) for tick in ticks])]]
     told = []
 
-    def tell(value: Any) -> list[list[list[Any]]]:
+    def tell(value: object) -> list[list[list[Any]]]:
         told.append(value)
         return [[[["aten.addmm.default[0]"], 0.1], [[], 0.5]]]
 
@@ -143,7 +146,7 @@ def test_a_class_without_levels_has_full_in_their_place_near_and_far() -> None:
 
 def test_a_layer_of_one_linear_has_nothing_between() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = stack_of(lambda: nn.Linear(8, 8), 4)
     x = torch.randn(16, 8, requires_grad=True)
     found = measured_step(model, lambda: model(x).sum().backward(), "*")
     assert found.num_runs >= 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.layer_stacks import stack_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -62,7 +63,7 @@ class TestSeconds:
         assert cluster(between=90e9).seconds("gather", 4 * GB, (0, 1, 4, 5)) == pytest.approx(0.03), "NVLink limits it"
         assert seconds("all_to_all", 4 * GB, (0, 1, 4, 5)) == pytest.approx(0.3 + 0.012), "each rank its own"
 
-    def test_what_one_rank_gathers_takes_no_time(self) -> None:
+    def test_a_collective_of_one_rank_takes_no_time(self) -> None:
         assert cluster(latency=1e-3).seconds("all_reduce", GB, (3,)) == 0.0
 
     def test_efficiency(self) -> None:
@@ -71,7 +72,7 @@ class TestSeconds:
         assert half.seconds("gather", 4 * GB, range(4)) == pytest.approx(0.06)
 
     @pytest.mark.parametrize("kind", ["gather", "scatter", "all_reduce", "all_to_all", "broadcast", "send"])
-    def test_more_bandwidth_takes_less_time(self, kind: Any) -> None:
+    def test_more_bandwidth_takes_less_time(self, kind: str) -> None:
         for ranks in (range(2), (0, 4), (0, 1, 2, 3, 4)):
             for part in ({"within": 300e9}, {"between": 30e9}):
                 assert cluster(**part).seconds(kind, GB, ranks) <= cluster().seconds(kind, GB, ranks)
@@ -80,14 +81,14 @@ class TestSeconds:
 
 class TestProfiles:
     @pytest.mark.parametrize("name", cluster_names())
-    def test_each_packaged_one_is_valid(self, name: str) -> None:
+    def test_each_packaged_profile_is_valid(self, name: str) -> None:
         profile = load_cluster(name)
         assert profile.name == name
         text = (Path(graphckpt.__file__).parent / "planning" / "clusters" / f"{name}.yaml").read_text()
         numbers = [line for line in text.splitlines() if any(digit in line.partition("#")[0] for digit in "0123456789")]
         assert all("#" in line for line in numbers if not line.startswith("name")), "each number has its source"
 
-    def test_the_one_of_a_device(self) -> None:
+    def test_the_cluster_profile_of_a_device(self) -> None:
         names = {device: default_cluster(device).name for device in profile_names()}
         assert names["h100"] == "dgx-h100"
         assert names["a100-40g"] == names["a100-80g"] == "dgx-a100"
@@ -149,7 +150,7 @@ class TestProfiles:
             (8, "cluster: expected the name of a profile, got 8 · fix: use one of"),
         ],
     )
-    def test_a_name_that_is_unknown(self, name: Any, message: str) -> None:
+    def test_a_name_that_is_unknown(self, name: str | int, message: str) -> None:
         for function in (graphckpt.plan, graphckpt.fit):
             with pytest.raises(ConfigError) as error:
                 function(lambda *_: None, device="cpu", world_size=2, memory_budget="1GiB", cluster=name)  # type: ignore[operator]
@@ -253,7 +254,7 @@ def tensor_parallel(model: Model) -> None:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def planned(shard: Callable[[Model], object], profile: ClusterProfile, budget: Any = "max", **more: Any) -> Plan:
+def planned(shard: Callable[[Model], object], profile: ClusterProfile, budget: str = "max", **more: Any) -> Plan:
     return graphckpt.plan(
         lambda: step_of(shard),
         device="h200",
@@ -377,7 +378,7 @@ class TestExposure:
         assert keep.exposed_seconds == pytest.approx(keep.communication_seconds), "none of it is beside computation"
         assert full.predicted_step_seconds - keep.predicted_step_seconds > len(recomputed) * each
 
-    def test_plans_are_saved_with_it(self, tmp_path: Path) -> None:
+    def test_plans_are_saved_with_the_seconds_of_their_collectives(self, tmp_path: Path) -> None:
         plan = planned(sharded, cluster())
         plan.save(tmp_path / "plan.yaml")
         loaded = Plan.load(tmp_path / "plan.yaml")
@@ -515,7 +516,7 @@ def stage_of(num_micro_batches: int) -> Callable[[], tuple[nn.Module, Callable[[
     def make() -> tuple[nn.Module, Callable[[], None]]:
         rank, num_stages = dist.get_rank(), dist.get_world_size()
         hidden = torch.empty(256, D, device="meta", requires_grad=True)
-        module = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+        module = stack_of(Block, NUM_LAYERS)
         stage = PipelineStage(module, rank, num_stages, torch.device("cpu"), input_args=hidden, output_args=hidden)
         schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=nn.functional.mse_loss)
         rows = 256 * num_micro_batches
@@ -575,7 +576,7 @@ class TestPipeline:
         assert pipeline_seconds([(1, 2), (2, 3)], 2) == 1 + 2 * (2 + 3) + 2
         assert pipeline_seconds([(4, 2), (1, 1)], 2) == 4 + 4 + 1 + 1 + 2  # of the first stage, whose forwards are long
 
-    def test_it_is_at_least_what_the_slowest_stage_takes(self) -> None:
+    def test_a_pipeline_takes_at_least_as_long_as_its_slowest_stage(self) -> None:
         stages = [(1.0, 2.0), (2.0, 2.5), (0.5, 1.0)]
         for count in range(1, 8):
             seconds = pipeline_seconds(stages, count)

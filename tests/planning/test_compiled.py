@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import Listed
+from helpers.layer_stacks import ListModel, gpt2_step
 from helpers.peaks import tracked_peak
-from helpers.plans import gpt2_step
 from helpers.train_graphs import SquareGraph
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -42,9 +41,9 @@ def _fresh() -> Iterator[None]:
 X = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
 
 
-def stack() -> tuple[Any, ...]:
+def stack() -> tuple[nn.Module, Callable[[], None]]:
     torch.manual_seed(0)
-    model = Listed(5, 4, nn.Identity)
+    model = ListModel(5, 4, nn.Identity)
 
     def step() -> None:
         model.zero_grad()
@@ -55,7 +54,7 @@ def stack() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("build", [stack, pytest.param(gpt2_step, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0.9, 0.75])
-def test_a_plan_takes_what_it_says(build: Any, share: float) -> None:
+def test_a_plan_takes_what_it_says(build: Callable[[], tuple[nn.Module, Callable[[], None]]], share: float) -> None:
     model, step = build()
     found = graphckpt.plan(model, step, memory_budget=share, compile=AOT, check=False)
     assert found.predicted_peak_bytes <= found.budget_bytes < found.plain_peak_bytes
@@ -196,7 +195,7 @@ def test_a_part_beside_the_layers_or_in_one_may_be_compiled_as_a_whole() -> None
         ({"dynamik": True}, r"compile: torch\.compile has no option 'dynamik' · did you mean 'dynamic'"),
     ],
 )
-def test_what_is_no_option_is_an_error_at_once(value: dict[str, Any] | str, message: str) -> None:
+def test_an_unknown_option_of_compile_is_an_error_at_once(value: dict[str, Any] | str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(*stack(), memory_budget=0.5, compile=value)
 
@@ -208,13 +207,13 @@ def test_a_value_that_the_compiler_refuses_is_its_own_error_and_leaves_the_model
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def planned(step: Any, **options: Any) -> Any:
+def planned(step: SquareGraph, **options: Any) -> Plan:
     found = step.plan(X, **options)
     found.apply()
     return found
 
 
-def compiled_of(step: Any) -> list[Any]:
+def compiled_of(step: SquareGraph) -> list[Any]:
     return [step.model.layers[n].config.compile for n in range(5)]
 
 

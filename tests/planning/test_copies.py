@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from helpers.layer_stacks import residual_layers
+from torch import nn
 
 import graphckpt
 
@@ -22,18 +23,9 @@ pytestmark = [
 ]
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-
-    def forward(self, x_ND: Tensor) -> Tensor:
-        return x_ND + self.down(nn.functional.gelu(self.up(x_ND)))
-
-
 def student() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(*(Layer() for _ in range(4))), nn.Linear(D, 3))
+    return nn.Sequential(residual_layers(4, D, dropout=None), nn.Linear(D, 3))
 
 
 def saved(module: nn.Module) -> nn.Module:

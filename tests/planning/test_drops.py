@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import D, Layer
-from helpers.odd_steps import ROWS, STEPS, Views, simsiam, simsiam_symmetric, through
+from helpers.layer_stacks import D, ResidualLayer
+from helpers.odd_steps import ROWS, STEPS, UpdateStep, Views, simsiam, simsiam_symmetric, through
 from helpers.peaks import tracked_peak
 from helpers.plans import planner_of, stepped_once
-from torch import nn
 
 from graphckpt import apply, plan
 from graphckpt.planning import PlanError, trace
 from graphckpt.planning.plan_step import find_blocks
+from graphckpt.planning.planner import Planner
 from graphckpt.planning.steps import RealStep
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_any_plan_takes_what_is_predicted(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_plan_takes_what_is_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Seconds of ops, by which levels of `selective` are found, that do not depend on the load of the machine.
     seconds = random.Random(0)
     clock = itertools.accumulate(seconds.uniform(1e-6, 2e-5) for _ in itertools.count())
     monkeypatch.setattr(trace, "process_time", clock.__next__)
     model = Views()
     step, optimizers = STEPS[name](model)
-    planner = planner_of(model, step, Layer)
+    planner = planner_of(model, step, ResidualLayer)
     blocks = planner.measured.names
     rng, options = random.Random(0), range(len(planner.measured.options))
     choices = [planner.search.evaluate([option] * len(blocks)) for option in options]
@@ -50,7 +49,9 @@ def test_any_plan_takes_what_is_predicted(name: Any, monkeypatch: pytest.MonkeyP
     assert not planner.measured.notes
 
 
-def joined(planner: Any, rng: Any, count: int = 3) -> Iterator[Any]:
+def joined(
+    planner: Planner, rng: random.Random, count: int = 3
+) -> Iterator[tuple[list[int], tuple[tuple[int, int], ...]]]:
     """Yields plans in which runs of blocks are recomputed as one."""
     joints, num_blocks = planner.search.joined_runs, len(planner.measured.names)
     for _ in range(count):
@@ -66,22 +67,22 @@ def joined(planner: Any, rng: Any, count: int = 3) -> Iterator[Any]:
 def test_a_budget_at_the_peak_of_full_is_kept(name: str) -> None:
     model = Views()
     step, optimizers = STEPS[name](model)
-    with apply(model, {name: True for name, _ in find_blocks(model, Layer)}):
+    with apply(model, {name: True for name, _ in find_blocks(model, ResidualLayer)}):
         budget = tracked_peak(model, step, optimizers)
-    found = plan(model, step, memory_budget=budget, select=Layer)
+    found = plan(model, step, memory_budget=budget, select=ResidualLayer)
     assert 0 < found.floor_bytes <= budget
     with found.apply():
         assert tracked_peak(model, step, optimizers) == found.predicted_peak_bytes <= budget
 
 
-def gradient_penalty(model: nn.Module) -> Any:
+def gradient_penalty(model: Views) -> torch.Tensor:
     x = model.views[0].clone().requires_grad_()
     y = model.online(x)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return y.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
 
 
-def truncated_with_overlap(model: nn.Module) -> tuple[Any, ...]:
+def truncated_with_overlap(model: Views) -> UpdateStep:
     """Runs backward through each call twice: from its own loss, and from that of the next call."""
 
     def step() -> None:
@@ -99,11 +100,11 @@ def truncated_with_overlap(model: nn.Module) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("build", [lambda model: stepped_once(model, gradient_penalty), truncated_with_overlap])
-def test_a_second_backward_makes_it_an_estimate(build: Any) -> None:
+def test_a_second_backward_makes_it_an_estimate(build: Callable[[Views], UpdateStep]) -> None:
     model = Views()
     step, optimizers = build(model)
     for budget in ("min", "1GiB"):
-        found = plan(model, step, memory_budget=budget, select=Layer)
+        found = plan(model, step, memory_budget=budget, select=ResidualLayer)
         assert [note for note in found.notes if "create_graph=True or retain_graph=True" in note] == list(found.notes)
         with found.apply():
             peak = tracked_peak(model, step, optimizers)
@@ -118,27 +119,30 @@ def test_a_step_whose_graphs_are_all_dropped_cannot_be_planned() -> None:
         model.online(model.views[0])
 
     with pytest.raises(PlanError, match="no backward went through the blocks"):
-        plan(model, step, memory_budget="min", select=Layer)
+        plan(model, step, memory_budget="min", select=ResidualLayer)
 
 
 # ---- a plan that its check refutes
 
 
+StepWithPeaks = tuple[Views, Callable[[], None], int, int]
+
+
 @pytest.fixture(scope="module")
-def simple() -> tuple[Any, ...]:
+def simple() -> StepWithPeaks:
     """Returns a model, its step, and the lowest and the highest predicted peak."""
     model = Views()
-    model.online.layers.extend(Layer() for _ in range(3))
+    model.online.layers.extend(ResidualLayer() for _ in range(3))
     step, _ = stepped_once(model, lambda model: model.online(model.views[0]).square().mean())
-    least, most = (plan(model, step, memory_budget=budget, select=Layer) for budget in ("min", "1GiB"))
+    least, most = (plan(model, step, memory_budget=budget, select=ResidualLayer) for budget in ("min", "1GiB"))
     return model, step, least.predicted_peak_bytes, most.predicted_peak_bytes
 
 
-def measuring(monkeypatch: pytest.MonkeyPatch, change: Any) -> Any:
+def measuring(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int]) -> list[int]:
     """Lets each check measure another peak; returns the peaks."""
     peaks, real_peak = [], RealStep.peak
 
-    def peak(step: Any) -> Any:
+    def peak(step: RealStep) -> int:
         peaks.append(change(real_peak(step)))
         return peaks[-1]
 
@@ -146,44 +150,42 @@ def measuring(monkeypatch: pytest.MonkeyPatch, change: Any) -> Any:
     return peaks
 
 
-def test_a_refuted_plan_is_not_returned(simple: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refuted_plan_is_not_returned(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, _, most = simple
     budget = most + 64  # many plans are predicted to fit
     peaks = measuring(monkeypatch, lambda peak: budget + 8)
     with pytest.raises(
         PlanError, match=f"memory_budget {budget} B: no plan fits · the lowest possible peak is {budget + 8} B, reached"
     ):
-        plan(model, step, memory_budget=budget, select=Layer)
+        plan(model, step, memory_budget=budget, select=ResidualLayer)
     assert 2 <= len(peaks) <= 4
 
 
-def test_the_lowest_plan_is_tried_before_giving_up(simple: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lowest_plan_is_tried_before_giving_up(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, least, most = simple
     measuring(monkeypatch, lambda peak: peak if peak <= least else peak + most)
     for budget in (least, (least + most) // 2, most - 1):
-        found = plan(model, step, memory_budget=budget, select=Layer)
+        found = plan(model, step, memory_budget=budget, select=ResidualLayer)
         assert found.predicted_peak_bytes == found.floor_bytes == least
 
 
-def test_a_plan_that_takes_less_than_predicted_is_found(
-    simple: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_takes_less_than_predicted_is_found(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step, least, most = simple
     measuring(monkeypatch, lambda peak: peak // 2)
     for budget in (least // 2, least - 1, most - 1):
-        found = plan(model, step, memory_budget=budget, select=Layer)
+        found = plan(model, step, memory_budget=budget, select=ResidualLayer)
         assert 0 < found.floor_bytes <= found.predicted_peak_bytes <= budget
         with found.apply():
             assert RealStep(model, step).peak() == found.predicted_peak_bytes
     with pytest.raises(PlanError, match="no plan fits"):
-        plan(model, step, memory_budget=least // 2 - 1, select=Layer)
+        plan(model, step, memory_budget=least // 2 - 1, select=ResidualLayer)
     with pytest.raises(PlanError, match=f"the lowest possible peak is {least} B, reached "):
-        plan(model, step, memory_budget=least - 1, select=Layer, check=False)
+        plan(model, step, memory_budget=least - 1, select=ResidualLayer, check=False)
 
 
 @pytest.mark.parametrize("loss", [simsiam, simsiam_symmetric])
-def test_layers_that_are_called_twice_may_offload(loss: Any, tmp_path: Path) -> None:
+def test_layers_that_are_called_twice_may_offload(loss: Callable[[Views], torch.Tensor], tmp_path: Path) -> None:
     model = Views()
     step, _ = stepped_once(model, loss)
-    found = plan(model, step, memory_budget=0.6, select=Layer, offload=f"disk:{tmp_path}", check=False)
+    found = plan(model, step, memory_budget=0.6, select=ResidualLayer, offload=f"disk:{tmp_path}", check=False)
     assert found.predicted_peak_bytes <= found.budget_bytes

@@ -113,8 +113,8 @@ class TestFigures:
         adafactor = estimated(optimizer="adafactor", policy="keep")
         assert 0 < adafactor.optimizer_bytes < estimated().optimizer_bytes / 5
 
-    def test_they_are_those_of_a_plan_of_the_same_step(self) -> None:
-        def make_model() -> tuple[torch.nn.Module, Any]:
+    def test_figures_are_those_of_a_plan_of_the_same_step(self) -> None:
+        def make_model() -> tuple[torch.nn.Module, Callable[[], None]]:
             model = AutoModelForCausalLM.from_config(CONFIGS["causal-lm"], dtype=torch.float32).train()
             optimizer = torch.optim.AdamW(model.parameters())
             tokens = torch.zeros(2, 512, dtype=torch.long)
@@ -146,7 +146,7 @@ class TestFigures:
         assert estimate.plan is not None
         assert estimate.plan.policies == best.policies
 
-    def test_where_everything_fits_nothing_is_recomputed(self) -> None:
+    def test_nothing_is_recomputed_where_everything_fits(self) -> None:
         assert estimated().policies["plan"].policies == {}
         assert estimated().policies["plan"].seconds == estimated().policies["keep"].seconds
         assert estimated().apply_line.startswith("# ")
@@ -170,7 +170,7 @@ class TestFigures:
         assert estimate.policies["plan"].title == "lowest peak"
         assert "the parameters alone take" in estimate.notes[0]
 
-    def test_it_lists_the_devices_with_enough_memory(self) -> None:
+    def test_an_estimate_lists_the_devices_with_enough_memory(self) -> None:
         assert {"h100", "t4"} <= set(estimated().devices)
         total = min(policy.nvidia_smi_bytes for policy in estimated().policies.values())
         assert f"devices with {format_bytes(total)}" in str(estimated())
@@ -201,7 +201,7 @@ class TestFigures:
         short = estimated(policy="keep", seq=128, autocast="bfloat16").policies["keep"].parts
         assert short.layers == pytest.approx(half.layers / 4, rel=0.1)
 
-    def test_it_says_what_was_assumed(self) -> None:
+    def test_an_estimate_states_its_assumptions(self) -> None:
         text = " ".join(str(estimated()).split())
         for words in (
             "weights in float32",
@@ -273,7 +273,7 @@ class TestSources:
         assert graphckpt.estimate("someone/llama", device="h100", seq=64, policy="keep").model == "someone/llama"
 
 
-def fault_of(model: Any, **options: Any) -> str:
+def fault_of(model: object, **options: Any) -> str:
     with pytest.raises(ConfigError) as error:
         graphckpt.estimate(model, device="h100", **options)
     text = str(error.value)
@@ -287,7 +287,7 @@ class TestErrors:
         start = time.monotonic()
         assert fault_of("nobody/nothing").startswith(text)  # HF_HUB_OFFLINE
 
-        def no_network(*_: Any, **__: Any) -> None:
+        def no_network(*_: object, **__: object) -> None:
             raise OSError("no route")
 
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -305,10 +305,10 @@ class TestErrors:
             ("HfHubHTTPError", "someone/model: the hub answered"),
         ],
     )
-    def test_what_the_hub_answers(self, kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_of_the_hub_has_a_fix(self, kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         error_class = getattr(huggingface_hub.errors, kind)
 
-        def download(*_: Any, local_files_only: bool = False, **__: Any) -> str:
+        def download(*_: object, local_files_only: bool = False, **__: object) -> str:
             if local_files_only:
                 raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
             raise error_class.__new__(error_class)
@@ -409,8 +409,10 @@ class TestErrors:
         ):
             graphckpt.estimate(llama(), device="h100", lora=4)
 
-    def test_what_a_step_cannot_do_names_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(*_: Any) -> None:
+    def test_the_error_of_a_step_that_cannot_be_simulated_names_the_model(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
             raise RuntimeError("no kernel\nand more")
 
         monkeypatch.setattr(module.FakeStep, "sample", fail)
@@ -419,7 +421,7 @@ class TestErrors:
 
 
 class TestCommand:
-    def test_it_prints_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_command_prints_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = folder_of(llama(), tmp_path / "small")
         assert main(["estimate", folder, "--device", "h100", "--batch", "2", "--memory-budget", "0.9"]) == 0
         printed = capsys.readouterr().out
@@ -450,7 +452,7 @@ class TestCommand:
         for text in ("batch: expected a positive int, got 0", "got 'abc'", "unknown unit 'XB'"):
             assert text in ran.stderr
 
-    def test_an_error_ends_it_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_error_ends_the_command_with_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["estimate", "nobody/nothing", "--device", "h100"]) == 2
         assert capsys.readouterr().err.startswith("error: nobody/nothing: not a folder")
         assert main(["estimate", "nobody/nothing", "--device", "h1000"]) == 2
@@ -500,11 +502,11 @@ class TestRanks:
         assert sharded.weight_bytes < 0.5 * alone.weight_bytes
 
     @pytest.mark.parametrize("world_size", [0, -1, 2.0, "8"])
-    def test_it_is_a_positive_int(self, world_size: Any) -> None:
+    def test_world_size_is_a_positive_int(self, world_size: object) -> None:
         with pytest.raises(ConfigError, match=r"world_size: expected a positive int, got .* · fix: world_size=8"):
             graphckpt.estimate(CONFIGS["causal-lm"], device="h100", world_size=world_size)
 
-    def test_the_command_has_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_command_has_world_size(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = folder_of(CONFIGS["causal-lm"], tmp_path)
         words = ["estimate", folder, "--device", "h100", "--batch", "2", "--world-size", "8", "--policy", "keep"]
         assert main([*words, "--json"]) == 0
@@ -518,7 +520,7 @@ class TestRanks:
         assert "FSDP2 over 8 ranks" in " ".join(shown.split())
 
 
-def test_it_shows_as_html_and_in_one_line() -> None:
+def test_an_estimate_shows_as_html_and_in_one_line() -> None:
     assert "<table" in estimated()._repr_html_()
     assert "<table" in estimated(policy="selective")._repr_html_()
     assert repr(estimated()).startswith("<Estimate of llama on h100: keep ")

@@ -6,8 +6,9 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ D, NUM_TOKENS, NUM_WORDS = 256, 64, 96
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def as_dtensor(parameter: Any) -> DTensor:
+def as_dtensor(parameter: torch.Tensor) -> DTensor:
     assert isinstance(parameter, DTensor)
     return parameter
 
@@ -89,8 +90,8 @@ def planned(
     make: Callable[[], Any],
     world_size: int,
     rank: int | None = None,
-    budget: Any = "1GiB",
-    candidates: Any = ("full",),
+    budget: str | int = "1GiB",
+    candidates: Sequence[object] | None = ("full",),
     **more: Any,
 ) -> Plan:
     """One policy, except where a test is about which there are."""
@@ -99,7 +100,7 @@ def planned(
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Any:
+def nothing_is_left() -> Iterator[None]:
     hook, init, make, cuda = sys.excepthook, dist.init_process_group, init_device_mesh, torch.cuda.set_device
     before = {name: os.environ.get(name) for name in VARIABLES}
     yield
@@ -142,7 +143,7 @@ def test_a_rank_in_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) 
     assert "WORLD_SIZE" not in os.environ
 
 
-def test_other_sizes_and_ranks_in_one_process() -> None:
+def test_clusters_of_several_sizes_and_ranks_in_one_process() -> None:
     """The shapes of uneven shards are those of the rank, whatever was simulated before."""
     for world_size, rank, rows in ((2, 0, 4), (2, 1, 3), (3, 2, 1), (2, 0, 4)):
         with FakeCluster(world_size, rank), FakeDevice(load_profile("cpu")):
@@ -152,7 +153,7 @@ def test_other_sizes_and_ranks_in_one_process() -> None:
             assert shard.sum(dim=1).to_local().shape == (rows,)
 
 
-def test_a_plan_of_a_rank(tmp_path: Any) -> None:
+def test_a_plan_of_a_rank(tmp_path: Path) -> None:
     one, eight = planned(sharded, 1), planned(sharded, 8)
     assert eight.plain_peak_bytes < one.plain_peak_bytes
     assert (eight.world_size, eight.rank, one.world_size) == (8, 0, 1)
@@ -436,14 +437,16 @@ def test_a_work_holds_its_tensor_as_those_of_nccl_and_gloo_do() -> None:
         dist.recv(torch.zeros(2), 1)
 
 
-def wrapped_by(wrap: Callable[[nn.Module], Any]) -> Callable[[], Any]:
-    def make() -> Any:
+def wrapped_by(
+    wrap: Callable[[nn.Module], Any],
+) -> Callable[[], tuple[Any, Callable[[], None]]]:
+    def make() -> tuple[Any, Callable[[], None]]:
         return wrap(Model()), lambda: None
 
     return make
 
 
-def read_a_count() -> Any:
+def read_a_count() -> tuple[nn.Module, Callable[[], None]]:
     model, step = sharded()
 
     def count() -> None:
@@ -492,7 +495,7 @@ def read_a_count() -> Any:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_simulated_names_its_line(make: Callable[[], Any], call: str) -> None:
+def test_the_error_of_a_call_that_cannot_be_simulated_names_its_line(make: Callable[[], Any], call: str) -> None:
     with pytest.raises(ConfigError, match=r"\(test_fake_cluster\.py, line \d+\).* · fix: ") as error:
         planned(make, 2)
     assert call in str(error.value)
@@ -546,7 +549,7 @@ def test_to_wait_for_a_collective_is_not_a_kernel() -> None:
 
 
 def test_an_error_of_the_step_leaves_nothing() -> None:
-    def make() -> Any:
+    def make() -> NoReturn:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

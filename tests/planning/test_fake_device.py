@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import linear_layers, tiny_gpt2
 from helpers.modules import as_module
-from helpers.plans import tiny_gpt2
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,7 +88,9 @@ class Ops(TorchDispatchMode):
         return result
 
 
-def levels(build: Callable[[], nn.Module], rule: Any, device: contextlib.AbstractContextManager[Any]) -> list[Any]:
+def levels(
+    build: Callable[[], nn.Module], rule: bool | str, device: contextlib.AbstractContextManager[Any]
+) -> list[tuple[int, int, int, int]]:
     """Returns live bytes after forward, backward and step, and the peak, of a first and of a second step."""
     found = []
     with device:
@@ -116,7 +118,7 @@ def levels(build: Callable[[], nn.Module], rule: Any, device: contextlib.Abstrac
     [(build, rule) for build in (gpt2, llama) for rule in (False, True, "selective")]
     + [(resnet, True), (mixtral, False), (mixtral, True), (qwen_moe, False)],
 )
-def test_a_step_on_fake_tensors_has_the_bytes_of_the_real_one(build: Callable[[], nn.Module], rule: Any) -> None:
+def test_a_step_on_fake_tensors_has_the_bytes_of_the_real_one(build: Callable[[], nn.Module], rule: bool | str) -> None:
     real = levels(build, rule, contextlib.nullcontext())
     assert levels(build, rule, FakeDevice(load_profile("cpu"))) == real
 
@@ -266,7 +268,7 @@ class TestCudaKernels:
 class TestSteps:
     @pytest.mark.parametrize("rule", [False, True, "selective"])
     @pytest.mark.parametrize("autocast", [False, True])
-    def test_a_second_run_meets_the_same_kernels(self, rule: Any, autocast: bool) -> None:
+    def test_a_second_run_meets_the_same_kernels(self, rule: bool | str, autocast: bool) -> None:
         device = FakeDevice(load_profile("a100-80g"))
         with device:
             model = gpt2().to("cuda")
@@ -356,7 +358,7 @@ class TestSteps:
                 self.register_buffer("scaled", torch.stack([*frequencies]))
 
         def make_model() -> tuple[nn.Module, Callable[[], object]]:
-            model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), ScaledRotary()) for _ in range(3)])
+            model = linear_layers(3, 64, ScaledRotary)
             models.append(model)
             return model, lambda: model(torch.zeros(8, 64)).sum().backward()
 
@@ -406,12 +408,12 @@ class TestSteps:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-def test_a_capturable_optimizer_is_planned_and_stays_as_it_was(kind: Any) -> None:
+def test_a_capturable_optimizer_is_planned_and_stays_as_it_was(kind: type[torch.optim.Optimizer]) -> None:
     options = {} if kind is torch.optim.SGD else {"capturable": True}
     optimizers = []
 
-    def make() -> tuple[Any, ...]:
-        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)))
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        model = linear_layers(3, 8, nn.ReLU)
         optimizers.append(kind(model.parameters(), lr=0.1, **options))
 
         def step() -> None:

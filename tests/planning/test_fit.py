@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import ReLULayer
+from helpers.layer_stacks import ReLULayer, mlp_layers, stack_of, tiny_gpt2
 from helpers.modules import as_module
 from helpers.peaks import tracked_peak
-from helpers.plans import tiny_gpt2
 from helpers.thinning import slow_unless
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, ResNetConfig, ResNetForImageClassification
@@ -23,50 +23,51 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning import PlanError, options
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.fit import _gradients_missing_in_forward, largest
-from graphckpt.planning.fit_result import BatchFit
+from graphckpt.planning.fit_result import BatchFit, Fit
 from graphckpt.planning.profile import load_profile
 from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.units import format_bytes
 
 MIB = 2**20
+ModelAndInputs = tuple[nn.Module, Callable[[int], dict[str, torch.Tensor]]]
 
 
-def gpt2() -> tuple[Any, ...]:
+def gpt2() -> ModelAndInputs:
     return tiny_gpt2(n_layer=5, n_embd=32, vocab_size=64), tokens
 
 
-def bert() -> tuple[Any, ...]:
+def bert() -> ModelAndInputs:
     sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
     config = BertConfig(**sizes, vocab_size=64, max_position_embeddings=32, num_labels=3)
     return BertForSequenceClassification(config), tokens_with_label
 
 
-def resnet() -> tuple[Any, ...]:
+def resnet() -> ModelAndInputs:
     sizes = {"embedding_size": 8, "hidden_sizes": [16, 16, 32], "depths": [2, 1, 1], "layer_type": "basic"}
     return ResNetForImageClassification(ResNetConfig(**sizes, num_labels=3)), images
 
 
-def tokens(batch_size: Any) -> dict[str, Any]:
+def tokens(batch_size: int) -> dict[str, torch.Tensor]:
     x = torch.zeros(batch_size, 32, dtype=torch.long)
     return {"input_ids": x, "labels": x}
 
 
-def tokens_with_label(batch_size: Any) -> dict[str, Any]:
+def tokens_with_label(batch_size: int) -> dict[str, torch.Tensor]:
     return {**tokens(batch_size), "labels": torch.zeros(batch_size, dtype=torch.long)}
 
 
-def images(batch_size: Any) -> dict[str, Any]:
+def images(batch_size: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.zeros(batch_size, 3, 32, 32), "labels": torch.zeros(batch_size, dtype=torch.long)}
 
 
 class Case:
     """A model with its steps, and what they really take."""
 
-    def __init__(self, made: Any) -> None:
+    def __init__(self, made: ModelAndInputs) -> None:
         self.model, self.inputs = made
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
 
-    def make_step(self, batch_size: Any, accumulation: int = 1) -> tuple[Any, ...]:
+    def make_step(self, batch_size: int, accumulation: int = 1) -> tuple[nn.Module, Callable[[], None]]:
         batch = self.inputs(batch_size)
 
         def step() -> None:
@@ -77,7 +78,7 @@ class Case:
 
         return self.model, step
 
-    def peak(self, batch_size: Any, accumulation: int = 1) -> Any:
+    def peak(self, batch_size: int, accumulation: int = 1) -> int:
         """The tracked peak of a step with the policies that the model has."""
         return tracked_peak(*self.make_step(batch_size, accumulation), [self.optimizer])
 
@@ -87,7 +88,7 @@ class Case:
     params=[pytest.param(make, marks=slow_unless(make is resnet)) for make in (gpt2, bert, resnet)],
     ids=lambda make: make.__name__,
 )
-def fitted(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+def fitted(request: pytest.FixtureRequest) -> tuple[Case, Fit]:
     torch.manual_seed(0)
     case = Case(request.param())
     smallest = case.peak(2)
@@ -95,7 +96,7 @@ def fitted(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     return case, found
 
 
-def test_the_largest_batch_runs_inside_the_budget_and_one_more_does_not(fitted: tuple[Any, ...]) -> None:
+def test_the_largest_batch_runs_inside_the_budget_and_one_more_does_not(fitted: tuple[Case, Fit]) -> None:
     case, found = fitted
     largest, plain = found.largest, found.largest_without_recompute
     assert largest.batch_size > plain.batch_size >= 8
@@ -110,7 +111,7 @@ def test_the_largest_batch_runs_inside_the_budget_and_one_more_does_not(fitted: 
 
 
 @pytest.mark.slow
-def test_each_size_has_the_peaks_of_a_plan_for_it_alone(fitted: tuple[Any, ...]) -> None:
+def test_each_size_has_the_peaks_of_a_plan_for_it_alone(fitted: tuple[Case, Fit]) -> None:
     case, found = fitted
     for row in found.rows:
         model, step = case.make_step(row.batch_size)
@@ -123,7 +124,7 @@ def test_each_size_has_the_peaks_of_a_plan_for_it_alone(fitted: tuple[Any, ...])
 
 
 def test_shown_sizes_are_measured_and_have_run_and_accumulating_takes_no_more_than_predicted(
-    fitted: tuple[Any, ...],
+    fitted: tuple[Case, Fit],
 ) -> None:
     case, found = fitted
     assert 6 <= len(found.rows) <= len(found.measured_sizes) <= 12
@@ -159,14 +160,14 @@ def test_training_state_is_as_before() -> None:
     assert torch.equal(random, torch.get_rng_state())
 
 
-@as_module(lambda: {"layers": nn.Sequential(*(ReLULayer() for _ in range(3)))})
-def Squared(self: Any, x: torch.Tensor) -> Any:
+@as_module(lambda: {"layers": stack_of(ReLULayer, 3)})
+def Squared(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Layers before a head whose memory grows with the square of the batch."""
     x = self.layers(x)
     return (x @ x.T).square().mean()
 
 
-def squared(batch_size: Any) -> tuple[Any, ...]:
+def squared(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
     model, x = Squared(), torch.ones(batch_size, 16)
     return model, lambda: model(x).backward()
 
@@ -219,14 +220,14 @@ def test_sizes_that_do_not_fit_with_everything_kept_run_under_the_plans_of_small
 class Attention(ReLULayer):
     """A layer that keeps a matrix of all pairs of rows."""
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward((x @ x.T).softmax(-1) @ x)
 
 
 def test_the_largest_batch_has_run_where_predictions_are_too_low() -> None:
-    model = nn.Sequential(*(Attention() for _ in range(6)))
+    model = stack_of(Attention, 6)
 
-    def make_step(batch_size: Any) -> tuple[Any, ...]:
+    def make_step(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
         x = torch.ones(batch_size, 16)
         return model, lambda: model(x).sum().backward()
 
@@ -238,8 +239,8 @@ def test_the_largest_batch_has_run_where_predictions_are_too_low() -> None:
         graphckpt.plan(*make_step(largest.batch_size + 1), memory_budget="600KiB", candidates=["full"])
 
 
-def simple(batch_size: Any) -> tuple[Any, ...]:
-    model = nn.Sequential(*(ReLULayer() for _ in range(4)))
+def simple(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
+    model = stack_of(ReLULayer, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(batch_size, 16)
 
@@ -252,11 +253,11 @@ def simple(batch_size: Any) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def absent() -> Any:
+def absent() -> Fit:
     return graphckpt.fit(simple, memory_budget="65MiB", device="h200", global_batch=96, candidates=["full"])
 
 
-def test_a_device_that_is_not_there(absent: Any) -> None:
+def test_a_device_that_is_not_there(absent: Fit) -> None:
     assert absent.device == "h200"
     assert absent.largest.batch_size > absent.largest_without_recompute.batch_size
     assert absent.largest.checked_peak_bytes == absent.largest.peak_bytes <= 65 * MIB
@@ -276,7 +277,7 @@ def test_a_simulated_step_runs_once_under_its_plan(monkeypatch: pytest.MonkeyPat
     assert row.checked_seconds == pytest.approx(seconds)
 
 
-def test_rows_at_a_global_batch(absent: Any) -> None:
+def test_rows_at_a_global_batch(absent: Fit) -> None:
     best = absent.at_global_batch(96)
     assert best.batch_size * best.accumulation == best.global_batch == 96
     rows = [row for row in absent.rows if 96 % row.batch_size == 0]
@@ -299,7 +300,7 @@ def test_an_update_of_several_steps_has_one_step_of_the_optimizer() -> None:
     assert replace(row, accumulation=3).seconds == 3 * (2 * 5 - 1) + 1
 
 
-def test_what_it_prints(absent: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fit_prints_its_sizes_in_80_columns(absent: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = str(absent)
     assert f"largest batch: {absent.largest.batch_size} (" in text
     assert "fastest: " in text
@@ -323,7 +324,7 @@ def test_what_it_prints(absent: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_each_batch_size_may_have_a_model_of_its_own() -> None:
-    def make_step(batch_size: Any) -> Any:
+    def make_step(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
         return Case(gpt2()).make_step(batch_size)
 
     one_model = Case(gpt2())
@@ -373,7 +374,7 @@ def test_a_range_bounds_the_search() -> None:
         ({"ofload": "cpu"}, r"fit: unknown option 'ofload'"),
     ],
 )
-def test_faults_are_one_clear_error(arguments: Any, message: Any) -> None:
+def test_faults_are_one_clear_error(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         graphckpt.fit(simple, **{"device": "cpu", **arguments})
 
@@ -386,7 +387,7 @@ def test_faults_are_one_clear_error(arguments: Any, message: Any) -> None:
         (nn.Linear(1, 1), "expected a function, got Linear"),
     ],
 )
-def test_a_function_that_makes_no_step_is_an_error(make_step: Any, message: str) -> None:
+def test_a_function_that_makes_no_step_is_an_error(make_step: Callable[[int], object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"make_step: {message}"):
         graphckpt.fit(make_step)
 
@@ -438,8 +439,8 @@ def test_a_global_batch_that_nothing_fits_is_a_value_of_the_object() -> None:
     assert "none of the batch sizes 2, 4 fits" in values["fault"]
 
 
-def wide(batch_size: Any) -> tuple[Any, ...]:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(3)))
+def wide(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
+    model = mlp_layers(3, 128)
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(batch_size * 1024, 128)
 
     def step() -> None:

@@ -20,7 +20,7 @@ SMALL = ["model.config.n_layer=2", "model.config.n_embd=64", "model.config.n_hea
 FULL = "train.activation_checkpoint.candidates=[full]"  # one policy where a test is not about what is chosen
 
 
-def run(*words: Any, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(*words: str, capsys: pytest.CaptureFixture[str]) -> Any:
     code = main(["fit", *CONFIG, *words, *SMALL])
     printed = capsys.readouterr()
     assert code == 0, printed.err
@@ -56,7 +56,7 @@ def test_json_is_one_object_with_the_bytes_of_each_size(capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_its_numbers_are_those_of_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_numbers_of_fit_are_those_of_the_plan_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run("--memory-budget", "2GiB", "--json", "--batch-sizes", "16,64,128,300", capsys=capsys)
     found = json.loads(printed.out)
     assert [row["batch_size"] for row in found["rows"]] == [16, 64, 128, 300]
@@ -212,13 +212,13 @@ SPREAD = {
 
 
 @pytest.fixture(scope="module")
-def alone() -> Any:
+def alone() -> Plan:
     with fake_steps_from("configs/quickstart.py", [*SMALL, FULL], device="h200") as steps:
         return steps.plan("4GiB")
 
 
 @pytest.mark.parametrize("name", SPREAD)
-def test_what_spreads_the_step_changes_the_plan(name: Any, alone: Any) -> None:
+def test_settings_that_spread_the_step_change_the_plan(name: str, alone: Plan) -> None:
     with fake_steps_from("configs/quickstart.py", [*SMALL, FULL, *SPREAD[name]], device="h200") as steps:
         plan = steps.plan("4GiB")
         values = steps.to_dict(plan)
@@ -318,8 +318,8 @@ def test_a_fit_of_a_pipeline_is_refused(capsys: pytest.CaptureFixture[str]) -> N
         (["train.dist.pipeline_parallel_size=5", "train.num_accumulation_steps=5"], "the model has 3 layers"),
     ],
 )
-def test_what_the_trainer_refuses_is_refused_in_its_words(
-    words: list[Any] | list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_settings_that_the_trainer_refuses_are_refused_in_its_words(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *CONFIG, *SMALL, "model.config.n_layer=3", *words]) == 2
     assert message in capsys.readouterr().err

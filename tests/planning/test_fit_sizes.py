@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
 import torch
-from helpers.layer_stacks import ReLULayer
+from helpers.layer_stacks import ReLULayer, stack_of
 from helpers.thinning import slow_unless
 from torch import nn
 
@@ -16,7 +16,7 @@ from graphckpt.errors import ConfigError
 from graphckpt.planning import PlanError, options
 
 
-def with_batch_norm(batch_size: Any) -> tuple[Any, ...]:
+def with_batch_norm(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
     model, x = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)), torch.randn(batch_size, 16)
     return model, lambda: model(x).sum().backward()
 
@@ -29,7 +29,9 @@ def test_a_batch_too_small_for_batch_norm_does_not_hide_that_nothing_fits() -> N
 
 @pytest.mark.parametrize("device", [None, "h200"])
 @pytest.mark.parametrize(("sizes", "largest"), [(range(1, 9), 8), ([1, 2, 4], 4)])
-def test_a_size_at_which_the_step_cannot_run_is_left_out(sizes: Any, largest: int, device: str | None) -> None:
+def test_a_size_at_which_the_step_cannot_run_is_left_out(
+    sizes: Iterable[int] | None, largest: int, device: str | None
+) -> None:
     found = graphckpt.fit(with_batch_norm, batch_sizes=sizes, memory_budget="1GiB", select="*", device=device)
     assert found.largest.batch_size == largest
     assert 1 not in [row.batch_size for row in found.rows]
@@ -37,7 +39,7 @@ def test_a_size_at_which_the_step_cannot_run_is_left_out(sizes: Any, largest: in
 
 
 def test_a_search_goes_on_to_where_the_step_can_run() -> None:
-    def make_step(batch_size: Any) -> tuple[Any, ...]:
+    def make_step(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
         model, x = nn.Sequential(ReLULayer(), ReLULayer()), torch.randn(batch_size, 16)
 
         def step() -> None:
@@ -57,8 +59,8 @@ def test_a_search_goes_on_to_where_the_step_can_run() -> None:
 
 
 @pytest.mark.parametrize("sizes", [None, [1], range(1, 2), range(1, 99)])
-def test_a_step_that_runs_at_no_size_is_one_error_with_its_own_as_the_cause(sizes: Any) -> None:
-    def make_step(batch_size: Any) -> Any:
+def test_a_step_that_runs_at_no_size_is_one_error_with_its_own_as_the_cause(sizes: Iterable[int] | None) -> None:
+    def make_step(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
         if batch_size > 100:
             pytest.fail("the search does not end")
         return with_batch_norm(1)
@@ -71,11 +73,11 @@ def test_a_step_that_runs_at_no_size_is_one_error_with_its_own_as_the_cause(size
 class Limited:
     """Makes steps that run only at some sizes, and counts at how many they do not."""
 
-    def __init__(self, runs_at: Any, error: Any = ValueError) -> None:
+    def __init__(self, runs_at: Callable[[int], bool], error: type[Exception] = ValueError) -> None:
         self.runs_at, self.error, self.failed = runs_at, error, set()
-        self.model = nn.Sequential(*(ReLULayer() for _ in range(3)))
+        self.model = stack_of(ReLULayer, 3)
 
-    def __call__(self, batch_size: Any) -> tuple[Any, ...]:
+    def __call__(self, batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
         x = torch.ones(batch_size, 16)
 
         def step() -> None:
@@ -89,7 +91,7 @@ class Limited:
 
 @pytest.mark.parametrize("device", [None, "h200"])
 @pytest.mark.parametrize("unit", [pytest.param(unit, marks=slow_unless(unit in (2, 5))) for unit in (2, 4, 5, 12, 32)])
-def test_a_search_finds_the_largest_multiple_at_which_the_step_runs(unit: Any, device: str | None) -> None:
+def test_a_search_finds_the_largest_multiple_at_which_the_step_runs(unit: int, device: str | None) -> None:
     make_step = Limited(lambda size: size % unit == 0)
     budget = {"memory_budget": "66MiB" if device else "2MiB", "candidates": ["full"]}  # 64 MiB are cuBLAS workspaces
     found = graphckpt.fit(make_step, device=device, **budget)
@@ -103,7 +105,9 @@ def test_a_search_finds_the_largest_multiple_at_which_the_step_runs(unit: Any, d
 @pytest.mark.parametrize("device", [None, "h200"])
 @pytest.mark.parametrize("sizes", [None, range(1, 5000)])
 @pytest.mark.parametrize("last", [1, 100])
-def test_a_step_that_runs_up_to_a_size_is_tried_at_few_larger_ones(last: int, sizes: Any, device: str | None) -> None:
+def test_a_step_that_runs_up_to_a_size_is_tried_at_few_larger_ones(
+    last: int, sizes: Iterable[int] | None, device: str | None
+) -> None:
     make_step = Limited(lambda size: size <= last)
     found = graphckpt.fit(make_step, batch_sizes=sizes, memory_budget="100MiB", device=device, candidates=["full"])
     assert found.largest.batch_size == last
@@ -146,14 +150,14 @@ def test_a_range_is_never_tried_below_its_first_size() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, torch.OutOfMemoryError])
-def test_another_error_names_the_size_at_which_it_was_raised(error: Any) -> None:
+def test_another_error_names_the_size_at_which_it_was_raised(error: type[Exception]) -> None:
     with pytest.raises(error, match="got a batch of 8") as info:
         graphckpt.fit(Limited(lambda size: False, error), batch_sizes=[16, 8], memory_budget="1GiB")
     assert info.value.__notes__ == ["fit: raised at batch size 8"]
 
 
 def test_each_kind_of_fault_is_one_note() -> None:
-    def make_step(batch_size: Any) -> tuple[Any, ...]:
+    def make_step(batch_size: int) -> tuple[nn.Module, Callable[[], None]]:
         model, step = with_batch_norm(batch_size)
         return model, step if batch_size < 5 else Limited(lambda size: False)(batch_size)[1]
 
@@ -179,14 +183,14 @@ ANY = Limited(lambda size: True)
     ],
     ids=["array", "bytes", "scalars", "tensor", "keys", "generator"],
 )
-def test_sizes_are_any_iterable_of_ints(sizes: Any) -> None:
+def test_sizes_are_any_iterable_of_ints(sizes: object) -> None:
     found = graphckpt.fit(ANY, batch_sizes=sizes, memory_budget="1GiB", candidates=["full"], global_batch=np.int64(8))
     assert [row.batch_size for row in found.rows] == [2, 4, 8]
     assert all(type(size) is int for size in (found.global_batch, *found.measured_sizes))
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [(range(2, 20, 4), [2, 6, 10, 14, 18]), (range(3, 0, -1), [1, 2, 3])])
-def test_a_range_with_another_step_is_a_list_of_sizes(sizes: Any, rows: list[int]) -> None:
+def test_a_range_with_another_step_is_a_list_of_sizes(sizes: range, rows: list[int]) -> None:
     found = graphckpt.fit(ANY, batch_sizes=sizes, memory_budget="1GiB", candidates=["full"])
     assert [row.batch_size for row in found.rows] == rows
 
@@ -197,7 +201,7 @@ def test_a_range_with_another_step_is_a_list_of_sizes(sizes: Any, rows: list[int
      np.array([True]), np.array([2.0]), np.array([[1, 2]]), torch.tensor(4), torch.tensor([True]), range(0, 9, 2)],
     ids=repr,
 )  # fmt: skip
-def test_others_are_one_clear_error(sizes: Any) -> None:
+def test_sizes_that_are_not_positive_ints_are_one_clear_error(sizes: object) -> None:
     with pytest.raises(ConfigError, match=r"batch_sizes: expected a list or a range of ints of 1 or more, got .* · f"):
         graphckpt.fit(ANY, batch_sizes=sizes)
 

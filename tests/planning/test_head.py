@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import mlp_layers
 from helpers.modules import as_module
 from helpers.peaks import tracked_peak
 from helpers.plans import planner_of
@@ -25,23 +27,19 @@ from graphckpt.planning.sweep import measure
 
 
 @as_module(lambda width, num_words: {"words": nn.Linear(width, num_words)})
-def Head(self: Any, x: torch.Tensor, labels: Any) -> Any:
+def Head(self: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(self.words(x), labels, reduction="sum")
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-
-
-@as_module(lambda: {"layers": nn.ModuleList(mlp() for _ in range(4)), "head": Head(16, 2000)})
-def Language(self: Any, x: torch.Tensor, labels: Any) -> Any:
+@as_module(lambda: {"layers": nn.ModuleList(mlp_layers(4)), "head": Head(16, 2000)})
+def Language(self: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Layers whose results are small beside the logits."""
     for layer in self.layers:
         x = layer(x)
     return self.head(x, labels)
 
 
-def made() -> tuple[Any, ...]:
+def made() -> tuple[nn.Module, Callable[[], None]]:
     torch.manual_seed(0)
     model, x, labels = Language(), torch.randn(256, 16), torch.randint(0, 2000, (256,))
     return model, lambda: model(x, labels).backward()
@@ -50,7 +48,7 @@ def made() -> tuple[Any, ...]:
 SLICED = {"head": [Tiles(4, reduce="sum"), Tiles(16, reduce="sum")]}
 
 
-def test_it_is_cut_where_nothing_else_fits() -> None:
+def test_the_head_is_sliced_where_nothing_else_fits() -> None:
     model, step = made()
     sizes = []
     for coarser in (None, {"head": Tiles(4, reduce="sum")}):
@@ -73,8 +71,8 @@ def test_the_error_names_the_head() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "block"), [((1.0, 2.0, 3.0), None), ((3.0, 1.0, 2.0), "head")])
-def test_it_stays_whole_where_there_is_room_unless_slices_are_faster(
-    seconds: tuple[Any, ...], block: str | None, monkeypatch: pytest.MonkeyPatch
+def test_the_head_is_not_sliced_where_there_is_room_unless_slices_are_faster(
+    seconds: tuple[float, ...], block: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``seconds`` are those of the step with its loss computed at once, in 4 slices, and in 16."""
     took = iter(seconds)
@@ -119,7 +117,7 @@ def test_a_graph_takes_it_and_lets_it_go_again() -> None:
         (True, "head: expected a mapping, got True"),
     ],
 )
-def test_what_is_no_head_is_an_error(head: Any, message: str) -> None:
+def test_a_policy_that_is_not_of_a_head_is_an_error(head: object, message: str) -> None:
     model, step = made()
     with pytest.raises(ConfigError, match=message):
         graphckpt.plan(model, step, memory_budget=0.5, head=head)

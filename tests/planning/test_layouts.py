@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,9 @@ SIZES = ["train.train_micro_batch_size=4", "train.global_batch_size=32"]
 H100 = load_profile("h100")
 
 
-def checks_of(config: str = LLAMA, words: Any = (), memory: str = "80GiB", cluster: str = "dgx-h100") -> LayoutChecks:
+def checks_of(
+    config: str = LLAMA, words: Sequence[str] = (), memory: str = "80GiB", cluster: str = "dgx-h100"
+) -> LayoutChecks:
     machine = H100.with_memory(memory)
     with ConfigSource(config, [*SMALL[config], *SIZES, *words]).checked() as run:
         return LayoutChecks(run, machine, load_cluster(cluster), machine.memory_bytes)
@@ -90,7 +93,7 @@ def llama() -> LayoutChecks:
     ],
     ids=str,
 )
-def test_what_arithmetic_rules_out(llama: LayoutChecks, layout: Layout, reason: str | None) -> None:
+def test_arithmetic_rules_out_layouts(llama: LayoutChecks, layout: Layout, reason: str | None) -> None:
     given = llama.reason_against(layout)
     assert given is None if reason is None else reason in str(given)
 
@@ -172,7 +175,7 @@ def test_layouts_are_compared(four: LayoutComparison) -> None:
     assert skipped.layout == Layout(1, 2, 2)
 
 
-def test_a_row_is_the_plan_of_its_layout(four: LayoutComparison, capsys: Any) -> None:
+def test_a_row_is_the_plan_of_its_layout(four: LayoutComparison, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--config-file", GPT2, "--device", "h100", "--candidates", "full", "--json", *SMALL[GPT2], *SIZES]
     assert main(["plan", *flags, *Layout(4, zero_stage=3).overrides()]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -234,7 +237,7 @@ def test_all_layouts_of_a_llama(world_size: int, monkeypatch: pytest.MonkeyPatch
     assert any(line.startswith("layout 6 of 6, ") for line in lines)
 
 
-def test_what_does_not_fit_is_ruled_out_by_its_plan() -> None:
+def test_a_layout_that_does_not_fit_is_ruled_out_by_its_plan() -> None:
     with pytest.raises(PlanError) as error:
         compared(4, "dp=4", memory_budget="5MiB", options={"candidates": ["full"]})
     assert "world_size 4: no layout fits into 5.00 MiB on h100" in str(error.value)
@@ -257,7 +260,7 @@ def test_policies_are_measured_where_not_everything_fits() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 0, True, 2.0])
-def test_a_world_size_that_is_not_one(world_size: Any) -> None:
+def test_a_world_size_that_is_not_one(world_size: object) -> None:
     with pytest.raises(ConfigError, match="world_size: expected an int of 2 or more, got"):
         compared(world_size)
 
@@ -283,14 +286,14 @@ COMMAND = ["fit", "--config-file", GPT2, "--device", "h100", *SMALL[GPT2], *SIZE
         (["--world-size", "4", "task.loss_head=True"], "dp=2: task.loss_head: expected one process, got 2"),
     ],
 )
-def test_the_command_refuses(flags: list[str], message: str, capsys: Any) -> None:
+def test_the_command_refuses(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "task.loss_head=True" in flags:
         flags = ["--world-size", "2", "--layout", "dp=2", "task.loss_head=True"]
     assert main([*COMMAND, *flags]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_json(capsys: Any) -> None:
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--world-size", "2", "--layout", "dp=2", "--layout", "tp=2 zero=1", "--candidates", "full", "--json"]
     assert main([*COMMAND, *words]) == 0
     values = json.loads(capsys.readouterr().out)
@@ -304,7 +307,7 @@ def test_json(capsys: Any) -> None:
     assert "train.dist.data_parallel_size=2" in values["command"]
 
 
-def test_help_names_the_flags(capsys: Any) -> None:
+def test_help_names_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fit", "--help"])
     text = capsys.readouterr().out

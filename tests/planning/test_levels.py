@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES, Architecture
-from helpers.layer_stacks import Layer
+from helpers.layer_stacks import ResidualLayer
 from helpers.levels import Sampled, differences, sampled
 from helpers.modules import as_module
 from helpers.odd_steps import STEPS, OddChain, Views
@@ -142,7 +142,7 @@ def test_odd_steps(name: str) -> None:
     torch.manual_seed(0)
     model = Views()
     step, _ = STEPS[name](model)
-    within(sampled(model, step, find_blocks(model, Layer), FIVE), name)
+    within(sampled(model, step, find_blocks(model, ResidualLayer), FIVE), name)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -154,19 +154,19 @@ def test_chains_of_single_blocks(seed: int) -> None:
 
 
 @as_module(lambda: {"project": nn.Linear(16, 16)})
-def Attention(self: Any, x: torch.Tensor) -> tuple[Any, ...]:
+def Attention(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.softmax(self.project(x) @ x.T, dim=-1)
     return weights @ x, weights
 
 
 @as_module(lambda: {"layers": nn.ModuleList(Attention() for _ in range(6))})
-def Returning(self: Any, x: torch.Tensor) -> Any:
+def Returning(self: Any, x: torch.Tensor) -> torch.Tensor:
     for layer in self.layers:
         x, _weights = layer(x)  # `_weights` lives until the next layer has returned
     return x
 
 
-def test_what_a_loop_variable_holds_while_the_next_block_runs() -> None:
+def test_a_tensor_that_a_loop_variable_holds_while_the_next_block_runs() -> None:
     model, x = Returning(), torch.randn(64, 16)
     step, _ = stepped_once(model, lambda model: model(x).square().mean())
     models = sampled(model, step, find_blocks(model, Attention), FIVE)

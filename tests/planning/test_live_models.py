@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
+from helpers.layer_stacks import tiny_gpt2
 from helpers.peaks import tracked_peak
-from helpers.plans import tiny_gpt2
 from torch import Tensor, nn
 
 from graphckpt.planning.live_plan import MOST_UPDATES, LivePlan

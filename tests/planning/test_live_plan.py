@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import ReLULayer
+from helpers.layer_stacks import ReLULayer, stack_of
 from helpers.peaks import tracked_peak
 from torch import nn
 
 from graphckpt.blocks.forward import policy_of
 from graphckpt.errors import PlanError
 from graphckpt.planning.live_plan import LivePlan
-from graphckpt.planning.options import PlanOptions
+from graphckpt.planning.options import Budget, PlanOptions
+from graphckpt.planning.plan import Plan
 from graphckpt.planning.planner import corrected
 from graphckpt.planning.update_planner import UpdatePlanner
 
@@ -28,25 +29,25 @@ class Loop:
 
     def __init__(
         self,
-        budget: Any,
-        candidates: tuple[Any, ...] = ("full",),
+        budget: Budget,
+        candidates: tuple[str, ...] | None = ("full",),
         device: str = "cpu",
         num_layers: int = 4,
         **more: Any,
     ) -> None:
         self.device = device
-        self.model = nn.Sequential(*(ReLULayer() for _ in range(num_layers))).to(device)
+        self.model = stack_of(ReLULayer, num_layers).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
         self.lines = []
         options = PlanOptions(candidates=candidates, progress=False, **more)
         self.live = LivePlan(self.model, budget, options, self.lines.append)
 
-    def step(self, size: Any) -> None:
+    def step(self, size: int) -> None:
         self.model(torch.ones(size, 16, device=self.device)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def updates(self, *sizes: Any) -> Any:
+    def updates(self, *sizes: int) -> list[bool]:
         """Runs one update of each size, and returns which of them ended with a new plan."""
         planned = []
         for size in sizes:
@@ -56,7 +57,7 @@ class Loop:
             self.handle = self.live.handle  # which callbacks keep alive, until they see another one
         return planned
 
-    def peak(self, size: Any) -> Any:
+    def peak(self, size: int) -> int:
         return tracked_peak(self.model, lambda: self.step(size), [self.optimizer])
 
 
@@ -118,7 +119,7 @@ def test_no_faster_plan_is_tried_where_no_update_would_check_it(monkeypatch: pyt
 def test_a_step_without_a_backward_is_not_planned_for() -> None:
     loop = Loop("min")
 
-    def skip(size: Any) -> Any:
+    def skip(size: int) -> bool:
         loop.live.begin_step()
         if size:
             loop.model(torch.ones(size, 16))
@@ -144,7 +145,7 @@ def test_a_step_without_a_backward_is_not_planned_for() -> None:
 def test_a_step_that_fails_in_a_block_does_not_end_the_training(block: int, is_ended: bool) -> None:
     loop = Loop("min")
 
-    def fail(size: Any) -> None:
+    def fail(size: int) -> None:
         loop.live.begin_step()
         hook = loop.model[block].down.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -207,7 +208,7 @@ class Student(Loop):
         self.moment = moment
         self.features = []
 
-    def step(self, size: Any) -> None:
+    def step(self, size: int) -> None:
         x = torch.ones(size, 16)
         teacher = self.copied() if self.moment == "before" else None
         y = self.model(x)
@@ -221,12 +222,12 @@ class Student(Loop):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def copied(self) -> Any:
+    def copied(self) -> nn.Module:
         return copy.deepcopy(self.model)
 
 
 class SavedStudent(Student):
-    def copied(self) -> Any:
+    def copied(self) -> nn.Module:
         file = io.BytesIO()
         torch.save(self.model, file)
         file.seek(0)
@@ -235,7 +236,7 @@ class SavedStudent(Student):
 
 @pytest.mark.parametrize("kind", [Student, SavedStudent])
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
-def test_copies_that_are_made_in_every_update_have_no_part_in_it(kind: Any, moment: str) -> None:
+def test_copies_that_are_made_in_every_update_have_no_part_in_it(kind: type[Student], moment: str) -> None:
     loop = kind(moment)
     assert loop.updates(64, 64, 64) == [False, True, False]
     assert loop.updates(128, 128) == [True, False]
@@ -249,13 +250,13 @@ def test_copies_that_are_made_in_every_update_have_no_part_in_it(kind: Any, mome
 class Replaced(Loop):
     """Some layers are replaced by copies of others before each update, as a teacher by its student."""
 
-    def __init__(self, new: Any, every: int = 1) -> None:
+    def __init__(self, new: Callable[[nn.Sequential], nn.Module], every: int = 1) -> None:
         super().__init__("min")
         self.new = new
         self.every = every
         self.number = 0
 
-    def step(self, size: Any) -> None:
+    def step(self, size: int) -> None:
         if self.number % self.every == 0:
             self.model[2] = self.new(self.model)
         self.number += 1
@@ -264,7 +265,9 @@ class Replaced(Loop):
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("new", [lambda model: copy.deepcopy(model[1]), lambda _: ReLULayer()])
-def test_layers_that_are_replaced_get_the_policies_of_the_ones_before(new: Callable[..., Any], every: int) -> None:
+def test_layers_that_are_replaced_get_the_policies_of_the_ones_before(
+    new: Callable[[nn.Sequential], nn.Module], every: int
+) -> None:
     loop = Replaced(new, every)
     planned = loop.updates(*[64] * 20)
     assert any(planned)
@@ -278,7 +281,7 @@ def test_layers_that_are_replaced_get_the_policies_of_the_ones_before(new: Calla
     assert not any("forward" in vars(module) for module in loop.model.modules())
 
 
-def rules_of(plan: Any) -> list[Any]:
+def rules_of(plan: Plan) -> list[str]:
     return [row.option for name in "0123" for row in plan.rows if row.block == name]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from helpers.layer_stacks import mlp_layers
 
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.options import PlanOptions
@@ -24,8 +24,7 @@ def planned(num_traced: int, num_micro_batches: int = 0) -> tuple[Plan, list[int
     counts: list[int] = []
     device = FakeDevice(load_profile("h100"))
     with device:
-        layers = [nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(4)]
-        model = nn.Sequential(*layers)
+        model = mlp_layers(4, D)
         optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(4096, D)
 
         def step() -> None:

@@ -51,7 +51,7 @@ class Caught(Exception):
 
 
 @pytest.fixture
-def caught(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def caught(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def catch(*args: Any) -> None:
         raise Caught(next(value for value in args if isinstance(value, PlanOptions)))
 
@@ -62,19 +62,19 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 @as_module(lambda: {"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), "head": nn.Linear(4, 1)})
-def Model(self: Any, x: torch.Tensor) -> Any:
+def Model(self: Any, x: torch.Tensor) -> torch.Tensor:
     for layer in self.layers:
         x = layer(x)
     return self.head(x).sum()
 
 
-def arrived(action: Any) -> Any:
+def arrived(action: Callable[[], object]) -> PlanOptions:
     with pytest.raises(Caught) as error:
         action()
     return error.value.args[0]
 
 
-def test_there_is_a_value_for_every_option() -> None:
+def test_every_option_has_a_value() -> None:
     assert tuple(VALUES) == PlanOptions.names() == tuple(option.name for option in fields(PlanOptions))
 
 
@@ -97,7 +97,7 @@ def test_the_typed_options_are_the_fields() -> None:
         (PolicyCallback.__init__, CallbackOptionsDict),
     ],
 )
-def test_entry_points_are_typed(function: Any, options: Any) -> None:
+def test_entry_points_are_typed(function: Callable[..., object], options: type) -> None:
     annotations = function.__annotations__
     assert [text for text in annotations.values() if text.startswith("Unpack[")] == [f"Unpack[{options.__name__}]"]
     assert not annotations.keys() & options.__annotations__.keys(), "no parameter has the name of an option"
@@ -105,7 +105,7 @@ def test_entry_points_are_typed(function: Any, options: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [graphckpt.plan, graphckpt.fit, fit_training_arguments, graphckpt.Graph.plan])
-def test_signatures_list_the_options(function: Any) -> None:
+def test_signatures_list_the_options(function: Callable[..., object]) -> None:
     parameters = inspect.signature(function).parameters
     defaults = {option.name: option.default for option in fields(PlanOptions) if option.name != "progress"}
     options = {name: parameters[name].default for name in defaults}
@@ -146,7 +146,7 @@ def steps(model: nn.Module, graph: graphckpt.Graph, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", PlanOptions.names())
-def test_plan_and_graphs_take_it(name: Any, caught: Callable[..., Any]) -> None:
+def test_plan_and_graphs_take_every_option(name: str, caught: Callable[[], None]) -> None:
     model, x = Model(), torch.ones(2, 4)
     value = {"model.head": "full"} if name == "head" else ["model.layers.*"] if name == "select" else VALUES[name]
     given = arrived(lambda: graphckpt.plan(model, lambda: None, memory_budget="min", **{name: VALUES[name]}))
@@ -159,7 +159,7 @@ def test_plan_and_graphs_take_it(name: Any, caught: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("name", PlanOptions.names())
-def test_a_config_has_it(name: Any) -> None:
+def test_a_config_has_every_option(name: str) -> None:
     if name not in PlanOptions.names("config"):
         assert name in ELSEWHERE
         return
@@ -169,7 +169,7 @@ def test_a_config_has_it(name: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PlanOptions.names())
-def test_the_command_has_it(name: Any, caught: Callable[..., Any]) -> None:
+def test_the_command_has_every_option(name: str, caught: Callable[[], None]) -> None:
     parser = argparse.ArgumentParser()
     add_plan(parser.add_subparsers())
     words = {"head": ["loss_head=full"], "candidates": ["full"], "contiguous": []}.get(name, [str(VALUES[name])])
@@ -185,7 +185,7 @@ def test_the_command_has_it(name: Any, caught: Callable[..., Any]) -> None:
     assert getattr(arrived(lambda: parsed.run(parsed)), name) == expected
 
 
-def test_a_config_is_what_the_command_begins_with(caught: Callable[..., Any]) -> None:
+def test_a_config_is_what_the_command_begins_with(caught: Callable[[], None]) -> None:
     parser = argparse.ArgumentParser()
     add_plan(parser.add_subparsers())
     word = "train.activation_checkpoint.host_budget=1GiB"

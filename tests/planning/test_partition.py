@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.layer_stacks import mlp_step
@@ -52,7 +51,7 @@ def test_parts_are_options_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("group", [True, "all", 3])
-def test_what_is_no_group_is_an_error(group: Any) -> None:
+def test_a_value_that_is_not_a_process_group_is_an_error(group: object) -> None:
     with pytest.raises(ConfigError, match=r"group: expected a ProcessGroup, got .* · fix: use None .* or False"):
         planning_group(group)
 

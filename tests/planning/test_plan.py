@@ -6,14 +6,14 @@ import dataclasses
 import json
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers.layer_stacks import mlp_step
+from helpers.layer_stacks import gpt2_step, linear_layers, mlp_step
 from helpers.peaks import tracked_peak
-from helpers.plans import gpt2_step, planner_of
+from helpers.plans import planner_of
 from torch import nn
 
 import graphckpt
@@ -25,13 +25,13 @@ from graphckpt.units import format_bytes
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[Any, ...]:
+def planned() -> tuple[nn.Module, Callable[[], None], graphckpt.Plan]:
     """Returns a model, its step, and the plan with the lowest peak."""
     model, step = mlp_step(num_layers=5)
     return model, step, graphckpt.plan(model, step, memory_budget="min")
 
 
-def test_save_and_load(planned: tuple[Any, ...], tmp_path: Path) -> None:
+def test_save_and_load(planned: tuple[nn.Module, Callable[[], None], graphckpt.Plan], tmp_path: Path) -> None:
     model, step, found = planned
     path = tmp_path / "plan.yaml"
     found.save(path)
@@ -144,11 +144,13 @@ def test_the_picture_of_a_plan(tmp_path: Path, name: str) -> None:
     assert b"\x89PNG" in one[:100] if name.endswith("png") else b"<svg" in one[:2000]
 
 
-def words_of(path: Path) -> Any:
+def words_of(path: Path) -> list[str]:
     return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
 
 
-def test_the_picture_names_what_counts(planned: tuple[Any, ...], tmp_path: Path) -> None:
+def test_the_picture_names_what_counts(
+    planned: tuple[nn.Module, Callable[[], None], graphckpt.Plan], tmp_path: Path
+) -> None:
     found = planned[2]
     path = tmp_path / "plan.svg"
     found.plot(str(path))
@@ -163,7 +165,7 @@ def test_the_picture_names_what_counts(planned: tuple[Any, ...], tmp_path: Path)
 
 
 def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
-    def plan_of(gib: Any, seconds: Any) -> Any:
+    def plan_of(gib: int, seconds: float) -> graphckpt.Plan:
         return dataclasses.replace(FIXED, predicted_peak_bytes=gib << 30, predicted_step_seconds=seconds)
 
     front = [plan_of(3, 0.3), plan_of(2, 0.4), plan_of(5, 0.2)]
@@ -181,8 +183,8 @@ def test_the_picture_of_a_sweep(tmp_path: Path) -> None:
 
 
 def test_the_plain_peak_of_an_absent_device_is_that_of_the_plan_that_keeps_everything() -> None:
-    def make() -> tuple[Any, ...]:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        model = linear_layers(4, 64, nn.GELU)
         average, x = [parameter.detach().clone() for parameter in model.parameters()], torch.ones(8, 64)
 
         def step() -> None:

@@ -25,14 +25,14 @@ KEYS = {
 
 
 def planned(
-    *words: Any, capsys: pytest.CaptureFixture[str], config: str = "configs/quickstart.py", device: str = "h200"
+    *words: str, capsys: pytest.CaptureFixture[str], config: str = "configs/quickstart.py", device: str = "h200"
 ) -> tuple[Any, ...]:
     assert main(["plan", "--config-file", str(config), "--device", device, "--json", *SMALL, *words]) == 0
     printed = capsys.readouterr()
     return json.loads(printed.out), printed.err
 
 
-def test_its_numbers_are_those_of_the_plan(
+def test_the_numbers_of_the_command_are_those_of_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
@@ -68,7 +68,7 @@ def test_the_parts_are_those_of_the_peak(capsys: pytest.CaptureFixture[str]) -> 
     assert parts["workspaces_bytes"] == 2 * 32 * 2**20
 
 
-def test_what_is_not_known_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_bytes_are_null(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = planned(device="cpu", capsys=capsys)
     assert (found["reserved_bytes"], found["nvidia_smi_bytes"]) == (None, None)
     assert sum(found["parts"].values()) == found["allocated_bytes"]

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fuzz.bench import same
-from helpers.layer_stacks import D, Layer, Listed, Piled
+from helpers.layer_stacks import D, ListModel, ResidualLayer, SequentialModel, linear_layers, stack_of, tiny_gpt2
 from helpers.peaks import tracked_peak
-from helpers.plans import planner_of, stepped_once, tiny_gpt2
+from helpers.plans import planner_of, stepped_once
 from torch import nn
 
 import graphckpt
@@ -24,7 +24,7 @@ from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError
 from graphckpt.ledger.table import time_of
 from graphckpt.planning import PlanError
-from graphckpt.planning.options import DeviceMemory, budget_bytes
+from graphckpt.planning.options import Budget, DeviceMemory, budget_bytes
 from graphckpt.planning.planner import Planner
 from graphckpt.planning.search import PolicySearch
 from graphckpt.planning.steps import RealStep
@@ -34,17 +34,17 @@ from graphckpt.units import format_bytes, parse_bytes
 class Case:
     """A model with its step, and what such a step really takes."""
 
-    def __init__(self, model: nn.Module, loss: Any) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> None:
         self.model = model
         self.step, (self.optimizer,) = stepped_once(model, loss)
 
-    def peak(self) -> Any:
+    def peak(self) -> int:
         return tracked_peak(self.model, self.step, [self.optimizer])
 
-    def planner(self) -> Any:
+    def planner(self) -> Planner:
         return planner_of(self.model, self.step)
 
-    def check_plans(self, planner: Any, count: Any) -> Any:
+    def check_plans(self, planner: Planner, count: int) -> list[graphckpt.Plan]:
         """Runs the plans of some budgets, and returns them."""
         plans = []
         for budget in budgets(planner, count):
@@ -57,7 +57,7 @@ class Case:
 def stack(num_layers: int = 5, rows: int = 256) -> Case:
     torch.manual_seed(0)
     x = torch.randn(rows, D)
-    return Case(Piled(num_layers), lambda model: model(x).square().mean())
+    return Case(SequentialModel(num_layers), lambda model: model(x).square().mean())
 
 
 def gpt2(*, use_cache: bool = False, vocabulary: int = 32, num_layers: int = 4) -> Case:
@@ -68,18 +68,18 @@ def gpt2(*, use_cache: bool = False, vocabulary: int = 32, num_layers: int = 4) 
 
 
 @pytest.fixture(scope="module", params=[gpt2, stack], ids=["gpt2", "sequential"])
-def known(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+def known(request: pytest.FixtureRequest) -> tuple[Case, Planner]:
     case = request.param()
     return case, case.planner()
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[Any, ...]:
+def planned() -> tuple[Case, Planner]:
     case = stack()
     return case, case.planner()
 
 
-def budgets(planner: Any, count: Any) -> list[Any]:
+def budgets(planner: Planner, count: int) -> list[int]:
     low, high = planner.floor.peak, planner.plain.peak
     return [low + (high - low) * n // (count - 1) for n in range(count)]
 
@@ -87,19 +87,19 @@ def budgets(planner: Any, count: Any) -> list[Any]:
 # ---- the promise
 
 
-def test_a_plan_takes_what_it_says_and_never_more_than_the_budget(known: tuple[Any, ...]) -> None:
+def test_a_plan_takes_what_it_says_and_never_more_than_the_budget(known: tuple[Case, Planner]) -> None:
     case, planner = known
     policies = {tuple(row.option for row in found.rows) for found in case.check_plans(planner, 6)}
     assert len(policies) > 2, "budgets lead to plans that differ"
 
 
-def test_a_larger_budget_is_never_slower(known: tuple[Any, ...]) -> None:
+def test_a_larger_budget_is_never_slower(known: tuple[Case, Planner]) -> None:
     _, planner = known
     seconds = [planner.plan(budget).predicted_step_seconds for budget in budgets(planner, 40)]
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(seconds))
 
 
-def test_no_uniform_policy_that_fits_is_faster(known: tuple[Any, ...]) -> None:
+def test_no_uniform_policy_that_fits_is_faster(known: tuple[Case, Planner]) -> None:
     _, planner = known
     uniform = planner.search.uniform()
     assert len(uniform) == len(planner.measured.options)
@@ -109,7 +109,7 @@ def test_no_uniform_policy_that_fits_is_faster(known: tuple[Any, ...]) -> None:
             assert choice.peak > budget or chosen.seconds <= choice.seconds + 1e-12
 
 
-def test_the_front_holds_plans_of_which_none_is_better_in_both(known: tuple[Any, ...]) -> None:
+def test_the_front_holds_plans_of_which_none_is_better_in_both(known: tuple[Case, Planner]) -> None:
     _, planner = known
     front = planner.search.pareto()
     assert front[0].peak == planner.floor.peak
@@ -118,7 +118,7 @@ def test_the_front_holds_plans_of_which_none_is_better_in_both(known: tuple[Any,
         assert planner.search.fastest(choice.peak).seconds <= choice.seconds + 1e-12
 
 
-def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known: tuple[Any, ...]) -> None:
+def test_below_the_floor_the_message_says_how_low_it_can_be_and_why(known: tuple[Case, Planner]) -> None:
     case, planner = known
     floor = planner.floor.peak
     least = planner.plan(floor)
@@ -146,7 +146,7 @@ def test_a_floor_that_the_head_sets_is_mended_there() -> None:
         planner.plan(planner.floor.peak - 1)
 
 
-def test_one_measurement_gives_the_same_plan_each_time(planned: tuple[Any, ...]) -> None:
+def test_one_measurement_gives_the_same_plan_each_time(planned: tuple[Case, Planner]) -> None:
     case, planner = planned
     again = Planner(PolicySearch(planner.measured), model=case.model)
     for budget in budgets(planner, 5):
@@ -154,7 +154,7 @@ def test_one_measurement_gives_the_same_plan_each_time(planned: tuple[Any, ...])
 
 
 def test_a_check_above_the_budget_counts_however_little(
-    planned: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    planned: tuple[Case, Planner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, planner = planned
     real_peak = RealStep.peak
@@ -171,7 +171,7 @@ def test_a_check_above_the_budget_counts_however_little(
 
 def deep_sequence(num_layers: int) -> Case:
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(num_layers)))
+    layers = linear_layers(num_layers)
     x = torch.randn(512, D)
     return Case(nn.Sequential(nn.Linear(D, D), layers), lambda model: model(x).square().mean())
 
@@ -191,15 +191,15 @@ def test_below_the_floor_of_a_sequence_the_message_names_what_takes_less() -> No
 
 
 def test_a_budget_below_the_parameters_is_refused_before_the_step_runs() -> None:
-    model = nn.Sequential(Layer(), Layer())
+    model = nn.Sequential(ResidualLayer(), ResidualLayer())
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with pytest.raises(PlanError, match=r"no plan fits · the parameters alone take .* · fix: a larger budget$"):
-        plan(model, lambda: pytest.fail("runs"), memory_budget=num_bytes - 1, select=Layer)
+        plan(model, lambda: pytest.fail("runs"), memory_budget=num_bytes - 1, select=ResidualLayer)
 
 
 @pytest.mark.parametrize("share", [lambda weight: weight.data, lambda weight: weight.data[:1].expand(512, 512)])
-def test_parameters_that_share_memory_count_once_in_a_budget(share: Callable[..., Any]) -> None:
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2))).requires_grad_(requires_grad=False)
+def test_parameters_that_share_memory_count_once_in_a_budget(share: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = stack_of(lambda: nn.Linear(512, 512, bias=False), 2).requires_grad_(requires_grad=False)
     model[1].weight = nn.Parameter(share(model[0].weight), requires_grad=False)
     x = torch.ones(4, 512, requires_grad=True)
     budget = int(1.05 * tracked_peak(model, lambda: model(x).sum().backward()))
@@ -223,7 +223,7 @@ def test_layers_are_joined_where_the_rules_say_so(monkeypatch: pytest.MonkeyPatc
 # ---- budgets
 
 
-def test_budgets_of_every_kind(planned: tuple[Any, ...]) -> None:
+def test_budgets_of_every_kind(planned: tuple[Case, Planner]) -> None:
     _, planner = planned
     static, plain = planner.measured.model.static_bytes, planner.plain.peak
     memory = DeviceMemory(total=1000, available=99, headroom=9)
@@ -241,7 +241,7 @@ def test_budgets_of_every_kind(planned: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("budget", ["min", "max", "70%", 0.9, "0.9", "1GiB", 1 << 30])
-def test_plan_takes_budgets_of_every_kind(budget: Any) -> None:
+def test_plan_takes_budgets_of_every_kind(budget: Budget) -> None:
     case = stack(num_layers=2, rows=64)
     told = []
     found = plan(case.model, case.step, memory_budget=budget, progress=lambda done, all_runs: told.append(done))
@@ -273,19 +273,19 @@ def test_plan_takes_budgets_of_every_kind(budget: Any) -> None:
         (12e9, r"expected a float .*, got 12000000000\.0 · did you mean the int 12000000000, in bytes\?"),
     ],
 )
-def test_a_budget_that_cannot_be_read(budget: Any, message: Any) -> None:
+def test_a_budget_that_cannot_be_read(budget: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan(nn.Sequential(Layer(), Layer()), lambda: pytest.fail("runs nothing"), memory_budget=budget)
+        plan(nn.Sequential(ResidualLayer(), ResidualLayer()), lambda: pytest.fail("runs nothing"), memory_budget=budget)
 
 
 # ---- what is planned
 
 
-def test_blocks_may_be_named(planned: tuple[Any, ...]) -> None:
+def test_blocks_may_be_named(planned: tuple[Case, Planner]) -> None:
     case, _ = planned
     found = plan(case.model, case.step, memory_budget="min", select=["body.[01]", "body.4"], check=False)
     assert [row.block for row in found.rows] == ["body.0", "body.1", "body.4"]
-    by_class = plan(case.model, case.step, memory_budget="min", select=Layer, check=False)
+    by_class = plan(case.model, case.step, memory_budget="min", select=ResidualLayer, check=False)
     assert [row.block for row in by_class.rows] == [f"body.{n}" for n in range(5)]
     assert by_class.predicted_peak_bytes < found.predicted_peak_bytes
     outer = plan(case.model, case.step, memory_budget="min", select=["body.*.up", "body"], check=False)
@@ -296,7 +296,7 @@ def test_blocks_may_be_named(planned: tuple[Any, ...]) -> None:
         plan(nn.Linear(2, 2), case.step, memory_budget="min")
 
 
-def test_rules_may_be_named(planned: tuple[Any, ...]) -> None:
+def test_rules_may_be_named(planned: tuple[Case, Planner]) -> None:
     case, _ = planned
     found = plan(case.model, case.step, memory_budget="min", candidates=["full"], check=False)
     assert {row.option for row in found.rows} <= {"keep", "full"}
@@ -306,10 +306,12 @@ def test_rules_may_be_named(planned: tuple[Any, ...]) -> None:
 
 def test_a_layer_that_runs_several_times_is_one_block() -> None:
     torch.manual_seed(0)
-    layer, first, last, x = Layer(), nn.Linear(D, D), nn.Linear(D, 2), torch.randn(64, D)
-    model = nn.ModuleDict({"first": first, "layers": nn.ModuleList([layer, layer, Layer(), layer]), "last": last})
+    layer, first, last, x = ResidualLayer(), nn.Linear(D, D), nn.Linear(D, 2), torch.randn(64, D)
+    model = nn.ModuleDict(
+        {"first": first, "layers": nn.ModuleList([layer, layer, ResidualLayer(), layer]), "last": last}
+    )
 
-    def loss(model: nn.Module) -> Any:
+    def loss(model: nn.Module) -> torch.Tensor:
         y = model["first"](x)
         for each in (layer, layer, model["layers"][2], layer):
             y = each(y)
@@ -323,7 +325,7 @@ def test_a_layer_that_runs_several_times_is_one_block() -> None:
 
 def test_a_model_that_runs_twice_before_backward() -> None:
     torch.manual_seed(0)
-    model, x = Listed(), torch.randn(2, 64, D)
+    model, x = ListModel(), torch.randn(2, 64, D)
     case = Case(model, lambda model: (model(x[0]) * model(x[1])).square().mean())
     planner = case.planner()
     seconds = [found.predicted_step_seconds for found in case.check_plans(planner, 5)]
@@ -351,7 +353,7 @@ def test_a_cache_of_keys_lives_as_long_as_any_block_that_is_recomputed_with_it(k
     case.check_plans(planner, 12)
 
 
-def test_a_step_without_its_blocks_cannot_be_planned(planned: tuple[Any, ...]) -> None:
+def test_a_step_without_its_blocks_cannot_be_planned(planned: tuple[Case, Planner]) -> None:
     case, _ = planned
     with pytest.raises(PlanError, match="no block ran with gradients enabled · fix: run"):
         plan(case.model, lambda: None, memory_budget="min")
@@ -360,7 +362,7 @@ def test_a_step_without_its_blocks_cannot_be_planned(planned: tuple[Any, ...]) -
 
 
 def test_a_step_that_takes_another_path_each_time_cannot_be_planned() -> None:
-    model, x, calls = Listed(), torch.randn(8, D), []
+    model, x, calls = ListModel(), torch.randn(8, D), []
 
     def step() -> None:
         calls.append(1)
@@ -373,14 +375,14 @@ def test_a_step_that_takes_another_path_each_time_cannot_be_planned() -> None:
         plan(model, step, memory_budget="min")
 
 
-class Dropped(Listed):
+class Dropped(ListModel):
     """Leaves out some layers at random, as LayerDrop does."""
 
-    def __init__(self, rate: Any, draw: Any) -> None:
+    def __init__(self, rate: float, draw: Callable[[], float]) -> None:
         super().__init__(num_layers=6)
         self.rate, self.draw = rate, draw
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         for layer in self.layers:
             if self.draw() >= self.rate:
@@ -389,7 +391,7 @@ class Dropped(Listed):
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), np.random.rand, random.random])
-def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw: Any) -> None:
+def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw: Callable[[], float]) -> None:
     torch.manual_seed(0)
     x = torch.randn(256, D)
     case = Case(Dropped(0.2, draw), lambda model: model(x).square().mean())
@@ -420,7 +422,7 @@ def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw: Any) ->
 # ---- nothing is left behind
 
 
-def everything(case: Any) -> Any:
+def everything(case: Case) -> dict[str, Any]:
     optimizer = case.optimizer
     return copy.deepcopy(
         {
@@ -445,7 +447,7 @@ def is_clean(model: nn.Module) -> bool:
 def test_planning_changes_nothing(is_first: bool, fails_at: int | None) -> None:
     torch.manual_seed(0)
     x, calls = torch.randn(64, D), []
-    case = Case(Listed(num_layers=2), lambda model: model(x).square().mean())
+    case = Case(ListModel(num_layers=2), lambda model: model(x).square().mean())
     if not is_first:
         case.step()
         case.model(x).sum().backward()
@@ -474,7 +476,7 @@ def test_planning_changes_nothing(is_first: bool, fails_at: int | None) -> None:
     assert is_clean(case.model)
 
 
-def test_apply_leaves_the_model_clean(planned: tuple[Any, ...]) -> None:
+def test_apply_leaves_the_model_clean(planned: tuple[Case, Planner]) -> None:
     case, planner = planned
     found = planner.plan(planner.floor.peak)
     with found.apply():

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from helpers.architectures import ARCHITECTURES
+from helpers.architectures import ARCHITECTURES, Architecture
+from helpers.layer_stacks import linear_layers, mlp_layers
 from helpers.modules import as_module
 from helpers.odd_steps import OddChain
 from helpers.peaks import tracked_peak
@@ -22,13 +23,15 @@ from helpers.updates import FIVE
 from torch import nn
 
 import graphckpt
+from graphckpt.blocks.apply import Policies
 from graphckpt.planning import traced_stores
-from graphckpt.planning.candidates import NEAR, options
+from graphckpt.planning.candidates import NEAR, Option, options
 from graphckpt.planning.frontier import COVERED, peak
+from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner, lowest_and_check, plan_and_check
-from graphckpt.planning.search import PolicySearch
+from graphckpt.planning.search import PolicyChoice, PolicySearch
 from graphckpt.planning.step_chain import StepChain
 from graphckpt.planning.steps import RealStep
 from graphckpt.planning.sweep import measure
@@ -52,18 +55,20 @@ FEW = {
 CASES = ARCHITECTURES if os.environ.get("GRAPHCKPT_ALL_ARCHITECTURES") else [a for a in ARCHITECTURES if a.name in FEW]
 
 
-def trained(model: nn.Module, inputs: Any, loss_of: Any) -> tuple[Any, ...]:
+def trained(
+    model: nn.Module, inputs: dict[str, torch.Tensor], loss_of: Callable[[Any], torch.Tensor]
+) -> tuple[Callable[[], None], Callable[[Policies], int]]:
     """Returns a step, and the tracked peak of it under policies that `apply` puts on."""
     step, optimizers = stepped_once(model, lambda model: loss_of(model(**inputs)))
 
-    def tracked(fields: Any) -> Any:
+    def tracked(fields: Policies) -> int:
         with graphckpt.apply(model, fields):
             return tracked_peak(model, step, optimizers)
 
     return step, tracked
 
 
-def plans(num_blocks: Any, num_options: Any, count: Any, seed: int = 0) -> Any:
+def plans(num_blocks: int, num_options: int, count: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     uniform = [[option] * num_blocks for option in range(num_options)]
     return uniform + [[rng.randrange(num_options) for _ in range(num_blocks)] for _ in range(count)]
@@ -75,7 +80,7 @@ FAST = {"albert", "fnet", "gpt2", "gptj", "llama", "qwen2_moe", "resnet"}
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(a, id=a.name, marks=slow_unless(a.name in FAST)) for a in CASES])
-def test_predicted_is_tracked(architecture: Any) -> None:
+def test_predicted_is_tracked(architecture: Architecture) -> None:
     model = architecture.build()
     step, tracked = trained(model, architecture.inputs(), architecture.loss)
     blocks = Blocks(list(architecture.layer_modules(model).items()))
@@ -98,7 +103,7 @@ def test_predicted_is_tracked(architecture: Any) -> None:
         assert -0.01 * really <= choice.peak - really <= 0.02 * really, plan
 
 
-def joined(planner: Any, count: Any, seed: int = 0) -> Iterator[Any]:
+def joined(planner: Planner, count: int, seed: int = 0) -> Iterator[PolicyChoice]:
     """Yields choices in which runs of blocks are recomputed as one, drawn at random."""
     joints = planner.search.joined_runs
     chain = StepChain(planner.measured, joined_runs=joints)
@@ -145,19 +150,19 @@ def test_odd_chains_are_predicted_near_and_far(seed: int, monkeypatch: pytest.Mo
 
 def test_equal_blocks_share_the_runs() -> None:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)]
+    layers = linear_layers(8, 8)
     model = nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 1))  # the first layer's input needs a gradient too
     x = torch.randn(64, 8)
 
     four = ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul", "matmul+attention"))]
 
-    def known(names: Any, considered: Any = options(False, four)) -> Any:
+    def known(names: Iterable[int], considered: Sequence[Option] = options(False, four)) -> MeasuredStep:
         return measured_step(model, lambda: model(x).sum().backward(), list(map(str, names)), considered)
 
     assert known(range(1, 9)).num_runs == 4, "all kept, all recomputed, and two in which four each share the others"
     assert known(range(1, 9), NEAR[:1]).num_runs == 2
     assert known(range(1, 9), NEAR).num_runs == 4, "a product and a tanh have no levels between all and nothing"
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)]
+    layers = mlp_layers(8, 8, 8, nn.Tanh)
     model = nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 1))
     assert known(range(1, 9)).num_runs == 3, "no layer saves its output: the eight share the others in one run"
     assert known(range(1, 3)).num_runs == 4, "two layers take two turns"
@@ -165,7 +170,7 @@ def test_equal_blocks_share_the_runs() -> None:
 
 
 @as_module(lambda size: {"linear": nn.Linear(16, 16), "counts": nn.Buffer(torch.ones(size))})
-def Counted(self: Any, x: torch.Tensor) -> Any:
+def Counted(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(self.linear(x)) + self.counts.sum()
 
 
@@ -181,14 +186,16 @@ def test_layers_with_buffers_of_other_sizes_are_measured_apart() -> None:
 class Collecting(nn.Module):
     """Layers whose inputs the model returns, or that something lies between."""
 
-    def __init__(self, returns_all: bool = False, between: Callable[..., Any] = lambda x: x) -> None:
+    def __init__(
+        self, returns_all: bool = False, between: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+    ) -> None:
         super().__init__()
         self.returns_all = returns_all
         self.between = between
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6))
+        self.layers = nn.ModuleList(mlp_layers(6, 16, 32, nn.Tanh))
 
-    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         x, states = self.first(x), []
         for layer in self.layers:
             states.append(x)
@@ -196,13 +203,13 @@ class Collecting(nn.Module):
         return self.last(x), states if self.returns_all else None
 
 
-def with_hooks(model: nn.Module, kind: Any, hook: Any) -> Any:
+def with_hooks(model: nn.Module, kind: str, hook: Callable[..., Any]) -> nn.Module:
     for layer in model.layers:
         getattr(layer, f"register_{kind}_hook")(hook)
     return model
 
 
-def kept(module: nn.Module, args: Any, output: Any) -> None:
+def kept(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     module.kept = output.detach()
 
 
@@ -220,7 +227,9 @@ def kept(module: nn.Module, args: Any, output: Any) -> None:
     ],
     ids=["plain", "returned", "view", "in_place", "replaced", "kept", "seen", "backward_hook"],
 )
-def test_layers_join_only_where_that_frees_what_the_one_before_returns(build: Any, are_joined: bool) -> None:
+def test_layers_join_only_where_that_frees_what_the_one_before_returns(
+    build: Callable[[], nn.Module], are_joined: bool
+) -> None:
     torch.manual_seed(0)
     model, x = build(), torch.randn(64, 16)
 

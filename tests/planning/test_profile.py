@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from helpers.count_ops import CountOps
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -144,7 +145,7 @@ class TestProfiles:
         with pytest.raises(ConfigError, match="expected YAML"):
             load_profile(tmp_path / "broken.yaml")
 
-    def test_what_is_saved_is_what_is_read(self, tmp_path: Path) -> None:
+    def test_a_saved_profile_reads_back_equal(self, tmp_path: Path) -> None:
         load_profile("h200").save(tmp_path / "copy.yaml", comment="one line\nand another")
         assert load_profile(tmp_path / "copy.yaml") == load_profile("h200")
 
@@ -171,7 +172,7 @@ class TestOpSeconds:
         assert seconds_of(self.device, aten.detach.default, x) == 0
         assert seconds_of(self.device, aten.empty.memory_format, [8, 8]) == 0
 
-    def test_what_is_spread_without_copies_is_read_once(self) -> None:
+    def test_an_expanded_tensor_is_read_once(self) -> None:
         row = torch.zeros(1, 4096, device="meta")
         whole = torch.zeros(4096, 4096, device="meta")
         assert seconds_of(self.device, aten.add.Tensor, whole, row.expand(4096, 4096)) < seconds_of(
@@ -348,7 +349,7 @@ def test_the_context_of_a_device_is_measured_in_a_process_of_its_own() -> None:
     ("op", "shapes"),
     [(torch.ops.aten.mm.default, [(3, 4), (4, 5)]), (torch.ops.aten.bmm.default, [(2, 3, 4), (2, 4, 5)])],
 )
-def test_a_matrix_product_counts_as_in_the_formulas_of_pytorch(op: Any, shapes: list[tuple[int, ...]]) -> None:
+def test_a_matrix_product_counts_as_in_the_formulas_of_pytorch(op: OpOverload, shapes: list[tuple[int, ...]]) -> None:
     arguments = tuple(torch.zeros(shape) for shape in shapes)
     result = op(*arguments)
     assert flops_of(op, arguments, {}, result) == flop_registry[op.overloadpacket](*arguments, out_val=result)

@@ -162,7 +162,7 @@ def a_budget(chain: Table, rng: np.random.Generator) -> int:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_what_is_improved_fits_and_is_near_the_best(seed: int) -> None:
+def test_an_improved_plan_fits_and_is_near_the_best(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
     chain, timing = a_chain(rng, int(rng.integers(2, 5)))
     budget = a_budget(chain, rng)
@@ -193,7 +193,7 @@ def test_the_dynamic_programme_alone_is_the_best_of_all_plans(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_waits_adds_up_along_the_windowed_chain(seed: int) -> None:
+def test_waits_add_up_along_the_windowed_chain(seed: int) -> None:
     rng = np.random.default_rng(500 + seed)
     timing = random_timing(rng, 9, 4, out_rate=0.7, back_rate=1.3)
     moves = {(block, option, 0): Move(0, 0, 0, 0) for block in range(9) for option in range(4)}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import stack_of, tiny_gpt2
 from helpers.modules import as_module
-from helpers.plans import measured_step, tiny_gpt2
+from helpers.plans import measured_step
 from torch import nn
 
 import graphckpt
@@ -20,12 +22,12 @@ from graphckpt.planning.step_chain import StepChain
 
 
 @as_module(lambda: {"up": nn.Linear(32, 128, bias=False), "down": nn.Linear(128, 32, bias=False)})
-def Layer(self: Any, x: torch.Tensor) -> Any:
+def Layer(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x + self.down(torch.relu(self.up(x)))
 
 
 @as_module(lambda: {"layers": nn.ModuleList(Layer() for _ in range(8))})
-def Stack(self: Any, x: torch.Tensor) -> Any:
+def Stack(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Returns a loss; a list holds what the layers return until it is computed."""
     seen = []
     for layer in self.layers:
@@ -66,7 +68,7 @@ def test_tensors_that_blocks_may_offload_do_not_multiply_the_states(
     make = StepChain.__init__
     monkeypatch.setattr(StepChain, "__init__", lambda self, *a, **k: (make(self, *a, **k), chains.append(self))[0])
 
-    def make_model() -> tuple[Any, ...]:
+    def make_model() -> tuple[nn.Module, Callable[[], None]]:
         model = tiny_gpt2(n_layer=6, n_embd=64, n_positions=64, vocab_size=100)
         tokens = torch.randint(0, 100, (4, 64), device="cuda")
 
@@ -81,9 +83,9 @@ def test_tensors_that_blocks_may_offload_do_not_multiply_the_states(
     assert chains
 
 
-def two_losses() -> tuple[Any, ...]:
+def two_losses() -> tuple[nn.ModuleList, Callable[[], None]]:
     """Returns two stacks of layers, and a step that runs the backward of the first before the forward of the other."""
-    model, x = nn.ModuleList(nn.Sequential(*(Layer() for _ in range(4))) for _ in range(2)), torch.randn(256, 32)
+    model, x = nn.ModuleList(stack_of(Layer, 4) for _ in range(2)), torch.randn(256, 32)
 
     def step() -> None:
         for stack in model:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from helpers.plans import measured_step
 from torch import nn
@@ -19,6 +20,7 @@ from graphckpt.cli import main
 from graphckpt.planning import sweep
 from graphckpt.planning.candidates import NEAR, options
 from graphckpt.planning.fake_device import FakeDevice
+from graphckpt.planning.measured_step import MeasuredStep
 from graphckpt.planning.plan import Plan
 from graphckpt.planning.plan_step import find_blocks
 from graphckpt.planning.planner import Planner
@@ -28,8 +30,10 @@ from graphckpt.planning.steps import FakeStep, RealStep, made_step
 from graphckpt.planning.sweep import measure
 from graphckpt.planning.trace import Blocks
 
+StepParts = tuple[nn.Module, torch.optim.Optimizer | None, Callable[[], None]]
 
-def made(num_layers: int = 7, vocab_size: int = 64) -> tuple[Any, ...]:
+
+def made(num_layers: int = 7, vocab_size: int = 64) -> StepParts:
     config = transformers.LlamaConfig(
         num_hidden_layers=num_layers, hidden_size=32, intermediate_size=64, num_attention_heads=4,
         num_key_value_heads=4, vocab_size=vocab_size, use_cache=False,
@@ -46,7 +50,7 @@ def made(num_layers: int = 7, vocab_size: int = 64) -> tuple[Any, ...]:
     return model, optimizer, step
 
 
-def simulate(build: Any = made, profile: str = "cpu") -> tuple[Any, ...]:
+def simulate(build: Callable[[], StepParts] = made, profile: str = "cpu") -> tuple[FakeStep, nn.Module, list[int]]:
     """Returns a simulated step, its model, and the number of blocks of each sample that is taken of it."""
     device, runs = FakeDevice(load_profile(profile)), []
     with device:
@@ -68,12 +72,12 @@ def test_equal_layers_are_run_in_a_shorter_stack() -> None:
 
 def test_a_step_that_needs_all_of_its_layers_is_measured_with_all_of_them() -> None:
     @as_module(lambda: {"layers": nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(7))})
-    def Counts(self: Any, x: torch.Tensor) -> Any:
+    def Counts(self: Any, x: torch.Tensor) -> torch.Tensor:
         for number in range(7):
             x = self.layers[number](x)
         return x.sum()
 
-    def build() -> tuple[Any, ...]:
+    def build() -> StepParts:
         model, x = Counts(), torch.ones(2, 8)
         return model, None, lambda: model(x).backward()
 
@@ -94,7 +98,7 @@ def test_the_ops_of_a_few_equal_layers_are_timed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights() -> None:
-    def build() -> tuple[Any, ...]:
+    def build() -> StepParts:
         model, optimizer, _ = made(vocab_size=4096)  # so that the loss sets the peak
         x = torch.ones(2, 64, dtype=torch.long)
 
@@ -115,7 +119,7 @@ def test_a_shorter_stack_shows_where_autocast_frees_its_copies_of_weights() -> N
         assert known.model.peak(plan) == fake.sample(blocks, chosen).peak_bytes, plan
 
 
-def test_it_predicts_the_bytes_of_the_real_step() -> None:
+def test_a_fake_step_predicts_the_bytes_of_the_real_one() -> None:
     by_hand = options(False, ["full", *({"rule": "selective", "save": save} for save in ("attention", "matmul"))])
     by_hand += options(False, [{"rule": "selective", "save": "matmul+attention"}])[1:]  # levels depend on times
     fake, model, _ = simulate()
@@ -126,7 +130,7 @@ def test_it_predicts_the_bytes_of_the_real_step() -> None:
         assert known.model.peak(plan) == really.model.peak(plan)
 
 
-def measured_with_offload() -> tuple[Any, ...]:
+def measured_with_offload() -> tuple[MeasuredStep, CopyRates]:
     target = load_profile("h200")
     step, model, _ = simulate(profile="h200")
     known = measure(step, Blocks(find_blocks(model, None)), options("cpu", ["full"]))
@@ -149,7 +153,7 @@ def test_moving_bytes_beside_the_computation_costs_less_than_running_again() -> 
 def test_no_more_is_offloaded_than_the_budget_of_host_memory() -> None:
     known, rates = measured_with_offload()
 
-    def moved_bytes(host_budget: Any) -> Any:
+    def moved_bytes(host_budget: int | None) -> int:
         planner = Planner(PolicySearch(known, rates, host_budget))
         static = known.model.static_bytes
         plan = planner.plan(static + 7 * (planner.plain.peak - static) // 10)
@@ -162,7 +166,7 @@ def test_no_more_is_offloaded_than_the_budget_of_host_memory() -> None:
 
 
 def test_plan_simulates_an_absent_device() -> None:
-    def build(_: Any = None) -> Any:
+    def build(_: object = None) -> tuple[nn.Module, Callable[[], None]]:
         return made(num_layers=3)[::2]
 
     few = {"candidates": ["full"]}
@@ -279,9 +283,9 @@ def test_faults_are_one_clear_error(words: list[str], message: str, capsys: pyte
     assert message in capsys.readouterr().err
 
 
-def test_what_a_step_uses_late_is_alive_before() -> None:
-    def make() -> tuple[Any, ...]:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
+def test_a_tensor_that_a_step_uses_late_is_alive_before() -> None:
+    def make() -> tuple[nn.Module, Callable[[], None]]:
+        model = linear_layers(4, 256, nn.ReLU)
         optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.zeros(4096, 256)
         average = [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
 from helpers.cpu_burn import be_busy
+from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from torch import nn
 
@@ -24,7 +26,7 @@ BUSY = 0.05  # seconds
 
 
 @as_module(lambda: {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
-def Slow(self: Any, x: torch.Tensor) -> Any:
+def Slow(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Takes long in backward, once the gradient of its second layer is whole."""
     x = self.first(x)
     if x.requires_grad:
@@ -32,7 +34,7 @@ def Slow(self: Any, x: torch.Tensor) -> Any:
     return self.second(x)
 
 
-def timed(model: nn.Module, x: torch.Tensor, *, after: Any, steps: int = 0) -> Any:
+def timed(model: nn.Module, x: torch.Tensor, *, after: Callable[[], object], steps: int = 0) -> StepClock:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = StepClock(x.device)
     with Blocks(find_blocks(model, "*")).marked(clock):
@@ -45,7 +47,7 @@ def timed(model: nn.Module, x: torch.Tensor, *, after: Any, steps: int = 0) -> A
 
 
 @pytest.mark.parametrize("wants_gradient", [False, True], ids=["data", "of-a-stem"])
-def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradient: bool) -> None:
+def test_time_after_the_backward_of_the_first_block_is_not_its_own(wants_gradient: bool) -> None:
     """Processes wait for each other there, to average their gradients."""
     x = torch.ones(2, 4, requires_grad=wants_gradient) * 1
     clock = timed(nn.Sequential(Slow(), Slow()), x, after=lambda: be_busy(BUSY))
@@ -56,7 +58,7 @@ def test_what_follows_the_backward_of_the_first_block_is_not_its_own(wants_gradi
     assert sum(clock.seconds.values()) == pytest.approx(clock.total)
 
 
-def test_what_precedes_the_optimizer_is_not_the_first_blocks_either() -> None:
+def test_time_before_the_optimizer_is_not_the_first_blocks() -> None:
     clock = timed(nn.Sequential(Slow()), torch.ones(2, 4), after=lambda: be_busy(BUSY), steps=1)
     assert BUSY <= clock.seconds[Interval(Phase.BACKWARD, 0)] < 2 * BUSY
     assert clock.seconds[Interval(Phase.AFTER_BACKWARD, 0)] >= BUSY
@@ -100,7 +102,7 @@ def test_a_trace_does_not_keep_its_step() -> None:
 
 
 class Sparse(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sparse.mm(torch.eye(len(x)).to_sparse(), super().forward(x))
 
 
@@ -121,7 +123,7 @@ def test_no_clock_sees_the_copies_of_the_logged_run(monkeypatch: pytest.MonkeyPa
             be_busy(BUSY)
 
     monkeypatch.setattr(traced_stores, "_OffloadedStorage", Slowly)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
+    model = linear_layers(2, 32, nn.GELU)
     x = torch.ones(64, 32)
     step = RealStep(model, lambda: model(x).sum().backward())
     far = Option("keep + host", {"activation_checkpointing": False, "offload": True}, Keep(), is_far=True)

@@ -10,8 +10,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers.architectures import ARCHITECTURES
+from helpers.layer_stacks import tiny_gpt2
 from helpers.odd_steps import STEPS, Views
-from helpers.plans import stepped_once, tiny_gpt2
+from helpers.plans import stepped_once
 from helpers.updates import FULL, Updates
 from torch import Tensor, nn
 

@@ -126,7 +126,7 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
     assert parse_bytes(row[1]) <= 100 * MIB < parse_bytes(row[3])
 
 
-def test_other_results_are_not_called_equal(
+def test_results_that_differ_are_not_called_equal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))

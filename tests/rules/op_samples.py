@@ -17,8 +17,11 @@ warnings.simplefilter("ignore")
 sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = unittest.TestCase  # type: ignore[attr-defined]
 
 import torch  # noqa: E402
+from torch._ops import OpOverload  # noqa: E402
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+from torch.utils.checkpoint import SelectiveCheckpointContext  # noqa: E402
 
 from graphckpt.rules import BlockContext, Rule, Selective  # noqa: E402
 
@@ -50,16 +53,16 @@ def main() -> None:
     print("compared:", num_compared)
 
 
-def everything(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+def everything(context: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def samples(op: Any) -> list[Any]:
-    found: Iterator[Any] = op.sample_inputs("cpu", torch.float32, requires_grad=True)
+def samples(op: OpInfo) -> list[SampleInput]:
+    found: Iterator[SampleInput] = op.sample_inputs("cpu", torch.float32, requires_grad=True)
     return list(itertools.islice(found, NUMBER + 1))
 
 
-def outcome(op: Any, sample: Any, rule: Rule | None, *, autocast: bool) -> list[torch.Tensor | None]:
+def outcome(op: OpInfo, sample: SampleInput, rule: Rule | None, *, autocast: bool) -> list[torch.Tensor | None]:
     """Returns the results of an op, and the gradients of its arguments."""
     args, kwargs = tree_map(fresh, (sample.input, *sample.args)), tree_map(fresh, dict(sample.kwargs))
     torch.manual_seed(0)
@@ -68,13 +71,13 @@ def outcome(op: Any, sample: Any, rule: Rule | None, *, autocast: bool) -> list[
     results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     wanted = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     ends = [result for result in results if result.requires_grad]
-    grads: Any = ()
+    grads: tuple[torch.Tensor | None, ...] = ()
     if ends and wanted:
         grads = torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
     return [*(result.detach() for result in results), *grads]
 
 
-def call(rule: Rule | None, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def call(rule: Rule | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs) if rule is None else rule.run(BlockContext("op", ()), function, args, kwargs)
 
 

@@ -76,7 +76,7 @@ def plain_steps() -> dict[str, dict[str, torch.Tensor]]:
     return {}
 
 
-def cases() -> Iterator[Any]:
+def cases() -> Iterator[pytest.ParameterSet]:
     """Every policy on the families, three on the others; one kind of kept ops on some, as "nested" has them."""
     for number, architecture in enumerate(ARCHITECTURES):
         rotating = [policy for policy in POLICIES if not policy.startswith("selective-")][number % 5]
@@ -92,7 +92,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("architecture", "policy"), list(cases()))
 @pytest.mark.one_schedule("a rule uses one stream")
 def test_same_bits_as_the_plain_step(
-    architecture: Any, policy: Any, plain_steps: dict[str, dict[str, torch.Tensor]], device: str
+    architecture: Architecture, policy: str, plain_steps: dict[str, dict[str, torch.Tensor]], device: str
 ) -> None:
     if architecture.name not in plain_steps:
         plain_steps[architecture.name] = step(architecture, architecture.build().to(device), device)

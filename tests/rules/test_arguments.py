@@ -29,6 +29,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "joined": {"before": True, "block": "joined"},
 }
 
+MakeArguments = Callable[[nn.Module, Tensor], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Returns the arguments of the block, of the model and an activation."""
+
 OWN_CALL = [way for way in WAYS if way not in ("joined", "nested")]
 """Those under which the call of the block itself is recomputed, from arguments that are kept."""
 
@@ -52,12 +55,12 @@ def step(model: nn.Module, steps: int = 2) -> list[Tensor]:
     return found
 
 
-def build(block: type[nn.Module], make: Any) -> nn.Module:
+def build(block: type[nn.Module], make: MakeArguments) -> nn.Module:
     torch.manual_seed(0)
     return Around(block(), make)
 
 
-def check(block: type[nn.Module], make: Any, policies: dict[str, Any]) -> None:
+def check(block: type[nn.Module], make: MakeArguments, policies: dict[str, Any]) -> None:
     expected = step(build(block, make))
     model = build(block, make)
     with graphckpt.apply(model, policies):
@@ -101,7 +104,7 @@ def Classes(self: Any, h: Tensor, weight: Tensor, other: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_class_and_identity_of_arguments_are_those_of_the_original_forward(way: str) -> None:
-    def make(model: Any, h: Tensor) -> Any:
+    def make(model: nn.Module, h: Tensor) -> tuple[tuple[Tensor, ...], dict[str, object]]:
         other = torch.full((3,), 2.0).as_subclass(Scaled)
         other.scale = 0.25
         return (h, model.block.linear.weight, other), {}
@@ -144,7 +147,7 @@ SHARED = {
 @pytest.mark.parametrize("way", OWN_CALL)
 @pytest.mark.parametrize("shared", SHARED)
 def test_arguments_that_share_memory_are_refused_where_forward_edits_one(shared: str, way: str) -> None:
-    def make(_: Any, h: Tensor) -> Any:
+    def make(_: object, h: Tensor) -> tuple[tuple[Tensor], dict[str, dict[str, object]]]:
         rows, flat = SHARED[shared](h)
         return (rows,), {"more": {"flat": [flat]}}
 
@@ -243,7 +246,9 @@ def ReadsStatistics(self: Any, h: Tensor, mean: Tensor) -> Tensor:
     ],
     ids=["buffer", "view of a buffer", "running statistic"],
 )
-def test_an_argument_that_is_a_buffer_which_forward_edits_is_refused(block: Any, argument: Any, way: str) -> None:
+def test_an_argument_that_is_a_buffer_which_forward_edits_is_refused(
+    block: type[nn.Module], argument: Callable[[nn.Module], Tensor], way: str
+) -> None:
     model = build(block, lambda model, h: ((h, argument(model.block)), {}))
     with graphckpt.apply(model, WAYS[way]), pytest.raises(RecomputeError, match="share memory"):
         step(model)
@@ -266,7 +271,7 @@ RRELU_WAYS = {
 
 
 @pytest.mark.parametrize("way", RRELU_WAYS)
-def test_what_an_op_fills_after_autograd_has_saved_it(way: str) -> None:
+def test_a_tensor_that_an_op_fills_after_autograd_has_saved_it(way: str) -> None:
     check(Rrelu, lambda _, h: ((h,), {}), RRELU_WAYS[way])
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +33,7 @@ RULES: dict[str, Any] = {
 
 
 @pytest.fixture(params=RULES)
-def rules(request: pytest.FixtureRequest) -> dict[str, Any]:
+def rules(request: pytest.FixtureRequest) -> dict[str, bool | Selective]:
     return RULES[request.param]
 
 
@@ -50,7 +52,7 @@ def test_any_backward(rules: dict[str, Any], shape: str) -> None:
     assert differing(seen_in(wide, rules, [shape] * 2), plain_steps(shape)) == []
 
 
-def both(rules: dict[str, Any], act: Any) -> None:
+def both(rules: dict[str, Any], act: Callable[[nn.Module], list[torch.Tensor]]) -> None:
     """Runs ``act(model)`` on a plain chain and on one with the rules; every tensor that it returns must be equal."""
     results = []
     for policy in ({}, rules):
@@ -122,7 +124,7 @@ def test_a_deleted_model_is_freed_at_once() -> None:
         gc.enable()
 
 
-def test_ddp(tmp_path: Any, rules: dict[str, Any]) -> None:
+def test_ddp(tmp_path: Path, rules: dict[str, Any]) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.thinning import is_chosen
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 import graphckpt
@@ -107,7 +109,7 @@ class Odd(dict[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter("abc")
 
-    def keys(self) -> Any:
+    def keys(self) -> list[str]:  # type: ignore[override]
         return list("abc")
 
     def __setitem__(self, key: str, value: Tensor) -> None:
@@ -129,11 +131,11 @@ class Kind(NamedTuple):
     write: Callable[[Any, Tensor], Any]
 
 
-def of_attributes(graph: Any) -> tuple[Tensor, Tensor]:
+def of_attributes(graph: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return graph.x, graph.edges
 
 
-def set_x(graph: Any, x: Tensor) -> None:
+def set_x(graph: SimpleNamespace, x: Tensor) -> None:
     graph.x = x
 
 
@@ -188,7 +190,13 @@ GRAPHS = {
 @as_module(
     lambda read, find: {"up": nn.Linear(D, 2 * D), "down": nn.Linear(2 * D, D), "read": read, "find": find, "ctx": None}
 )
-def Convolution(self: Any, graph: Any = None, *, named: Any = None, among: Any = ()) -> Tensor:
+def Convolution(
+    self: Any,
+    graph: SimpleNamespace | None = None,
+    *,
+    named: SimpleNamespace | None = None,
+    among: Iterable[SimpleNamespace] = (),
+) -> Tensor:
     x, edges = self.read(self.find(self, graph, named, among))
     return x + self.down(nn.functional.gelu(self.up(edges @ x.tanh())))
 
@@ -259,7 +267,7 @@ class Containers(nn.Module):
 
 
 def stack(layer: Callable[[], nn.Module], number: int = 2) -> Callable[[], nn.Module]:
-    @as_module(lambda: {"embed": nn.Linear(D, D), "layers": nn.Sequential(*(layer() for _ in range(number)))})
+    @as_module(lambda: {"embed": nn.Linear(D, D), "layers": stack_of(layer, number)})
     def Stack(self: Any, x: Tensor) -> Tensor:
         return self.layers(self.embed(x))
 
@@ -321,7 +329,7 @@ def test_a_tensor_of_an_object_that_is_modified_in_place_before_backward_is_an_e
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D)})
-def ReadsOne(self: Any, x: Tensor, memory: Any) -> Tensor:
+def ReadsOne(self: Any, x: Tensor, memory: SimpleNamespace) -> Tensor:
     return (self.linear(x) * memory.own).sin()
 
 
@@ -536,7 +544,7 @@ AROUND: dict[str, tuple[Callable[[], float], Step]] = {
 
 @policies
 @pytest.mark.parametrize("case", AROUND)
-def test_what_is_around_the_forward_is_around_its_recomputation(case: str, policy: str) -> None:
+def test_contexts_around_the_forward_are_around_its_recomputation(case: str, policy: str) -> None:
     read, step = AROUND[case]
     assert_same(stack(lambda: Reads(read)), step, policy)
 
@@ -574,7 +582,7 @@ def wait_until_freed(references: list[weakref.ref[Any]], most: int = 0) -> None:
 collector: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("collector", default=None)
 
 
-def collect(module: nn.Module, args: Any, output: Tensor) -> None:
+def collect(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
     """Collects outputs as Transformers does: in a dictionary of lists, which nobody holds after the forward."""
     if (outputs := collector.get()) is not None:
         outputs["hidden"].append(output)
@@ -582,7 +590,9 @@ def collect(module: nn.Module, args: Any, output: Tensor) -> None:
 
 @policies
 @pytest.mark.parametrize("has_backward", [True, False])
-def test_what_hooks_collect_in_a_context_variable_is_collected_once_and_freed(policy: str, has_backward: bool) -> None:
+def test_outputs_that_hooks_collect_in_a_context_variable_are_collected_once_and_freed(
+    policy: str, has_backward: bool
+) -> None:
     def step(model: nn.Module) -> Tensor:
         outputs: dict[str, list[Tensor]] = {"hidden": []}
         handles = [m.register_forward_hook(collect) for m in model.layers.modules()]
@@ -659,7 +669,7 @@ class Numbers:
 scope: ContextVar[Any] = ContextVar("scope", default=None)
 
 
-def append(module: nn.Module, args: Any, output: Tensor) -> None:
+def append(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
     if (collector := scope.get()) is not None:
         (collector[0] if isinstance(collector, tuple) else collector).outputs.append(output)
 
@@ -671,7 +681,7 @@ def append(module: nn.Module, args: Any, output: Tensor) -> None:
     [Collector, lambda: SimpleNamespace(outputs=[]), lambda: (Collector(),), lambda: Outputs(outputs=[])],
     ids=["object", "namespace", "in a tuple", "with a dictionary"],
 )
-def test_what_an_object_in_a_context_variable_collects_is_collected_once_and_freed(
+def test_outputs_that_an_object_in_a_context_variable_collects_are_collected_once_and_freed(
     make: Callable[[], Any], policy: str, has_backward: bool
 ) -> None:
     freed: list[weakref.ref[Any]] = []
@@ -718,7 +728,7 @@ def test_a_context_variable_that_has_the_last_output_keeps_one_call_alive(policy
     wait_until_freed(freed, most=len(model.layers) + 1)
 
 
-def count(settings: Any) -> float:
+def count(settings: Numbers) -> float:
     settings.calls += 1
     return float(settings.calls)
 
@@ -908,10 +918,10 @@ def hooked_later(model: nn.Module) -> Tensor:
     return loss
 
 
-def once(module: nn.Module) -> Any:
+def once(module: nn.Module) -> RemovableHandle:
     """Registers a hook that removes itself when it has run."""
 
-    def halve(module: nn.Module, args: Any) -> Any:
+    def halve(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         handle.remove()
         return (args[0] * 0.5,)
 
@@ -919,8 +929,8 @@ def once(module: nn.Module) -> Any:
     return handle
 
 
-def globally(module: nn.Module) -> Any:
-    def scale(owner: nn.Module, args: Any, output: Any) -> Any:
+def globally(module: nn.Module) -> RemovableHandle:
+    def scale(owner: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor | None:
         return output * 0.7 if owner is module else None
 
     return nn.modules.module.register_module_forward_hook(scale)
@@ -1070,7 +1080,7 @@ def values(*size: int) -> Tensor:
     return torch.linspace(-1.3, 2.7, torch.Size(size).numel()).reshape(size)
 
 
-def column_sums(layer: Any) -> Tensor:
+def column_sums(layer: nn.Module) -> Tensor:
     return layer.buffer.sum(0) + layer.buffer.sum() * 0.01
 
 
@@ -1174,7 +1184,7 @@ def test_an_error_of_the_users_in_a_recomputation_names_the_block_and_the_likely
 
 
 @policies
-def test_what_ends_a_recomputation_is_no_base_exception(policy: str) -> None:
+def test_a_failed_recomputation_raises_no_base_exception(policy: str) -> None:
     """A forward that writes into an object that nothing can put back."""
 
     class Sealed:

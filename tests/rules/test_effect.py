@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from helpers.architectures import ARCHITECTURES
 from helpers.count_ops import CountOps
 from helpers.hard_modules import Mlp, chain
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.peaks import saved_bytes
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import graphckpt
 from graphckpt import Segments, Selective, Tiles
@@ -56,7 +59,7 @@ def test_bytes_fall_by_exactly_what_explain_says(policy: str) -> None:
 
 
 @pytest.mark.parametrize("rule", [True, Selective("matmul")])
-def test_bytes_fall_on_a_transformer(rule: Any) -> None:
+def test_bytes_fall_on_a_transformer(rule: bool | Selective) -> None:
     inputs = GPT2.inputs() | {"use_cache": False}
     plain = saved_bytes(GPT2.build(), inputs, GPT2.loss)
     model = GPT2.build()
@@ -113,7 +116,7 @@ def test_a_recomputation_is_stopped_where_an_op_is_left_to_skip(last: nn.Module,
     assert len(ended) == 1 + runs_to_its_end
 
 
-def _keeps_wide_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+def _keeps_wide_products(context: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any) -> bool:
     return op is torch.ops.aten.addmm.default and context.op_output.shape[1] == 32
 
 
@@ -127,7 +130,9 @@ def _keeps_wide_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> bo
     ],
     ids=["matmul", "gelu", "policy function", "excluded child"],
 )
-def test_what_is_kept_is_not_run_again(rules: dict[str, Any], num_products: int, num_gelus: int) -> None:
+def test_ops_whose_results_are_saved_are_not_recomputed(
+    rules: dict[str, Any], num_products: int, num_gelus: int
+) -> None:
     again = ops_run_again(rules)
     assert (again["aten.addmm.default"], again["aten.gelu.default"]) == (num_products, num_gelus)
 
@@ -142,7 +147,7 @@ class Tanh(nn.Module):
 @pytest.mark.parametrize("count", [4, 16, 64, 100, 256])
 @pytest.mark.parametrize("runs", ["sqrt", "log"])
 def test_segments_keep_few_boundaries(runs: str, count: int) -> None:
-    model = nn.Sequential(*[Tanh() for _ in range(count)])
+    model = stack_of(Tanh, count)
     x = torch.randn(10, 10, requires_grad=True)
     with graphckpt.apply(model, {"": Segments(runs)}) as handle:
         model(x).sum().backward()
@@ -159,7 +164,7 @@ def test_segments_keep_few_boundaries(runs: str, count: int) -> None:
 
 @pytest.mark.parametrize("runs", [1, 3, "sqrt", "log"])
 def test_the_segment_that_is_kept_goes_to_the_store_too(runs: int | str) -> None:
-    model = nn.Sequential(*[Tanh() for _ in range(6)])
+    model = stack_of(Tanh, 6)
     policy = {"activation_checkpointing": Segments(runs), "offload": "disk", "min_elements": 1}
     with graphckpt.apply(model, {"": policy}) as handle:
         model(torch.randn(10, 10, requires_grad=True)).sum().backward()
@@ -177,7 +182,7 @@ def test_log_segments_run_each_layer_at_most_log_times() -> None:
             calls[0] += 1
             return super().forward(x)
 
-    model = nn.Sequential(*[Counted() for _ in range(count)])
+    model = stack_of(Counted, count)
     with graphckpt.apply(model, {"": Segments("log")}):
         model(torch.randn(2, requires_grad=True)).sum().backward()
         calls[0] = 0

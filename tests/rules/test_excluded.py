@@ -194,7 +194,7 @@ def Catches(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("child", "name"), [(HalvesItsInput, "1.1"), (Catches, "1.1.inner")], ids=["edits", "raises"])
-def test_an_excluded_child_that_edits_a_kept_result(child: Any, name: str) -> None:
+def test_an_excluded_child_that_edits_a_kept_result(child: Callable[[], nn.Module], name: str) -> None:
     assert_same_steps(
         lambda: nn.Sequential(nn.Linear(D, D), nn.Sequential(Transposes(), child(), nn.Linear(D, D))),
         {"1": graphckpt.Selective(lambda *_, **__: True), name: False},
@@ -278,7 +278,9 @@ CHILDREN: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("child", CHILDREN)
 @pytest.mark.parametrize("rule", [True, "selective"])
 @pytest.mark.parametrize("more", [{}, {"offload": "disk", "min_elements": 1}], ids=["device", "disk"])
-def test_a_parent_reads_the_buffers_as_an_excluded_child_has_left_them(child: str, rule: Any, more: Any) -> None:
+def test_a_parent_reads_the_buffers_as_an_excluded_child_has_left_them(
+    child: str, rule: bool | str, more: dict[str, int | str]
+) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(ReadsBuffer(CHILDREN[child]()), ReadsBuffer(CHILDREN[child]()))
     model = copy.deepcopy(plain)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.train_graphs import SquareGraph
 from torch import nn
 
 import graphckpt
 from graphckpt import thread_state as rng
+from graphckpt.blocks.apply import Policies
+
+Draw = Callable[[torch.Tensor], torch.Tensor]
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-DRAWS = {
+DRAWS: dict[str, Draw] = {
     "Python": lambda x: torch.tensor([random.random() for _ in range(8)]),
     "Python's gauss": lambda x: torch.tensor([random.gauss(0, 1) for _ in range(7)] + [0.0]),
     "NumPy": lambda x: torch.from_numpy(np.random.rand(8)).float(),  # noqa: NPY002
@@ -26,7 +30,7 @@ DRAWS = {
 
 
 @as_module(lambda draw: {"first": nn.Linear(8, 8), "last": nn.Linear(8, 8), "draw": draw})
-def Noisy(self: Any, x: torch.Tensor) -> Any:
+def Noisy(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Multiplies by host noise, in training mode only, between two layers."""
     x = torch.tanh(self.first(x))
     if self.training:
@@ -37,11 +41,11 @@ def Noisy(self: Any, x: torch.Tensor) -> Any:
 class Inner(Noisy):
     """Draws in a child."""
 
-    def __init__(self, draw: Any) -> None:
+    def __init__(self, draw: Draw) -> None:
         super().__init__(draw)
         self.inner = Noisy(draw)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.inner(x))
 
 
@@ -56,7 +60,7 @@ POLICIES = {
 }
 
 
-def run(draw: Any, policies: Any, num_steps: int = 3) -> Iterator[Any]:
+def run(draw: Draw, policies: Policies, num_steps: int = 3) -> Iterator[tuple[list[torch.Tensor], dict[str, int]]]:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
@@ -72,7 +76,7 @@ def run(draw: Any, policies: Any, num_steps: int = 3) -> Iterator[Any]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("library", DRAWS)
-def test_masks_and_generators_are_those_of_the_plain_step(library: Any, policy: Any) -> None:
+def test_masks_and_generators_are_those_of_the_plain_step(library: str, policy: str) -> None:
     plain_steps = list(run(DRAWS[library], {}))  # the generators are those of the process: one after the other
     for plain, seen in zip(plain_steps, run(DRAWS[library], POLICIES[policy]), strict=True):
         assert all(map(torch.equal, plain[0], seen[0]))
@@ -82,7 +86,7 @@ def test_masks_and_generators_are_those_of_the_plain_step(library: Any, policy: 
 def test_a_function_without_modules_draws_the_same_mask() -> None:
     x = X.clone().requires_grad_()
 
-    def noisy(x: torch.Tensor) -> Any:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x * torch.from_numpy(np.random.rand(8)).float())  # noqa: NPY002
 
     gradients = []
@@ -110,7 +114,7 @@ def test_only_blocks_that_draw_read_the_state_of_the_host(monkeypatch: pytest.Mo
 
 def test_plan_and_verify_restore_the_generators() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Noisy(DRAWS["both, in training mode"]) for _ in range(4)], nn.Linear(8, 2))
+    model = stack_of(lambda: Noisy(DRAWS["both, in training mode"]), 4).append(nn.Linear(8, 2))
     before = rng.HostRNGState.read().fingerprints()
     graphckpt.plan(model, lambda: model(X).square().sum().backward(), memory_budget=0.9)
     assert rng.HostRNGState.read().fingerprints() == before

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.hard_modules import Mlp, chain, run_steps
+from helpers.layer_stacks import linear_layers
 from helpers.modules import as_module
 from helpers.peaks import saved_bytes
 from torch import nn
@@ -55,7 +57,7 @@ def test_each_block_runs_again_once_from_the_first_of_its_run(policies: dict[str
 class Loop(nn.Module):
     """Calls its blocks itself, with something else beside their input."""
 
-    def __init__(self, between: Any = None, length: int = 6) -> None:
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] | None = None, length: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Scaled() for _ in range(length))
@@ -92,7 +94,9 @@ def gradients(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
     [(None, True), (lambda x: x, True), (lambda x: x * 1, False), (lambda x: x.mul_(2), False)],
     ids=["nothing", "the same tensor", "another tensor", "an edit in place"],
 )
-def test_what_calls_the_blocks_does_not_matter(between: Any, is_joined: bool) -> None:
+def test_the_caller_of_the_blocks_does_not_matter(
+    between: Callable[[torch.Tensor], torch.Tensor] | None, is_joined: bool
+) -> None:
     model, x, scale = Loop(between), torch.randn(6, 16, requires_grad=True), torch.randn(16, requires_grad=True)
     wanted = gradients(model, x, scale)
     inputs: list[weakref.ref[torch.Tensor]] = []
@@ -108,7 +112,7 @@ def test_what_calls_the_blocks_does_not_matter(between: Any, is_joined: bool) ->
     assert ("joined: no argument is the output" in notes) is not is_joined
 
 
-def test_it_keeps_its_input_where_the_block_before_is_not_recomputed() -> None:
+def test_a_joined_block_saves_its_input_where_the_block_before_is_not_recomputed() -> None:
     model = chain("mlp", length=4)
     x = torch.randn(6, 16)
     with put(model, {"[1234]": True}):
@@ -149,13 +153,13 @@ class Switch:
 
 
 @as_module(lambda result: {"linear": nn.Linear(16, 16), "result": result})
-def Returns(self: Any, x: torch.Tensor) -> Any:
+def Returns(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns something else beside its result, and something else again once the switch points to it."""
     return self.result(self.linear(x).tanh(), Switch.block is self)
 
 
 class Last(nn.Module):
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: Callable[[torch.Tensor, bool], tuple[torch.Tensor, ...]]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Returns(result) for _ in range(3))
@@ -171,7 +175,7 @@ def made_in_inference_mode(y: torch.Tensor, _: bool) -> tuple[torch.Tensor, ...]
         return torch.ones_like(y), y.clone(), y  # what comes last is no inference tensor
 
 
-def test_what_is_handed_on_may_be_returned_beside_inference_tensors() -> None:
+def test_the_output_of_a_joined_block_may_be_returned_beside_inference_tensors() -> None:
     model, x = Last(made_in_inference_mode), torch.randn(6, 16)
     wanted = gradients(model, x.requires_grad_())
     with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):
@@ -188,7 +192,7 @@ def test_what_is_handed_on_may_be_returned_beside_inference_tensors() -> None:
     ids=["fewer", "another shape", "another type"],
 )
 def test_a_block_that_returns_something_else_again_is_named(
-    result: Callable[..., Any], now: str, monkeypatch: pytest.MonkeyPatch
+    result: Callable[[torch.Tensor, bool], tuple[torch.Tensor, ...]], now: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Last(result)
     with put(model, {"blocks.0": True, "blocks.[12]": "joined"}):
@@ -201,7 +205,7 @@ def test_a_block_that_returns_something_else_again_is_named(
 
 def test_a_run_may_be_longer_than_the_stack_of_python() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(600)))
+    model = linear_layers(600, 4)
     x = torch.randn(2, 4)
     model(x).sum().backward()
     wanted = [p.grad.clone() for p in model.parameters()]
@@ -213,7 +217,7 @@ def test_a_run_may_be_longer_than_the_stack_of_python() -> None:
 
 
 @pytest.mark.multi_process
-def test_units_of_fsdp2_are_refused(tmp_path: Any) -> None:
+def test_units_of_fsdp2_are_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = chain("mlp", length=3)

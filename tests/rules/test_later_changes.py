@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz.bench import differing
+from fuzz.bench import Bench, differing
 from fuzz.shapes import no_grad_between, plain
 from helpers.contract import assert_same_steps, seen_in
 from helpers.hard_modules import D
@@ -17,24 +17,24 @@ from torch import nn
 
 
 @as_module(lambda: {"mean": nn.Buffer(torch.zeros(D))})
-def OwnNorm(self: Any, x: torch.Tensor) -> Any:
+def OwnNorm(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A batch norm that writes its statistics through ``data``, which no version counter shows."""
     if self.training:
         self.mean.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
     return x - self.mean
 
 
-def counts_in_a_buffer(module: nn.Module, x: torch.Tensor) -> Any:
+def counts_in_a_buffer(module: nn.Module, x: torch.Tensor) -> int:
     module.steps += 1
     return module.steps.item()
 
 
-def counts_through_data(module: nn.Module, x: torch.Tensor) -> Any:
+def counts_through_data(module: nn.Module, x: torch.Tensor) -> int:
     module.steps.data.add_(1)
     return module.steps.item()
 
 
-def counts_in_a_number(module: nn.Module, x: torch.Tensor) -> Any:
+def counts_in_a_number(module: nn.Module, x: torch.Tensor) -> int:
     module.number += 1
     return module.number
 
@@ -44,34 +44,34 @@ def counts_in_a_list(module: nn.Module, x: torch.Tensor) -> int:
     return len(module.calls)
 
 
-def counts_in_a_dict(module: nn.Module, x: torch.Tensor) -> Any:
+def counts_in_a_dict(module: nn.Module, x: torch.Tensor) -> int:
     module.table["calls"] = module.table.get("calls", 0) + 1
     return module.table["calls"]
 
 
-def counts_in_a_new_attribute(module: nn.Module, x: torch.Tensor) -> Any:
+def counts_in_a_new_attribute(module: nn.Module, x: torch.Tensor) -> float:
     module.late = getattr(module, "late", 1.5) + 1.0
     return module.late
 
 
-def counts_in_a_cached_tensor(module: nn.Module, x: torch.Tensor) -> Any:
+def counts_in_a_cached_tensor(module: nn.Module, x: torch.Tensor) -> float:
     scale = 1.0 if module.cache is None else module.cache.sum().item()
     module.cache = x.detach().clone() if module.cache is None else module.cache + 1
     return scale
 
 
 @as_module(lambda count: {"count": count, "number": 0, "calls": [], "table": {}, "cache": None, "steps": steps()})
-def Count(self: Any, x: torch.Tensor) -> Any:
+def Count(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Scales by the number of its calls."""
     return x * self.count(self, x)
 
 
-def steps() -> Any:
+def steps() -> torch.Tensor:
     return nn.Buffer(torch.zeros((), dtype=torch.long))
 
 
 @as_module(lambda late: {"first": nn.Linear(D, D), "late": late, "last": nn.Linear(D, D), "is_on": False})
-def Branch(self: Any, x: torch.Tensor) -> Any:
+def Branch(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Calls ``late`` from some call on only."""
     x = torch.tanh(self.first(x))
     if self.is_on:
@@ -100,7 +100,7 @@ POLICIES = {
 }
 
 
-def late_step(bench: Any) -> None:
+def late_step(bench: Bench) -> None:
     bench.model[0].is_on = bench.model[1].is_on = True
     plain(bench)
 
@@ -109,23 +109,23 @@ STEPS = (no_grad_between, plain, late_step, late_step)
 
 
 @functools.cache
-def model_of(late: Any) -> Callable[..., Any]:
+def model_of(late: str) -> Callable[[], nn.Sequential]:
     return lambda: nn.Sequential(Branch(LATE[late]()), Branch(LATE[late]()), nn.Linear(D, 2))
 
 
 @functools.cache
-def plain_steps(late: Any) -> Any:
+def plain_steps(late: str) -> dict[str, tuple[torch.Tensor, bool] | None]:
     return seen_in(model_of(late), None, STEPS)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("late", LATE)
-def test_what_begins_to_change_in_a_later_call_changes_once(late: Any, policy: Any) -> None:
+def test_state_that_begins_to_change_in_a_later_call_changes_once(late: str, policy: str) -> None:
     assert differing(seen_in(model_of(late), POLICIES[policy], STEPS), plain_steps(late)) == []
 
 
 @as_module(lambda: {"linear": nn.Linear(D, D), "is_first": True})
-def FirstCall(self: Any, x: torch.Tensor) -> Any:
+def FirstCall(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Scales in its first call only."""
     x = self.linear(x)
     if self.is_first:

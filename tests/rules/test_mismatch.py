@@ -34,7 +34,7 @@ class Outside:
 
 
 @as_module()
-def Takes(self: Any, x: Tensor, states: list[Any] | None = None, *, mask: Tensor | None = None) -> Tensor:
+def Takes(self: Any, x: Tensor, states: list[Tensor | None] | None = None, *, mask: Tensor | None = None) -> Tensor:
     for extra in (mask, *(states or ())):
         x = x * extra if isinstance(extra, Tensor) else x
     return x.sin()
@@ -49,7 +49,9 @@ def Takes(self: Any, x: Tensor, states: list[Any] | None = None, *, mask: Tensor
     ],
     ids=["positional", "keyword", "nested"],
 )
-def test_editing_an_input_between_forward_and_backward(call: Any, name: str) -> None:
+def test_editing_an_input_between_forward_and_backward(
+    call: Callable[[nn.Module, Tensor, Tensor], Tensor], name: str
+) -> None:
     block, x = Takes(), torch.randn(3, requires_grad=True)
     with graphckpt.apply(nn.Sequential(block), {"0": True}):
         extra = x * 2

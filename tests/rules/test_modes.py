@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from helpers.modules import as_module
 from helpers.policies import put
 from helpers.train_graphs import SquareGraph
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
@@ -22,7 +25,7 @@ from graphckpt.rules import Selective
 # Legend: N rows, D width
 
 
-def everything(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+def everything(context: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
@@ -31,11 +34,11 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
-def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _multiply_backward(ctx: Any, grad: torch.Tensor) -> Any:
+def _multiply_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     a, b = ctx.saved_tensors
     return grad @ b.t().to(grad.dtype), a.t().to(grad.dtype) @ grad
 
@@ -62,8 +65,8 @@ MODULES: dict[str, Any] = {
 }
 
 
-def steps(model: nn.Module, x: torch.Tensor) -> list[Any]:
-    seen: list[Any] = []
+def steps(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    seen: list[torch.Tensor] = []
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):
             output = model(x)
@@ -73,14 +76,14 @@ def steps(model: nn.Module, x: torch.Tensor) -> list[Any]:
     return seen
 
 
-def made(build: Any) -> tuple[nn.Module, torch.Tensor]:
+def made(build: Callable[[], nn.Module]) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(build(), build()), torch.randn(64, 32)
 
 
 @pytest.mark.parametrize("save", ["matmul", everything], ids=["matmul", "everything"])
 @pytest.mark.parametrize("name", MODULES)
-def test_kernels_that_call_ops_compute_the_same_under_autocast(name: str, save: Any) -> None:
+def test_kernels_that_call_ops_compute_the_same_under_autocast(name: str, save: str | Callable[..., bool]) -> None:
     model, x = made(MODULES[name])
     expected = steps(model, x)
     with graphckpt.apply(model, {"*": {"activation_checkpointing": Selective(save)}}):
@@ -96,7 +99,9 @@ def test_counting_bytes_does_not_change_a_step_under_autocast(name: str) -> None
 
 
 @pytest.mark.parametrize("function", [torch.pinverse, lambda weight: torch.linalg.pinv(weight.detach()) * weight])
-def test_an_op_that_is_a_part_of_another_or_not_is_refused_under_autocast(function: Any) -> None:
+def test_an_op_that_is_a_part_of_another_or_not_is_refused_under_autocast(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     model, x = made(lambda: Calls(lambda x, weight: x @ function(weight)))
     expected = steps(model, x)
     with graphckpt.apply(model, {"*": {"activation_checkpointing": True}}):
@@ -190,7 +195,9 @@ class Block(nn.Module):
         return x + torch.tanh(self.out(torch.softmax(q @ k.t(), -1).to(v.dtype) @ v))
 
 
-def kept_bytes(model: nn.Module, x: torch.Tensor, *, amp: bool, backward_within: bool) -> tuple[int, list[Any]]:
+def kept_bytes(
+    model: nn.Module, x: torch.Tensor, *, amp: bool, backward_within: bool
+) -> tuple[int, list[torch.Tensor]]:
     model.zero_grad(set_to_none=True)
     with LiveBytes(record_timeline=False) as live:
         live.track([*model.parameters(), x])
@@ -215,7 +222,7 @@ def kept_bytes(model: nn.Module, x: torch.Tensor, *, amp: bool, backward_within:
     ],
     ids=str,
 )
-def test_backward_within_autocast_keeps_the_same_bytes(save: Any, shared: bool) -> None:
+def test_backward_within_autocast_keeps_the_same_bytes(save: list[str] | str, shared: bool) -> None:
     model, x = made(Block)
     model = nn.Sequential(*[model[0]] * 2) if shared else model
     for backward_within in (False, True):

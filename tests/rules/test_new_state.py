@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fuzz.bench import Bench
 from fuzz.shapes import plain
 from helpers.contract import assert_same_steps
 from helpers.hard_modules import D
+from helpers.layer_stacks import mlp_layers, stack_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import graphckpt
 from graphckpt import Segments
+from graphckpt.blocks.apply import Policies
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -27,7 +31,7 @@ class Averaging(nn.Module):
         self.registers = registers
         self.in_place = in_place
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.registers and not hasattr(self, "mean"):
             self.register_buffer("mean", torch.zeros(D))
         if not hasattr(self, "mean"):
@@ -49,7 +53,7 @@ def swap_buffer(module: nn.Module) -> None:
     module.register_buffer("mean", torch.zeros(D))
 
 
-def with_scale() -> Any:
+def with_scale() -> Averaging:
     module = Averaging()
     module.register_buffer("scale", torch.ones(D))
     return module
@@ -68,14 +72,14 @@ CHANGES = {
 }
 
 
-def model_of(build: Any) -> nn.Sequential:
+def model_of(build: Callable[[], nn.Module]) -> nn.Sequential:
     return nn.Sequential(nn.Sequential(build(), nn.Tanh()), nn.Linear(D, 1))
 
 
-def altered(alter: Any) -> Any:
+def altered(alter: Callable[[nn.Module], object]) -> Callable[[Bench], None]:
     """Returns a step of a model that is altered before it."""
 
-    def step(bench: Any) -> None:
+    def step(bench: Bench) -> None:
         alter(bench.model)
         plain(bench)
 
@@ -86,14 +90,14 @@ def altered(alter: Any) -> Any:
 @pytest.mark.parametrize("rule", [True, {"rule": "selective", "save": "matmul"}], ids=["full", "selective"])
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("change", CHANGES)
-def test_new_state_takes_part_in_the_recomputation(change: Any, num_before: int, rule: bool | dict[str, Any]) -> None:
+def test_new_state_takes_part_in_the_recomputation(change: str, num_before: int, rule: bool | dict[str, Any]) -> None:
     build, alter = CHANGES[change]
     steps = ["plain"] * num_before + [altered(lambda model: alter(model[0][0])), "plain", "plain"]
     assert_same_steps(lambda: model_of(build), {"0": {"activation_checkpointing": rule}}, steps)
 
 
 def test_layer_that_got_the_memory_of_the_one_it_replaces() -> None:
-    def put(layer: nn.Module) -> Any:
+    def put(layer: type[nn.Module]) -> Callable[[Bench], None]:
         def alter(model: nn.Module) -> None:
             model[0][1] = nn.Identity()
             model[0][1] = layer()
@@ -107,22 +111,22 @@ def test_layer_that_got_the_memory_of_the_one_it_replaces() -> None:
 @pytest.mark.parametrize("num_segments", [2, "log"])
 def test_layers_that_a_segmented_chain_got_later(num_segments: int | str) -> None:
     steps = ["plain", altered(lambda model: model.__setitem__(0, nn.BatchNorm1d(D))), "plain"]
-    assert_same_steps(lambda: nn.Sequential(*(nn.Linear(D, D) for _ in range(4))), {"": Segments(num_segments)}, steps)
+    assert_same_steps(lambda: stack_of(lambda: nn.Linear(D, D), 4), {"": Segments(num_segments)}, steps)
 
 
 class Symmetric(nn.Module):
-    def forward(self, weight: Any) -> Any:
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.triu() + weight.triu(1).T
 
 
 @pytest.mark.parametrize("rule", ["full", "selective"])
 def test_weights_that_parametrize_caches_are_those_of_the_forward(rule: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)))
+    model = mlp_layers(2, 8, 8)
     for block in model:
         parametrize.register_parametrization(block[0], "weight", Symmetric())
 
-    def gradients() -> list[Any]:
+    def gradients() -> list[torch.Tensor]:
         model.zero_grad()
         with parametrize.cached():
             model(X).square().sum().backward()
@@ -138,7 +142,7 @@ def test_weights_that_parametrize_caches_are_those_of_the_forward(rule: str) -> 
 def test_a_recurrent_layer_may_get_other_parameters_in_a_later_call(rule: bool | str) -> None:
     """It then makes its lists of weights anew, and once more after the call: attributes of a module of PyTorch's."""
 
-    def gradients(rules: Any) -> list[Any]:
+    def gradients(rules: Policies) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.GRU(4, 4)), torch.randn(3, 2, 4)
         others = {name: (p.detach() + 0.5).requires_grad_() for name, p in model.named_parameters()}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import graphckpt
+from graphckpt.blocks.apply import Policies
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -21,7 +22,7 @@ class Block(nn.Module):
         self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
         self.reads_weight = reads_weight
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.norm(self.first(x)))
         if self.reads_weight:
             x = x @ self.last.weight.detach().exp()  # with a gradient, the step would wait for the recomputation
@@ -29,7 +30,7 @@ class Block(nn.Module):
 
 
 def step_in_backward(model: nn.Module) -> None:
-    def step(parameter: Any) -> None:
+    def step(parameter: torch.Tensor) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
@@ -38,7 +39,7 @@ def step_in_backward(model: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(step)
 
 
-def train(policies: Any, **kwargs: Any) -> list[Any]:
+def train(policies: Policies, **kwargs: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(Block(**kwargs), Block(**kwargs), nn.Linear(8, 2))
     step_in_backward(model)

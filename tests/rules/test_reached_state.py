@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 
@@ -66,35 +67,35 @@ class Counts(np.ndarray):
     number = 0
 
 
-def count_in_object(layer: Any) -> int:
+def count_in_object(layer: nn.Module) -> int:
     return layer.statistics()
 
 
-def count_in_training(layer: Any) -> int:
+def count_in_training(layer: nn.Module) -> int:
     return layer.statistics() if layer.training else 1
 
 
-def count_nested(layer: Any) -> int:
+def count_nested(layer: nn.Module) -> int:
     layer.counts["calls"][0]["number"] += 1
     return layer.counts["calls"][0]["number"]
 
 
-def count_growing(layer: Any) -> int:
+def count_growing(layer: nn.Module) -> int:
     calls = layer.seen["calls"]
     calls[len(calls)] = len(calls)
     return len(calls)
 
 
-def count_in_array(layer: Any) -> float:
+def count_in_array(layer: nn.Module) -> float:
     layer.counts += 1
     return float(layer.counts.sum())
 
 
-def count_in_tensor(layer: Any) -> Tensor:
+def count_in_tensor(layer: nn.Module) -> Tensor:
     return layer.calls.add_(1).clone()
 
 
-def count_in_attribute(layer: Any) -> int:
+def count_in_attribute(layer: nn.Module) -> int:
     layer.counts.number += 1
     return layer.counts.number
 
@@ -108,7 +109,7 @@ def view_of_buffer() -> nn.Module:
 def hooked() -> nn.Module:
     """Returns a module of PyTorch's, whose hook scales by an attribute that it changes."""
 
-    def scale(layer: Any, args: tuple[Tensor]) -> Tensor:
+    def scale(layer: nn.Module, args: tuple[Tensor]) -> Tensor:
         layer.calls += 1
         return args[0] * layer.calls
 
@@ -130,7 +131,7 @@ def hooked_with_tensor() -> nn.Module:
     return module
 
 
-def draw(layer: Any) -> Tensor:
+def draw(layer: nn.Module) -> Tensor:
     return torch.rand(8, generator=layer.held[0] if hasattr(layer, "held") else layer.generator)
 
 
@@ -141,7 +142,7 @@ def generator() -> torch.Generator:
 def sharing() -> nn.Module:
     """Returns layers that draw from one generator."""
     shared = generator()
-    return nn.Sequential(*(Layer(draw, {"generator": shared}) for _ in range(2)))
+    return stack_of(lambda: Layer(draw, {"generator": shared}), 2)
 
 
 KINDS = {
@@ -201,7 +202,7 @@ def run(kind: Callable[[], nn.Module], policies: dict[str, Any], micro_batches: 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_attributes_reach_changes_once(kind: str, policy: str, micro_batches: int) -> None:
+def test_objects_that_attributes_reach_change_once(kind: str, policy: str, micro_batches: int) -> None:
     plain = run(KINDS[kind], {}, micro_batches)
     recomputed = run(KINDS[kind], POLICIES[policy], micro_batches)
     assert len(plain) == len(recomputed) > 40
@@ -278,7 +279,7 @@ HELD: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("rule", [True, "selective"])
 @pytest.mark.parametrize("kind", HELD)
-def test_the_recomputation_of_a_modified_tensor_that_is_only_held_is_refused(kind: str, rule: Any) -> None:
+def test_the_recomputation_of_a_modified_tensor_that_is_only_held_is_refused(kind: str, rule: bool | str) -> None:
     model, holder = HELD[kind](), Holder()
     message = "modified a tensor inside of a list, a dict or an object in place"
     with graphckpt.apply(model, {"": rule}):
@@ -319,7 +320,7 @@ def Drawing(self: Any, x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @pytest.mark.parametrize("rule", [True, "selective"])
-def test_generators_among_the_arguments_are_rewound(rule: Any) -> None:
+def test_generators_among_the_arguments_are_rewound(rule: bool | str) -> None:
     found = []
     for policies in ({}, {"": rule}):
         torch.manual_seed(0)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.count_ops import CountOps
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from helpers.peaks import saved_bytes, tracked_peak
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import graphckpt
 from graphckpt.engine.objects import statistics_of
@@ -19,33 +23,35 @@ from graphckpt.rules import Selective
 
 # Legend: N rows, D width, H hidden width
 
+Save = str | list[str] | Callable[..., bool]
+
 
 @as_module(lambda: {"norm": nn.LayerNorm(32), "up": nn.Linear(32, 128), "down": nn.Linear(128, 32)})
-def Block(self: Any, x_ND: Any) -> Any:
+def Block(self: Any, x_ND: torch.Tensor) -> torch.Tensor:
     """Seven cheap ops between two products, as GPT-2's GELU."""
     h_NH = self.up(self.norm(x_ND))
     g_NH = 0.5 * h_NH * (1.0 + torch.tanh(0.8 * (h_NH + 0.04 * torch.pow(h_NH, 3.0))))
     return x_ND + self.down(g_NH)
 
 
-def made(block: Any = Block, num: int = 3, rows: int = 64) -> tuple[Any, ...]:
+def made(block: Callable[[], nn.Module] = Block, num: int = 3, rows: int = 64) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(block() for _ in range(num)))
+    model = stack_of(block, num)
     return model, torch.randn(rows, 32)
 
 
-def step(model: nn.Module, x: torch.Tensor) -> list[Any]:
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model.zero_grad(set_to_none=True)
     model(x).square().sum().backward()
     return [p.grad for p in model.parameters()]
 
 
-def under(model: nn.Module, save: Any, **more: Any) -> Any:
+def under(model: nn.Module, save: Save, **more: Any) -> graphckpt.Handle:
     return graphckpt.apply(model, {"*": {"activation_checkpointing": Selective(save), **more}})
 
 
-def counted(model: nn.Module, x: torch.Tensor, save: Any, **more: Any) -> tuple[Any, ...]:
+def counted(model: nn.Module, x: torch.Tensor, save: list[str] | str, **more: Any) -> tuple[dict[str, int], int]:
     """Returns the ops of a third step, its peak, and whether the gradients are those of the plain step."""
     expected = step(model, x)
     with under(model, save, **more):
@@ -61,7 +67,7 @@ def counted(model: nn.Module, x: torch.Tensor, save: Any, **more: Any) -> tuple[
 TANH = ["aten.addmm.default[0]", "aten.tanh.default"]
 
 
-def test_what_leads_up_to_a_kept_result_is_not_run_again_even_if_that_is_on_disk() -> None:
+def test_ops_that_lead_only_to_a_saved_result_are_not_recomputed_even_if_it_is_on_disk() -> None:
     model, x = made(rows=256)
     plain, _ = counted(model, x, [])
     ops, _ = counted(model, x, TANH)
@@ -84,7 +90,7 @@ def test_a_result_that_no_recomputation_reads_is_not_kept() -> None:
 
 def test_the_second_product_of_a_block_alone_can_be_named() -> None:
     @as_module(lambda: {name: nn.Linear(32, 32) for name in ("one", "other", "last")})
-    def Two(self: Any, x: torch.Tensor) -> Any:
+    def Two(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.sin(self.other(torch.sin(self.one(x)))))
 
     model, x = made(Two)
@@ -108,7 +114,7 @@ def test_ops_that_do_not_run_are_named() -> None:
 
 
 @as_module(lambda: {"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
-def TwoWays(self: Any, x: torch.Tensor) -> Any:
+def TwoWays(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Takes another way for some inputs, with tensors of the same shapes."""
     h = self.up(x)
     if torch.is_grad_enabled() and x.sum() > 0:
@@ -126,7 +132,9 @@ def TwoWays(self: Any, x: torch.Tensor) -> Any:
     ],
     ids=["other shapes", "another way"],
 )
-def test_calls_of_other_shapes_and_ways_leave_recipes_of_their_own(block: Any, save: Any, batches: list[Any]) -> None:
+def test_calls_of_other_shapes_and_ways_leave_recipes_of_their_own(
+    block: Callable[[], nn.Module], save: list[str], batches: list[torch.Tensor]
+) -> None:
     model, _ = made(block)
     expected = [step(model, x) for x in batches]
     with under(model, save):
@@ -135,7 +143,7 @@ def test_calls_of_other_shapes_and_ways_leave_recipes_of_their_own(block: Any, s
 
 
 @as_module(lambda: {"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
-def ReadsBeside(self: Any, x: torch.Tensor) -> Any:
+def ReadsBeside(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A kernel that is no op of PyTorch reads what the ops only pass on, which nothing shows."""
     h = self.up(x)
     y = torch.sin(h)
@@ -143,19 +151,19 @@ def ReadsBeside(self: Any, x: torch.Tensor) -> Any:
     return self.down(torch.tanh(y.detach() * 2) + h + beside)
 
 
-def test_what_a_foreign_kernel_reads_is_made_after_all() -> None:
+def test_a_tensor_that_a_foreign_kernel_reads_is_recomputed_after_all() -> None:
     model, x = made(ReadsBeside)
     ops, _ = counted(model, x, ["aten.addmm.default[0]", "aten.tanh.default"])
     assert ops["sin.default"] == 6, "the sine is read, by no op"
 
 
 @as_module(lambda: {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32), "drop": nn.Dropout(0.5)})
-def Drops(self: Any, x: torch.Tensor) -> Any:
+def Drops(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.drop(self.down(torch.tanh(self.drop(torch.sin(self.up(x))))))
 
 
 @as_module(lambda: {"block": Block()})
-def Shared(self: Any, x: torch.Tensor) -> Any:
+def Shared(self: Any, x: torch.Tensor) -> torch.Tensor:
     """One block that runs three times: autocast casts its weights in the first call only."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return self.block(self.block(self.block(x)))
@@ -182,7 +190,7 @@ def test_random_ops_keep_their_place_in_the_stream() -> None:
 
 
 class DrawsMasks(Drops):
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         h, _ = torch.native_dropout(self.up(x), 0.5, True)
         return self.drop(self.down(h.sin()))
 
@@ -194,7 +202,7 @@ def test_numbers_behind_a_kept_random_result_are_those_of_the_original_forward()
 
 
 @as_module(lambda: {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
-def InPlace(self: Any, x: torch.Tensor) -> Any:
+def InPlace(self: Any, x: torch.Tensor) -> torch.Tensor:
     h = torch.sin(self.up(x))
     h += 1
     h.mul_(2.0)
@@ -211,14 +219,14 @@ def test_edits_of_what_is_skipped_are_skipped_with_it() -> None:
     counted(model, x, ["aten.sin.default"])  # edited after it was kept
 
 
-def gather(h: Any, x: torch.Tensor) -> Any:
+def gather(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         flat = torch.empty(2, *x.shape)
         torch._foreach_copy_(list(flat.unbind(0)), [h.detach(), x.detach()])
     return h * flat.mean(0)
 
 
-def split_into(h: Any, x: torch.Tensor) -> Any:
+def split_into(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         flat = torch.empty(x.numel())
         parts = [part.view(len(x), -1) for part in flat.split([len(x) * 20, len(x) * 12])]
@@ -226,19 +234,19 @@ def split_into(h: Any, x: torch.Tensor) -> Any:
     return h * flat.view(x.shape).cos()
 
 
-def scale_slices(h: Any, x: torch.Tensor) -> Any:
+def scale_slices(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     h = h.clone()
     torch._foreach_mul_([h[:, :9], h[:, 9:]], 0.5)
     return h.sigmoid() + x
 
 
-def scale_overlapping_slices(h: Any, x: torch.Tensor) -> Any:
+def scale_overlapping_slices(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     h = h.clone()
     torch._foreach_add_([h[:, :20], h[:, 12:], h], 0.25)
     return h.sigmoid() * x
 
 
-def sort_into(h: Any, x: torch.Tensor) -> Any:
+def sort_into(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         both = torch.empty(2, *x.shape, dtype=torch.float64)
         torch.frexp(h.detach().double(), out=(both[0], torch.empty(x.shape, dtype=torch.int32)))
@@ -248,9 +256,11 @@ def sort_into(h: Any, x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("write", [gather, split_into, scale_slices, scale_overlapping_slices, sort_into])
 @pytest.mark.parametrize("save", ["matmul", TANH, ["aten.addmm.default[1]"], []])
-def test_ops_that_write_several_views_of_one_storage(write: Any, save: Any) -> None:
+def test_ops_that_write_several_views_of_one_storage(
+    write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], save: list[str] | str
+) -> None:
     @as_module(lambda: {"gate": nn.Linear(32, 32), "out": nn.Linear(32, 32)})
-    def Writes(self: Any, x_ND: Any) -> Any:
+    def Writes(self: Any, x_ND: torch.Tensor) -> torch.Tensor:
         return x_ND + self.out(torch.tanh(write(self.gate(x_ND), x_ND)))
 
     model, x = made(Writes)
@@ -264,7 +274,7 @@ def test_ops_that_write_several_views_of_one_storage(write: Any, save: Any) -> N
 def test_a_policy_function_is_called_for_each_op_each_time() -> None:
     asked = []
 
-    def every_second(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def every_second(context: SelectiveCheckpointContext, func: OpOverload, *args: Any, **kwargs: Any) -> bool:
         asked.append(func)
         return func is torch.ops.aten.addmm.default and len(asked) % 2 == 0
 
@@ -279,7 +289,7 @@ def test_a_policy_function_is_called_for_each_op_each_time() -> None:
     assert numbers[0] == numbers[1] == numbers[2] > 0
 
 
-def kept_bytes(save: Any) -> Any:
+def kept_bytes(save: Save) -> int:
     model, x = made(rows=256)
     expected = step(model, x)
     with under(model, save):
@@ -291,7 +301,9 @@ def kept_bytes(save: Any) -> Any:
 def test_a_policy_function_keeps_no_result_that_no_recomputation_reads() -> None:
     aten = torch.ops.aten
 
-    def last(context: Any, op: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+    def last(
+        context: SelectiveCheckpointContext, op: OpOverload, first: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> bool:
         """Chooses the second product and the sum behind it, after which autograd saves nothing."""
         return op in (aten.addmm.default, aten.add.Tensor) and first.shape[-1] == 32
 
@@ -339,7 +351,7 @@ NO_FUNCTION = r"list of ops or a policy function, got .*\[torch\.ops\.aten\.mm"
         (torch.ops.aten.mm.default, NO_FUNCTION),
     ],
 )
-def test_what_is_no_op_is_refused(save: Any, message: Any) -> None:
+def test_a_name_that_is_not_an_op_is_refused(save: object, message: str) -> None:
     with pytest.raises(graphckpt.ConfigError, match=message):
         Selective(save)
 
@@ -404,7 +416,7 @@ class CatchesFailedOp(nn.Module):
     [({1}, set()), ({1, 2}, set()), ({2}, set()), ({2}, {2}), ({2, 3}, {3})],
     ids=["first call", "each call", "later call", "later call with another op", "first call of another schedule"],
 )
-def test_ops_that_fail_are_counted_in_no_call(fails_in: set[Any], adds_in: Any, policy: Selective) -> None:
+def test_ops_that_fail_are_counted_in_no_call(fails_in: set[int], adds_in: set[int], policy: Selective) -> None:
     def gradients(model: nn.Module) -> list[torch.Tensor]:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
         outputs = [model(x) for _ in range(3)]
@@ -465,7 +477,7 @@ def NormalizesInstances(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.norm(x.view(-1, 2, 4)).view(-1, 8) * self.norm.running_mean.repeat(4)
 
 
-def everything(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+def everything(context: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
@@ -473,7 +485,7 @@ def everything(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
 @pytest.mark.parametrize("save", [everything, [NORM], ["aten.addmm.default", "aten.tanh.default", "aten.mul.Tensor"]])
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_ops_behind_a_kept_batch_norm_read_the_statistics_that_it_has_updated(
-    block: Any, save: Any, is_nested: bool
+    block: Callable[[], nn.Module], save: Save, is_nested: bool
 ) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), block())
@@ -526,7 +538,7 @@ def NormalizesWithArguments(self: Any, x: torch.Tensor, mean: torch.Tensor, var:
 
 
 @pytest.mark.parametrize("policy", [True, Selective(everything), Selective([NORM]), Selective(["aten.addmm.default"])])
-def test_running_statistics_among_the_arguments_are_updated_once(policy: Any) -> None:
+def test_running_statistics_among_the_arguments_are_updated_once(policy: bool | Selective) -> None:
     results = []
     for flag in (False, policy):
         torch.manual_seed(0)

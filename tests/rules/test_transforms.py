@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import residual_layers
 from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -41,30 +42,25 @@ STORES: dict[str, dict[str, Any]] = {
 }
 
 
-@as_module(lambda: {"up": nn.Linear(D, D), "down": nn.Linear(D, D)})
-def Mlp(self: Any, x: Tensor) -> Tensor:
-    return x + self.down(torch.tanh(self.up(x)))
-
-
 def rows(seed: int = 1) -> Tensor:
     return torch.randn(8, D, generator=torch.Generator().manual_seed(seed))
 
 
 def built() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Mlp(), Mlp(), nn.Linear(D, D))
+    return residual_layers(2, D, D, torch.tanh, dropout=None).append(nn.Linear(D, D))
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
-def vjp(model: nn.Module) -> Any:
+def vjp(model: nn.Module) -> tuple[Tensor, tuple[Tensor]]:
     output, pull = torch.func.vjp(model, rows())
     return output, pull(rows(2))
 
 
-def per_sample_gradients(model: nn.Module) -> Any:
+def per_sample_gradients(model: nn.Module) -> dict[str, Tensor]:
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def of_one(weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -73,18 +69,18 @@ def per_sample_gradients(model: nn.Module) -> Any:
     return torch.func.vmap(torch.func.grad(of_one), (None, 0))(weights, rows())
 
 
-def backward_of_vmap(model: nn.Module) -> Any:
+def backward_of_vmap(model: nn.Module) -> tuple[Tensor, list[Tensor]]:
     output = torch.func.vmap(model)(rows())
     output.square().sum().backward()
     return output, [parameter.grad for parameter in model.parameters()]
 
 
-def forward_mode(model: nn.Module) -> Any:
+def forward_mode(model: nn.Module) -> tuple[Tensor, Tensor | None]:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(model(forward_ad.make_dual(rows(), rows(2))))
 
 
-def backward_of_forward_mode(model: nn.Module) -> Any:
+def backward_of_forward_mode(model: nn.Module) -> tuple[Tensor, Tensor, list[Tensor]]:
     with forward_ad.dual_level():
         primal, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(rows().requires_grad_(), rows(2))))
         assert tangent is not None
@@ -109,7 +105,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def outcome(transform: str, model: nn.Module) -> list[Any]:
+def outcome(transform: str, model: nn.Module) -> list[Tensor]:
     model.zero_grad(set_to_none=True)
     return [leaf.detach() for leaf in tree_leaves(TRANSFORMS[transform](model)) if leaf is not None]
 
@@ -206,7 +202,7 @@ def test_transforms_run_within_measurements_of_two_models() -> None:
 
 @pytest.mark.parametrize("policy", [True, False, "selective"])
 @pytest.mark.parametrize("is_measured", [True, False])
-def test_a_transform_outside_of_the_blocks_does_not_stop_a_record(policy: Any, is_measured: bool) -> None:
+def test_a_transform_outside_of_the_blocks_does_not_stop_a_record(policy: bool | str, is_measured: bool) -> None:
     @as_module(lambda: {"layers": built()})
     def HasForces(self: Any, x: Tensor) -> Tensor:
         force = torch.func.grad(lambda x: x.square().sum())

@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.layer_stacks import linear_layers, stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 import graphckpt
 from graphckpt import RecomputeError, Selective, Tiles
@@ -120,7 +123,7 @@ def test_the_default_finds_planted_faults_in_the_learning_call(name: str) -> Non
 
 
 @pytest.mark.parametrize("check", ["none", "default"])
-def test_other_calls_are_silent(check: str) -> None:
+def test_calls_between_the_samples_are_not_checked(check: str) -> None:
     """By default those between the samples: this is what `limits.md` says."""
     model = nn.Sequential(Reader(lambda x: x * Around.factor))
     with graphckpt.apply(model, {"0": True}, determinism_check=check):
@@ -249,7 +252,7 @@ def gradients(model: nn.Module, dtype: torch.dtype, *, num_steps: int = 3) -> li
     return found
 
 
-def all_but_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+def all_but_products(context: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any) -> bool:
     return "mm" not in str(op)
 
 
@@ -262,11 +265,10 @@ def fill_free_memory() -> None:
 
 @pytest.mark.parametrize("rule", [True, "selective", Selective(all_but_products)], ids=["full", "selective", "policy"])
 @pytest.mark.parametrize("name", QUIET)
-def test_no_alarm_and_the_same_bits(name: str, rule: Any) -> None:
+def test_no_alarm_and_the_same_bits(name: str, rule: bool | Selective | str) -> None:
     torch.manual_seed(1)
-    blocks = [QUIET[name]() for _ in range(2)]
-    dtype = next((p.dtype for p in blocks[0].parameters()), torch.float32)
-    model = nn.Sequential(*blocks)
+    model = stack_of(QUIET[name], 2)
+    dtype = next((p.dtype for p in model[0].parameters()), torch.float32)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     expected = gradients(model, dtype)
     model.load_state_dict(state)
@@ -286,7 +288,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     begin = values.ValueCheck.__init__
 
-    def note(self: values.ValueCheck, block: Any, **kwargs: Any) -> None:
+    def note(self: values.ValueCheck, block: BlockContext, **kwargs: Any) -> None:
         names.append(block.name)
         begin(self, block, **kwargs)
 
@@ -364,7 +366,9 @@ def test_two_functions_of_a_module_are_two_blocks(kind: str, checked: list[str])
 @pytest.mark.parametrize(
     "functions", [lambda: [torch.sin, torch.cos, torch.tanh], lambda: nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())]
 )
-def test_segments_of_a_sequence_are_counted(functions: Any, checked: list[str]) -> None:
+def test_segments_of_a_sequence_are_counted(
+    functions: Callable[[], nn.Sequential | list[Callable[[Tensor], Tensor]]], checked: list[str]
+) -> None:
     chain = functions()
     for _ in range(20):
         graphckpt.checkpoint_sequential(chain, 2, torch.ones(3, requires_grad=True)).sum().backward()
@@ -404,7 +408,7 @@ def test_measured_steps_are_neither_checked_nor_counted(checked: list[str]) -> N
 
 
 def test_plans_and_verify_are_not_checked(checked: list[str]) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(4)))
+    model = linear_layers(4, D)
     graphckpt.plan(model, lambda: plain_step(model), memory_budget=0.9)
     assert not checked
 
@@ -445,7 +449,7 @@ def profiled(run: Callable[[], None]) -> list[str]:
     return sorted(event.name for event in profile.events() if event.name.startswith("aten::"))
 
 
-def in_mode(mode: Any, run: Callable[[], None]) -> list[str]:
+def in_mode(mode: CountsFunctions | CountsOps, run: Callable[[], None]) -> list[str]:
     with mode:
         run()
     return mode.names  # type: ignore[no-any-return]
@@ -460,7 +464,7 @@ WATCHES: dict[str, Callable[[Callable[[], None]], list[str]]] = {
 
 @pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize("rule", [True, "selective"])
-def test_nothing_sees_the_ops_of_the_check(watch: str, rule: Any) -> None:
+def test_nothing_sees_the_ops_of_the_check(watch: str, rule: bool | str) -> None:
     seen = {}
     for check in ("none", "values"):
         model = nn.Sequential(Reader(lambda x: x * 1.5))
@@ -614,7 +618,7 @@ def test_a_copy_with_other_strides_has_the_same_values(layout: str) -> None:
     assert copied is None or torch.allclose(copied.values, original.values, rtol=1e-4, atol=1e-5)
 
 
-def test_what_has_no_plain_values_has_no_sketch() -> None:
+def test_tensors_without_plain_values_have_no_sketch() -> None:
     x = torch.randn(4, 4)
     warnings.simplefilter("ignore")
     without = [
@@ -670,7 +674,7 @@ def Repeated(self: Any, x: Tensor) -> Tensor:
 SEVERAL_CALLS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a layer that is used five times": (Repeated, {"layer": True}),
     "tiles": (lambda: nn.Sequential(Reader(lambda x: x)), {"0": Tiles(4)}),
-    "segments": (lambda: nn.Sequential(*(Reader(lambda x: x) for _ in range(4))), {"": {"segments": 3}}),
+    "segments": (lambda: stack_of(lambda: Reader(lambda x: x), 4), {"": {"segments": 3}}),
     "layers in turn": (lambda: nn.Sequential(Reader(lambda x: x), Reader(lambda x: x)), {"*": "selective"}),
 }
 

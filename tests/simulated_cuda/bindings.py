@@ -121,7 +121,7 @@ def memory_stats(device: int) -> dict[str, Any]:
     return stats | {key: report[key] for key in ("num_alloc_retries", "num_ooms")}
 
 
-def memory_snapshot(*_: Any) -> dict[str, Any]:
+def memory_snapshot(*_: object) -> dict[str, Any]:
     segments = json.loads(load().memory_report_json())["segments"]
     for segment in segments:
         segment["segment_pool_id"] = tuple(segment["segment_pool_id"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from helpers import captured_steps
+from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
 
@@ -62,7 +63,7 @@ STORES: dict[str, dict[str, Any]] = {
 class Train(captured_steps.Train):
     def __init__(self, rule: str, store: str, capture: str) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(4))).cuda()
+        model = stack_of(Block, 4).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
         super().__init__(model, optimizer, capture=capture)
         RULES[rule](self)

@@ -229,7 +229,7 @@ FORBIDDEN: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_what_a_capture_does_not_permit(name: str, stream: torch.cuda.Stream) -> None:
+def test_a_capture_does_not_permit_calls_that_synchronize(name: str, stream: torch.cuda.Stream) -> None:
     with failed_capture(stream) as graph:
         with fails("operation not permitted when stream is capturing"):
             FORBIDDEN[name]()

@@ -21,7 +21,7 @@ def late() -> None:
     use_schedule("lazy")
 
 
-def test_it_is_a_cuda_device_to_pytorch_and_nothing_warns() -> None:
+def test_the_device_is_a_cuda_device_to_pytorch_and_nothing_warns() -> None:
     assert torch.cuda.is_available()
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     tensor = torch.ones(3, device="cuda")

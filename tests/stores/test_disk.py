@@ -25,70 +25,71 @@ from graphckpt.errors import ConfigError, StoreError
 from graphckpt.stores import Disk, Placement, TensorGroup, Traffic, parse_offload
 from graphckpt.stores import disk as disk_store
 from graphckpt.stores.disk import BLOCK, CHUNK, file_system_in_memory, in_blocks
+from graphckpt.stores.tensor_store import TensorStore
 
 KIB, MIB = 2**10, 2**20
 SECONDS = 10.0  # until a test gives up on the thread
 
 
-def opened(folder: Path, *, min_elements: int = 0, **settings: Any) -> Any:
+def opened(folder: Path, *, min_elements: int = 0, **settings: Any) -> TensorStore:
     return Placement(offload=Disk(folder, **settings), min_elements=min_elements).store
 
 
-def group(block: str = "h.0", traffic: Any = None, notes: Any = None) -> TensorGroup:
+def group(block: str = "h.0", traffic: Traffic | None = None, notes: list[str] | None = None) -> TensorGroup:
     return TensorGroup(block, list, (notes if notes is not None else []).append, traffic)
 
 
-def put_one(store: Any, tensor: torch.Tensor, block: str = "h.0") -> Any:
+def put_one(store: TensorStore, tensor: torch.Tensor, block: str = "h.0") -> Any:
     mine = store.open_group(group(block))
     key = store.put(tensor, mine)
     store.close_group(mine)
     return key
 
 
-def put_numbers(store: Any, count: Any) -> list[Any]:
+def put_numbers(store: TensorStore, count: int) -> list[Any]:
     """Stores as many tensors, each in a group of its own and full of its number."""
     return [put_one(store, torch.full((5000,), float(at)), f"h.{at}") for at in range(count)]
 
 
-def place_of(store: Any) -> Any:
+def place_of(store: TensorStore) -> Any:
     (found,) = store._open_stores()
     return found
 
 
-def io_of(store: Any) -> Any:
+def io_of(store: TensorStore) -> Any:
     return place_of(store)._file
 
 
-def disk_threads() -> list[Any]:
+def disk_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("graphckpt disk")]
 
 
-def files_in(folder: Path) -> list[Any]:
+def files_in(folder: Path) -> list[int]:
     """The open files of this process that lie in ``folder``, whether or not they have a name."""
     return [
         int(link.name) for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(str(folder))
     ]
 
 
-def until(is_so: Any) -> None:
+def until(is_so: Callable[[], object]) -> None:
     deadline = time.monotonic() + SECONDS
     while not is_so():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.001)
 
 
-def until_written(store: Any) -> None:
+def until_written(store: TensorStore) -> None:
     until(lambda: all(handle.write is None or handle.write.done() for handle in io_of(store)._unwritten))
 
 
-def put_written(store: Any, tensor: torch.Tensor, block: str = "h.0") -> Any:
+def put_written(store: TensorStore, tensor: torch.Tensor, block: str = "h.0") -> Any:
     key = put_one(store, tensor, block)
     until_written(store)
     return key
 
 
-def same(a: Any, b: Any) -> Any:
-    def bits(x: torch.Tensor) -> Any:
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def bits(x: torch.Tensor) -> torch.Tensor:
         return x.contiguous().flatten().view(torch.uint8) if x.numel() else x
 
     return (
@@ -103,7 +104,7 @@ def same(a: Any, b: Any) -> Any:
 class Gate:
     """Stands in for a call of ``os``: counts, lets through only when open, and notes what ``measure`` returns then."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, measure: Callable[..., Any] = lambda: 0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, measure: Callable[[], int] = lambda: 0) -> None:
         self._call = getattr(os, name)
         self.measure = measure
         self.is_open = threading.Event()
@@ -112,14 +113,14 @@ class Gate:
         self.measured: list[int] = []
         monkeypatch.setattr(os, name, self)
 
-    def __call__(self, number: Any, buffers: Any, offset: Any) -> Any:
+    def __call__(self, number: int, buffers: Any, offset: int) -> int:
         self.offsets.append(offset)
         assert self.is_open.wait(SECONDS)
         self.measured.append(self.measure())
         return self._call(number, buffers, offset)
 
 
-def with_held_writes(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, ...]:
+def with_held_writes(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[TensorStore, Gate]:
     """Returns a store whose file is open, and the gate that its next writes wait for."""
     store = opened(folder, **settings)
     put_written(store, torch.zeros(10))
@@ -139,7 +140,7 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def store(tmp_path: Path, nothing_left: None) -> Iterator[Any]:
+def store(tmp_path: Path, nothing_left: None) -> Iterator[TensorStore]:
     store = opened(tmp_path)
     yield store
     for place in store._open_stores():
@@ -171,8 +172,8 @@ TENSORS = {
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("is_written", [True, False])
-def test_what_comes_back_is_the_same_in_every_bit(
-    store: Any, make: Any, is_written: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_reloaded_tensor_is_the_same_in_every_bit(
+    store: TensorStore, make: Callable[[], torch.Tensor], is_written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = Gate(monkeypatch, "pwritev")
     before = put_one(store, torch.zeros(10))  # opens the file, and takes its first block
@@ -192,7 +193,7 @@ def test_what_comes_back_is_the_same_in_every_bit(
     del before
 
 
-def test_it_really_leaves_memory_and_really_comes_from_the_file(store: Any, tmp_path: Path) -> None:
+def test_a_written_tensor_leaves_memory_and_is_read_from_the_file(store: TensorStore, tmp_path: Path) -> None:
     tensor = torch.arange(5000.0)
     gone = []
     weakref.finalize(tensor.untyped_storage(), gone.append, 1)
@@ -210,7 +211,7 @@ def test_it_really_leaves_memory_and_really_comes_from_the_file(store: Any, tmp_
     assert torch.equal(back[1:], torch.arange(5000.0)[1:])
 
 
-def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store: Any) -> None:
+def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store: TensorStore) -> None:
     key = put_written(store, torch.arange(5000.0))
     back = store.get(key)
     freed = []
@@ -220,7 +221,7 @@ def test_reloaded_bytes_are_freed_with_the_tensor_that_was_read(store: Any) -> N
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_what_was_read_for_a_closed_file_is_freed_with_its_keys(store: Any) -> None:
+def test_tensors_read_from_a_closed_file_are_freed_with_their_keys(store: TensorStore) -> None:
     keys = put_numbers(store, 3)
     until_written(store)
     store.get(keys[2])
@@ -235,7 +236,7 @@ def test_what_was_read_for_a_closed_file_is_freed_with_its_keys(store: Any) -> N
         gc.enable()
 
 
-def test_what_is_saved_again_after_an_edit_has_its_new_bytes(store: Any) -> None:
+def test_a_tensor_saved_again_after_an_edit_has_its_new_bytes(store: TensorStore) -> None:
     tensor = torch.zeros(5000)
     mine = store.open_group(group())
     before = store.put(tensor, mine)
@@ -246,7 +247,7 @@ def test_what_is_saved_again_after_an_edit_has_its_new_bytes(store: Any) -> None
     assert torch.equal(store.get(after), torch.ones(5000))
 
 
-def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(store: Any) -> None:
+def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(store: TensorStore) -> None:
     qkv = torch.randn(64, 300)
     mine = store.open_group(group())
     keys = [store.put(part, mine) for part in (qkv, *qkv.split(100, dim=1))]
@@ -257,7 +258,7 @@ def test_views_of_one_storage_go_once_and_come_back_as_views_of_one(store: Any) 
     assert all(same(part, twin) for part, twin in zip(parts, qkv.split(100, dim=1), strict=True))
 
 
-def test_keys_that_die_free_their_bytes_with_or_without_backward(store: Any) -> None:
+def test_keys_that_die_free_their_bytes_with_or_without_backward(store: TensorStore) -> None:
     for _ in range(2):
         keys = [put_one(store, torch.randn(3000), f"h.{at}") for at in range(5)]
         store.get(keys[2])
@@ -343,7 +344,7 @@ def test_no_more_than_the_bound_is_in_flight(tmp_path: Path, monkeypatch: pytest
     assert [store.get(key)[0].item() for key in number_put] == list(range(8))
 
 
-def test_the_next_group_is_read_before_anybody_takes_it(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_group_is_read_before_anybody_takes_it(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = put_numbers(store, 6)
     until_written(store)
     reads = Gate(monkeypatch, "preadv")
@@ -370,9 +371,7 @@ def test_reading_ahead_stays_within_the_bound(tmp_path: Path, monkeypatch: pytes
     until(lambda: io_of(store)._loaded_bytes == 0)
 
 
-def test_what_was_asked_for_while_it_was_being_written_needs_no_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_prefetched_while_it_is_written_needs_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, writes = with_held_writes(tmp_path, monkeypatch)
     reads = Gate(monkeypatch, "preadv")
     keys = put_numbers(store, 3)
@@ -383,7 +382,7 @@ def test_what_was_asked_for_while_it_was_being_written_needs_no_read(
     assert not [offset for offset in reads.offsets if offset != keys[2].piece.handle.offset]
 
 
-def test_what_is_returned_while_its_write_ends_is_not_held_by_the_store(
+def test_a_tensor_returned_while_its_write_ends_is_not_held_by_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, writes = with_held_writes(tmp_path, monkeypatch)
@@ -436,7 +435,9 @@ def test_a_range_that_is_reused_while_it_is_written_holds_the_new_bytes(
     assert torch.equal(store.get(new), torch.ones(5000))
 
 
-def test_asking_twice_reads_once_and_taking_twice_reads_twice(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_twice_reads_once_and_taking_twice_reads_twice(
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = store.open_group(group())
     key = store.put(torch.arange(5000.0), mine)
     until_written(store)
@@ -455,7 +456,7 @@ def test_several_threads(tmp_path: Path) -> None:
     store = opened(tmp_path, in_flight_bytes=50 * KIB)
     faults = []
 
-    def work(number: Any) -> None:
+    def work(number: int) -> None:
         try:
             for step in range(40):
                 value = 1000.0 * number + step
@@ -477,7 +478,7 @@ def test_several_threads(tmp_path: Path) -> None:
 
 
 def test_a_thread_stores_while_another_one_is_in_the_destructor_of_a_piece(
-    store: Any, monkeypatch: pytest.MonkeyPatch
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = put_one(store, torch.zeros(3000))
     others = []
@@ -495,7 +496,7 @@ def test_a_thread_stores_while_another_one_is_in_the_destructor_of_a_piece(
     assert store.num_alive == 0
 
 
-def test_the_time_of_copies_and_the_bytes_are_counted(store: Any) -> None:
+def test_the_time_of_copies_and_the_bytes_are_counted(store: TensorStore) -> None:
     traffic = Traffic()
     key = store.put(torch.randn(5000), store.open_group(group(traffic=traffic)))
     until_written(store)
@@ -512,7 +513,7 @@ def test_the_time_of_copies_and_the_bytes_are_counted(store: Any) -> None:
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, fault: Any, *, owner: Any = os, after: int = 0) -> None:
     call, count = getattr(owner, name), [0]
 
-    def fails(*arguments: Any, **_: Any) -> Any:
+    def fails(*arguments: Any, **_: object) -> Any:
         count[0] += 1
         if count[0] <= after:
             return call(*arguments)
@@ -542,7 +543,7 @@ WRITE_FAULTS = {
 @pytest.mark.parametrize(("fault", "says"), WRITE_FAULTS.values(), ids=WRITE_FAULTS)
 @pytest.mark.parametrize("asks", ["put", "seal", "get"])
 def test_a_write_that_fails_is_one_error_and_the_next_step_begins_anew(
-    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, says: Any, asks: str
+    store: TensorStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any, says: str, asks: str
 ) -> None:
     good = put_written(store, torch.zeros(10), "h.6")
     with monkeypatch.context() as broken:
@@ -595,7 +596,7 @@ READ_FAULTS = {
 
 @pytest.mark.parametrize(("owner", "name", "fault", "says"), READ_FAULTS.values(), ids=READ_FAULTS)
 def test_a_read_that_fails_is_one_error(
-    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: Any, fault: Any, says: Any
+    store: TensorStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: Any, fault: Any, says: str
 ) -> None:
     key = put_written(store, torch.randn(5000), "h.7")
     with monkeypatch.context() as broken:
@@ -609,7 +610,7 @@ def test_a_read_that_fails_is_one_error(
 
 
 def test_a_failure_while_reading_ahead_is_told_at_the_next_call(
-    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: TensorStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = put_numbers(store, 3)
     until_written(store)
@@ -693,7 +694,7 @@ OPEN_FAULTS = {
 
 @pytest.mark.parametrize(("owner", "name", "fault", "says"), OPEN_FAULTS.values(), ids=OPEN_FAULTS)
 def test_a_file_that_cannot_be_opened(
-    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: Any, fault: Any, says: Any
+    store: TensorStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: Any, fault: Any, says: str
 ) -> None:
     with monkeypatch.context() as broken:
         failing(broken, name, fault, owner=owner)
@@ -716,7 +717,7 @@ def test_a_folder_that_is_missing(tmp_path: Path) -> None:
     assert put_one(store, torch.randn(5000)) is not None
 
 
-def test_a_forked_child_has_a_file_of_its_own(store: Any, tmp_path: Path) -> None:
+def test_a_forked_child_has_a_file_of_its_own(store: TensorStore, tmp_path: Path) -> None:
     key = put_written(store, torch.arange(5000.0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
@@ -741,7 +742,7 @@ def test_a_forked_child_has_a_file_of_its_own(store: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("lacks", [("O_DIRECT",), ("O_TMPFILE",), ("O_DIRECT", "O_TMPFILE")])
 def test_without_what_linux_has(
-    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: tuple[Any, ...]
+    store: TensorStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: tuple[Any, ...]
 ) -> None:
     for name in lacks:
         monkeypatch.delattr(os, name)
@@ -754,7 +755,9 @@ def test_without_what_linux_has(
 
 
 @pytest.mark.parametrize("name", ["pwritev", "open"])
-def test_a_file_system_that_refuses_direct_writes(store: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_file_system_that_refuses_direct_writes(
+    store: TensorStore, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     call = getattr(os, name)
 
     def refuses(*arguments: Any) -> Any:
@@ -775,7 +778,7 @@ def test_a_file_system_that_refuses_direct_writes(store: Any, monkeypatch: pytes
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_writes_and_reads_that_stop_half_way_go_on(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_and_reads_that_stop_half_way_go_on(store: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev, preadv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda number, data, offset: min(pwritev(number, data, offset), 2 * BLOCK + 100))
     monkeypatch.setattr(os, "preadv", lambda number, data, offset: min(preadv(number, data, offset), BLOCK + 7))
@@ -798,7 +801,7 @@ def test_a_folder_in_memory_is_said_to_save_nothing() -> None:
     assert torch.equal(store.get(key), torch.arange(5000.0))
 
 
-def test_a_device_that_it_does_not_know_stays(tmp_path: Path) -> None:
+def test_tensors_of_an_unknown_device_stay(tmp_path: Path) -> None:
     notes: list[str] = []
     assert Disk(tmp_path).byte_store_for(torch.device("mps"), notes.append) is None
     assert notes == ["offload to 'disk' has no effect: tensors on 'mps' are not supported"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.layer_stacks import stack_of
 from helpers.ranks import launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -177,7 +178,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def train(way: str, policy: Any) -> list[Tensor]:
     torch.manual_seed(0)
     product = _SavesDetached.apply if way == "saved without history" else F.linear
-    model = nn.Sequential(*(Layer(product) for _ in range(3)), nn.Linear(D, 4))
+    model = stack_of(lambda: Layer(product), 3).append(nn.Linear(D, 4))
     if way == "tensor parallel":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for layer in model[:3]:

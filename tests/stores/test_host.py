@@ -146,7 +146,7 @@ def test_a_source_is_held_until_its_copy_is_joined(copies: WatchedCopies, place:
     assert torch.equal(place.get(handle, third), data(500))
 
 
-def test_what_is_still_here_is_not_brought_back(copies: WatchedCopies, place: HostStore) -> None:
+def test_a_tensor_still_on_the_device_is_not_copied_back(copies: WatchedCopies, place: HostStore) -> None:
     """The last block's bytes have not been let go when backward begins with it."""
     block = group()
     taken: list[torch.Tensor] = []
@@ -166,7 +166,9 @@ def test_what_is_still_here_is_not_brought_back(copies: WatchedCopies, place: Ho
     assert copies.history[0].joined_at, "a capture must not end with a copy that is not joined"
 
 
-def test_what_was_here_goes_when_backward_has_moved_on(copies: WatchedCopies, place: HostStore) -> None:
+def test_a_tensor_still_on_the_device_is_freed_when_backward_has_moved_on(
+    copies: WatchedCopies, place: HostStore
+) -> None:
     """Not only at its end: else the last block's bytes would lie beside the peak."""
     blocks = [group(0), group(1)]
     source = data(500, 1)
@@ -351,7 +353,7 @@ def test_a_copy_that_cannot_be_issued_gives_its_room_back(
     assert place.host_bytes == 1024
 
 
-def fail(*_: Any) -> None:
+def fail(*_: object) -> None:
     raise RuntimeError("no stream")
 
 
@@ -402,7 +404,7 @@ def test_nothing_is_allocated_or_given_back_in_a_capture(
 
 
 @bound(0)
-def test_what_exists_only_in_a_capture_stays_and_pushes_nothing_out(
+def test_a_tensor_that_exists_only_in_a_capture_stays_and_pushes_nothing_out(
     copies: WatchedCopies, monkeypatch: pytest.MonkeyPatch, place: HostStore
 ) -> None:
     """An attention mask among blocks: these lie where they lay before, in a slab of their exact size."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.architectures import ARCHITECTURES, Architecture
 from helpers.hard_modules import B, D, chain
+from helpers.layer_stacks import mlp_layers
 from helpers.train_graphs import SquareGraph
 from helpers.watched_copies import WatchedCopies
 from torch import nn
@@ -58,8 +59,7 @@ def test_transformers_keep_their_bits(copies: WatchedCopies, architecture: Archi
 
 def wide(length: int = 6) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(length))
-    return nn.Sequential(*layers).cuda()
+    return mlp_layers(length, 32).cuda()
 
 
 def ones(*shape: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ def new_store(flags: dict[str, Any]) -> tuple[Store, TensorGroup, list[str]]:
 
 @pytest.mark.parametrize("flags", STORES.values(), ids=list(STORES))
 @pytest.mark.parametrize("kind", ODD)
-def test_what_is_no_view_of_bytes_stays(kind: str, flags: dict[str, Any]) -> None:
+def test_a_tensor_that_is_not_a_view_of_bytes_stays(kind: str, flags: dict[str, Any]) -> None:
     store, group, notes = new_store(flags)
     tensor = ODD[kind]()
     found = store.get(store.put(tensor, group))

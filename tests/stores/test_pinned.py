@@ -12,7 +12,7 @@ from graphckpt.stores import Host
 from graphckpt.stores.pinned import HostBuffer, pin
 
 
-def fail(*_: Any) -> None:
+def fail(*_: object) -> None:
     raise AssertionError
 
 
@@ -97,7 +97,7 @@ def test_a_bound_that_is_none(value: Any) -> None:
         ("mps", "offload to 'cpu' has no effect: expected CUDA tensors, got tensors on mps"),
     ],
 )
-def test_where_there_is_nothing_to_move_it_says_so(device: str, note: str) -> None:
+def test_host_says_that_it_has_no_effect_where_there_is_nothing_to_move(device: str, note: str) -> None:
     notes: list[str] = []
     assert Host().byte_store_for(torch.device(device), notes.append) is None
     assert notes == [note]

@@ -73,7 +73,7 @@ def test_same_addresses_and_no_allocation_from_the_second_step_on(
     assert [r.message for r in caplog.records] == ["contiguous: a slab of 73.0 KiB on cpu"]
 
 
-def test_it_grows_with_one_line_on_a_new_shape(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_slab_grows_with_one_line_on_a_new_shape(caplog: pytest.LogCaptureFixture) -> None:
     placed = store()
     with caplog.at_level(logging.INFO, logger="graphckpt"):
         for rows in (8, 8, 64, 64, 8, 64):
@@ -83,7 +83,7 @@ def test_it_grows_with_one_line_on_a_new_shape(caplog: pytest.LogCaptureFixture)
     assert arena_of(placed).slab_bytes == 64 * 64 * 4
 
 
-def test_what_is_still_in_use_is_not_overwritten() -> None:
+def test_a_range_still_in_use_is_not_overwritten() -> None:
     placed = store()
     ours = torch.randn(50, 64)
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_no_memory_is_one_error_that_names_block_bytes_and_fix(monkeypatch: pyte
     keys = keep(placed, torch.randn(50, 64))
     del keys
 
-    def fails(*_: Any, **__: Any) -> torch.Tensor:
+    def fails(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
 
     opened = placed.open_group(group("layers.3"))

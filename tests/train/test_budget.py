@@ -75,11 +75,11 @@ def test_layers_are_compiled_where_the_config_says_so(place: Path) -> None:
     assert same_weights(place / "plain", place / "planned")
 
 
-def limit_call(monkeypatch: pytest.MonkeyPatch, number: Any, limit: Any) -> Any:
+def limit_call(monkeypatch: pytest.MonkeyPatch, number: int, limit: int | None) -> list[MemoryLimit]:
     """Limits what the ``number``-th update allocates; returns the limits that were in place."""
     plain, used = TrainGraph.__call__, []
 
-    def call(self: Any, **batch: Any) -> Any:
+    def call(self: TrainGraph, **batch: Any) -> Any:
         used.append(MemoryLimit(limit if len(used) == number else None))
         with used[-1]:
             return plain(self, **batch)
@@ -103,7 +103,7 @@ def test_run_goes_on_with_the_same_bits(place: Path, monkeypatch: pytest.MonkeyP
     assert rows_of(place / "plain") == rows_of(place / "limited")
 
 
-def test_it_raises_where_the_config_says_so(
+def test_a_run_out_of_memory_raises_where_the_config_says_so(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     used = limit_call(monkeypatch, 1, 1_000_000)

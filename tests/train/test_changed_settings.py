@@ -10,6 +10,8 @@ import torch
 from helpers.small_run import CONFIG, rows_of, same_weights, stopped, train
 
 from graphckpt.config.trainer import trainer_from
+from graphckpt.train.loop import Loop
+from graphckpt.train.snapshot.run_state import RunState
 
 _STEPS = """
 from torch.optim.lr_scheduler import StepLR
@@ -24,12 +26,12 @@ def rates(folder: Path) -> dict[str, Any]:
     return {row["iteration"]: row["lr"] for row in rows_of(folder) if "lr" in row}
 
 
-def resumed_by_hand(folder: Path, lr: Any, groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def resumed_by_hand(folder: Path, lr: float, groups: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Resumes with the former config, and sets the new values on the optimizer itself before the first iteration."""
     trainer = trainer_from("tiny.py", [f"train.output_dir={folder}", "train.log_period=1"], resume=True)
     restore = trainer.saved.restore
 
-    def restore_and_set(state: Any, loop: Any, **how: Any) -> None:
+    def restore_and_set(state: RunState, loop: Loop, **how: Any) -> None:
         restore(state, loop, **how)
         (scheduler,) = state.graph._update.schedulers
         for group in state.optimizer.param_groups:
@@ -101,8 +103,8 @@ def test_another_schedule_takes_effect_where_it_would_be_at_this_iteration(place
         ("Rprop", ("betas", "eps", "weight_decay", "params"), {"optim.lr=0.1": "optim.lr: expected"}),
     ],
 )
-def test_what_would_not_fit_the_states_is_refused(
-    place: Path, capsys: pytest.CaptureFixture[str], optimizer: str, gone: tuple[Any, ...], faults: dict[str, Any]
+def test_settings_that_would_not_fit_the_states_are_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], optimizer: str, gone: tuple[str, ...], faults: dict[str, str]
 ) -> None:
     (place / "tiny.py").write_text(CONFIG + "".join(f"del optim[{key!r}]\n" for key in gone), encoding="utf-8")
     before = f"optim._target_=torch.optim.{optimizer}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.small_run import rows_of
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from graphckpt.cli import main
 from graphckpt.config import LazyConfig
@@ -30,8 +30,8 @@ _BERT = [f"model.config.{word}" for word in ("num_hidden_layers=2", "hidden_size
         ("quickstart.yaml", [], {"lm_loss", "eval_ppl"}),
     ],
 )
-def test_it_trains_evaluates_and_recomputes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, small: Any, metrics: set[Any]
+def test_a_packaged_config_trains_evaluates_and_recomputes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, small: list[str], metrics: set[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["train", "--config-file", f"configs/{name}", "--fast-dev-run", *_DATA, *_RUN, *small]
@@ -46,7 +46,7 @@ def test_it_trains_evaluates_and_recomputes(
     assert "kept for backward" in log
 
 
-def _own(kinds: Any) -> Any:
+def _own(kinds: dict[str, str]) -> DictConfig:
     parts = {"train": {"output_dir": "out", "device": "cpu"}, "optim": {"_target_": "torch.optim.SGD"}}
     return OmegaConf.create(parts | {name: {"_target_": kind} for name, kind in kinds.items()})
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graphckpt.train.data.documents import DataError, read_files, split_documents
+from graphckpt.train.data.documents import Corpus, DataError, Document, read_files, split_documents
 from graphckpt.train.data.text_data import TextData
+from graphckpt.train.output import Report
 
 
-def _names(documents: Any) -> Any:
+def _names(documents: Iterable[Document]) -> set[str]:
     return {document.source.name for document in documents}
 
 
-def read_corpus(paths: Any, **options: Any) -> Any:
+def read_corpus(paths: list[str] | None, **options: Any) -> Corpus:
     return split_documents(read_files(paths), **options)
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Any:
+def library(tmp_path: Path) -> Path:
     folder = tmp_path / "library"
     for index in range(60):
         file = folder / f"shelf{index % 3}" / f"{index}.txt"
@@ -29,7 +31,7 @@ def library(tmp_path: Path) -> Any:
     return folder
 
 
-def test_heldout_files_are_disjoint_and_fixed_by_content_and_a_copy_counts_once(library: Any, tmp_path: Path) -> None:
+def test_heldout_files_are_disjoint_and_fixed_by_content_and_a_copy_counts_once(library: Path, tmp_path: Path) -> None:
     corpus = read_corpus([str(library)], eval_fraction=0.2)
     train, heldout = _names(corpus.train), _names(corpus.heldout)
     assert not train & heldout
@@ -90,7 +92,7 @@ def test_text_across_blocks_is_whole(tmp_path: Path) -> None:
     assert "".join(text for part in parts for text in part.texts()) == "x" + text
 
 
-def test_max_bytes_takes_a_fixed_subset(library: Any) -> None:
+def test_max_bytes_takes_a_fixed_subset(library: Path) -> None:
     some = read_corpus([str(library)], eval_fraction=0.2, max_bytes=5000)
     more = read_corpus([str(library)], eval_fraction=0.2, max_bytes=9000)
     everything = read_corpus([str(library)], eval_fraction=0.2)
@@ -116,7 +118,7 @@ def test_standard_library_without_tests_and_tables() -> None:
         ("picture.png", r"data\.paths: no text in picture\.png · fix: name text files"),
     ],
 )
-def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Any, paths: Any, message: str) -> None:
+def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Report, paths: Any, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "nothing.txt").touch()

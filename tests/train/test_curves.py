@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.small_run import CONFIG, run
@@ -26,7 +25,7 @@ model.config.update(num_hidden_layers=3, num_attention_heads=2, hidden_size=16, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [_GPT2, _BERT], ids=["gpt2", "bert"])
-def test_loss_curve_is_the_same_in_every_bit(place: Path, model: Any) -> None:
+def test_loss_curve_is_the_same_in_every_bit(place: Path, model: str) -> None:
     (place / "tiny.py").write_text(CONFIG + _LONG + model, encoding="utf-8")
     policies = (
         ["enabled=false"],

@@ -16,12 +16,13 @@ from tokenizers import Tokenizer
 from graphckpt.train.data.documents import DataError
 from graphckpt.train.data.samples import ShuffledOrder
 from graphckpt.train.data.text_data import TextData
+from graphckpt.train.output import Report
 
 _WORDS = ["the", "step", "keeps", "what", "a", "block", "needs", "and", "runs", "the", "rest", "again", "for", "it"]
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Any:
+def texts(tmp_path: Path) -> Path:
     folder = tmp_path / "texts"
     folder.mkdir()
     generator = random.Random(0)
@@ -32,17 +33,17 @@ def texts(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def data(texts: Any, tmp_path: Path) -> Callable[..., Any]:
+def data(texts: Path, tmp_path: Path) -> Callable[..., TextData]:
     fields = {"paths": str(texts), "vocab_size": 300, "seq_length": 16, "eval_fraction": 0.2}
     return lambda **more: TextData(**{**fields, "cache_dir": str(tmp_path / "cache"), **more})
 
 
-def _folders(tmp_path: Path) -> list[Any]:
+def _folders(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "cache").iterdir())
 
 
 def test_tokens_say_the_text_again_and_heldout_text_is_nowhere_in_the_training_tokens(
-    data: Callable[..., Any], texts: Any, quiet: Any
+    data: Callable[..., TextData], texts: Path, quiet: Report
 ) -> None:
     prepared = data().prepare(quiet)
     tokenizer = Tokenizer.from_file(str(prepared.tokenizer_file))
@@ -61,7 +62,7 @@ def test_tokens_say_the_text_again_and_heldout_text_is_nowhere_in_the_training_t
 
 
 def test_cached_tokens_are_read_without_the_functions_of_arrow_which_take_long_to_import(
-    data: Callable[..., Any], quiet: Any
+    data: Callable[..., TextData], quiet: Report
 ) -> None:
     folder = data().prepare(quiet).tokenizer_file.parent
     tokens = f"open_tokens(Path({str(folder)!r}), 16, [])"
@@ -70,7 +71,7 @@ def test_cached_tokens_are_read_without_the_functions_of_arrow_which_take_long_t
 
 
 def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(
-    data: Callable[..., Any], texts: Any, tmp_path: Path, quiet: Any
+    data: Callable[..., TextData], texts: Path, tmp_path: Path, quiet: Report
 ) -> None:
     first = data().prepare(quiet)
     stamp = first.tokenizer_file.stat().st_mtime_ns
@@ -83,7 +84,7 @@ def test_cache_is_used_again_and_keyed_by_content_and_vocabulary(
     assert len(_folders(tmp_path)) == 3
 
 
-def test_broken_cache_is_made_again(data: Callable[..., Any], quiet: Any) -> None:
+def test_broken_cache_is_made_again(data: Callable[..., TextData], quiet: Report) -> None:
     folder = data().prepare(quiet).tokenizer_file.parent
     whole = {name: (folder / name).read_bytes() for name in ("train.arrow", "heldout.arrow", "tokenizer.json")}
     for name, content in whole.items():
@@ -95,7 +96,7 @@ def test_broken_cache_is_made_again(data: Callable[..., Any], quiet: Any) -> Non
 
 
 def test_interrupted_making_leaves_nothing(
-    data: Callable[..., Any], tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch
+    data: Callable[..., TextData], tmp_path: Path, quiet: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -107,7 +108,7 @@ def test_interrupted_making_leaves_nothing(
 
 
 def test_default_cache_follows_the_environment(
-    data: Callable[..., Any], tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch
+    data: Callable[..., TextData], tmp_path: Path, quiet: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     prepared = data(cache_dir=None).prepare(quiet)
@@ -115,14 +116,14 @@ def test_default_cache_follows_the_environment(
 
 
 def test_a_folder_for_the_cache_needs_no_home(
-    data: Callable[..., Any], quiet: Any, monkeypatch: pytest.MonkeyPatch
+    data: Callable[..., TextData], quiet: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", lambda: pytest.fail("a user without one"))
     assert data().prepare(quiet).vocab_size
 
 
-def test_faults(data: Callable[..., Any], tmp_path: Path, quiet: Any) -> None:
+def test_faults(data: Callable[..., TextData], tmp_path: Path, quiet: Report) -> None:
     with pytest.raises(DataError) as caught:
         data(seq_length=100_000).prepare(quiet)
     lines = str(caught.value).splitlines()

@@ -13,7 +13,7 @@ from graphckpt.train import output as files
 from graphckpt.train.snapshot import folder as snapshot
 
 
-def train_with_full_disk(monkeypatch: pytest.MonkeyPatch, first: Any, last: Any, *words: Any) -> Any:
+def train_with_full_disk(monkeypatch: pytest.MonkeyPatch, first: int, last: int, *words: str) -> int:
     """Has calls number ``first`` to ``last`` of the writer of weights meet a full disk."""
     save, calls = snapshot.save_file, iter(range(100))
 
@@ -55,7 +55,7 @@ def test_a_disk_that_is_full_before_the_run_is_one_clear_error(
     capsys.readouterr()
     (place / "out" / "metrics.json").write_text("half a li")
 
-    def full(path: Path, text: Any) -> None:
+    def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(files, "write_text", full)

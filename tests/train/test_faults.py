@@ -8,7 +8,6 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,11 +35,11 @@ VALUES = [
 ]
 
 
-def keys() -> list[Any]:
+def keys() -> list[str]:
     """The keys of the config, of the section ``train``, of the model and of the optimizer; also of whole sections."""
     found = {"task", "task.loss_head", "task._target_", "import_from"}
 
-    def walk(node: Any, key: Any) -> None:
+    def walk(node: object, key: str) -> None:
         found.add(key)
         for name, value in node.items() if isinstance(node, dict) else ():
             walk(value, f"{key}.{name}")
@@ -53,15 +52,15 @@ def keys() -> list[Any]:
     return sorted(found)
 
 
-def is_long(key: Any, value: Any) -> Any:
+def is_long(key: str, value: str) -> bool:
     """Whether a run does what it says, for very long."""
     return key in {"train.train_iter", "train.train_epoch", "train.train_samples"} and value in {"1e30", "0x10"}
 
 
-def one_error(capsys: pytest.CaptureFixture[str], *words: Any) -> Any:
+def one_error(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Returns what the command line says, which must not be the end of a traceback or of patience."""
 
-    def late(*_: Any) -> None:
+    def late(*_: object) -> None:
         raise TimeoutError(f"{words}: no end within {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, late)
@@ -129,7 +128,7 @@ _SLICED = f'{_HEAD}={{"loss_head": {{"rule": "tiles", "num_tiles": 4, "reduce": 
     ],
 )
 def test_the_key_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word: Any, fault: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, word: str, fault: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert f"{word.partition('=')[0]}: {fault}" in one_error(capsys, word)
@@ -189,10 +188,10 @@ def test_the_key_is_named(
         ),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_an_error_names_every_fault(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    words: list[Any] | list[str],
+    words: list[str],
     messages: list[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.small_run import rows_of, same_weights, train
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from graphckpt.config.trainer import trainer_from
 from graphckpt.ledger.live_memory import LiveBytes
@@ -23,7 +22,7 @@ FIT = [*SHORT, f"{CHECKPOINT}.fit=batch", f"{CHECKPOINT}.memory_budget=1MiB"]
 LONG = ["model.config.n_layer=4", "data.seq_length=32", "train.evaluation.enabled=False"]
 
 
-def saved(folder: Path) -> Any:
+def saved(folder: Path) -> DictConfig:
     return OmegaConf.load(folder / CONFIG).train
 
 

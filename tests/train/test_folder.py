@@ -16,6 +16,7 @@ from graphckpt.cli import main
 from graphckpt.config.trainer import trainer_from
 from graphckpt.errors import ConfigError
 from graphckpt.train.build_model import TrainGraph
+from graphckpt.train.loop import Loop
 from graphckpt.train.snapshot import folder as snapshot
 
 BRIEF = ["train.train_iter=3", "train.evaluation.enabled=False"]
@@ -29,10 +30,10 @@ def content(folder: Path) -> dict[str, Any]:
     }
 
 
-def broken_off(done: Any) -> None:
+def broken_off(done: int) -> None:
     """Ends a run by an error after some iterations."""
 
-    def fail(loop: Any) -> None:
+    def fail(loop: Loop) -> None:
         if loop.done == done:
             raise OSError("the machine is gone")
 
@@ -65,7 +66,7 @@ def test_a_run_that_has_no_snapshot_yet_is_not_replaced_either(place: Path, caps
     assert content(place / "out") == before
 
 
-def test_what_is_no_run_is_no_hindrance_and_stays(place: Path) -> None:
+def test_files_that_are_not_of_a_run_do_not_hinder_one_and_stay(place: Path) -> None:
     (place / "out").mkdir()
     (place / "out" / "notes.txt").write_text("mine")
     (place / "out" / ".mine.old").write_text("mine too")
@@ -125,7 +126,7 @@ def test_overwrite_is_not_in_the_saved_config_and_does_not_go_with_resume(
     ids=["new", "overwrite", "resume"],
 )
 def test_a_run_that_cannot_start_changes_nothing(
-    place: Path, monkeypatch: pytest.MonkeyPatch, more: list[Any] | list[str], num_good: int
+    place: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], num_good: int
 ) -> None:
     def content_of_runs() -> dict[str, Any]:
         is_lock = "--resume" not in more and Path("out/run.lock")  # it notes its last holder
@@ -195,7 +196,7 @@ def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place: P
 
     seen = []
 
-    def look(loop: Any) -> None:
+    def look(loop: Loop) -> None:
         if loop.done == 0:
             seen.append(content(place / "out"))
 
@@ -206,7 +207,9 @@ def test_the_old_run_is_there_until_an_iteration_of_the_new_one_is_done(place: P
     assert not (place / "out" / "model_0000001").exists()
 
 
-def test_what_cannot_be_saved_shows_before_the_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_cannot_be_saved_is_an_error_before_the_run(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train("model.config.output_attentions=True") == 2  # which Transformers saves in no generation config
     assert "error: model: saving its config failed, " in capsys.readouterr().err
     assert not (place / "out").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.small_run import CONFIG, train
@@ -47,13 +46,13 @@ train.checkpointer.period = 1
 
 
 @pytest.fixture
-def third_party(place: Path) -> Any:
+def third_party(place: Path) -> Path:
     (place / "third_party_hooks.py").write_text(THIRD_PARTY)
     (place / "tiny.py").write_text(CONFIG + HOOKS)
     return place
 
 
-def test_a_hook_of_another_package_is_named_in_a_config_and_goes_on_with_its_run(third_party: Any) -> None:
+def test_a_hook_of_another_package_is_named_in_a_config_and_goes_on_with_its_run(third_party: Path) -> None:
     assert train() == 0
     assert (third_party / "first.txt").read_text() == "2 of 2"
     assert (third_party / "second.txt").read_text() == "102 of 2"
@@ -66,7 +65,9 @@ def test_a_hook_of_another_package_is_named_in_a_config_and_goes_on_with_its_run
     assert (third_party / "third.txt").read_text() == "3 of 3"
 
 
-def test_what_is_no_hook_is_one_error_before_the_run(third_party: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_is_not_a_hook_is_one_error_before_the_run(
+    third_party: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for hooks, message in (
         ("[{_target_: builtins.dict}]", "hooks[0]: expected a HookBase, got dict · fix: call a class derived from"),
         ("[{_target_: third_party_hooks.Counts}]", "hooks[0]"),

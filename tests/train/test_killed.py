@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from helpers import killed
 from helpers.small_run import rows_of
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from torch import Tensor
 
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot.folder import Snapshots
@@ -39,16 +40,16 @@ MOMENTS = (  # files whose appearance starts the clock: a run under way, and tho
 )
 
 
-def final(folder: Path) -> tuple[Any, ...]:
+def final(folder: str) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
     state = torch.load(f"{folder}/model_final/graph.pt", weights_only=True)
     return load_file(f"{folder}/model_final/model.safetensors"), state["System-Train-Optimizer-0"]["state"]
 
 
-def lines_of(folder: Path) -> Any:
+def lines_of(folder: Path) -> list[str]:
     return (folder / "metrics.json").read_text().splitlines()
 
 
-def test_killed_at_random_moments_and_resumed_it_ends_at_the_same_bits(place: Path, child: Any) -> None:
+def test_killed_at_random_moments_and_resumed_it_ends_at_the_same_bits(place: Path, child: Callable[..., int]) -> None:
     assert child("whole", *LONG) == 0
     weights, moments = final("whole")
     generator = random.Random(1)
@@ -76,7 +77,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_at_the_same_bits(place: Pa
 
 
 @pytest.mark.parametrize("mode", ["--resume", "train.overwrite=True"])
-def test_dead_at_any_call_the_folder_holds_the_old_or_the_new(child: Any, mode: str) -> None:
+def test_dead_at_any_call_the_folder_holds_the_old_or_the_new(child: Callable[..., int], mode: str) -> None:
     words = ["train.checkpointer.period=2"]
     assert child("old", *words, "train.train_iter=4", draws=True) == 0
     old = Path("old")

@@ -10,16 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.small_run import train, trainer_of
 
 from graphckpt.errors import ConfigError
-from graphckpt.train.loop import HookBase
+from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.snapshot.saved_run import FolderLock
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -47,7 +46,7 @@ for folder in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def hold() -> Iterator[Any]:
+def hold() -> Iterator[Callable[[Path], int]]:
     """Has another process lock a folder until it is killed, and returns its number; 0 if it is locked already.
 
     These processes are children of one that has imported what they need, which takes seconds.
@@ -55,7 +54,7 @@ def hold() -> Iterator[Any]:
     words = [sys.executable, "-c", _HOLDERS]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
-        def hold(folder: Path) -> Any:
+        def hold(folder: Path) -> int:
             process.stdin.write(f"{folder}\n")
             process.stdin.flush()
             return int(process.stdout.readline())
@@ -64,7 +63,7 @@ def hold() -> Iterator[Any]:
         process.stdin.close()
 
 
-def end(number: Any) -> None:
+def end(number: int) -> None:
     """Kills a process, and waits until it is gone."""
     with contextlib.suppress(ProcessLookupError):
         while True:
@@ -73,7 +72,7 @@ def end(number: Any) -> None:
 
 
 @pytest.fixture
-def other(place: Path, hold: Any) -> Iterator[Any]:
+def other(place: Path, hold: Callable[[Path], int]) -> Iterator[int]:
     """A process that holds the lock of ``out``."""
     (place / "out").mkdir()
     number = hold(place / "out")
@@ -84,7 +83,7 @@ def other(place: Path, hold: Any) -> Iterator[Any]:
 
 @pytest.mark.multi_process
 def test_the_second_process_is_told_which_is_the_first_until_that_is_killed(
-    place: Path, other: Any, capsys: pytest.CaptureFixture[str]
+    place: Path, other: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "out" / "log.txt").write_text("of the first\n")
     (place / "out" / "config.yaml").write_text("of: the first\n")
@@ -102,7 +101,7 @@ def test_the_second_process_is_told_which_is_the_first_until_that_is_killed(
 
 
 @pytest.mark.multi_process
-def test_evaluation_may_look_on(place: Path, other: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_may_look_on(place: Path, other: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("train.output_dir=good", *BRIEF) == 0
     assert train("--eval-only", "train.load_weight=good/model_final") == 0
     assert train("--eval-only") == 2
@@ -111,7 +110,7 @@ def test_evaluation_may_look_on(place: Path, other: Any, capsys: pytest.CaptureF
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_run_lets_others_in_once_it_has_ended(place: Path, hold: Any, is_good: bool) -> None:
+def test_a_run_lets_others_in_once_it_has_ended(place: Path, hold: Callable[[Path], int], is_good: bool) -> None:
     def is_free() -> bool:
         number = hold(place / "out")
         if number:
@@ -121,7 +120,7 @@ def test_a_run_lets_others_in_once_it_has_ended(place: Path, hold: Any, is_good:
     class Looks(HookBase):
         is_free = None
 
-        def before_step(self, loop: Any) -> None:
+        def before_step(self, loop: Loop) -> None:
             self.is_free = is_free()
             with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* is training in this folder"):
                 trainer_of("out", "train.overwrite=True").train()
@@ -134,8 +133,8 @@ def test_a_run_lets_others_in_once_it_has_ended(place: Path, hold: Any, is_good:
     assert is_free()
 
 
-def test_what_a_file_system_cannot_do_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: Any) -> None:
+def test_a_file_system_without_locks_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
@@ -143,8 +142,10 @@ def test_what_a_file_system_cannot_do_stops_nobody(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.multi_process
-def test_a_full_disk_locks_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Any) -> None:
-    def full(*_: Any, **__: Any) -> None:
+def test_a_full_disk_locks_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Callable[[Path], int]
+) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from helpers.small_run import Calls
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from graphckpt.train.hooks import log
@@ -36,20 +36,20 @@ class Written(HookBase):
     def __init__(self) -> None:
         self.calls = []
 
-    def before_train(self, loop: Any) -> None:
+    def before_train(self, loop: Loop) -> None:
         self.calls.append("before_train")
 
-    def before_step(self, loop: Any) -> None:
+    def before_step(self, loop: Loop) -> None:
         self.calls.append(f"before_step {loop.done}")
 
-    def after_step(self, loop: Any) -> None:
+    def after_step(self, loop: Loop) -> None:
         self.calls.append(f"after_step {loop.done}")
 
-    def after_train(self, loop: Any) -> None:
+    def after_train(self, loop: Loop) -> None:
         self.calls.append("after_train")
 
 
-def _report(log_file: Any = None) -> Report:
+def _report(log_file: Path | None = None) -> Report:
     return Report(Console(file=io.StringIO()), log_file)
 
 
@@ -59,7 +59,7 @@ def _log_hook(**more: Any) -> LogHook:
     return LogHook(optimizer, **{**fields, **more})
 
 
-def _loss(iteration: Any) -> dict[str, Any]:
+def _loss(iteration: int) -> dict[str, Tensor]:
     return {"total_loss": torch.tensor(float(iteration))}
 
 
@@ -74,7 +74,7 @@ def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored() -> No
     before = signal.getsignal(signal.SIGINT)
     hook = Written()
 
-    def step(iteration: Any) -> Any:
+    def step(iteration: int) -> dict[str, Tensor]:
         if iteration == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return _loss(iteration)
@@ -88,7 +88,7 @@ def test_first_interrupt_ends_after_the_step_and_the_handler_is_restored() -> No
 
 def test_interrupt_while_a_line_is_printed_prints_it_once() -> None:
     class Screen(io.StringIO):
-        def write(self, text: Any) -> Any:
+        def write(self, text: str) -> int:
             if "a line" in text and loop.done == 1:
                 os.kill(os.getpid(), signal.SIGINT)
             return super().write(text)
@@ -104,7 +104,7 @@ def test_interrupt_while_a_line_is_printed_prints_it_once() -> None:
 def test_second_interrupt_ends_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
 
-    def step(iteration: Any) -> None:
+    def step(iteration: int) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("goes on")
@@ -133,12 +133,12 @@ def test_evaluation_weighs_by_tokens_and_restores_the_mode() -> None:
     model = nn.Dropout()
     seen = []
 
-    def evaluate(batch: Any) -> dict[str, Any]:
+    def evaluate(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         seen.append((model.training, torch.is_grad_enabled()))
         labels = batch["labels"].float()
         return {"loss": torch.stack([labels.sum(), torch.tensor(labels.numel())])}
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[tuple[dict[str, Tensor], bool]]:
         yield {"labels": torch.full((3, 5), 2.0)}, True
         yield {"labels": torch.full((1, 5), 6.0)}, True
         yield {"labels": torch.full((1, 5), 9.0)}, False  # runs for the sake of other processes, and does not count
@@ -209,22 +209,24 @@ class FakeEvent:
 
 
 @pytest.fixture
-def device_events(monkeypatch: pytest.MonkeyPatch) -> Any:
+def device_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A device whose tensors are the CPU's: what is launched, recorded and waited for is noted."""
     monkeypatch.setattr(FakeEvent, "seen", [])
     monkeypatch.setattr(torch, "Event", FakeEvent)
     return FakeEvent.seen
 
 
-def _late_loop(hooks: Any, events: Any, report: Any, **more: Any) -> Loop:
-    def step(iteration: Any) -> Any:
+def _late_loop(hooks: list[HookBase], events: list[str], report: Report, **more: Any) -> Loop:
+    def step(iteration: int) -> dict[str, Tensor]:
         events.append(f"step {iteration}")
         return _loss(iteration)
 
     return Loop(step, report=report, hooks=hooks, **more)
 
 
-def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(tmp_path: Path, device_events: Any) -> None:
+def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(
+    tmp_path: Path, device_events: list[str]
+) -> None:
     metrics = tmp_path / "metrics.json"
     hooks = [_log_hook(device=torch.device("xpu"), log_period=2), MetricsHook(metrics)]
     report = _report(tmp_path / "log.txt")
@@ -240,12 +242,12 @@ def test_on_a_device_a_line_is_read_one_period_late_and_keeps_its_number(tmp_pat
     assert "  iteration: 4/7  consumed_samples: 12  total_loss: 2.5000  time: " in (tmp_path / "log.txt").read_text()
 
 
-def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path: Path, device_events: Any) -> None:
-    def losses(name: str) -> list[Any]:
+def test_a_line_that_is_not_read_yet_survives_a_snapshot_and_a_stop(tmp_path: Path, device_events: list[str]) -> None:
+    def losses(name: str) -> list[tuple[int, float]]:
         rows = (json.loads(line) for line in (tmp_path / name).read_text().splitlines())
         return [(row["iteration"], row["total_loss"]) for row in rows]
 
-    def stop(loop: Any) -> None:
+    def stop(loop: Loop) -> None:
         if loop.done == 4:
             resumed.load_state_dict(hook.state_dict())
             assert losses("stopped") == [(0, 0.0), (1, 1.0)]
@@ -298,7 +300,7 @@ class _Slow(Dataset[int]):
 @pytest.mark.parametrize(
     "fails", [_out_of_time, lambda: next(iter(DataLoader(_Slow(), num_workers=1, timeout=0.1)))], ids=["own", "data"]
 )
-def test_an_error_of_code_that_is_out_of_time_is_not_one_of_another_process(fails: Any) -> None:
+def test_an_error_of_code_that_is_out_of_time_is_not_one_of_another_process(fails: Callable[[], object]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         expected = r"^data: reading a batch failed, RuntimeError: .* timed out"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.plans import tiny_gpt2
+from helpers.layer_stacks import tiny_gpt2
 from helpers.small_run import CONFIG, rows_of, train
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import graphckpt
 from graphckpt import ConfigError, Tiles
@@ -29,12 +29,14 @@ SLICED = f'{HEAD}={{"loss_head": {{"rule": "tiles", "num_tiles": 4, "reduce": "s
 NUM_WORDS, NUM_TILES = 211, 8
 
 
-def gpt2() -> Any:
+def gpt2() -> PreTrainedModel:
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return tiny_gpt2(n_layer=2, vocab_size=NUM_WORDS, **drop)
 
 
-def llama(kind: Any = LlamaForCausalLM, config: Any = LlamaConfig, **more: Any) -> Any:
+def llama(
+    kind: type[PreTrainedModel] = LlamaForCausalLM, config: type[LlamaConfig] = LlamaConfig, **more: Any
+) -> PreTrainedModel:
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     return kind(config(**sizes, **ids, num_key_value_heads=2, vocab_size=NUM_WORDS, max_position_embeddings=32, **more))
@@ -120,7 +122,7 @@ def test_a_model_that_caps_its_logits_is_refused() -> None:
     assert model.training
 
 
-def test_what_has_no_output_layer_is_refused() -> None:
+def test_a_model_without_an_output_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task\.loss_head: Linear has no output layer behind a base model"):
         add_loss_head(torch.nn.Linear(2, 2))
 
@@ -153,7 +155,7 @@ def test_a_run_in_slices_has_a_lower_floor_and_the_same_losses(place: Path, caps
     )
 
 
-def test_it_is_cut_by_name_without_a_budget(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_head_is_sliced_by_name_without_a_budget(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "tiny.py").write_text(CONFIG + WIDE, encoding="utf-8")
     cut = 'train.activation_checkpoint.policies={"loss_head": "tiles:4:sum"}'
     assert train("train.activation_checkpoint.enabled=True", "train.activation_checkpoint.rule=null", cut) == 0

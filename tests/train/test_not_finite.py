@@ -17,6 +17,7 @@ from torch import nn
 from graphckpt.train.hooks import log
 from graphckpt.train.hooks.log import LogHook
 from graphckpt.train.loop import Loop, TrainError
+from graphckpt.train.output import Report
 from graphckpt.train.snapshot.folder import check
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -51,7 +52,7 @@ class Loses(Model):
 
 
 @pytest.fixture
-def broken(place: Path) -> Any:
+def broken(place: Path) -> Path:
     (place / "broken.py").write_text(_MODEL, encoding="utf-8")
     (place / "tiny.py").write_text(f"{CONFIG}model._target_ = 'broken.Model'\n", encoding="utf-8")
     return place
@@ -69,7 +70,7 @@ def assert_whole(folder: Path, *names: Any) -> None:
 
 
 def test_a_gradient_that_is_not_finite_spoils_no_snapshot(
-    broken: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    broken: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of its iteration is finite, and the only good snapshot would be pruned."""
     words = ["train.checkpointer.period=1", "train.checkpointer.max_to_keep=1", "train.evaluation.enabled=False"]
@@ -86,7 +87,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_snapshot(
 
 @pytest.mark.parametrize("is_async", ["True", "False"])
 def test_in_the_last_iteration_no_final_model_is_written(
-    broken: Any, capsys: pytest.CaptureFixture[str], is_async: str
+    broken: Path, capsys: pytest.CaptureFixture[str], is_async: str
 ) -> None:
     words = ["train.train_iter=4", "train.checkpointer.period=2", "train.evaluation.enabled=False"]
     assert train(*words, f"train.checkpointer.async_save={is_async}") == 2
@@ -96,7 +97,7 @@ def test_in_the_last_iteration_no_final_model_is_written(
 
 
 def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(
-    broken: Any, capsys: pytest.CaptureFixture[str]
+    broken: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["model._target_=broken.Loses", "train.evaluation.enabled=False", "train.log_period=20"]
     for folder, period, done in (("rare", 20, 0), ("often", 3, 1)):
@@ -110,7 +111,7 @@ def test_the_loss_is_named_with_its_iteration_and_no_snapshot_comes_first(
 @pytest.mark.parametrize(("period", "most", "ends_at"), [(4, 1000, 8), (100, 5, 6), (100, 1000, 9)])
 @pytest.mark.parametrize("device", ["cpu", "xpu"])
 def test_the_first_loss_is_named_on_any_device(
-    quiet: Any, monkeypatch: pytest.MonkeyPatch, device: str, period: int, most: int, ends_at: int
+    quiet: Report, monkeypatch: pytest.MonkeyPatch, device: str, period: int, most: int, ends_at: int
 ) -> None:
     """On a device its line is read one period late, and a long period is looked through before its end."""
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)

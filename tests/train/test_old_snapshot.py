@@ -15,7 +15,7 @@ from helpers.ranks import run_on_ranks
 from helpers.small_run import StopAfter, equal, rows_of, same_weights, stopped, train, trainer_of, writer_of
 from safetensors.torch import load_file
 
-from graphckpt.train.loop import HookBase
+from graphckpt.train.loop import HookBase, Loop
 from graphckpt.train.snapshot import folder as snapshot
 from graphckpt.train.snapshot import schema
 from graphckpt.train.snapshot.run_state import LACKS
@@ -39,7 +39,7 @@ DEFAULT = (
 class Look(HookBase):
     """Notes the whole state as it was read."""
 
-    def before_train(self, loop: Any) -> None:
+    def before_train(self, loop: Loop) -> None:
         state = writer_of(loop)._state
         self.weights = {name: value.clone() for name, value in state.weights().items()}
         self.states = state.states({})
@@ -59,7 +59,7 @@ def states_of(folder: Path) -> dict[str, Any]:
     return {name: snapshot.read_state(folder, name) for name in ("graph", "trainer")}
 
 
-def rewrite(folder: Path, state: Any = None, **fields: Any) -> None:
+def rewrite(folder: Path, state: object = None, **fields: Any) -> None:
     """Replaces ``trainer.pt`` and fields of the manifest of a snapshot, with right sizes and checksums."""
     info = json.loads((folder / "snapshot.json").read_text())
     if state is not None:
@@ -87,7 +87,7 @@ def test_every_format_that_is_read_has_a_run_here_and_says_what_it_lacks() -> No
 
 
 @pytest.mark.parametrize("number", READABLE)
-def test_every_bit_of_a_snapshot_of_an_earlier_version_is_read(place: Path, number: Any) -> None:
+def test_every_bit_of_a_snapshot_of_an_earlier_version_is_read(place: Path, number: int) -> None:
     old = old_run(f"format_{number}", place)
     written = states_of(old)
     look = Look()
@@ -103,8 +103,8 @@ def test_every_bit_of_a_snapshot_of_an_earlier_version_is_read(place: Path, numb
 
 
 @pytest.mark.parametrize("number", READABLE)
-def test_it_continues_as_the_run_that_was_not_stopped(
-    place: Path, capsys: pytest.CaptureFixture[str], number: Any
+def test_a_resumed_old_run_continues_as_one_that_was_not_stopped(
+    place: Path, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     old = old_run(f"format_{number}", place)
     stopped("here", 4, *WORDS, *AMP)
@@ -313,7 +313,7 @@ def test_the_newest_format_needs_what_the_older_ones_lack(place: Path, capsys: p
 
 @pytest.mark.parametrize("state", [3, [], {"hooks": 3}])
 def test_a_broken_state_of_an_older_format_is_one_error(
-    place: Path, capsys: pytest.CaptureFixture[str], state: Any
+    place: Path, capsys: pytest.CaptureFixture[str], state: object
 ) -> None:
     old = old_run("format_1", place)
     rewrite(old, state)
@@ -350,7 +350,7 @@ def test_a_broken_snapshot_leads_back_to_an_older_format(place: Path, capsys: py
     ("number", "got"),
     [(0, "0"), (-1, "-1"), ("1", "'1'"), (None, "None"), (True, "True"), (1.5, "1.5"), ([1], "[1]"), ({}, "{}")],
 )
-def test_a_broken_number_is_a_broken_snapshot(place: Path, number: Any, got: str) -> None:
+def test_a_broken_number_is_a_broken_snapshot(place: Path, number: object, got: str) -> None:
     old = old_run("format_1", place)
     rewrite(old, format=number)
     with pytest.raises(SnapshotError, match=r"snapshot\.json: format: expected ") as raised:
@@ -370,7 +370,7 @@ def test_no_number_is_a_broken_snapshot(place: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("number", [FORMAT + 1, 99, 10**30])
 def test_a_newer_format_is_refused_before_its_fields_are_read(
-    place: Path, capsys: pytest.CaptureFixture[str], number: Any
+    place: Path, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     """It may have none of ours. Going back to an older snapshot, or to the start, would lose what it holds."""
     old = old_run("format_1", place)

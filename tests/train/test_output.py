@@ -38,7 +38,7 @@ def test_a_file_is_the_old_one_until_the_new_one_is_whole(
     assert {found.name: found.read_text() for found in tmp_path.iterdir()} == {"config.yaml": "old: 1\n"}
 
 
-def test_what_is_half_written_by_another_library_is_not_put_in_place(tmp_path: Path) -> None:
+def test_a_file_half_written_by_another_library_is_not_put_in_place(tmp_path: Path) -> None:
     path = tmp_path / "step.png"
     path.write_bytes(b"old")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.architectures import ARCHITECTURES
+from helpers.architectures import ARCHITECTURES, Architecture
 from torch import nn
 
 from graphckpt.errors import ConfigError
@@ -39,19 +40,19 @@ class Whole(nn.Module):
         self.body = nn.Sequential(Block(2, 2), nn.Tanh(), Block(2, 2))
 
 
-def _blocks(model: nn.Module, **fields: Any) -> Any:
+def _blocks(model: nn.Module, **fields: Any) -> dict[str, dict[str, Any]]:
     return block_policies(model, ActivationCheckpointConfig(enabled=True, **fields))
 
 
 @pytest.mark.parametrize(
     ("make", "names"), [(Older, [f"encoder.layer.{number}" for number in range(3)]), (Whole, ["body.0", "body.2"])]
 )
-def test_layers_are_found_by_other_marks(make: Any, names: list[Any] | list[str]) -> None:
+def test_layers_are_found_by_other_marks(make: Callable[[], nn.Module], names: list[str]) -> None:
     assert _blocks(make(), rule="selective") == {name: {"activation_checkpointing": "selective"} for name in names}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-def test_layers_of_every_architecture_are_found(architecture: Any) -> None:
+def test_layers_of_every_architecture_are_found(architecture: Architecture) -> None:
     model = architecture.build()
     found, layers = set(_blocks(model)), set(architecture.layer_modules(model))
     if architecture.name == "resnet":  # marks its convolutions alone, as what no device boundary may cut

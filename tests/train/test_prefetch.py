@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NoReturn
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_another_iteration_than_the_next_is_read_anew() -> None:
 
 @pytest.mark.gpu
 def test_an_error_of_the_data_comes_with_its_own_iteration() -> None:
-    def read(iteration: int) -> Any:
+    def read(iteration: int) -> NoReturn:
         raise ValueError(f"no sample {iteration}")
 
     batches = Prefetcher(read, CUDA, 10)

@@ -7,8 +7,8 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.small_run import CONFIG, TIMES, rows_of, same_weights, stopped, train, trainer_of
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from graphckpt.train.hooks.metrics import tag_of
 from graphckpt.train.hooks.snapshot import BestHook
+from graphckpt.train.loop import Loop
 from graphckpt.train.snapshot import folder as snapshot
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -64,7 +65,7 @@ def test_a_finished_run_has_the_files_of_libai_and_is_evaluated_and_resumed(
 @pytest.mark.parametrize(
     ("optimizer", "number"), [("torch.optim.AdamW", signal.SIGINT), ("torch.optim.NAdam", signal.SIGTERM)]
 )
-def test_stopped_and_resumed_it_ends_at_the_same_bits(place: Path, optimizer: str, number: Any) -> None:
+def test_stopped_and_resumed_it_ends_at_the_same_bits(place: Path, optimizer: str, number: signal.Signals) -> None:
     """With dropout, accumulation, a schedule, evaluation, and a stop between two lines of the log."""
     words = [f"optim._target_={optimizer}", "train.amp.enabled=True"]
     if optimizer.endswith("NAdam"):
@@ -103,7 +104,7 @@ def test_a_snapshot_of_another_model_is_one_clear_error(place: Path, capsys: pyt
     assert train("--resume") == 0
 
 
-def test_other_data_and_another_number_of_threads_are_told(
+def test_a_changed_data_set_and_number_of_threads_are_reported(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped("out", 3)
@@ -145,7 +146,7 @@ def test_a_metric_whose_snapshot_could_not_be_written_is_not_the_best(fails_late
     saved: list[float] = []
     failed: list[Callable[[], None]] = []
 
-    def save(name: str, loop: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    def save(name: str, loop: Loop, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
         while failed:
             failed.pop()()
         saved.append(loop.metrics["acc"])
@@ -166,17 +167,17 @@ def test_a_metric_whose_snapshot_could_not_be_written_is_not_the_best(fails_late
     assert saved == expected
 
 
-def test_tensorboard_gets_every_metric(place: Path, pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_every_metric(place: Path, pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
     written, pictures = [], {}
 
     class SummaryWriter:
-        def __init__(self, folder: Path, purge_step: Any) -> None:
+        def __init__(self, folder: Path, purge_step: int | None) -> None:
             written.append((folder, purge_step))
 
-        def add_scalar(self, name: str, value: Any, step: Any) -> None:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, value, step))
 
-        def add_image(self, name: str, picture: Any, step: Any, dataformats: Any) -> None:
+        def add_image(self, name: str, picture: np.ndarray, step: int, dataformats: str) -> None:
             pictures[name] = picture.shape, step, dataformats
 
         def close(self) -> None:

@@ -21,6 +21,7 @@ from graphckpt.cli import main
 from graphckpt.config.files import existing
 from graphckpt.config.trainer import trainer_from
 from graphckpt.train.build_model import TrainGraph
+from graphckpt.train.loop import Loop
 from graphckpt.train.output import Report
 
 LARGER = """
@@ -38,11 +39,11 @@ def larger(place: Path) -> None:
     (place / "tiny.py").write_text(CONFIG + LARGER, encoding="utf-8")
 
 
-def _losses(folder: Path) -> list[Any]:
+def _losses(folder: Path) -> list[float]:
     return [row["total_loss"] for row in rows_of(folder) if "total_loss" in row]
 
 
-def test_a_run_learns_and_writes_all(place: Path, pictures: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_learns_and_writes_all(place: Path, pictures: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("train.train_iter=40", "train.log_period=5") == 0
     out = place / "out"
     rows = rows_of(out)
@@ -146,8 +147,8 @@ def test_fast_dev_run_and_overrides_between_flags(place: Path) -> None:
 def test_memory_that_runs_out_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    error: Any,
-    words: list[Any] | list[str],
+    error: Exception,
+    words: list[str],
     fix: str,
 ) -> None:
     def full(self: Any, **batch: Any) -> None:
@@ -162,7 +163,7 @@ def test_memory_that_runs_out_is_one_clear_error(
 
 
 def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(place: Path) -> None:
-    def remove(loop: Any) -> None:
+    def remove(loop: Loop) -> None:
         if loop.done == 4:
             shutil.rmtree(place / "out")
 
@@ -186,7 +187,7 @@ def test_an_output_folder_that_is_removed_costs_what_was_in_it_and_not_the_run(p
     ],
 )
 def test_words_of_the_command_line(
-    capsys: pytest.CaptureFixture[str], words: list[Any] | list[str], code: int, message: str
+    capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)

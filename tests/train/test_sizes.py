@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from graphckpt.config.schema import read
-from graphckpt.train.settings import DistConfig, TrainConfig
+from graphckpt.train.settings import BatchSizes, DistConfig, TrainConfig
 
 
-def _faults(*words: Any) -> Any:
+def _faults(*words: str) -> list[str]:
     train = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
     return read(TrainConfig, {"train": train}, "train")[1]
 
 
-def _sizes(micro: Any, total: Any, accumulation: Any, parallel: int = 1) -> Any:
+def _sizes(micro: int | None, total: int | None, accumulation: int | None, parallel: int = 1) -> BatchSizes:
     sizes = {"train_micro_batch_size": micro, "global_batch_size": total, "num_accumulation_steps": accumulation}
     return TrainConfig(**sizes, dist=DistConfig(data_parallel_size=parallel)).sizes
 
@@ -27,12 +27,12 @@ def _sizes(micro: Any, total: Any, accumulation: Any, parallel: int = 1) -> Any:
     ("sizes", "expected"),
     [((8, None, None), (8, 1)), ((8, None, 4), (8, 4)), ((None, 32, None), (32, 1)), ((8, 32, 4), (8, 4))],
 )
-def test_what_is_missing_is_derived(sizes: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+def test_missing_sizes_are_derived(sizes: tuple[int | None, ...], expected: tuple[int, int]) -> None:
     assert _sizes(*sizes)[:2] == expected
 
 
 @given(micro=st.integers(1, 64), accumulation=st.integers(1, 64), parallel=st.integers(1, 8))
-def test_any_one_follows_from_the_others(micro: Any, accumulation: Any, parallel: Any) -> None:
+def test_each_size_follows_from_the_others(micro: int, accumulation: int, parallel: int) -> None:
     expected = _sizes(micro, None, accumulation, parallel)
     total = expected.global_batch
     assert total == micro * accumulation * parallel
@@ -89,9 +89,9 @@ UNLIKE = "processes that do not share matrices keep different tensors · fix: ra
         ("warmup_ratio=1.0", "expected less than 1, got 1.0"),
     ],
 )
-def test_keys_without_effect_or_in_contradiction_say_so(words: Any, fault: Any) -> None:
+def test_keys_without_effect_or_in_contradiction_say_so(words: str, fault: str) -> None:
     (found,) = _faults(*words.split())
-    assert found.startswith(f"train.{words.split()[-1].partition('=')[0]}: {fault}")
+    assert found.startswith(f"train.{words.rsplit(maxsplit=1)[-1].partition('=')[0]}: {fault}")
 
 
 def test_neutral_values_are_good() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,11 @@ def _write(folder: Path, value: float = 1.0, run: str = "r", **more: Any) -> Non
     )
 
 
-def _names(folder: Path) -> list[Any]:
+def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_written_is_read_and_replaced(tmp_path: Path) -> None:
+def test_a_written_snapshot_is_read_and_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "model_best"
     _write(folder, companions=lambda folder: (folder / "config.json").write_text("{}"))
     assert _names(tmp_path) == ["model_best"]
@@ -55,7 +56,9 @@ def test_what_is_written_is_read_and_replaced(tmp_path: Path) -> None:
     assert read_weights(folder)["w"][0] == 2
 
 
-def test_all_of_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_snapshot_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "model_best"
     synced = []
     monkeypatch.setattr(snapshot, "sync", lambda path: synced.append((path.name, target.exists())))
@@ -76,7 +79,7 @@ def test_killed_at_any_call_of_the_system_the_old_or_the_new_one_is_there(
     _write(tmp_path / "model_best", 1.0)
     calls = iter(range(1000))
 
-    def dying(function: Any) -> Any:
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == number:
                 raise _Killed
@@ -100,7 +103,7 @@ def test_killed_at_any_call_of_the_system_the_old_or_the_new_one_is_there(
 
 
 class _Full:
-    def write(self, *_: Any) -> None:
+    def write(self, *_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def flush(self) -> None:
@@ -143,7 +146,7 @@ def _flip(path: Path) -> None:
     ],
 )
 def test_a_broken_file_is_named_and_the_snapshot_before_it_is_offered(
-    tmp_path: Path, name: str, break_it: Any, message: str
+    tmp_path: Path, name: str, break_it: Callable[[Path], object], message: str
 ) -> None:
     for iteration in (3, 7, 11):
         _write(tmp_path / periodic_name(iteration))

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ OPTIMIZER, STEP = "System-Train-Optimizer-0", "System-Train-TrainStep"
 WRONG = [None, -1, 10**30, 1e9, float("nan"), "", True, [], [1], {"a": "b"}]
 
 
-def written(folder: Path, text: Any) -> Any:
+def written(folder: Path, text: object) -> Path:
     (folder / "snapshot.json").write_text(text if isinstance(text, str) else json.dumps(text))
     return folder
 
@@ -57,7 +58,7 @@ def test_a_good_description_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", INFO)
-def test_every_field_of_the_description_has_a_type(tmp_path: Path, field: Any) -> None:
+def test_every_field_of_the_description_has_a_type(tmp_path: Path, field: str) -> None:
     for value in WRONG:
         if field == "metrics" and value == []:
             continue
@@ -96,7 +97,7 @@ def test_a_field_of_the_description_that_is_wrong_is_named(
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "1" * 10_000, '{"format": 2, "files": {}, "done": ' + "1" * 5000 + "}"]
 )
-def test_json_that_python_cannot_read_is_one_error(tmp_path: Path, text: Any) -> None:
+def test_json_that_python_cannot_read_is_one_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(SnapshotError, match=r"snapshot\.json: \(all of it\): expected valid JSON: [^\n]*$"):
         read_info(written(tmp_path, text))
     with pytest.raises(SnapshotError, match=r"snapshot\.json: \(all of it\): expected .*, got \[1\]"):
@@ -130,7 +131,7 @@ def trainer_state(**changes: Any) -> dict[str, Any]:
     return {**state, **changes}
 
 
-def numpy_state(position: Any) -> dict[str, Any]:
+def numpy_state(position: object) -> dict[str, Any]:
     state = trainer_state()["random"]
     return {**state, "numpy": [*state["numpy"][:2], position, *state["numpy"][3:]]}
 
@@ -170,19 +171,22 @@ def test_several_processes_have_a_generator_each() -> None:
 
 
 @as_module(lambda: {"linear": nn.Linear(3, 3), "scale": nn.Parameter(torch.tensor(1.0))})
-def Mixed(self: Any, x: torch.Tensor) -> Any:
+def Mixed(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Has parameters of 0, 1 and 2 dimensions."""
     return self.linear(x) * self.scale
 
 
-def step_of(make: Any) -> Train:
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def step_of(make: MakeOptimizer) -> Train:
     torch.manual_seed(0)
     model = Mixed()
     optimizer = make([p for p in model.parameters() if p.ndim == 2 or make is not torch.optim.Muon])
     return Train(model, optimizer, lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n), capture="eager")
 
 
-def graph_states(make: Any, steps: int = 3) -> tuple[Any, ...]:
+def graph_states(make: MakeOptimizer, steps: int = 3) -> tuple[dict[str, Any], Train]:
     """Returns the state after some steps, as a snapshot holds it, and a graph that has just begun."""
     graph = step_of(make)
     for _ in range(steps):
@@ -195,7 +199,7 @@ def graph_states(make: Any, steps: int = 3) -> tuple[Any, ...]:
     return torch.load(file, weights_only=True), step_of(make)
 
 
-def check(state: Any, fresh: Any, num_states: Any) -> None:
+def check(state: dict[str, Any], fresh: Train, num_states: int) -> None:
     check_graph(state, fresh.state_dict(), fresh._update.optimizers[0], done=3, num_states=num_states)
 
 
@@ -216,12 +220,12 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, Custom], ids=lambda kind: kind.__name__)
-def test_the_states_of_every_optimizer_are_good(kind: Any) -> None:
+def test_the_states_of_every_optimizer_are_good(kind: type[torch.optim.Optimizer]) -> None:
     state, fresh = graph_states(kind)
     check(state, fresh, len(state[OPTIMIZER]["state"]))
 
 
-def replaced(state: Any, *path: Any, value: Any) -> dict[str, Any]:
+def replaced(state: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
     first, *rest = path
     return {**state, first: replaced(state[first], *rest, value=value) if rest else value}
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from graphckpt.train.data.documents import DataError
 from graphckpt.train.data.samples import OwnData
 from graphckpt.train.data.text_data import TextData
+from graphckpt.train.output import Report
 from graphckpt.train.tasks import CausalLM, MaskedLM, OwnLoss, SequenceClassification
 
 _CARD = """---
@@ -31,7 +32,7 @@ dataset_info:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data set of JSON lines, and nothing of the user's in the cache of data sets."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
     datasets.disable_progress_bars()
@@ -46,14 +47,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return tmp_path
 
 
-def _data(folder: Any, **fields: Any) -> TextData:
+def _data(folder: Path, **fields: Any) -> TextData:
     sizes = {"vocab_size": 280, "seq_length": 16, "eval_fraction": 0.3, "cache_dir": str(folder / "cache")}
     return TextData(**{"dataset": str(folder / "reviews"), **sizes, **fields})
 
 
 @pytest.mark.parametrize(("config", "groups"), [(None, ("0", "1")), ("plain", ("bad", "good"))])
 def test_rows_of_a_data_set_are_text_with_classes(
-    folder: Any, quiet: Any, config: str | None, groups: tuple[Any, ...]
+    folder: Path, quiet: Report, config: str | None, groups: tuple[Any, ...]
 ) -> None:
     if config:
         (folder / "reviews" / "README.md").write_text(_CARD)
@@ -67,7 +68,7 @@ def test_rows_of_a_data_set_are_text_with_classes(
     assert len(_data(folder).open(CausalLM(), seed=1, report=quiet).train) > 1
 
 
-def test_files_of_a_format_are_the_rows_of_their_data_set(folder: Any, quiet: Any) -> None:
+def test_files_of_a_format_are_the_rows_of_their_data_set(folder: Path, quiet: Report) -> None:
     file = str(folder / "reviews" / "train.jsonl")
     named, listed = (_data(folder, **fields).prepare(quiet) for fields in ({}, {"dataset": "json", "paths": [file]}))
     assert listed.tokenizer_file == named.tokenizer_file  # the folder of its name is a hash of the text
@@ -91,7 +92,7 @@ def test_files_of_a_format_are_the_rows_of_their_data_set(folder: Any, quiet: An
     ],
 )
 def test_faults_of_a_data_set_are_one_line(
-    folder: Any, monkeypatch: pytest.MonkeyPatch, quiet: Any, fields: dict[str, Any], message: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quiet: Report, fields: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -111,7 +112,7 @@ def _tokenizer(path: Path, *special: Any) -> Any:
     return tokenizer
 
 
-def test_tokenizer_of_the_user_is_used(folder: Any, quiet: Any) -> None:
+def test_tokenizer_of_the_user_is_used(folder: Path, quiet: Report) -> None:
     special = ["[MASK]", "[SEP]", "[CLS]", "[PAD]", "<|endoftext|>"]
     own = _tokenizer(folder / "tokenizer.json", *special)
     text = _data(folder, tokenizer_file=str(folder / "tokenizer.json")).prepare(quiet, MaskedLM.special_tokens)
@@ -120,7 +121,7 @@ def test_tokenizer_of_the_user_is_used(folder: Any, quiet: Any) -> None:
     assert text.text_ids.tolist() == list(range(5, text.vocab_size))
 
 
-def test_random_tokens_are_those_of_text_wherever_a_tokenizer_has_its_special_ones(folder: Any, quiet: Any) -> None:
+def test_random_tokens_are_those_of_text_wherever_a_tokenizer_has_its_special_ones(folder: Path, quiet: Report) -> None:
     special = ["[MASK]", "[SEP]", "[CLS]", "[PAD]", "<|endoftext|>"]
     own = _tokenizer(folder / "tokenizer.json")
     own.add_tokens(["between"])
@@ -136,7 +137,7 @@ def test_random_tokens_are_those_of_text_wherever_a_tokenizer_has_its_special_on
     assert changed.max() <= last
 
 
-def test_faults_of_a_tokenizer(folder: Any, quiet: Any) -> None:
+def test_faults_of_a_tokenizer(folder: Path, quiet: Report) -> None:
     (folder / "broken.json").write_text("{}", encoding="utf-8")
     _tokenizer(folder / "plain.json", "<|endoftext|>", "[PAD]")
     for fields, message in (
@@ -149,7 +150,7 @@ def test_faults_of_a_tokenizer(folder: Any, quiet: Any) -> None:
             _data(folder, **fields).prepare(quiet, MaskedLM.special_tokens)
 
 
-def test_own_data_sets_are_collated(quiet: Any) -> None:
+def test_own_data_sets_are_collated(quiet: Report) -> None:
     items = [{"x": torch.full((2,), float(n)), "y": n} for n in range(5)]
     opened = OwnData(train=items, heldout=items[:2]).open(OwnLoss(), seed=0, report=quiet)
     batch = opened.train.batch(np.array([3, 1]))
@@ -159,7 +160,7 @@ def test_own_data_sets_are_collated(quiet: Any) -> None:
     assert OwnData(train=items).open(OwnLoss(), seed=0, report=quiet).heldout is None
 
 
-def test_faults_of_own_data_sets(quiet: Any) -> None:
+def test_faults_of_own_data_sets(quiet: Report) -> None:
     for data, message in (
         (OwnData(train=(n for n in range(3))), r"data\.train: expected a map-style data set, got generator · fix"),
         (OwnData(train=[{}], heldout=[]), r"data\.heldout: list holds no sample · fix: fill it"),

@@ -6,6 +6,7 @@ import hashlib
 import io
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ _SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty documents of two classes, each of lines of words that no other document has."""
     folder = tmp_path_factory.mktemp("corpus") / "texts"
     generator = random.Random(0)
@@ -42,7 +43,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def data(texts: Any) -> TextData:
+def data(texts: Path) -> TextData:
     fields = {"paths": str(texts), "vocab_size": 400, "seq_length": 48, "eval_fraction": 0.3}
     return TextData(**fields, cache_dir=str(texts.parent / "cache"))
 
@@ -206,7 +207,7 @@ def test_model_that_does_not_fit_the_text_is_told_all(data: TextData) -> None:
     assert labels == "model: expected at least 2 classes, got 1 · fix: set its num_labels to 2"
 
 
-def test_one_document_has_no_second_text_from_another(texts: Any, data: TextData) -> None:
+def test_one_document_has_no_second_text_from_another(texts: Path, data: TextData) -> None:
     one = replace(data, paths=str(next(texts.rglob("*.txt"))))
     opened, model = _open(one, MaskedLM()), nn.Module()
     (fault,) = MaskedLM().check(model, opened.text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ from graphckpt.train.snapshot.schema import SnapshotError
 from graphckpt.train.snapshot.weights import INDEX, load_weights, read_weights
 
 
-def _model() -> Any:
+def _model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=3, n_head=2))
 
 
 @pytest.fixture
-def sharded(tmp_path: Path) -> tuple[Any, ...]:
+def sharded(tmp_path: Path) -> tuple[GPT2LMHeadModel, Path]:
     """A model, and the folder that Transformers saved it to, in shards."""
     model = _model()
     folder = tmp_path / "sharded"
@@ -30,7 +29,7 @@ def sharded(tmp_path: Path) -> tuple[Any, ...]:
     return model, folder
 
 
-def test_shards_are_read_as_one_and_one_file_wins_over_them(sharded: tuple[Any, ...]) -> None:
+def test_shards_are_read_as_one_and_one_file_wins_over_them(sharded: tuple[GPT2LMHeadModel, Path]) -> None:
     model, folder = sharded
     other = _model()
     load_weights(other, read_weights(folder), "x")
@@ -39,7 +38,7 @@ def test_shards_are_read_as_one_and_one_file_wins_over_them(sharded: tuple[Any, 
     assert list(read_weights(folder)) == ["alone"]
 
 
-def test_every_missing_shard_is_named_at_once(sharded: tuple[Any, ...]) -> None:
+def test_every_missing_shard_is_named_at_once(sharded: tuple[GPT2LMHeadModel, Path]) -> None:
     _, folder = sharded
     first, second, *_ = sorted(folder.glob("model-*-of-*.safetensors"))
     first.unlink()
@@ -53,7 +52,7 @@ def test_every_missing_shard_is_named_at_once(sharded: tuple[Any, ...]) -> None:
     assert message.endswith("fix: copy or download the missing shards")
 
 
-def test_a_broken_shard_and_one_of_another_version_are_named(sharded: tuple[Any, ...]) -> None:
+def test_a_broken_shard_and_one_of_another_version_are_named(sharded: tuple[GPT2LMHeadModel, Path]) -> None:
     _, folder = sharded
     shard = min(folder.glob("model-*-of-*.safetensors"))
     save_file({"other": torch.ones(1)}, shard)
@@ -77,7 +76,7 @@ def test_a_broken_shard_and_one_of_another_version_are_named(sharded: tuple[Any,
         ),
     ],
 )
-def test_faults_of_an_index(tmp_path: Path, text: Any, message: str) -> None:
+def test_faults_of_an_index(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(SnapshotError, match=message):
         read_weights(tmp_path)
