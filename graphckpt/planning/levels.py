@@ -309,13 +309,11 @@ class LevelTable:
                         total = sum(retained.values())
                     else:
                         option, rise = KEEP_NUMBER, self.rises.get(call, KEEP_NUMBER).backward
-                if call in after_head[-1:]:
-                    level += self.output.get(call, option)
-                    after_head.pop()
-                elif call in after_head:
-                    level += self.output.get(call, option)
+                if call in after_head:
+                    level += self.output_bytes(call, option, self._before(options, call))
+                    is_in_turn = call == after_head[-1]
                     after_head.remove(call)
-                    excess = self._excess_after(options, after_head)
+                    excess = excess if is_in_turn else self._excess_after(options, after_head)
                 total -= retained.pop(call, 0)
             yield IntervalLevel(interval, level, level + rise)
             if interval in heads:
@@ -342,6 +340,13 @@ class LevelTable:
             return self.pair.get(call, option)
         return max(0, -self.first.get(call, option))  # it holds less than its argument, as if it offloads
 
+    def output_bytes(self, call: int, option: int, before: Before) -> int:
+        """Returns what a call adds to the excess in its backward alone; see Note [After the head]."""
+        num_bytes = self.output.get(call, option)
+        # The head frees an argument that the call does not hold, as it offloads it, unless the block before holds it as
+        # its output. The run with all blocks kept, or one that alternates, shows both cases of a kept call.
+        return max(0, num_bytes) if before.holds_output and option != KEEP_NUMBER else num_bytes
+
     def before(self, call: int, option: int) -> Before:
         return Before(option == KEEP_NUMBER, self.output.get(call, option) > 0)
 
@@ -351,7 +356,8 @@ class LevelTable:
 
     def _rise_of_head(self, options: Sequence[int], batch: Batch) -> int:
         last = batch.calls[0]
-        excess = self._excess_after(options, batch.opened[0])[-1] + self.output.get(last, options[last])
+        output = self.output_bytes(last, options[last], self._before(options, last))
+        excess = self._excess_after(options, batch.opened[0])[-1] + output
         return self.rise_of_head(batch.head, excess)
 
     @property
@@ -376,11 +382,12 @@ class LevelTable:
 
     def _retained(self, options: Sequence[int], call: int) -> int:
         """Returns what a call retains from its forward on, without what is `later`."""
+        before = self._before(options, call)
+        return self.first.get(call, options[call]) + self.pair_bytes(call, options[call], before)
+
+    def _before(self, options: Sequence[int], call: int) -> Before:
         before = self.calls.before.get(call)
-        retained = self.first.get(call, options[call])
-        if before is not None:
-            retained += self.pair_bytes(call, options[call], self.before(before, options[before]))
-        return retained
+        return Before() if before is None else self.before(before, options[before])
 
     def _all_retained(self, options: Sequence[int]) -> list[int]:
         """Returns what each call retains at the start of its backward."""

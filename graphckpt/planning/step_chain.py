@@ -216,7 +216,7 @@ class StepChain:
                     rise = table.recompute(range(run[0], run[-1] + 1), retained, rise)
                 else:
                     number, rise = KEEP_NUMBER, table.rises.get(call, KEEP_NUMBER).backward
-            level += self._beyond(states[place + 1]) + table.output.get(call, number)
+            level += self._beyond(states[place + 1]) + table.output_bytes(call, number, states[place].before)
             rest = sum(retained[c] for c in run[:place]) + sum(later[:-1]) + self._beyond(states[place])
             peaks = (rest + self._levels[other].peak for other in self._stretches[interval][1:])
             backward_peak = max(backward_peak, level + rise, *peaks)
@@ -229,9 +229,8 @@ class StepChain:
         is_held = self._has_inside and (not is_kept or (state.is_held and holder != call))
         inside = state.inside + (table.inside.get(call, option) if is_kept else 0)
         before = table.before(call, option)
-        if is_last or not any(table.pair_bytes(self._calls[block + 1], each, before) for each in self._numbers):
-            # The next block retains the same after any option of this one: one state in place of several.
-            before = Before()
+        if is_last or not self._matters(before, self._calls[block + 1]):
+            before = Before()  # one state in place of several
         return ChainState(
             late=state.late + self._late.get((call, option), 0),
             shared=state.shared + table.shared[call] if is_kept else 0,
@@ -239,7 +238,16 @@ class StepChain:
             is_held=is_held,
             later=0 if is_last else table.later.get(call, option),
             before=before,
-            output=table.output.get(call, option) if is_last else 0,
+            output=table.output_bytes(call, option, state.before) if is_last else 0,
+        )
+
+    def _matters(self, before: Before, call: int) -> bool:
+        """Whether a call retains or holds other bytes after this one than after any other."""
+        table = self._table
+        return any(
+            table.pair_bytes(call, option, before)
+            or table.output_bytes(call, option, before) != table.output_bytes(call, option, Before())
+            for option in self._numbers
         )
 
     @staticmethod
