@@ -201,13 +201,14 @@ def fill(owner: Any, value: Any) -> None:
         accessors[1](owner, value)
         return
     if issubclass(kind, dict):
-        # Never empty in between, where it can be avoided: it may be the `__dict__` of a module, and Ctrl-C may come.
+        # Never empty in between: it may be the `__dict__` of a module, which another thread reads, or Ctrl-C may come.
         _set_items(owner, value, kind)
         for key in [key for key in kind.keys(owner) if key not in value]:
             kind.__delitem__(owner, key)
         if not all(map(is_, kind.keys(owner), value)):
-            kind.clear(owner)
-            _set_items(owner, value, kind)
+            for key, item in value.items():  # each goes to the end, in turn
+                kind.__delitem__(owner, key)
+                kind.__setitem__(owner, key, item)
     else:
         kind.clear(owner)
         kind.update(owner, value) if kind is set else kind.extend(owner, value)
