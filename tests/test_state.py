@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from torch import nn
 import graphckpt
 from graphckpt._compat import FakeTensorMode
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
-from graphckpt.engine.objects import copy_objects, items_of, swap, with_stand_ins
+from graphckpt.engine.objects import copy_objects, fill, items_of, swap, with_stand_ins
 from graphckpt.undo import Undo, put_back
 
 
@@ -272,6 +273,20 @@ def test_the_running_statistics_of_batch_norm_are_copied_in_training_alone(mode:
             assert [large[index] for index in copies if index in large] == ["running_mean", "running_var"]
         norm.eval()
         assert call(state, lambda: norm(image)).copies.keys().isdisjoint(large)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_dict_is_put_in_order_without_being_emptied(kind: type[dict[str, int]]) -> None:
+    """It may be the ``__dict__`` of a module, which another thread reads."""
+    owner, then = kind(a=1, b=2, c=3), kind(c=3, a=1, b=2)
+    sizes: list[int] = []
+    sys.setprofile(lambda *_: sizes.append(len(owner)))
+    try:
+        fill(owner, then)
+    finally:
+        sys.setprofile(None)
+    assert [*owner.items()] == [*then.items()]
+    assert min(sizes) >= 2
 
 
 def test_an_interrupt_between_two_objects_leaves_none_changed(monkeypatch: pytest.MonkeyPatch) -> None:

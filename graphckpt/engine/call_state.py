@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import chain, starmap
 from operator import is_, itemgetter
 from types import SimpleNamespace
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -54,6 +54,8 @@ from graphckpt.engine.clones import (
 from graphckpt.engine.objects import (
     ABSENT,
     CONTAINERS,
+    Collector,
+    Edit,
     HookCopies,
     ModuleHooks,
     Objects,
@@ -62,9 +64,11 @@ from graphckpt.engine.objects import (
     changed_tensors,
     copy_objects,
     differs,
+    empty_like,
     holds_tensors,
     is_plain_container,
     may_reach,
+    put_collectors,
     restore,
     set_or_remove,
     sets_up,
@@ -81,7 +85,6 @@ _mode = itemgetter("training")
 _NONE: frozenset[int] = frozenset()
 _MAX_REACHED = 256  # an attribute that reaches more than this is a part of the program: a walk of it takes 100 us
 
-_Edit: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 _SET_UP: Final = object()
 """Stands for the value of an attribute that a call has set up, which a recomputation leaves as it is."""
 
@@ -144,12 +147,7 @@ class CallState:
     """Attributes that the call has changed, or that are containers, with the values that they had before it."""
     objects: list[Objects] = field(default_factory=list)
     """The contents before the call of the objects that attributes reach."""
-    collectors: list[tuple[int, str, Objects]] = field(default_factory=list)
-    """Attributes that are containers with a result of autograd in them, such as outputs or losses that layers collect.
-
-    With the contents before the call, and versions. They are not held: outputs that come into them later lead to the
-    frame, which would never be freed without a backward. The recomputation finds them by the attribute.
-    """
+    collectors: list[Collector] = field(default_factory=list)
     changed: frozenset[int] = _NONE
     """The ids of the modules' ``__dict__`` that the call has changed."""
     changed_tensors: Sequence[torch.Tensor] = ()
@@ -397,8 +395,10 @@ class ModuleState:
                 )
             else:
                 self._note_inert(at, key, value)
-            # What is within the items of a container is copied in every call, too, if it is not much.
-            is_nested = is_container and is_bounded and len(copy_objects([value], deeply=False)) < len(entries)
+            # What is within the items of a container is copied in every call, too, if it is not much. Also where this
+            # call has put it there, as a `defaultdict(list)` does: the next one may change it.
+            after = copy_objects([value], limit=_MAX_REACHED + 1) if is_container and is_bounded else []
+            is_nested = len(copy_objects([value], deeply=False)) < len(after) <= _MAX_REACHED
             if is_deep or is_nested:
                 deep.append((at, key))
 
@@ -486,10 +486,11 @@ class ModuleState:
                 changed.add(id(fields[at]))
             # Of what is not held, only what the call itself has changed: the rest may come to hold an output.
             remaining = entries if is_held else changes
-            if (changes or holds_tensors(remaining)) and isinstance(value, CONTAINERS) and holds_results(value):
-                own = entries[0][1]  # in the place of its owner too, which must not be held
+            has_changed_itself = any(owner is value for owner, _ in changes)
+            if isinstance(value, CONTAINERS) and (holds_results(value) if is_held else has_changed_itself):
                 versions = [(owner, then) for owner, then in entries if isinstance(owner, torch.Tensor)]
-                state.collectors.append((at, key, without_tensors([(own, own), *versions], modified)))
+                objects = without_tensors([(empty_like(value), entries[0][1]), *versions], modified)
+                state.collectors.append(Collector(at, key, id(value), objects))
                 remaining = [(owner, then) for owner, then in remaining if owner is not value]
             elif is_held and not any(each[:2] == (at, key) for each in state.exchanged):
                 state.exchanged.append((at, key, value))
@@ -534,8 +535,8 @@ class ModuleState:
         self._put_attributes(state, fields, edit)
         for objects in state.objects:
             swap(with_stand_ins(objects, stand_in), undo)
-        for at, key, entries in state.collectors:
-            self._put_collector(fields[at], key, with_stand_ins(entries, stand_in), edit, undo)
+        if state.collectors:
+            put_collectors(state.collectors, fields, stand_in, edit, undo)
         if state.hooks or any(self._hooks.all):
             self._hooks.put_in_place(state.hooks, undo)
         if _trainable(tensors[: self._num_parameters]) != state.trainable:
@@ -545,7 +546,7 @@ class ModuleState:
                     parameter.requires_grad_(is_trainable)
         return borrowed
 
-    def _put_attributes(self, state: CallState, fields: Fields, edit: _Edit) -> None:
+    def _put_attributes(self, state: CallState, fields: Fields, edit: Edit) -> None:
         if _modes(fields) != state.modes:
             for owner, mode in zip(fields, state.modes, strict=True):
                 if owner.get("training", mode) is not mode:
@@ -566,25 +567,16 @@ class ModuleState:
                 if "forward" in owner and at not in has_forward:
                     del edit(owner)["forward"]
 
-    def _put_collector(self, owner: dict[str, Any], key: str, entries: Objects, edit: _Edit, undo: Undo) -> None:
-        content = entries[0][1]
-        present = owner.get(key)
-        # Another container, which the caller has put in its place since, as after each step, does as well.
-        if isinstance(present, CONTAINERS) and isinstance(present, type(content)):
-            swap([(present, content)], undo)
-        else:
-            edit(owner)[key] = content.copy()
-
     def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
         """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""
         slots = self._slots + [(self._fields()[at], key) for at, key in state.names]
         for (owner, key), tensor in zip(slots, state.tensors, strict=True):
             if tensor is not None and owner.get(key) is not tensor:
                 yield tensor
-        for objects in (*state.objects, *(entries for _, _, entries in state.collectors)):
+        for objects in (*state.objects, *(each.objects for each in state.collectors)):
             yield from tensors_in([contents for _, contents in objects])
 
-    def _put_tensors(self, state: CallState, fields: Fields, edit: _Edit, undo: Undo) -> frozenset[int]:
+    def _put_tensors(self, state: CallState, fields: Fields, edit: Edit, undo: Undo) -> frozenset[int]:
         slots = self._slots + [(fields[at], key) for at, key in state.names]
         for (owner, key), tensor in zip(slots, state.tensors, strict=True):
             now = owner.get(key)
@@ -609,7 +601,7 @@ class ModuleState:
                 edit(owner)[key] = clone
         return frozenset(borrowed)
 
-    def _remove_tensors(self, edit: _Edit) -> None:
+    def _remove_tensors(self, edit: Edit) -> None:
         """Removes buffers that the call, or what followed, has registered; what was removed is there again by now."""
         slots = {(id(owner), key) for owner, key in self._slots}
         for owner in (*self._owners, *self._empty):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
 from itertools import chain
@@ -41,6 +41,9 @@ Objects: TypeAlias = list[tuple[Any, Any]]
 The version of a tensor that one of them holds is compared, and cannot be put back: see
 :meth:`~graphckpt.engine.saved.Arguments.after_forward`.
 """
+
+Edit: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+"""Returns the fields of a module to write to, after noting what they were."""
 
 _Accessors: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
 
@@ -177,19 +180,35 @@ def contents(owner: Any) -> Any:
     return container(container.items(owner) if issubclass(container, dict) else container.__iter__(owner))
 
 
+def empty_like(owner: Any) -> Any:
+    """Returns an empty container of the same type, such as a deque with the same ``maxlen``."""
+    kind = type(owner)
+    # Of the first base in C: `__new__` and `__init__` of a subclass may do anything.
+    create = next(new for each in kind.__mro__ if isinstance(new := vars(each).get("__new__"), BuiltinFunctionType))
+    empty = create(kind)
+    if isinstance(owner, deque):
+        deque.__init__(empty, (), owner.maxlen)
+    elif isinstance(owner, defaultdict):
+        empty.default_factory = owner.default_factory
+    if isinstance(attributes := attribute_of(owner, "__dict__"), dict):
+        attribute_of(empty, "__dict__").update(attributes)
+    return empty
+
+
 def fill(owner: Any, value: Any) -> None:
     kind, accessors, *_ = _layout_of(owner)
     if accessors is not None:
         accessors[1](owner, value)
         return
     if issubclass(kind, dict):
-        # Never empty in between, where it can be avoided: it may be the `__dict__` of a module, and Ctrl-C may come.
+        # Never empty in between: it may be the `__dict__` of a module, which another thread reads, or Ctrl-C may come.
         _set_items(owner, value, kind)
         for key in [key for key in kind.keys(owner) if key not in value]:
             kind.__delitem__(owner, key)
         if not all(map(is_, kind.keys(owner), value)):
-            kind.clear(owner)
-            _set_items(owner, value, kind)
+            for key, item in value.items():  # each goes to the end, in turn
+                kind.__delitem__(owner, key)
+                kind.__setitem__(owner, key, item)
     else:
         kind.clear(owner)
         kind.update(owner, value) if kind is set else kind.extend(owner, value)
@@ -474,6 +493,49 @@ def statistics_of(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Te
     if not value("training", default=True):
         return []
     return [t for name in ("running_mean", "running_var") if (t := value(name, default=None)) is not None]
+
+
+# Containers in which modules collect
+
+
+class Collector(NamedTuple):
+    """An attribute that is a container with a result of autograd in it, such as outputs or losses that layers collect.
+
+    Or one that the call has changed, and that may come to have one. The container is not held: outputs that come into
+    it later lead to the frame, which would never be freed without a backward. The recomputation finds it by the
+    attribute.
+    """
+
+    module: int
+    name: str
+    number: int
+    """The id of the container."""
+    objects: Objects
+    """An empty container of its type, with the contents before the call; and the versions of the tensors in it."""
+
+
+def put_collectors(
+    collectors: Iterable[Collector],
+    fields: Sequence[dict[str, Any]],
+    stand_in: Callable[[torch.Tensor], Any],
+    edit: Edit,
+    undo: Undo,
+) -> None:
+    """Gives the containers the contents before the call, and the attributes that are others by now an equal one.
+
+    Those others are left alone: one may be in two attributes that had different ones, or be of another type.
+    """
+    containers: dict[int, Any] = {}  # one for all attributes that had the same
+    for at, name, number, objects in collectors:
+        present = fields[at].get(name)
+        if id(present) == number and type(present) is type(objects[0][0]):
+            containers[number] = present
+    for at, name, number, objects in collectors:
+        empty, content = with_stand_ins(objects, stand_in)[0]
+        container = containers.setdefault(number, empty)
+        swap([(container, content)], undo)
+        if fields[at].get(name) is not container:
+            edit(fields[at])[name] = container
 
 
 # The hooks of modules

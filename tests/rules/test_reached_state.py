@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pytest
@@ -250,6 +251,123 @@ def test_what_a_block_collects_is_collected_once(container: Callable[[], Any], l
                 assert model[0].results is replacement
                 assert not replacement
                 assert len(results) == 2
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+class Outputs(list[Any]):
+    """A list with a constructor that needs an argument, and with a method."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def __new__(cls, scale: float) -> Self:
+        assert scale
+        return super().__new__(cls)
+
+    def factor(self) -> float:
+        return self.scale + len(self)
+
+
+def count_and_collect(layer: Any, y: Tensor) -> float:
+    layer.results["calls"] += 1
+    layer.results[layer.results["calls"]] = y
+    return layer.results["calls"]  # type: ignore[no-any-return]
+
+
+def append_and_count(layer: Any, y: Tensor) -> float:
+    layer.results.append(y)
+    return len(layer.results)
+
+
+def append_scaled(layer: Any, y: Tensor) -> float:
+    factor = layer.results.factor()
+    layer.results.append(y)
+    return factor  # type: ignore[no-any-return]
+
+
+def append_within(layer: Any, y: Tensor) -> float:
+    layer.results["outputs"].append(y)
+    return len(layer.results["outputs"])
+
+
+def append_to_two(layer: Any, y: Tensor) -> float:
+    layer.results.append(y)
+    layer.same.append(y)
+    return len(layer.results)
+
+
+def lengths_of(container: Any) -> list[int]:
+    within = container.values() if isinstance(container, dict) else container
+    return [len(container), *(len(each) for each in within if isinstance(each, list))]
+
+
+COLLECTING: dict[str, tuple[Callable[[Any, Tensor], float], Callable[[], Any]]] = {
+    "deque of two": (append_and_count, lambda: deque(maxlen=2)),
+    "default dict": (count_and_collect, lambda: defaultdict(int)),
+    "counter": (count_and_collect, Counter),
+    "subclass": (append_scaled, lambda: Outputs(2.0)),
+    "lists in a default dict": (append_within, lambda: defaultdict(list)),
+    "one list in two attributes": (append_to_two, list),
+    "values without history": (lambda layer, y: append_and_count(layer, y.detach()), list),
+    "numbers": (lambda layer, _: append_and_count(layer, 1.0), list),  # type: ignore[arg-type]
+}
+
+
+@as_module(lambda collect: {"linear": nn.Linear(8, 8), "collect": collect})
+def Collecting(self: Any, x: Tensor) -> Tensor:
+    """Computes with how much it has collected."""
+    y = self.linear(x).tanh()
+    return self.linear(y * self.collect(self, y)).tanh()
+
+
+@pytest.mark.parametrize("later", ["same", "another", "none", "absent"])
+@pytest.mark.parametrize("kind", COLLECTING)
+def test_a_container_that_the_caller_replaces_is_the_former_one_in_the_recomputation(kind: str, later: str) -> None:
+    collect, container = COLLECTING[kind]
+    found = []
+    for policies in ({}, {"0": True, "1": "joined"}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Collecting(collect), Collecting(collect))
+        with graphckpt.apply(model, policies, determinism_check="none"):
+            for _ in range(3):
+                model.zero_grad()
+                containers = [container() for _ in model]
+                for layer, each in zip(model, containers, strict=True):
+                    layer.results = layer.same = each
+                loss = sum(model(X).square().sum() for _ in range(3))
+                lengths = [*map(lengths_of, containers)]
+                replacements = [None if later == "none" else container() for _ in model]
+                for layer, each in zip(model, replacements, strict=True):
+                    if later == "absent":
+                        del layer.results
+                    elif later != "same":
+                        layer.results = each
+                assert isinstance(loss, Tensor)
+                loss.backward()
+                assert not any(replacements)
+                assert lengths == [*map(lengths_of, containers)]
+                assert all(hasattr(layer, "results") is (later != "absent") for layer in model)
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_list_that_the_caller_sets_in_the_place_of_two_stands_for_neither() -> None:
+    def collect(layer: Any, y: Tensor) -> float:
+        layer.results.append(y)
+        return len(layer.results) + 10 * len(layer.others)
+
+    found = []
+    for policies in ({}, {"0": True}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Collecting(collect))
+        with graphckpt.apply(model, policies, determinism_check="none"):
+            for _ in range(3):
+                model[0].results, model[0].others = [], [X * model[0].linear.weight.sum()]
+                loss = model(X).square().sum() + model(X).square().sum()
+                model[0].results = model[0].others = []
+                loss.backward()
         found.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *found))
 
