@@ -30,7 +30,7 @@ from graphckpt._compat import (
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.call_state import CallState, ModuleState, has_changed
-from graphckpt.engine.clones import has_plain_values, is_sparse_in_memory, with_strides
+from graphckpt.engine.clones import has_plain_values, is_sparse_in_memory, num_spanned, with_strides
 from graphckpt.engine.execution import may_be_filled_later
 from graphckpt.engine.objects import (
     Objects,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _NOTHING = nullcontext()
 _NO_STRIDES: Mapping[int, tuple[int, ...]] = {}
+_MOST_SPANNED = 8  # elements of memory for each of a copy: of one column of a large tensor, the copy is dense
 
 
 class Call:
@@ -425,7 +426,7 @@ class Arguments:
                     # was: until `after_forward`, this call takes its inputs twice.
                     is_copied = learning or position in call.block.mutated
                     copied = leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_copied else None
-                    if is_copied and is_sparse_in_memory(leaf):
+                    if is_copied and is_sparse_in_memory(leaf) and num_spanned(leaf) <= _MOST_SPANNED * leaf.numel():
                         self._strides = {**self._strides, position: leaf.stride()}
                     version = None if leaf.is_inference() else leaf._version
                     originals.append(_OriginalArgument(position, leaf, version, copied))

@@ -309,10 +309,10 @@ class LevelTable:
                         total = sum(retained.values())
                     else:
                         option, rise = KEEP_NUMBER, self.rises.get(call, KEEP_NUMBER).backward
-                if call in after_head:
+                is_in_turn = call in after_head[-1:]
+                if is_in_turn or call in after_head:
                     level += self.output_bytes(call, option, self._before(options, call))
-                    is_in_turn = call == after_head[-1]
-                    after_head.remove(call)
+                    after_head.pop(-1 if is_in_turn else after_head.index(call))
                     excess = excess if is_in_turn else self._excess_after(options, after_head)
                 total -= retained.pop(call, 0)
             yield IntervalLevel(interval, level, level + rise)
