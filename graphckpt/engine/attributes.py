@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from graphckpt.engine.objects import Objects
 
 OWN = frozenset(nn.Module().__dict__)
-"""What torch itself keeps on every module, such as ``training``, ``_buffers`` and ``_forward_hooks``."""
+"""The attributes of PyTorch on every module, such as ``training``, ``_buffers`` and ``_forward_hooks``."""
 _CONSTANTS = (Number, str, bytes, Enum, range, type, torch.layout, torch.memory_format)  # NumPy registers its numbers
 
 Fields: TypeAlias = list[dict[str, Any]]

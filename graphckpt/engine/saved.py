@@ -151,7 +151,7 @@ class StoredTensor(SavedTensor):
 
 @final
 class PassedOn(SavedTensor):
-    """What the hooks around the call have returned for a tensor: those of a recomputed block recompute it."""
+    """The value that the hooks around the call returned for a tensor; the hooks of a recomputed block recompute it."""
 
     __slots__ = ("_unpack",)
 
@@ -254,7 +254,7 @@ def are_mutated(versions: Iterable[tuple[torch.Tensor, int]]) -> bool:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has one storage of its own: wrappers, sparse and nested tensors have none."""
+    """Whether a tensor has exactly one storage: wrappers, sparse and nested tensors have none."""
     return tensor.layout is torch.strided and not tensor.is_nested and not hasattr(tensor, "__tensor_flatten__")
 
 

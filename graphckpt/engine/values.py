@@ -233,7 +233,7 @@ def _project_flat(flat: torch.Tensor) -> torch.Tensor:
         return torch.mv(flat.view(rows, row), weights)
     flat = flat.view(-1)
     values = torch.mv(flat[:-rest].view(rows, row), weights)
-    # The rest has weights of its own: with those of a row, values that trade places with the first row would not show.
+    # The rest has other weights: with those of a row, values that trade places with the first row would not show.
     values[0].add_(torch.dot(flat[-rest:], _weights(row, row + rest, flat.dtype, flat.device)))
     return values
 
@@ -503,7 +503,7 @@ class _Report:
 
 
 reports: deque[_Report] = deque()
-"""Of all threads: backward posts them in threads of its own."""
+"""Of all threads: backward posts them from the threads of the autograd engine."""
 
 
 def _post(report: _Report, *, waits: bool) -> None:

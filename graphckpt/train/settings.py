@@ -157,7 +157,7 @@ class ActivationCheckpointConfig:
     contiguous: bool | None = None
     """Whether they are stored in one slab, as big as the first step needs."""
     determinism_check: Literal["none", "default", "values"] | None = None
-    """What to compare in the recomputation of every selected block: nothing; shapes and dtypes, and the values of some
+    """The comparison in the recomputation of every selected block: nothing; shapes and dtypes, and the values of some
     calls; or the values of every call. ``None`` is ``"default"``."""
     compile: bool | dict[str, Any] | None = None
     """Whether each selected block is compiled inside of its policy; or what ``torch.compile`` is called with."""
