@@ -40,7 +40,7 @@ Values: TypeAlias = list[tuple[Any, ...]]
 # other modules of PyTorch's, only the numbers are read, such as the probability of a dropout.
 #
 #   attribute                         what a later call does                     what the recomputation gets
-#   number, string, flag, `forward`   reads it (`layout.plain`)                  its value, whoever has changed it since
+#   number, string, flag, `forward`   reads it (`layout.plain`)                  its value at the call
 #   tensor (`scope.names`)            clones it if the first call has modified   the tensor or a clone
 #                                     it (`scope.moved`)
 #   list, dict, set, deque            copies its items (`scope.objects`), and    the same object with these items, if

@@ -178,9 +178,9 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
     is_done = is_answered
     try:
         if not is_answered:
-            # In a recomputation nobody reads what the child saves: backward reads what it has saved in the original
-            # forward. So neither its store nor hooks get it. Those of the recomputation must not: it would fill holders
-            # of other ops.
+            # In a recomputation, the tensors that the child saves are never read: backward reads those of the original
+            # forward. So neither its store nor hooks get them. With the hooks of the recomputation they would fill the
+            # holders of other ops.
             hooks = KEEP_ON_DEVICE if isinstance(outermost, Recomputation) else outermost.frame.outer_hooks
             output = _run_kept(hooks, block, function, args, kwargs)
             is_done = True

@@ -229,7 +229,7 @@ class StepChain:
         is_held = self._has_inside and (not is_kept or (state.is_held and holder != call))
         inside = state.inside + (table.inside.get(call, option) if is_kept else 0)
         before = table.before(call, option)
-        if is_last or not self._matters(before, self._calls[block + 1]):
+        if is_last or not self._affects(before, self._calls[block + 1]):
             before = Before()  # one state in place of several
         return ChainState(
             late=state.late + self._late.get((call, option), 0),
@@ -241,12 +241,12 @@ class StepChain:
             output=table.output_bytes(call, option, state.before) if is_last else 0,
         )
 
-    def _matters(self, before: Before, call: int) -> bool:
-        """Whether a call retains or holds other bytes after this one than after any other."""
+    def _affects(self, before: Before, call: int) -> bool:
+        """Whether the block before changes the bytes of a call, under any option of the call."""
         table = self._table
         return any(
             table.pair_bytes(call, option, before)
-            or table.output_bytes(call, option, before) != table.output_bytes(call, option, Before())
+            or table.output_bytes(call, option, before) != table.output.get(call, option)
             for option in self._numbers
         )
 
