@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -13,7 +13,7 @@ from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import CallState, has_changed
 from graphckpt.engine.clones import is_small
-from graphckpt.engine.execution import CallMismatch, Execution, Recomputation, engine_ops, running
+from graphckpt.engine.execution import CallMismatch, Execution, Frame, Recomputation, engine_ops, running
 from graphckpt.engine.objects import copy_objects, differs
 from graphckpt.engine.saved import (
     Call,
@@ -155,7 +155,8 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
     """
     # executions around, innermost first        the child                what it saves goes to       logged in
     # none                                      runs                     its store                   -
-    # original forward of A                     runs                     the hooks around A, or      A
+    # original forward of A                     runs                     hooks that A has entered,   A
+    #                                                                    or those around A, or
     #                                                                    else its store
     # original forward of B, in that of A       runs                     likewise                    B and A
     # recomputation of A                        is answered from the     -                           -
@@ -181,7 +182,7 @@ def run_excluded(block: BlockContext, function: Callable[..., Any], args: Sequen
             # In a recomputation, the tensors that the child saves are never read: backward reads those of the original
             # forward. So neither its store nor hooks get them. With the hooks of the recomputation they would fill the
             # holders of other ops.
-            hooks = KEEP_ON_DEVICE if isinstance(outermost, Recomputation) else outermost.frame.outer_hooks
+            hooks = KEEP_ON_DEVICE if isinstance(outermost, Recomputation) else _hooks_around(block, originals)
             output = _run_kept(hooks, block, function, args, kwargs)
             is_done = True
     finally:
@@ -239,6 +240,22 @@ def _runs_around() -> list[Execution]:
         runs.append(run)
         run = None if isinstance(run, Recomputation) else run.outer
     return runs
+
+
+def _hooks_around(block: BlockContext, frames: Iterable[Frame]) -> Any:
+    """Returns the saved-tensor hooks that get what an excluded child saves; ``None`` if its store does.
+
+    They are the innermost ones of the program: those that one of the blocks has entered, such as ``save_on_cpu``, or
+    else those around the outermost block.
+    """
+    hooks = active_saved_tensor_hooks()
+    for frame in frames:
+        if hooks is None or hooks[0] is not frame.own_pack:
+            if block.is_placed:
+                block.note("saved_tensors_hooks are active around it: its saved tensors go to them, not to its store")
+            return hooks
+        hooks = frame.outer_hooks
+    return hooks
 
 
 def _answer(run: Recomputation, block: BlockContext) -> tuple[bool, Any]:

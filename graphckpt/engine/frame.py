@@ -176,7 +176,7 @@ class Frame(Execution, Call):
         "__weakref__", "_ambient", "_arguments", "_call_state", "_context", "_determinism_check", "_early_stop",
         "_failure", "_function", "_is_joined", "_last_saved", "_learning", "_modes", "_random", "_state",
         "asks_for_recomputation", "block", "contexts", "devices", "excluded", "group", "holders", "outer_hooks",
-        "outputs", "values",
+        "outputs", "own_pack", "values",
     )  # fmt: skip
 
     # What `run` sets, as it was when the call began. All of it lives as long as the graph that holds the call.
@@ -210,6 +210,8 @@ class Frame(Execution, Call):
         self.asks_for_recomputation = False
         """Whether forward calls ``is_recomputing()``, to modify something in the original forward alone."""
         self.holders: list[weakref.ref[Holder]] = []
+        self.own_pack: Callable[[torch.Tensor], object] | None = None
+        """The pack hook of the original forward while it runs: where another one is active, the program's is inside."""
         self.is_active = False
         self._function = function
         self._early_stop = early_stop_active(early_stop)
@@ -290,6 +292,7 @@ class Frame(Execution, Call):
             hooks = recorder.original_forward_began(self.block.name, *hooks)
         running.set(self)
         self.is_active = True
+        self.own_pack = hooks[0]
         push_saved_tensor_hooks(*hooks)
         try:
             if self.contexts is None:
@@ -298,6 +301,7 @@ class Frame(Execution, Call):
                 return self._function(*args, **kwargs)
         finally:
             pop_saved_tensor_hooks()
+            self.own_pack = None  # a bound method, which holds the frame
             self.is_active = False
             running.set(outer)
             # After an error too: a program that catches it may run backward through the child alone.

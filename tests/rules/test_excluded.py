@@ -15,6 +15,7 @@ from fuzz.layers import D
 from helpers.contract import assert_same_steps
 from helpers.modules import as_module
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import graphckpt
 
@@ -367,3 +368,80 @@ def test_an_excluded_child_runs_once_and_blocks_within_it_are_recomputed(policie
         assert {name for name in runs if runs.count(name) > 1} == (recomputed if each else set())
         steps.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *steps))
+
+
+class RoundsSaved:
+    """Saved-tensor hooks of a program that keeps what it saves in bfloat16."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor.float())
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.shapes.append(tuple(tensor.shape))
+        return tensor.bfloat16()
+
+
+@as_module(lambda: {"linear": nn.Linear(D, 2 * D)})
+def Child(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x).sin()
+
+
+@as_module(lambda hooks: {"hooks": hooks, "child": Child(), "down": nn.Linear(2 * D, D)})
+def EntersHooks(self: Any, x: Tensor) -> Tensor:
+    with self.hooks():
+        h = self.child(x.cos()).tanh()
+    return x + self.down(h)
+
+
+@as_module(lambda hooks: {"hooks": hooks, "child": Child(), "down": nn.Linear(2 * D, D)})
+def EntersHooksTwice(self: Any, x: Tensor) -> Tensor:
+    """Of two pairs of hooks, the inner one alone acts in PyTorch."""
+    with saved_tensors_hooks(lambda tensor: tensor * 0, lambda tensor: tensor), self.hooks():
+        h = self.child(x.cos()).tanh()
+    return x + self.down(h)
+
+
+@as_module(lambda hooks: {"hooks": hooks, "child": EntersHooks(hooks)})
+def EntersHooksInChild(self: Any, x: Tensor) -> Tensor:
+    return self.child(x.cos()).tanh()
+
+
+@as_module(lambda hooks: {"inner": EntersHooks(hooks), "down": nn.Linear(D, D)})
+def HasBlock(self: Any, x: Tensor) -> Tensor:
+    return self.down(self.inner(x).sin())
+
+
+_DISK = {"activation_checkpointing": False, "offload": "disk", "min_elements": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "policies"),
+    [
+        (EntersHooks, {"0": True, "0.child": False}),
+        (EntersHooks, {"0": "selective", "0.child": _DISK}),
+        (EntersHooks, {"": True, "0": "selective", "0.child": _DISK}),
+        (EntersHooks, {"0": _DISK | {"activation_checkpointing": True}, "0.child": False}),
+        (EntersHooksTwice, {"0": True, "0.child": False}),
+        (EntersHooksInChild, {"0": True, "0.child": False}),
+        (HasBlock, {"0": True, "0.inner": "selective", "0.inner.child": False}),
+    ],
+)
+def test_hooks_that_a_block_enters_get_what_an_excluded_child_saves(kind: Any, policies: dict[str, Any]) -> None:
+    """Hooks that round what they keep show in every gradient whether all saved tensors have passed through them."""
+    steps, packed = [], []
+    for each in ({}, policies):
+        hooks = RoundsSaved()
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(hooks), nn.Linear(D, D))
+        with graphckpt.apply(model, each):
+            for _ in range(2):
+                hooks.shapes.clear()
+                loss = model(torch.ones(6, D)).square().sum()
+                packed.append([*hooks.shapes])
+                loss.backward()
+        steps.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *steps))
+    assert packed[:2] == packed[2:]
