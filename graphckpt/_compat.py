@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
@@ -34,6 +35,7 @@ from torch._C._autograd import (
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, _pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._device import DeviceContext
@@ -302,6 +304,28 @@ def global_forward_hooks() -> list[list[dict[int, Any]]]:
         [registry._global_forward_pre_hooks],
         [registry._global_forward_hooks, *(getattr(registry, name) for name in notes if hasattr(registry, name))],
     ]
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def has_always_called_hooks(frame: FrameType | None) -> bool:
+    """Whether a forward hook with ``always_call=True`` waits for the end of a module that ``frame`` runs in.
+
+    An exception would have it called, or skipped: of the callers' frames, those of modules refer to these as ``self``.
+    """
+    if nn.modules.module._global_forward_hooks_always_called:
+        return True
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals["self"]._forward_hooks_always_called:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether ``torch.nn.utils.parametrize.cached()`` is active in the process."""
+    return parametrize._cache_enabled > 0
 
 
 @contextmanager

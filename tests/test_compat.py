@@ -219,6 +219,31 @@ def test_early_stop_is_what_the_context_manager_says() -> None:
             assert [_compat.early_stop_active(wanted) for wanted in (True, False)] == [enabled, enabled]
 
 
+def test_frames_of_modules_show_their_hooks_that_are_always_called() -> None:
+    found = []
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append(_compat.has_always_called_hooks(sys._getframe()))
+            return x
+
+    module = Looks()
+    for always_call in (False, True):
+        module.register_forward_hook(lambda *_: None, always_call=always_call)
+        nn.Sequential(nn.Sequential(module))(torch.ones(1))
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None, always_call=True)
+    Looks()(torch.ones(1))
+    handle.remove()
+    Looks()(torch.ones(1))
+    assert found == [False, True, True, False]
+
+
+def test_the_cache_of_parametrizations_is_seen() -> None:
+    assert not _compat.parametrizations_are_cached()
+    with nn.utils.parametrize.cached():
+        assert _compat.parametrizations_are_cached()
+
+
 def test_batch_norm_moves_its_statistics_without_a_version_bump() -> None:
     """Why buffers are compared by value on a first call; if this fails, versions would do."""
     norm = torch.nn.BatchNorm1d(2)

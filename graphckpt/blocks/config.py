@@ -16,14 +16,17 @@ from graphckpt.stores.placement import parse_contiguous, parse_min_elements
 
 FIELDS = (
     "activation_checkpointing", "segments", "tiles", "offload", "partition", "contiguous", "min_elements",
-    "determinism_check", "compile", "stage_id",
+    "determinism_check", "early_stop", "compile", "stage_id",
 )  # fmt: skip
 """Every field of a block's config; the docstring of :class:`BlockConfig` describes each."""
 
 PLACEMENT = ("offload", "partition", "contiguous", "min_elements")
 """The fields that say where saved tensors are; each is inherited separately."""
 
-INHERITED = (*PLACEMENT, "determinism_check")
+RECOMPUTATION = ("determinism_check", "early_stop")
+"""The fields that say how a block is recomputed; likewise."""
+
+INHERITED = (*PLACEMENT, *RECOMPUTATION)
 """The fields that blocks take over from the block around them."""
 
 OTHER_NAMES = {
@@ -38,7 +41,7 @@ OTHER_NAMES = {
 
 @final
 class BlockConfig:
-    """The policy of one block, as ten fields. Every field is ``None`` until it is set.
+    """The policy of one block, as eleven fields. Every field is ``None`` until it is set.
 
     A field is set as ``block.config.offload = "disk"``, or by :func:`graphckpt.apply`, and checked at once.
 
@@ -65,6 +68,9 @@ class BlockConfig:
             and dtypes of all saved tensors, and the values of some calls: the first three, and one in 64. ``"values"``:
             the values of every call. ``None``: as the block around it; outermost, what :func:`graphckpt.apply` or
             ``Graph.config`` says.
+        early_stop (bool | None): Whether a recomputation ends with the last tensor that backward needs. ``False``: it
+            runs forward to its end. ``None``: as the block around it; outermost, ``True``.
+            ``torch.utils.checkpoint.set_checkpoint_early_stop`` around a forward replaces it.
         compile (bool | dict | None): Whether ``torch.compile`` compiles the block's forward, inside of its policy, or
             the options to call it with. The option ``activation_memory_budget``, from 0 to 1, is the share that
             is saved of what the compiler would save for backward. ``None`` and ``False``: not compiled.
@@ -214,12 +220,19 @@ def fields_of(value: Any) -> dict[str, Any]:
     return dict(value) if is_fields else {"activation_checkpointing": value}
 
 
+def _parse_early_stop(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"expected a bool or None, got {shown(value)} · fix: use True, False or None")
+    return value
+
+
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "offload": parse_offload,
     "partition": parse_partition,
     "contiguous": parse_contiguous,
     "min_elements": parse_min_elements,
     "determinism_check": parse_determinism_check,
+    "early_stop": _parse_early_stop,
 }
 
 

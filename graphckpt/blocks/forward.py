@@ -163,6 +163,7 @@ class BlockForward(ForwardWrapper):
         *,
         compile_options: dict[str, Any] | None = None,
         determinism_check: str = "default",
+        early_stop: bool = True,
         only_compiles: bool = False,
         is_excluded: bool = False,
     ) -> None:
@@ -179,6 +180,8 @@ class BlockForward(ForwardWrapper):
         """Arguments of ``torch.compile`` for its forward; ``None`` if it is not compiled."""
         self.determinism_check = determinism_check
         """The comparison that its recomputations make: see :mod:`graphckpt.engine.sampling`."""
+        self.early_stop = early_stop
+        """Whether its recomputations end with the last tensor that backward needs."""
         self.only_compiles = only_compiles
         """Whether it only compiles its module, which is recomputed, if at all, with the block around it."""
         self.is_excluded = is_excluded
@@ -200,7 +203,9 @@ class BlockForward(ForwardWrapper):
             modules = [] if module is None else [module]
             self._native = [weakref.ref(m) for each in modules for m in each.modules() if hasattr(m, _FLAG)]
             store = None if self.placement is None else self.placement.store
-            self._context = BlockContext(self.name, modules, store, determinism_check=self.determinism_check)
+            self._context = BlockContext(
+                self.name, modules, store, determinism_check=self.determinism_check, early_stop=self.early_stop
+            )
         return self._context
 
     @property
@@ -335,9 +340,9 @@ class BlockForward(ForwardWrapper):
             return (
                 BlockForward,
                 (module, self.name, Keep()),
-                (self._wrapped, False, None, False, False, self.determinism_check),
+                (self._wrapped, False, None, False, False, self.determinism_check, self.early_stop),
             )
-        flags = self.only_compiles, self.is_excluded, self.determinism_check
+        flags = self.only_compiles, self.is_excluded, self.determinism_check, self.early_stop
         return (
             BlockForward,
             (module, self.name, self.rule, self.placement),
@@ -347,6 +352,7 @@ class BlockForward(ForwardWrapper):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         wrapped, self._is_on, self.compile_options, self.only_compiles, self.is_excluded, *later = state
         self.determinism_check = later[0] if later else "default"  # of a model that an older version has pickled
+        self.early_stop = later[1] if len(later) > 1 else True  # likewise
         self._cover(wrapped)
 
 

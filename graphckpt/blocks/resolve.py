@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import nn
 
-from graphckpt.blocks.config import BlockConfig
+from graphckpt.blocks.config import RECOMPUTATION, BlockConfig
 from graphckpt.blocks.forward import BlockForward
 from graphckpt.errors import ConfigError, warn_once, without_repeats
 from graphckpt.rules.base import Rule
@@ -52,6 +52,7 @@ class _Inherited:
     """Settings that a module inherits from the blocks around it."""
 
     determinism_check: str
+    early_stop: bool = True
     rule: Rule | None = None
     """The rule of the recomputed block that contains the module."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -81,9 +82,9 @@ class _Resolver:
             if offload is not None and (fault := offload.check()) is not None:
                 self.faults.append(f"{name or '(model)'}: {fault}")
             outer = replace(outer, fields={**outer.fields, **fields})
-        own_check = config.fields().get("determinism_check") if config is not None else None
-        if own_check is not None:
-            outer = replace(outer, determinism_check=own_check)
+        own = {k: v for k, v in config.fields().items() if k in RECOMPUTATION} if config is not None else {}
+        if own:
+            outer = replace(outer, **own)
         first = len(self.plan.wrappers)  # from here on, they are those of the module and of all below it
         inside = self._decide(name, module, config, outer)
         for key, child in module.named_children():
@@ -93,9 +94,9 @@ class _Resolver:
             if all(store is None or store.is_plain for store in stores):
                 self.plan.idle[name] = "min_elements has no effect here: saved tensors stay on their device in any case"
         is_recomputed = any(not isinstance(wrapper.rule, Keep) for wrapper in self.plan.wrappers[first:])
-        if own_check is not None and not is_recomputed and name not in self.plan.idle:
+        if own and not is_recomputed and name not in self.plan.idle:
             what = "it is not recomputed as a separate block"
-            self.plan.idle[name] = f"determinism_check has no effect here: {what}"
+            self.plan.idle[name] = f"{' and '.join(own)} has no effect here: {what}"
 
     def _decide(self, name: str, module: nn.Module, config: BlockConfig | None, outer: _Inherited) -> _Inherited:
         rule = config.rule if config is not None else None
@@ -122,7 +123,13 @@ class _Resolver:
         if options is not None and isinstance(rule, Selective):
             self.plan.idle[name] = "selective has no effect beyond full here: it cannot see the ops of compiled code"
         wrapper = BlockForward(
-            module, name, rule, placement, compile_options=options, determinism_check=outer.determinism_check
+            module,
+            name,
+            rule,
+            placement,
+            compile_options=options,
+            determinism_check=outer.determinism_check,
+            early_stop=outer.early_stop,
         )
         self.plan.wrappers.append(wrapper)
         return replace(outer, rule=rule)

@@ -57,6 +57,7 @@ class BlockContext:
         store: Where kept tensors go; ``None`` if the blocks around this one say that, or they stay on the device.
         learns: ``False`` for a function that is seen once: nothing can be learnt from a first call.
         determinism_check: What is compared in a recomputation; see :mod:`graphckpt.engine.values`.
+        early_stop: Whether a recomputation ends with the last tensor that backward needs.
         sampler: Chooses the calls whose values are compared; by default one of the block's own.
     """
 
@@ -64,6 +65,7 @@ class BlockContext:
         "_parts",
         "_roots",
         "determinism_check",
+        "early_stop",
         "ends_with_saved",
         "has_rrelu",
         "is_placed",
@@ -89,10 +91,12 @@ class BlockContext:
         *,
         learns: bool = True,
         determinism_check: str = "default",
+        early_stop: bool = True,
         sampler: CallSampler | None = None,
     ) -> None:
         self.name = name
         self.determinism_check = determinism_check
+        self.early_stop = early_stop
         self.sampler = sampler or CallSampler(name)
         self._roots = [weakref.ref(root) for root in roots]
         self.is_placed = store is not None
@@ -135,7 +139,7 @@ class BlockContext:
                 sampler=CallSampler(f"{self.name} {len(self._parts)}") if self.learns else self.sampler,
             )
         part.recorder, part.on_recomputed = self.recorder, self.on_recomputed
-        part.determinism_check = self.determinism_check
+        part.determinism_check, part.early_stop = self.determinism_check, self.early_stop
         part.notes = self.notes
         return part
 

@@ -1,17 +1,18 @@
 """The executions of a block's forward that are active in a thread: original ones and recomputations.
 
 An execution is a scope for the tensors that autograd saves. A recomputation fills the holders of its call in the order
-in which the original forward created them, and ends when the last one that is alive is filled.
+in which the original forward created them, and ends when the last one that is alive is filled: see Note [How a
+recomputation ends].
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from sys import maxsize
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
@@ -19,7 +20,9 @@ import torch
 from graphckpt._compat import (
     WithoutValues,
     current_backward,
+    has_always_called_hooks,
     is_watched,
+    parametrizations_are_cached,
     shape_of,
 )
 from graphckpt._compat_compiler import never_compiled
@@ -32,6 +35,24 @@ if TYPE_CHECKING:
 
 Frame: TypeAlias = Any
 """The frame of a call: a :class:`graphckpt.engine.frame.Frame`, whose module imports this one."""
+
+# Note [How a recomputation ends]
+#
+# Once the last holder that is alive is filled, `Recomputation.pack` raises StopRecomputation, through the op that saves
+# the tensor and through the code of the block. It is to that code what GeneratorExit is to a generator's: a
+# BaseException, for which `finally` and `with` act, and which `except Exception` does not catch.
+#
+# what is on the way                             what happens
+# a forward hook with `always_call=True`         nothing is raised, and forward runs to its end: `nn.Module` calls such
+#                                                hooks after an Exception alone, and with an output of None
+# an active cache of parametrizations            likewise: hooks before and after a module may switch it on and off
+# `except:`, `except BaseException:`,            the exception is caught: nothing is raised again, and forward runs to
+# `contextlib.suppress(BaseException)`           its end
+# TorchScript, which raises a RuntimeError       the RuntimeError ends the recomputation
+# in its place; `raise ... from`                 likewise
+#
+# So after the stop no Exception counts (`has_stopped`): all that backward needs is there. A ScheduleMismatch, which
+# takes the same way before that, is noted where it is made, and raised again if it does not arrive.
 
 # A ContextVar: forwards in several threads do not see each other's. The backward of an accelerator runs in threads of
 # the autograd engine, in which it is None until a recomputation sets it. So what a recomputation must know is in the
@@ -92,7 +113,7 @@ class Recomputation(Execution):
 
     __slots__ = (
         "_early_stop", "_first_fault", "_frame", "_holders", "_last", "_stops_from", "borrowed", "comparison", "cursor",
-        "excluded_cursor", "returns_output", "versions",
+        "excluded_cursor", "has_stopped", "mismatch", "returns_output", "versions",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, *, early_stop: bool, returns_output: bool) -> None:
@@ -102,6 +123,10 @@ class Recomputation(Execution):
         self.is_active = False
         self.backward = current_backward()
         self.returns_output = returns_output
+        self.has_stopped = False
+        """Whether the end was raised as an exception, with all holders filled."""
+        self.mismatch: ScheduleMismatch | None = None
+        """What should have ended it: a handler of the block's may have caught it, and gone on with other values."""
         self.cursor = 0
         self.excluded_cursor = 0
         self.versions: list[tuple[int | None, torch.Tensor, int]] = []
@@ -116,7 +141,7 @@ class Recomputation(Execution):
         self._last = last  # of the holders that are alive
         # Where nothing is left to skip, an exception, which takes 25 us on its way through PyTorch, is not worth it.
         stops = early_stop and not (frame.block.ends_with_saved and last == len(holders) - 1)
-        self._stops_from = last if stops else maxsize  # an int: to compare with one takes half the time
+        self._stops_from = last if stops else sys.maxsize  # an int: to compare with one takes half the time
         self.comparison: Comparison | None = None
         self._first_fault: mismatch.Fault | None = None
 
@@ -155,7 +180,15 @@ class Recomputation(Execution):
                 holder.version = tensor._version
         # Last: by then this holder is filled, with its version. The op that saves the tensor does not run any more.
         if position >= self._stops_from and not self._has_unwritten_noise(position):
-            raise StopRecomputation(self)
+            self._stop()
+
+    def _stop(self) -> None:
+        """Ends the recomputation, unless the code of the block could see it: Note [How a recomputation ends]."""
+        if parametrizations_are_cached() or has_always_called_hooks(sys._getframe()):
+            return
+        self._stops_from = sys.maxsize  # once: a handler that catches it has the rest run
+        self.has_stopped = True
+        raise StopRecomputation(self)
 
     def _has_unwritten_noise(self, position: int) -> bool:
         """Whether the op that saves this tensor may yet write the values of the one before, as ``rrelu`` does.
@@ -221,6 +254,14 @@ class StopRecomputation(BaseException):  # not an Exception: a forward that catc
 
 class ScheduleMismatch(BaseException):  # likewise
     """Ends a recomputation in which a skipped op turns out to be needed: none is skipped in the next one."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        run = running.get()
+        while run is not None and not isinstance(run, Recomputation):  # a call of a block within it
+            run = run.outer
+        if run is not None:
+            run.mismatch = self
 
 
 class CallMismatch(ScheduleMismatch):

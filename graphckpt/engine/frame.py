@@ -214,7 +214,7 @@ class Frame(Execution, Call):
         """The pack hook of the original forward while it runs: where another one is active, the program's is inside."""
         self.is_active = False
         self._function = function
-        self._early_stop = early_stop_active(early_stop)
+        self._early_stop = early_stop_active(early_stop and block.early_stop)
         self._determinism_check = determinism_check or block.determinism_check
         self._is_joined = joins
         if joins:
@@ -577,10 +577,13 @@ class Frame(Execution, Call):
                 if stop.run is not run:  # that of a recomputation around this one
                     raise
             except Exception as error:
-                if type(error) is not self._failure:  # the caller has caught that of the original forward
+                # After the stop, it is what became of it. Else the caller has caught that of the original forward.
+                if not run.has_stopped and run.mismatch is None and type(error) is not self._failure:
                     raise
             finally:
                 put_back(undo)  # 8 and, with the first two entries, 9
+        if run.mismatch is not None:
+            raise run.mismatch
         return run
 
     def _run_again(

@@ -261,6 +261,7 @@ class Step:
                 w.compile_options,
                 w.only_compiles,
                 w.determinism_check,
+                w.early_stop,
                 [ref(m) for m in w.module.modules()],
             )
             for w in plan.wrappers
