@@ -129,12 +129,19 @@ def _attention_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     return float(flops)
 
 
+# A stream waits, or a block of memory is marked as in use; the collective itself is counted. All but the first since
+# torch 2.15.
+_ORDERS_STREAMS = (
+    "_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors", "fsdp::record_grad_output_stream",
+)  # fmt: skip
+
+
 @cache
 def _runs_no_kernel(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or func.namespace == "prim" or func.overloadpacket in _MAKES_NOTHING:
         return True
-    if func.name() == "_c10d_functional::wait_tensor":  # a stream waits; the collective itself is counted
+    if func.name() in _ORDERS_STREAMS:
         return True
     return not schema.is_mutable and any(returned.alias_info is not None for returned in schema.returns)
 

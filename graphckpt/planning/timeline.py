@@ -37,7 +37,8 @@ _KINDS: dict[str, CollectiveKind] = {
     "batch_p2p_ops": "send",
     "barrier": "barrier", "monitored_barrier_": "barrier",
 }  # fmt: skip
-_FREE = ("wait_tensor", "check_for_nan")  # a wait moves nothing
+_WAITS = ("wait_tensor", "wait_tensors")  # the second from torch 2.15 on
+_FREE = (*_WAITS, "check_for_nan")  # a wait moves nothing
 _NAMES_OF_GROUPS = ("process_group", "group_name")
 _BUFFERS = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
 """The collectives of FSDP2, with the argument that one of its ops, or its reduce-scatter, has written before."""
@@ -202,15 +203,15 @@ class Timeline:
         elif name == "split_with_sizes_copy":
             self._wait(self._results.pop(_storage(args[0]), 0.0))
             self._copied_out = self._now
-        elif name == "chunk_cat":
+        elif name in ("chunk_cat", "chunk_cat_mixed_dtype"):  # the second from torch 2.15 on
             self._wait(self._scatter_end)
             self._fsdp_buffer = _storage(kwargs["out"])
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
         call = Collective.of(func, args, kwargs, result)
         if call is None:
-            if func.overloadpacket.__name__ == "wait_tensor":
-                self._wait(self._results.pop(_storage(args[0]), 0.0))
+            if func.overloadpacket.__name__ in _WAITS:
+                self._wait(max(self._results.pop(_storage(tensor), 0.0) for tensor in tensors_in(args)))
             return 0.0
         seconds = self._cluster.seconds(call.kind, call.num_bytes, call.ranks)
         is_of_fsdp = self._is_of_fsdp(func.overloadpacket.__name__, args)

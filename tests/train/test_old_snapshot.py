@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import zipfile
 import zlib
 from pathlib import Path
@@ -115,7 +116,8 @@ def test_a_resumed_old_run_continues_as_one_that_was_not_stopped(
     assert train("--resume", *WORDS, *AMP) == 0
     log = capsys.readouterr().out
     assert (DEFAULT in log) == (number == 1)
-    assert "changed since" not in log
+    # A release of torch other than that of the old run is named, and nothing else has changed.
+    assert not re.search(r"(?<!processes )changed since|processes changed since: (?!torch )", log)
     assert same_weights(place / "out", place / "plain", torch.equal if is_exact else near)
     if is_exact:
         then, now = (states_of(place / name / "model_final") for name in ("plain", "out"))
