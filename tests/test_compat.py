@@ -238,6 +238,34 @@ def test_frames_of_modules_show_their_hooks_that_are_always_called() -> None:
     assert found == [False, True, True, False]
 
 
+def test_hooks_on_gradients_are_numbered_and_put_back() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    x = weight * 2
+    x.register_hook(lambda grad: grad * 3)
+    tensors = [weight, x, weight.detach()]
+
+    def register() -> int:
+        first = _compat.num_hooks_registered()
+        weight.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
+        for tensor in tensors[:2]:
+            tensor.register_hook(lambda grad: grad * 100)
+            node = torch.autograd.graph.get_gradient_edge(tensor).node
+            node.register_prehook(lambda grads: (grads[0] * 100,))
+            node.register_hook(lambda *_: calls.append("node"))
+        return _compat.num_hooks_registered() - first
+
+    calls: list[str] = []
+    restorations = _compat.gradient_hooks(tensors)
+    assert len(restorations) == 2
+    x._backward_hooks.clear()
+    assert register() == 7
+    for function, args in restorations:
+        function(*args)
+    x.sum().backward()
+    assert weight.grad.tolist() == [6.0, 6.0]
+    assert calls == []
+
+
 def test_the_cache_of_parametrizations_is_seen() -> None:
     assert not _compat.parametrizations_are_cached()
     with nn.utils.parametrize.cached():

@@ -555,8 +555,9 @@ class ModuleState:
         if not _are_same(_read(layout, fields)[0], state.plain):
             for (at, names, _), values in zip(layout.plain, state.plain, strict=True):
                 for key, value in zip(names, values, strict=False):
-                    if value is not _SET_UP and fields[at].get(key, ABSENT) is not value:
-                        edit(fields[at])[key] = value
+                    if fields[at].get(key, ABSENT) is not value:
+                        # What is set up stays, but is noted too: the recomputation may set it again, as a new handle.
+                        edit(fields[at]).update({} if value is _SET_UP else {key: value})
         for at, key, value in state.exchanged:
             if fields[at].get(key, ABSENT) is not value:
                 set_or_remove(edit(fields[at]), key, value)
@@ -566,6 +567,11 @@ class ModuleState:
             for at, owner in enumerate(fields):
                 if "forward" in owner and at not in has_forward:
                     del edit(owner)["forward"]
+
+    def held_tensors(self, state: CallState) -> Iterator[Any]:
+        """Yields what was and is in the slots of the modules, and what objects in their attributes hold."""
+        yield from chain(state.tensors, self._tensors())
+        yield from (owner for objects in state.objects for owner, _ in objects)
 
     def replaced(self, state: CallState) -> Iterator[torch.Tensor]:
         """Yields tensors that ``state`` keeps, and that attributes, buffers and containers no longer do."""

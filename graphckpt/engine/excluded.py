@@ -122,6 +122,11 @@ class ExcludedCall:
     def has_buffers(self) -> bool:
         return bool(self.block.state.buffers())
 
+    @property
+    def num_hooks(self) -> int:
+        """How many hooks it has registered that :meth:`remove_hooks` has not removed yet."""
+        return len(self._handles)
+
     def after_forward(self, call_state: CallState) -> None:
         # The parent may have modified an output in place, or read an attribute of its modules that the child sets.
         changed = call_state.changed

@@ -8,8 +8,9 @@ made. Children that are excluded from it pass their outputs on: see :func:`run_e
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import chain
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,8 +24,10 @@ from graphckpt._compat import (
     current_backward,
     early_stop_active,
     foreign_modes,
+    gradient_hooks,
     is_watched,
     num_function_modes,
+    num_hooks_registered,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     set_grad_enabled,
@@ -74,8 +77,6 @@ from graphckpt.tree import tensors_in
 from graphckpt.undo import Undo, enter, put_back
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from graphckpt.engine.excluded import ExcludedCall
 
 _NOTHING = nullcontext()
@@ -174,9 +175,9 @@ class Frame(Execution, Call):
 
     __slots__ = (
         "__weakref__", "_ambient", "_arguments", "_call_state", "_context", "_determinism_check", "_early_stop",
-        "_failure", "_function", "_is_joined", "_last_saved", "_learning", "_modes", "_random", "_state",
-        "asks_for_recomputation", "block", "contexts", "devices", "excluded", "group", "holders", "outer_hooks",
-        "outputs", "own_pack", "values",
+        "_failure", "_function", "_is_joined", "_last_saved", "_learning", "_modes", "_random", "_registers_hooks",
+        "_state", "asks_for_recomputation", "block", "contexts", "devices", "excluded", "group", "holders",
+        "outer_hooks", "outputs", "own_pack", "values",
     )  # fmt: skip
 
     # What `run` sets, as it was when the call began. All of it lives as long as the graph that holds the call.
@@ -220,6 +221,7 @@ class Frame(Execution, Call):
         if joins:
             joined_blocks.may_exist = True
         self._failure: type[Exception] | None = None  # what the original forward has raised
+        self._registers_hooks = False  # on tensors, nodes of their graphs, or modules
         self._learning = False  # whether this is a first call, which shows what later ones keep
         self._last_saved: tuple[int, Any] = -1, None  # in a first call: sequence number, weak reference to the storage
 
@@ -294,6 +296,7 @@ class Frame(Execution, Call):
         self.is_active = True
         self.own_pack = hooks[0]
         push_saved_tensor_hooks(*hooks)
+        first_hook = num_hooks_registered()
         try:
             if self.contexts is None:
                 return self._function(*args, **kwargs)
@@ -301,6 +304,8 @@ class Frame(Execution, Call):
                 return self._function(*args, **kwargs)
         finally:
             pop_saved_tensor_hooks()
+            num_own = sum(call.num_hooks for call in self.excluded)
+            self._registers_hooks = num_hooks_registered() - first_hook > num_own
             self.own_pack = None  # a bound method, which holds the frame
             self.is_active = False
             running.set(outer)
@@ -553,6 +558,8 @@ class Frame(Execution, Call):
             random_now, ambient_now = self.rng_state(), take_ambient(self.devices)  # 1
             undo: Undo = [(set_grad_enabled, (torch.is_grad_enabled(),)), (set_rng_state, (random_now,))]
             leaves, run.versions = arguments.take(self, self._take_outputs_before() if self._is_joined else ())  # 2
+            # What it registers again, on the same tensors, would act on a gradient beside that of the original forward.
+            undo += gradient_hooks(self._inputs(leaves)) if self._registers_hooks else ()
             try:
                 # 3
                 run.borrowed = state.put_in_place(call_state, self._stand_in_of_object, undo)
@@ -606,6 +613,11 @@ class Frame(Execution, Call):
             pop_saved_tensor_hooks()
             run.is_active = False
             running.set(outer)
+
+    def _inputs(self, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
+        """Yields the tensors from outside of the block that the recomputation may come by."""
+        inputs = chain(leaves, self._arguments.held_tensors(), self._state.held_tensors(self._call_state))
+        return (each for each in inputs if isinstance(each, torch.Tensor))
 
     def _enter_modes(self, undo: Undo) -> None:
         """Enters the modes of the call that are not active now. Those that are active now alone stay active."""

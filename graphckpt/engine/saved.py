@@ -9,7 +9,7 @@ right before returns is not kept: the recomputation of that block returns it aga
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from itertools import chain
@@ -514,10 +514,14 @@ class Arguments:
         """Counts the tensors that objects among the arguments hold: those before the call, and those after it."""
         recorder = call.block.recorder
         assert recorder is not None
-        recorder.state_kept(call.block.name, (t for t, _ in self._objects if isinstance(t, torch.Tensor)), call)
+        recorder.state_kept(call.block.name, self.held_tensors(), call)
         objects = [x for x in self.leaves if attribute_of(x, "__dict__") and not isinstance(x, torch.Tensor)]
         items = chain.from_iterable(items_of(owner, content) for owner, content in copy_objects(objects))
         recorder.objects_kept(call.block.name, objects, (item for item in items if isinstance(item, torch.Tensor)))
+
+    def held_tensors(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors in containers and objects among the arguments."""
+        return (owner for owner, _ in self._objects if isinstance(owner, torch.Tensor))
 
     def drop(self, error: str) -> None:
         """Drops all tensors after an error, which :meth:`take` raises from now on.
