@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import random
 import sys
+import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextvars import Context, copy_context
+from math import nan
 from operator import is_
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphckpt._compat import attention_kernels_enabled, num_function_modes
+from graphckpt._compat import attention_kernels_enabled, call_with_autocast, is_watched, num_function_modes
+from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.tree import ATOMS
 from graphckpt.undo import Undo, enter
 
@@ -80,6 +84,94 @@ def set_rng_state(state: RNGState) -> None:
         torch.get_device_module(device).set_rng_state(device_state, *_index(device))
     if host_state is not None:
         host_state.restore()
+
+
+# Note [Threads that draw from one generator]
+#
+# PyTorch's default generators are those of the process. A thread that draws during a call of a block in another thread
+# advances them there, or here while a recomputation has set them back, and masks of dropout differ silently. So the
+# state at the end of a call is compared with that at the end of its recomputation, if there is another thread at all.
+# Where another thread runs a block meanwhile, equal states say nothing: its forward may draw as many numbers in both,
+# and its recomputation sets the generator back and forth. Only if the block itself draws, that is an error.
+
+_calls: dict[int, tuple[int, tuple[torch.device, ...]]] = {}
+"""By thread: how often a call or a recomputation has begun or ended in it, odd while one runs, and on which devices."""
+
+
+def enter_call(devices: tuple[torch.device, ...]) -> None:
+    thread = threading.get_ident()
+    number, _ = _calls.get(thread, (0, ()))
+    _calls[thread] = (number + 1) | 1, devices
+
+
+def leave_call() -> None:
+    thread = threading.get_ident()
+    number, devices = _calls[thread]
+    _calls[thread] = (number + 1) & -2, devices
+
+
+def num_calls_elsewhere(devices: tuple[torch.device, ...]) -> float:
+    """Returns a number that is another one if another thread has run a block meanwhile, on the same devices.
+
+    It is NaN, which equals no number, while such a thread does so.
+    """
+    thread = threading.get_ident()
+    if len(_calls) == 1 and thread in _calls:
+        return 0
+    numbers = [number for each, (number, others) in _calls.copy().items() if each != thread and others == devices]
+    return nan if any(number % 2 for number in numbers) else sum(numbers)
+
+
+class SharedState(NamedTuple):
+    """The state after a call of generators that other threads may draw from."""
+
+    state: RNGState
+    is_disturbed: bool
+    """Whether another thread has run a block during the call."""
+
+    def differs(self, devices: tuple[torch.device, ...], num_calls: float) -> bool:
+        """Whether a recomputation, at whose begin there were ``num_calls`` elsewhere, may have drawn other numbers."""
+        if self.is_disturbed or num_calls != num_calls_elsewhere(devices):
+            return True
+        cpu_state, device_states, _ = get_rng_state(devices)
+        # Of a block on a device, the CPU's does not count: other threads draw from it to prepare data.
+        if devices:
+            pairs = zip(self.state[1], device_states, strict=True)
+            return any(_bytes_of(then) != _bytes_of(now) for (_, then), (_, now) in pairs)
+        return _bytes_of(self.state[0]) != _bytes_of(cpu_state)
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:  # no op, which the modes of a block would take for one of its own
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def shared_state(devices: tuple[torch.device, ...], num_calls: float) -> SharedState | None:
+    """Returns the state after a call, at whose begin there were ``num_calls`` elsewhere.
+
+    It is ``None`` without another thread; of a device those count that have called a block, as it is slow to read.
+    """
+    num_threads = len(_calls) if devices else threading.active_count()
+    if num_threads < 2 or is_watched() or num_function_modes():
+        return None
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return None
+    return SharedState(get_rng_state(devices), num_calls != num_calls_elsewhere(devices))
+
+
+@final
+class DrawFinder(DispatchMode):
+    """Finds the first op that draws random numbers without a generator of the program's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.op = ""
+
+    @never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.op and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            self.op = str(func)
+        return call_with_autocast(func, args, kwargs)
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

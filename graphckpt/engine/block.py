@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from graphckpt.engine.attributes import Modes
 from graphckpt.engine.call_state import ModuleState
 from graphckpt.engine.sampling import CallSampler
 from graphckpt.errors import warn_once
@@ -65,6 +66,7 @@ class BlockContext:
         "_parts",
         "_roots",
         "determinism_check",
+        "drawless_modes",
         "early_stop",
         "ends_with_saved",
         "has_rrelu",
@@ -107,6 +109,8 @@ class BlockContext:
         self.learns = learns
         self.has_rrelu = any(isinstance(module, nn.RReLU) for module in self._modules())
         """Whether the block has an ``nn.RReLU``, whose op writes its noise after autograd has saved it."""
+        self.drawless_modes: set[Modes] = set()
+        """The modes in which a recomputation was seen to draw no random numbers, where another thread did."""
         self.ends_with_saved = False
         """Whether first calls have shown that the last tensor that autograd saves is the output of the last op."""
         self.mutated: frozenset[int] = frozenset()

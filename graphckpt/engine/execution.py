@@ -29,6 +29,7 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.values import Comparison, begin_comparison
 from graphckpt.errors import MutatedError, RecomputeError
+from graphckpt.thread_state import num_calls_elsewhere
 
 if TYPE_CHECKING:
     from graphckpt.ledger.recorder import Recorder
@@ -112,8 +113,9 @@ class Recomputation(Execution):
     """Fills the holders of a call while its block is recomputed."""
 
     __slots__ = (
-        "_early_stop", "_first_fault", "_frame", "_holders", "_last", "_stops_from", "borrowed", "comparison", "cursor",
-        "excluded_cursor", "has_stopped", "mismatch", "returns_output", "versions",
+        "_early_stop", "_first_fault", "_frame", "_holders", "_last", "_num_calls", "_stops_from", "borrowed",
+        "comparison", "cursor", "draws_differ", "excluded_cursor", "has_stopped", "mismatch", "returns_output",
+        "versions",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, *, early_stop: bool, returns_output: bool) -> None:
@@ -143,6 +145,9 @@ class Recomputation(Execution):
         stops = early_stop and not (frame.block.ends_with_saved and last == len(holders) - 1)
         self._stops_from = last if stops else sys.maxsize  # an int: to compare with one takes half the time
         self.comparison: Comparison | None = None
+        self.draws_differ = False
+        """Whether other numbers may have been drawn: see Note [Threads that draw from one generator]."""
+        self._num_calls = num_calls_elsewhere(frame.devices)
         self._first_fault: mismatch.Fault | None = None
 
     @property
@@ -184,7 +189,7 @@ class Recomputation(Execution):
 
     def _stop(self) -> None:
         """Ends the recomputation, unless the code of the block could see it: Note [How a recomputation ends]."""
-        if parametrizations_are_cached() or has_always_called_hooks(sys._getframe()):
+        if self._runs_on() or parametrizations_are_cached() or has_always_called_hooks(sys._getframe()):
             return
         self._stops_from = sys.maxsize  # once: a handler that catches it has the rest run
         self.has_stopped = True
@@ -203,6 +208,17 @@ class Recomputation(Execution):
         if noise is None or noise.value is None or last is None or noise.shape != last.shape:
             return False
         return may_be_filled_later(noise.value)
+
+    def compare_draws(self) -> None:
+        frame = self._frame
+        if self.has_stopped or frame.random_after is None or frame.asks_for_recomputation:  # which may draw otherwise
+            return
+        self.draws_differ = frame.random_after.differs(frame.devices, self._num_calls)
+
+    def _runs_on(self) -> bool:
+        """Whether the numbers that are drawn may become those of the call only behind the last saved tensor."""
+        self.compare_draws()
+        return self.draws_differ and (self._frame.contexts is None or not self._frame.contexts.skips_ops())
 
     def hooks(
         self, on_pack: Callable[[int], None] | None

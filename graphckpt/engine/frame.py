@@ -63,14 +63,20 @@ from graphckpt.engine.values import ValueCheck, begin_check, reports
 from graphckpt.errors import GraphckptError, MutatedError, RecomputeError
 from graphckpt.thread_state import (
     Ambient,
+    DrawFinder,
     KeptContext,
     RNGState,
+    SharedState,
     context_again,
     enter_ambient,
+    enter_call,
     get_rng_state,
     is_autocast,
     keep_context,
+    leave_call,
+    num_calls_elsewhere,
     set_rng_state,
+    shared_state,
     take_ambient,
 )
 from graphckpt.tree import tensors_in
@@ -159,6 +165,10 @@ class Contexts:
         del frame
         return False
 
+    def skips_ops(self) -> bool:
+        """Whether recomputations skip ops, among them all behind the last saved tensor."""
+        return False
+
 
 @final
 class Frame(Execution, Call):
@@ -177,7 +187,7 @@ class Frame(Execution, Call):
         "__weakref__", "_ambient", "_arguments", "_call_state", "_context", "_determinism_check", "_early_stop",
         "_failure", "_function", "_is_joined", "_last_saved", "_learning", "_modes", "_random", "_registers_hooks",
         "_state", "asks_for_recomputation", "block", "contexts", "devices", "excluded", "group", "holders",
-        "outer_hooks", "outputs", "own_pack", "values",
+        "outer_hooks", "outputs", "own_pack", "random_after", "values",
     )  # fmt: skip
 
     # What `run` sets, as it was when the call began. All of it lives as long as the graph that holds the call.
@@ -214,6 +224,8 @@ class Frame(Execution, Call):
         self.own_pack: Callable[[torch.Tensor], object] | None = None
         """The pack hook of the original forward while it runs: where another one is active, the program's is inside."""
         self.is_active = False
+        self.random_after: SharedState | None = None
+        """State of the generators after the call, if another thread may draw from them, and the block may draw."""
         self._function = function
         self._early_stop = early_stop_active(early_stop and block.early_stop)
         self._determinism_check = determinism_check or block.determinism_check
@@ -251,6 +263,7 @@ class Frame(Execution, Call):
             elif self._determinism_check != "none":
                 self.values = begin_check(block, self._determinism_check, is_learning=learning, is_nested=is_nested)
             may_draw_on_host = call_state.is_first or call_state.modes in state.host_rng_modes
+            num_calls = num_calls_elsewhere(self.devices)
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
             self._modes = foreign_modes() if is_watched() or num_function_modes() else _NO_MODES
@@ -263,6 +276,8 @@ class Frame(Execution, Call):
         # Out of `engine_ops`, which is entered anew after forward: the modes of blocks around must see the block's ops.
         try:
             output = self._original_forward(args, kwargs)
+            if not (is_nested or call_state.modes in block.drawless_modes):
+                self.random_after = shared_state(self.devices, num_calls)
         except Exception as error:  # if it is caught, backward may still come by an argument modified in place
             self._failure = type(error)
             try:
@@ -293,6 +308,8 @@ class Frame(Execution, Call):
         if recorder is not None:
             hooks = recorder.original_forward_began(self.block.name, *hooks)
         running.set(self)
+        if outer is None:
+            enter_call(self.devices)
         self.is_active = True
         self.own_pack = hooks[0]
         push_saved_tensor_hooks(*hooks)
@@ -309,6 +326,8 @@ class Frame(Execution, Call):
             self.own_pack = None  # a bound method, which holds the frame
             self.is_active = False
             running.set(outer)
+            if outer is None:
+                leave_call()
             # After an error too: a program that catches it may run backward through the child alone.
             for call in self.excluded:
                 call.remove_hooks()
@@ -513,7 +532,11 @@ class Frame(Execution, Call):
 
     def _check(self, run: Recomputation) -> None:
         """Refuses a recomputation that did otherwise than the original forward."""
-        # From cause to effect: a modified argument changes shapes and values behind it, another shape changes values.
+        # From cause to effect: other random numbers change values, a modified argument changes shapes and values behind
+        # it, another shape changes values.
+        draw = self._find_draw() if run.draws_differ else ""
+        if draw:
+            raise RecomputeError(mismatch.draws_differ(self.block.title, draw))
         for position, tensor, version in run.versions:
             if tensor._version != version:
                 title = self.block.title
@@ -535,6 +558,15 @@ class Frame(Execution, Call):
         """Adds to an error of the user's own code that backward was recomputing a block, and what may be the cause."""
         if not isinstance(error, (GraphckptError, torch.OutOfMemoryError)):
             error.add_note(mismatch.raised_in_recomputation(self.block.title))
+
+    def _find_draw(self) -> str:
+        """Names an op of the block that draws from a generator of the process; "" if none does."""
+        finder = DrawFinder()
+        with suppress(Exception, ScheduleMismatch), finder:
+            self._recompute_once(lambda _: None, early_stop=self._early_stop)
+            if not finder.op:  # noted, as otherwise each recomputation beside another thread would be made twice
+                self.block.drawless_modes.add(self._call_state.modes)
+        return finder.op
 
     def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
         # Full holders stay as they are, until `_recompute` empties all of a call that is refused.
@@ -578,6 +610,7 @@ class Frame(Execution, Call):
                 if self._modes != _NO_MODES:
                     self._enter_modes(undo)  # 6
                 output = context.run(self._run_again, run, on_pack, args, kwargs)  # 7
+                run.compare_draws()
                 if returns_output:
                     self.outputs = [tensor.detach() for tensor in tensors_in(output)]
             except StopRecomputation as stop:
@@ -599,6 +632,8 @@ class Frame(Execution, Call):
         # Not from `running`, which in this context has the value of the time of the call.
         outer = run.outer
         running.set(run)
+        if outer is None:
+            enter_call(self.devices)
         run.is_active = True
         push_saved_tensor_hooks(*run.hooks(on_pack))
         try:
@@ -613,6 +648,8 @@ class Frame(Execution, Call):
             pop_saved_tensor_hooks()
             run.is_active = False
             running.set(outer)
+            if outer is None:
+                leave_call()
 
     def _inputs(self, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
         """Yields the tensors from outside of the block that the recomputation may come by."""

@@ -120,7 +120,8 @@ def raised_in_recomputation(block: str) -> str:
 
 _CAUSES = (
     "something that its forward reads has changed since, such as a submodule, an attribute of an object, a context "
-    "variable, a mode, a global, a generator of random numbers, or a tensor through `.data`"
+    "variable, a mode, a global, a generator of random numbers (from which another thread may draw, too), or a tensor "
+    "through `.data`"
 )
 _FIX_VALUES = (
     "fix: pass it to the block as an argument, or leave it as it is until backward() is over; if the difference is "
@@ -152,6 +153,15 @@ def values_differ(block: str, fault: Fault, *, is_late: bool = False) -> str:
 def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind]) -> str:
     first, now = _describe(*was), _describe(*second[number]) if number < len(second) else "nothing"
     return f"{block}: tensor {number} that it returns: expected {first}, got {now} in the recomputation · {_FIX}"
+
+
+def draws_differ(block: str, op: str) -> str:
+    return (
+        f"{block}: expected the random numbers of the original forward (of {op}), may have got others in the "
+        "recomputation, as another thread draws from the same generator: gradients would be wrong · fix: let one "
+        "thread alone draw from PyTorch's default generators: run the other one in a process of its own, or pass a "
+        "torch.Generator to its random ops"
+    )
 
 
 def modified_in_place(block: str, what: str) -> str:

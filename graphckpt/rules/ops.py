@@ -475,6 +475,8 @@ class SelectiveContexts(Contexts):
             self._record(graph, frame)
         elif schedule is not None and (self._num_saved, self.position) != (schedule.num_saved, len(schedule.keys)):
             self.leave_schedule(frame)
+        if self.schedule is not None and any(call.is_random for call in self.schedule.skipped.values()):
+            frame.random_after = None  # which no recomputation reaches, as it does not draw all numbers
 
     def _release(self, keys: Iterable[Key], frame: Frame) -> None:
         for key in keys:
@@ -509,6 +511,10 @@ class SelectiveContexts(Contexts):
             else:
                 self.run_all(frame)
         self.schedule = None
+
+    def skips_ops(self) -> bool:
+        """Whether a schedule says which ops are skipped."""
+        return self.schedule is not None
 
     def run_all(self, frame: Frame) -> bool:
         """Makes later recomputations skip no op. Returns whether ops may have been skipped."""
