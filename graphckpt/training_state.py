@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, final
 
 import torch
@@ -13,8 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphckpt.engine.objects import ABSENT, CONTAINERS, Objects, differs, fill
+from graphckpt.reached import StepReach, model_of
 from graphckpt.thread_state import get_rng_state, rng_devices, set_rng_state
 from graphckpt.tree import ATOMS
+from graphckpt.undo import Undo
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
@@ -24,29 +27,19 @@ class _Tensor(NamedTuple):
     copied: torch.Tensor
 
 
-class _List(NamedTuple):
-    """A list in an optimizer's state, such as LBFGS's of earlier directions, with copies of its items."""
-
-    original: list[Any]
-    copied: list[Any]
-
-
-class _Dict(NamedTuple):
-    original: dict[Any, Any]
-    copied: dict[Any, Any]
-
-
-class _Optimizer(NamedTuple):
-    states: dict[Any, dict[str, Any]]
-    groups: list[tuple[dict[str, Any], dict[str, Any]]]
-    """Each group with copies of its settings."""
+class _Gradient(NamedTuple):
+    parameter: torch.Tensor
+    requires_grad: bool
+    original: torch.Tensor | None
+    copied: torch.Tensor | None
 
 
 @final
 class TrainingState:
     """Copies of the state of a step: tensors, attributes of modules, optimizers, RNG states of host and devices.
 
-    They are restored in place, since a capture holds the addresses.
+    They are restored in place, since a capture holds the addresses. What a step adds is removed: keys of dictionaries,
+    such as of a param group, and attributes.
 
     Args:
         tensors: Those to copy.
@@ -54,6 +47,8 @@ class TrainingState:
         tree: Modules whose attributes, and the containers in them, are copied one level deep.
         fields: Other attributes to copy so, such as those of a Graph.
         has_random: Whether to copy RNG states: of the host, and of the devices of tensors and parameters.
+        reached: What else the step can change. Its tensors are copied to the host.
+        has_gradients: Whether to copy the gradients of tensors, and whether they require one.
     """
 
     def __init__(
@@ -64,58 +59,97 @@ class TrainingState:
         tree: ModuleTree | None = None,
         fields: dict[str, Any] | None = None,
         has_random: bool = True,
+        reached: StepReach | None = None,
+        has_gradients: bool = False,
     ) -> None:
-        self.tensors = [_Tensor(tensor, tensor.detach().clone()) for tensor in tensors]
+        self.tensors: list[_Tensor] = []
         """Each tensor with its copy."""
-        self._optimizers: dict[Optimizer, _Optimizer] = {}
-        for optimizer in optimizers:
-            self.add(optimizer)
+        self._on_host: list[_Tensor] = []
+        self._gradients: list[_Gradient] | None = [] if has_gradients else None
+        self._variables: Undo = [] if reached is None else reached.variables
+        self._visited = {} if reached is None else reached.visited
+        """By id, what is copied already, or is not to be."""
+        self._num_states: dict[Optimizer, int] = {}
         self._tree = tree or ModuleTree(())
+        self._copy_tensors(tensors)
         owners: list[Any] = [*self._tree.dictionaries, *([] if fields is None else [fields])]
         values = self._tree.attributes() + ([] if fields is None else list(fields.values()))
         # by type: the __getattribute__ of an object would answer isinstance, as in a Transformers config
         owners += [value for value in values if issubclass(type(value), CONTAINERS)]
         self._contents: Objects = [(owner, copy.copy(owner)) for owner in owners]
+        if reached is not None:
+            self._copy_reached(reached)
+            optimizers = [*optimizers, *reached.optimizers]
+        for optimizer in optimizers:
+            self.add(optimizer)
         on_devices = torch.accelerator.current_accelerator() is not None
         drawing = [*self._tree.parameters(), *(tensor for tensor, _ in self.tensors)] if on_devices else []
         self.random = get_rng_state(rng_devices(drawing), host=True) if has_random else None
 
-    def add_parameters(self, optimizer: Optimizer) -> None:
-        """Copies the optimizer's parameters that are not among the tensors yet."""
-        present = {id(tensor) for tensor, _ in self.tensors}
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in present]
-        self.tensors += [_Tensor(parameter, parameter.detach().clone()) for parameter in parameters]
+    def _copy_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._visited[id(tensor)] = tensor
+            self.tensors.append(_Tensor(tensor, tensor.detach().clone()))
+            self._copy_gradient(tensor)
+
+    def _copy_gradient(self, tensor: torch.Tensor) -> None:
+        is_trained = isinstance(tensor, nn.Parameter) or tensor.requires_grad
+        if self._gradients is not None and is_trained and tensor.is_leaf:
+            grad = tensor.grad
+            copied = None if grad is None else grad.detach().clone()
+            self._gradients.append(_Gradient(tensor, tensor.requires_grad, grad, copied))
+
+    def _copy_reached(self, reached: StepReach) -> None:
+        for module in map(model_of, reached.modules):
+            if not isinstance(module, torch.jit.ScriptModule):
+                dictionaries = ModuleTree([module]).dictionaries
+                self._contents += [(fields, fields.copy()) for fields in dictionaries]
+        self._contents += reached.objects
+        for tensor in chain.from_iterable(reached.tensors.values()):
+            is_plain = not hasattr(tensor, "__tensor_flatten__")
+            self._on_host.append(_Tensor(tensor, tensor.detach().to("cpu" if is_plain else tensor.device, copy=True)))
+            self._copy_gradient(tensor)
 
     def add(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._optimizers:
-            states = {parameter: _copy(state) for parameter, state in optimizer.state.items()}
-            groups = [(g, _copy({k: v for k, v in g.items() if k != "params"})) for g in optimizer.param_groups]
-            self._optimizers[optimizer] = _Optimizer(states, groups)
+        """Copies the optimizer, and those of its parameters that are not among the tensors yet."""
+        if optimizer in self._num_states:
+            return
+        self._num_states[optimizer] = len(optimizer.state)
+        reached = StepReach(self._visited, is_limited=False)
+        reached.follow_optimizer(optimizer)
+        self._contents += reached.objects
+        self._variables += reached.variables
+        self._copy_tensors(chain.from_iterable(reached.tensors.values()))
 
     def optimizer_copies(self) -> Iterable[tuple[torch.Tensor, str, torch.Tensor]]:
-        for states, _ in self._optimizers.values():
-            for parameter, state in states.items():
+        """Yields the copies of tensors in optimizer states, as long as no step has changed these."""
+        copies = {id(tensor): copied for tensor, copied in self.tensors}
+        for optimizer in self._num_states:
+            for parameter, state in optimizer.state.items():
                 for key, value in _tensors_in(state):
-                    yield parameter, key, value.copied
+                    yield parameter, key, copies[id(value)]
 
     def restore(self) -> bool:
-        has_removed = False
+        """Restores everything; returns whether that has removed states of optimizers."""
+        has_removed = any(len(optimizer.state) > count for optimizer, count in self._num_states.items())
+        for function, args in self._variables:
+            function(*args)
         for owner, content in self._contents:
             if differs(owner, content):
                 fill(owner, content)
         for tensor, value in self.tensors:
             overwrite(tensor, value)
-        for optimizer, (states, groups) in self._optimizers.items():
-            for parameter in [p for p in optimizer.state if p not in states]:
-                del optimizer.state[parameter]
-                has_removed = True
-            for parameter, state in states.items():
-                optimizer.state[parameter].clear()
-                optimizer.state[parameter].update(_restored(state))
-            if len(optimizer.param_groups) != len(groups):
-                optimizer.param_groups[:] = [group for group, _ in groups]
-            for group, (_, settings) in zip(optimizer.param_groups, groups, strict=True):
-                group.update(_restored(settings))
+        for tensor, value in self._on_host:
+            # Compared, as a result of autograd, or an input of a graph that is still to run backward, must not change.
+            if tensor.layout is not torch.strided or tensor.is_quantized or not _is_equal(tensor, value):
+                with torch.inference_mode(tensor.is_inference()):
+                    overwrite(tensor, value)
+        for parameter, requires_grad, grad, copied in self._gradients or ():
+            parameter.requires_grad_(requires_grad)
+            # The same tensors, with their old values: the memory may be that of DDP's buckets.
+            parameter.grad = grad
+            if grad is not None and copied is not None:
+                overwrite(grad, copied)
         if self.random is not None:
             set_rng_state(self.random)
         return has_removed
@@ -178,45 +212,16 @@ def _own_keys(fields: dict[str, Any]) -> tuple[int, list[str]]:
     return len(fields), [key for key in fields if key not in _OF_TORCH]
 
 
-def _copy(values: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: _copy_of(value) for key, value in values.items()}
+def _is_equal(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    return not hasattr(tensor, "__tensor_flatten__") and torch.equal(tensor.detach().to(value.device), value)
 
 
-def _copy_of(value: Any) -> Any:
+def _tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        return _Tensor(value, value.detach().clone())
-    if type(value) is list:
-        return _List(value, [_copy_of(item) for item in value])
-    return _Dict(value, _copy(value)) if type(value) is dict else value
-
-
-def _tensors_in(values: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, _Tensor]]:
-    for key, value in values.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, _Tensor):
-            yield name, value
-        elif isinstance(value, (_List, _Dict)):
-            inner = value.copied if isinstance(value, _Dict) else dict(enumerate(value.copied))
-            yield from _tensors_in(inner, name)
-
-
-def _restored(values: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: _restored_of(value) for key, value in values.items()}
-
-
-def _restored_of(value: Any) -> Any:
-    if isinstance(value, _Tensor):
-        overwrite(value.original, value.copied)
-        return value.original
-    if isinstance(value, _List):
-        value.original[:] = [_restored_of(item) for item in value.copied]
-        return value.original
-    if isinstance(value, _Dict):
-        restored = _restored(value.copied)
-        value.original.clear()
-        value.original.update(restored)
-        return value.original
-    return value
+        yield prefix, value
+    elif isinstance(value, (list, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
 
 
 @contextmanager

@@ -151,8 +151,11 @@ def _set_bit_state(generator: Any, state: Any) -> None:
     getattr(generator, "bit_generator", generator).state = state
 
 
-def _owners_of(value: Any, layout: _Layout) -> Iterator[Any]:
+def owners_of(value: Any) -> Iterator[Any]:
     """Yields what holds the contents of an object: the object itself, or its ``__dict__`` and slots, or all of them."""
+    layout = _layout_of(value)
+    if layout.is_closed:
+        return
     if layout.container is not None:
         yield value
         return
@@ -298,8 +301,7 @@ def copy_objects(values: Iterable[Any], *, deeply: bool = True, limit: int = _MA
         elif isinstance(value, tuple) and id(value) not in ids:
             ids.add(id(value))
             items = [*value]
-        layout = _layout_of(value)
-        for owner in () if layout.is_closed else _owners_of(value, layout):
+        for owner in owners_of(value):
             number = -id(value) if isinstance(owner, Slots) else id(owner)  # the object has no other owner with it
             if number not in ids:
                 ids.add(number)

@@ -22,7 +22,7 @@ from graphckpt.errors import ConfigError, GraphError, PlanError
 from graphckpt.graph.captured_step import WARM_UP
 from graphckpt.graph.out_of_memory import StepBackup, describe_policies
 from graphckpt.graph.step import Step, StepCall
-from graphckpt.graph.verify import unchanged
+from graphckpt.graph.verify import reached_by_graph, unchanged
 from graphckpt.planning.candidates import can_join, parse_compile, without_share
 from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.live_plan import LivePlan, UpdatePolicies, covers
@@ -36,6 +36,7 @@ from graphckpt.planning.rows import PlanRow
 from graphckpt.planning.steps import FakeStep, RealStep
 from graphckpt.planning.update_planner import Candidates
 from graphckpt.progress import Progress
+from graphckpt.reached import Restore, check_restore
 from graphckpt.tree import flatten_call, inner_tensors
 from graphckpt.units import format_bytes, format_sizes
 
@@ -74,10 +75,12 @@ class AutoPlan:
         memory_budget: Budget,
         options: PlanOptions | Mapping[str, Any],
         device: Device = None,
+        restore: Restore = None,
     ) -> Plan:
         """Returns a plan for inputs like these, which is not applied yet; with ``device`` it is simulated."""
+        check_restore(restore, f"{self._step.name}.plan", is_absent=device is not None)
         if device is None:
-            plan = self._plan(call, memory_budget, options)
+            plan = self._plan(call, memory_budget, options, restore)
         else:
             plan = self._simulate(call, memory_budget, options, load_profile(device))
         self._is_unapplied = True
@@ -98,7 +101,13 @@ class AutoPlan:
             backup.restore()
             step.sort_parameters()
 
-    def _plan(self, call: StepCall, memory_budget: Budget, options: PlanOptions | Mapping[str, Any]) -> Plan:
+    def _plan(
+        self,
+        call: StepCall,
+        memory_budget: Budget,
+        options: PlanOptions | Mapping[str, Any],
+        restore: Restore = None,
+    ) -> Plan:
         step = self._step
         values = vars(options) if isinstance(options, PlanOptions) else options
         with planning_group(values.get("group"), values.get("step_group")) as group:
@@ -108,7 +117,8 @@ class AutoPlan:
             if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
                 step.captured.release()
                 torch.cuda.empty_cache()
-            with step.with_policies([]), real.excluding_copies(unchanged(step)):
+            reached = reached_by_graph(step, call.build, restore, "plan")
+            with step.with_policies([]), real.excluding_copies(unchanged(step, reached)):
                 return plan_step(real, model, blocks, memory_budget, wanted, group)
 
     def _prepare(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
@@ -265,21 +265,43 @@ class Graph:
         Raises:
             GraphError: Something differs; the message names the step, the block and the tensor.
         """
-        return verify_graph(self._step, lambda: self._step.call(self.__dict__, self.build, args, kwargs), steps)
+        return verify_graph(
+            self._step, self.build, lambda: self._step.call(self.__dict__, self.build, args, kwargs), steps
+        )
 
     @overload  # of two: an editor completes the options, which inputs by keyword would hide
     def plan(
-        self, *args: Any, memory_budget: Budget, device: Device = None, **options: Unpack[PlanOptionsDict]
+        self,
+        *args: Any,
+        memory_budget: Budget,
+        device: Device = None,
+        restore: Iterable[Any] | None = None,
+        **options: Unpack[PlanOptionsDict],
     ) -> Plan: ...
 
     @overload
-    def plan(self, *args: Any, memory_budget: Budget, device: Device = None, **kwargs: Any) -> Plan: ...
+    def plan(
+        self,
+        *args: Any,
+        memory_budget: Budget,
+        device: Device = None,
+        restore: Iterable[Any] | None = None,
+        **kwargs: Any,
+    ) -> Plan: ...
 
     @lists_options(PlanOptionsDict)
-    def plan(self, *args: Any, memory_budget: Budget, device: Device = None, **kwargs: Any) -> Plan:
+    def plan(
+        self,
+        *args: Any,
+        memory_budget: Budget,
+        device: Device = None,
+        restore: Iterable[Any] | None = None,
+        **kwargs: Any,
+    ) -> Plan:
         """Chooses the policies of the layers for inputs like these; ``plan.apply()`` sets them on the blocks.
 
-        The step runs a few times; parameters, optimizers, schedules and RNG state are restored at the end. Applying
+        The step runs a few times; parameters, optimizers, schedules, RNG state and what ``build`` reaches are restored
+        at the end. Applying
         the plan replaces the flags of the layers and of the modules inside them. With ``config.memory_budget`` a Graph
         plans by itself, from its first updates and without running any of them twice; an applied plan ends that.
 
@@ -288,6 +310,7 @@ class Graph:
             memory_budget: bytes, ``"12GiB"``, ``"50%"`` of the device's memory, ``0.6`` of the plain step's peak,
                 ``"max"`` or ``"min"``. See :func:`graphckpt.plan`.
             device: a device profile such as ``"h200"``, for which the step is simulated; ``None`` runs it.
+            restore: objects that ``build`` changes and that are not found, as of :func:`graphckpt.plan`.
             kwargs: inputs of a call, and fields of :class:`~graphckpt.planning.PlanOptions`, such as
                 ``select="model.layers.*"``. With ``compile=None`` blocks are compiled as their flags say.
 
@@ -299,7 +322,7 @@ class Graph:
         names = (*PlanOptions.names(), *OLD_NAMES)
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         call = StepCall(self.__dict__, self.build, args, kwargs)
-        return self._planner().plan(call, memory_budget, options, device)
+        return self._planner().plan(call, memory_budget, options, device, restore)
 
     def _planner(self) -> AutoPlan:
         planner = self._auto_plan

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, GraphError, shown
 from graphckpt.graph.capture import modules_of
+from graphckpt.reached import Restore, StepReach, reached_by
 from graphckpt.training_state import ModuleTree, TrainingState
 from graphckpt.tree import flatten_value, inner_tensors
 from graphckpt.units import format_bytes
@@ -49,8 +50,10 @@ class Verification:
 
 
 @without_value_checks()
-def verify_graph(graph_step: Step, call: Callable[[], Any], steps: int) -> Verification:
+def verify_graph(graph_step: Step, build: Callable[..., Any], call: Callable[[], Any], steps: int) -> Verification:
     """Runs each step twice from one state, as the Graph does it and plainly, and compares outputs and state.
+
+    ``call`` runs a step of it on one and the same input, by its ``build``.
 
     With captures, the Graph runs until one is replayed before anything is compared.
 
@@ -65,7 +68,10 @@ def verify_graph(graph_step: Step, call: Callable[[], Any], steps: int) -> Verif
         outputs = outputs_of(call())  # the outputs themselves are freed before the state is copied
         return {**outputs, **_GraphState(graph_step).values()}
 
-    start = _GraphState(graph_step)
+    def snapshot() -> _GraphState:
+        return _GraphState(graph_step, reached_by_graph(graph_step, build, None, "verify"))
+
+    start = snapshot()
     try:
         num_replays = 0
         if captures is not None:
@@ -76,7 +82,7 @@ def verify_graph(graph_step: Step, call: Callable[[], Any], steps: int) -> Verif
             f"{graph_step.name}.verify",
             run,
             graph_step.without_policies,
-            lambda: _GraphState(graph_step),
+            snapshot,
             steps,
             UNSTABLE_FIX,
             is_captured=lambda: captures is not None and num_replays + captures.num_replays == steps,
@@ -87,10 +93,18 @@ def verify_graph(graph_step: Step, call: Callable[[], Any], steps: int) -> Verif
     return result
 
 
+def reached_by_graph(graph_step: Step, build: Callable[..., Any], restore: Restore, name: str) -> StepReach:
+    update = graph_step.update
+    model = nn.ModuleList(graph_step.roots.values())
+    # Captures hold the scale: by its state it gets its old value where it is, though it did not exist before.
+    others = [each for each in (*update.schedulers, update.scaler) if each is not None]
+    return reached_by(build, model, restore, f"{graph_step.name}.{name}", apart_from=others)
+
+
 @contextmanager
-def unchanged(graph_step: Step) -> Iterator[None]:
+def unchanged(graph_step: Step, reached: StepReach) -> Iterator[None]:
     """Puts back, in the end, all that steps in the ``with`` block have changed."""
-    start = _GraphState(graph_step)
+    start = _GraphState(graph_step, reached)
     try:
         yield
     finally:
@@ -139,12 +153,12 @@ def compare(
 class _GraphState:
     """Copies of the state that a step of a Graph changes. They are restored in place: a capture holds the addresses."""
 
-    def __init__(self, graph_step: Step) -> None:
+    def __init__(self, graph_step: Step, reached: StepReach | None = None) -> None:
         graph_step.count_steps()
         self._step = graph_step
         self._update = update = graph_step.update
         self._num_steps = update.num_steps
-        self._state = ModelState(graph_step.roots, update.optimizers)
+        self._state = ModelState(graph_step.roots, update.optimizers, reached)
         self._schedules = [copy.deepcopy(s.state_dict()) if s is not None else None for s in update.schedulers]
         self._scaler = copy.deepcopy(update.scaler.state_dict()) if update.scaler is not None else None
 
@@ -167,13 +181,17 @@ class _GraphState:
 class ModelState:
     """Copies of modules, of the states of optimizers, and of RNG states, with their names in messages."""
 
-    def __init__(self, roots: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    def __init__(
+        self, roots: Mapping[str, nn.Module], optimizers: Iterable[Optimizer], reached: StepReach | None = None
+    ) -> None:
         modules = [(path.removeprefix("."), module) for path, module in modules_of(roots.items())]
         parameters = _tensors_of(modules, "_parameters")
         buffers = _tensors_of(modules, "_buffers")
         tree = ModuleTree(roots.values())
         attributes = [value for value in tree.attributes() if isinstance(value, torch.Tensor)]
-        self.state = TrainingState([*parameters.values(), *buffers.values(), *attributes], optimizers, tree=tree)
+        tensors = [*parameters.values(), *buffers.values(), *attributes]
+        how: dict[str, Any] = {"tree": tree, "reached": reached, "has_gradients": reached is not None}
+        self.state = TrainingState(tensors, optimizers, **how)
         copies = [copied for _, copied in self.state.tensors]
         # In the order in which they were passed: parameters, buffers, attributes.
         self._parameters = dict(zip(parameters, copies, strict=False))

@@ -9,7 +9,6 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -19,7 +18,8 @@ from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, shown
 from graphckpt.graph.verify import UNSTABLE_FIX, ModelState, Values, Verification, compare, outputs_of
-from graphckpt.training_state import on_optimizer_step, overwrite
+from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
+from graphckpt.training_state import on_optimizer_step
 
 _SAME_BATCH = "let step_fn compute on the same batch in every call, and pass in `stateful` what else it changes"
 _FIX_OF_LOOP = f"{UNSTABLE_FIX}; or {_SAME_BATCH}"
@@ -40,17 +40,18 @@ def verify(
     *,
     steps: int = 3,
     stateful: Iterable[Stateful] = (),
+    restore: Iterable[Any] | None = None,
     show: bool = True,
 ) -> Verification:
     """Compares training steps under policies with plain ones, in every bit.
 
     Each step runs twice from one state, with policies and without: what ``step_fn`` returns, gradients, parameters,
-    buffers, numbers among the attributes of modules, optimizer states and RNG states must then be equal. At the end the
-    model, its gradients, the optimizers that have stepped with their parameters, and the RNG states are put back to
-    what they were. Of attributes of modules, lists and dictionaries are put back, but not what is in their items.
+    buffers, numbers among the attributes of modules, optimizer states and RNG states must then be equal. Before the
+    second run, and at the end, everything is put back as by :func:`graphckpt.plan`: the model, its gradients and
+    attributes, optimizers, RNG states, and what ``step_fn`` reaches by its variables.
 
-    Copies of them take memory: about four times the bytes of parameters, gradients and optimizer states. A small batch
-    shows the same as a large one.
+    Copies of them take memory: about four times the bytes of parameters, gradients and optimizer states, and three
+    times those of other tensors, on the host. A small batch shows the same as a large one.
 
     Args:
         model: The model that ``step_fn`` trains.
@@ -60,8 +61,9 @@ def verify(
             has.
         steps: The number of steps, each from where the last one ended. The first one differs from the others: it
             creates optimizer states, and blocks learn in it what moves.
-        stateful: What else ``step_fn`` changes, with ``state_dict`` and ``load_state_dict``: schedulers, a gradient
-            scaler.
+        stateful: What else ``step_fn`` changes, by its ``state_dict`` and ``load_state_dict``: objects whose state is
+            not in their attributes.
+        restore: Objects that ``step_fn`` changes and that are not found, as of :func:`graphckpt.plan`.
         show: Whether to print the result.
 
     Raises:
@@ -89,6 +91,7 @@ def verify(
     if type(steps) is not int or steps < 1:
         raise ConfigError(f"verify.steps: expected an integer of at least 1, got {shown(steps)} · fix: steps=3")
     objects = _stateful_objects(stateful)
+    check_restore(restore, "verify")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor) or tensor.is_meta:
             fix = "run one forward before" if is_lazy(tensor) else "model.to_empty(device=...), and set the weights"
@@ -116,7 +119,7 @@ def verify(
                 for wrapper in wrappers:
                     wrapper.install()
 
-        loop = _Loop(model, step_fn, objects)
+        loop = _Loop(model, step_fn, objects, restore)
         num_calls = _num_calls(wrappers)
         start = loop.snapshot()
         try:
@@ -153,9 +156,12 @@ def _stateful_objects(stateful: Any) -> list[Stateful]:
 class _Loop:
     """A step of a user's loop: its results, and copies of its state."""
 
-    def __init__(self, model: nn.Module, step_fn: Callable[[], Any], stateful: Iterable[Stateful]) -> None:
+    def __init__(
+        self, model: nn.Module, step_fn: Callable[[], Any], stateful: Iterable[Stateful], restore: Restore
+    ) -> None:
         self._model = model
         self._step_fn = step_fn
+        self._restore = restore
         self._stateful = list(stateful)
         self._optimizers: list[Optimizer] = []
         self._snapshots: list[_LoopState] = []
@@ -197,11 +203,12 @@ class _Loop:
         outputs = outputs_of(self._step_fn())
         gradients = {**self._present_gradients(), **self._gradients}
         self.has_backward |= bool(gradients)
-        state = _LoopState(self._model, self._optimizers, self._stateful)
+        state = _LoopState(self._model, self._optimizers)
         return {**outputs, "gradient": gradients, **state.values()}
 
     def snapshot(self) -> _LoopState:
-        state = _LoopState(self._model, self._optimizers, self._stateful)
+        reached = reached_by(self._step_fn, self._model, self._restore, "verify")
+        state = _LoopState(self._model, self._optimizers, self._stateful, reached)
         self._snapshots = [*self._snapshots[:1], state]  # of the start, and of the present step
         return state
 
@@ -210,31 +217,26 @@ class _Loop:
 class _LoopState:
     """Copies of the state that a step of a user's loop changes."""
 
-    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], stateful: Iterable[Stateful]) -> None:
-        # DDP's records of its steps belong to its reducer, which cannot be restored.
-        inner: nn.Module | None = model.module if isinstance(model, DistributedDataParallel) else None
-        self._state = ModelState({"": model} if inner is None else {"module": inner}, ())
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        stateful: Iterable[Stateful] = (),
+        reached: StepReach | None = None,
+    ) -> None:
+        inner = model_of(model)
+        self._state = ModelState({"": model} if inner is model else {"module": inner}, (), reached)
         for optimizer in optimizers:
             self.add(optimizer)
-        self._parameters = [
-            (p, p.requires_grad, p.grad, None if p.grad is None else p.grad.detach().clone())
-            for p in model.parameters()
-        ]
         self._stateful = [(each, copy.deepcopy(each.state_dict())) for each in stateful]
 
     def add(self, optimizer: Optimizer) -> None:
-        self._state.state.add_parameters(optimizer)  # of modules outside of the model, such as a head
-        self._state.state.add(optimizer)
+        self._state.state.add(optimizer)  # with the parameters of modules outside of the model, such as a head
 
     def values(self) -> Values:
         return self._state.values()
 
     def put_back(self) -> None:
-        for parameter, requires_grad, grad, copied in self._parameters:
-            parameter.requires_grad_(requires_grad)
-            parameter.grad = grad
-            if grad is not None and copied is not None:
-                overwrite(grad, copied)
         self._state.state.restore()
         for each, state in self._stateful:
             each.load_state_dict(copy.deepcopy(state))

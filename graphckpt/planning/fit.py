@@ -545,6 +545,7 @@ def fit(
     cluster: Cluster = None,
     global_batch: int | None = None,
     progress: Callable[[str], None] | bool | None = None,
+    restore: Iterable[Any] | None = None,
     **options: Unpack[FitOptionsDict],
 ) -> Fit:
     """Finds the largest batch that fits into a memory budget, the fastest one, and the plan of each batch size.
@@ -571,6 +572,7 @@ def fit(
             fit, for :meth:`~graphckpt.planning.fit_result.Fit.at_global_batch`.
         progress: called with a line about each measurement before it begins. ``True`` prints the lines to stderr if
             fitting takes longer than two seconds; ``None`` does so in a terminal and in a notebook.
+        restore: objects that a step changes and that are not found, as of :func:`graphckpt.plan`.
         options: fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
 
     Raises:
@@ -605,7 +607,7 @@ def fit(
         machine = None if device is None else FakeDevice(load_profile(device), cluster=simulated)
 
         def make_sized(size: int, _: int) -> SizedStep:
-            step, model = made_step(partial(make_step, size), machine, "make_step")
+            step, model = made_step(partial(make_step, size), machine, "fit.make_step", restore)
             return SizedStep(step, model, find_blocks(model, plan_options.select))
 
         fitted = fit_steps(

@@ -51,12 +51,15 @@ def plan(
     world_size: int | None = None,
     rank: int | None = None,
     cluster: Cluster = None,
+    restore: Iterable[Any] | None = None,
     **options: Unpack[PlanOptionsDict],
 ) -> Plan:
     """Chooses the policy of each block so that a step is as fast as possible within a memory budget.
 
-    The step runs a few times under different policies. Parameters, buffers, gradients, optimizers and random state
-    are restored at the end; whatever else ``step_fn`` changes, such as a scheduler, stays changed.
+    The step runs a few times under different policies. What it changes is put back at the end: parameters, buffers,
+    gradients, attributes of modules, optimizers, random state, and what ``step_fn`` reaches by its variables, such as a
+    scheduler, a gradient scaler, averages of weights, or a counter. Iterators, such as that of a data loader, stay
+    where they are.
 
     Args:
         model: The model on the device on which it will train, without policies; or a function without arguments that
@@ -76,6 +79,8 @@ def plan(
         cluster: With ``world_size``, the name of a cluster profile such as ``"dgx-h200"``, a profile file or a profile:
             the ranks of a node and the links between them, from which the time of collectives follows. By default it is
             the one of the device.
+        restore: Objects that ``step_fn`` changes and that are not found, or are too large to be copied unasked, such as
+            ``[ema, generator]``. With a list nothing that is larger is warned of.
         options: Fields of :class:`~graphckpt.planning.PlanOptions`, such as ``offload="cpu"``.
 
     Returns:
@@ -103,7 +108,7 @@ def plan(
         budget = budgets.check_budget(memory_budget)
         wanted = PlanOptions.of(options, "plan")
         machine = None if device is None else FakeDevice(load_profile(device), cluster=simulated)
-        step, module = made_step(_make_model(model, step_fn, device), machine, "plan.model")
+        step, module = made_step(_make_model(model, step_fn, device), machine, "plan.model", restore)
         blocks = find_blocks(module, wanted.select)
         with step.restoring():
             notes = () if simulated is None else simulated.notes

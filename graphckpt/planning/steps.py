@@ -40,9 +40,10 @@ from graphckpt.planning.timeline import StepSeconds
 from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace
 from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
 from graphckpt.planning.write_profile import copy_rates
+from graphckpt.reached import Restore, check_restore, model_of, reached_by
 from graphckpt.stores.base import Offload
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
-from graphckpt.training_state import TrainingState, on_optimizer_step
+from graphckpt.training_state import ModuleTree, TrainingState, on_optimizer_step
 
 _CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
@@ -78,9 +79,13 @@ class RealStep:
     assumptions: tuple[str, ...] = ()
     no_copies = "offload='cpu' has no effect: the tensors are in host memory already"
 
-    def __init__(self, model: nn.Module, step_fn: Callable[[], object]) -> None:
+    def __init__(
+        self, model: nn.Module, step_fn: Callable[[], object], restore: Restore = None, where: str = "plan"
+    ) -> None:
         self._model = model
         self._step_fn = step_fn
+        self._restore = restore
+        self._where = where
         self.device = next((t.device for t in self._model_tensors()), torch.device("cpu"))
         self.device_name = str(self.device)
         self._optimizers: dict[Optimizer, None] = {}
@@ -235,8 +240,12 @@ class RealStep:
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
-        state = TrainingState(self._model_tensors())
-        gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
+        state = TrainingState(
+            self._model_tensors(),
+            tree=ModuleTree([model_of(self._model)]),
+            reached=reached_by(self._step_fn, self._model, self._restore, self._where),
+            has_gradients=True,
+        )
 
         def add(optimizer: Optimizer) -> None:
             with self._copying():
@@ -246,12 +255,6 @@ class RealStep:
             with on_optimizer_step(add):
                 yield
         finally:
-            with torch.no_grad():
-                # The same tensors, with their old values: the memory may be that of DDP's buckets.
-                for parameter, grad, old in gradients:
-                    parameter.grad = grad
-                    if grad is not None and old is not None:
-                        grad.copy_(old)
             state.restore()
 
     def new_trace(self) -> Trace:
@@ -299,11 +302,18 @@ MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Callable[[], object]]]
 """Returns a model and a function that runs one training step of it."""
 
 
-def made_step(make: MakeModel, device: FakeDevice | None, where: str) -> tuple[RealStep | FakeStep, nn.Module]:
-    """Returns the step that ``make`` returns, and its model: on the device of the model, or simulated on ``device``."""
+def made_step(
+    make: MakeModel, device: FakeDevice | None, where: str, restore: Restore = None
+) -> tuple[RealStep | FakeStep, nn.Module]:
+    """Returns the step that ``make`` returns, and its model: on the device of the model, or simulated on ``device``.
+
+    ``where`` names the argument ``make``, and ``restore`` is what the step changes beside what is found.
+    """
+    name = where.partition(".")[0]
+    check_restore(restore, name, is_absent=device is not None)
     if device is None:
         model, step_fn = _checked_pair(make(), where)
-        return RealStep(model, step_fn), model
+        return RealStep(model, step_fn, restore, name), model
     optimizers: dict[Optimizer, None] = {}
     with device.building():
         model, step_fn = _checked_pair(make(), where)

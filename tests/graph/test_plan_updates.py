@@ -12,6 +12,7 @@ from weakref import ref
 import pytest
 import torch
 from helpers.layer_stacks import D, ListModel, ResidualLayer, stack_of
+from helpers.tally import Tally
 from helpers.train_graphs import Predict, SquareGraph
 from torch import nn
 
@@ -65,7 +66,7 @@ class Case:
             self.graph.config.memory_budget = budget
             self.graph.config.plan_options = {**QUIET, **how}
         self.x = torch.randn(rows, D, generator=torch.Generator().manual_seed(2)).to(device)
-        self.num_forwards = 0
+        self.forwards = Tally()
         self.model.register_forward_pre_hook(self.count)
         self.losses: list[torch.Tensor] = []
         self.peaks: list[int] = []
@@ -75,7 +76,11 @@ class Case:
         return torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
     def count(self, *_: object) -> None:
-        self.num_forwards += 1
+        self.forwards.add()
+
+    @property
+    def num_forwards(self) -> int:
+        return len(self.forwards)
 
     def rng_states(self) -> list[torch.Tensor | None]:
         torch.manual_seed(1)
@@ -189,7 +194,9 @@ def test_planning_copies_neither_weights_nor_states() -> None:
     by_runs.call()
     with by_runs.metered() as peak:
         by_runs.graph.plan(by_runs.x, memory_budget=budget, candidates=["full"], progress=False)
-    assert peak() == plan.plain_peak_bytes + case.state_bytes() > 1.7 * max(case.peaks)
+    # Beside them, copies of what `build` reaches by a hook: this case, with its batch, losses and random states.
+    num_bytes = plan.plain_peak_bytes + case.state_bytes()
+    assert 1.7 * max(case.peaks) < num_bytes <= peak() <= num_bytes + 2**14
 
 
 @pytest.mark.parametrize("budget", [0.6, "1GiB"])
