@@ -60,12 +60,29 @@ class Planner:
     def floor(self) -> PolicyChoice:
         return self.search.floor
 
+    @cached_property
+    def floor_bytes(self) -> int:
+        """The lowest peak of any plan, predicted or measured, in bytes."""
+        return min([self.floor.peak, *(run.peak_bytes for run in self.measured.runs)])
+
     def plan(self, budget: int, correction: int = 0) -> Plan:
         """Returns the fastest plan whose peak is at most ``budget`` bytes; raises PlanError if there is none."""
         choice = self.search.fastest(budget - correction)
-        if choice is None:
-            raise self.infeasible(budget, self.floor.peak + correction)
-        return corrected(self.to_plan(choice, budget), correction)
+        if choice is not None:
+            return corrected(self.to_plan(choice, budget), correction)
+        if plans := self.measured_plans(budget - correction):
+            return corrected(plans[0], correction)
+        raise self.infeasible(budget, self.floor_bytes + correction)
+
+    def measured_plans(self, budget: int) -> list[Plan]:
+        """Returns the plans under which the step ran in ``budget`` bytes when it was measured, fastest first.
+
+        The table that predicts other plans may be wrong for these, as it sums up what options change.
+        """
+        runs = [run for run in self.measured.runs if run.peak_bytes <= budget]
+        choices = [(self.search.evaluate(run.plan), run.peak_bytes) for run in runs]
+        choices.sort(key=lambda pair: (pair[0].seconds, pair[1]))
+        return [corrected(self.to_plan(choice, budget), peak - choice.peak) for choice, peak in choices]
 
     def closest(self, budget: int, correction: int = 0) -> Plan:
         """Returns the fastest plan for ``budget`` bytes, or where none fits, the fastest one with the lowest peak."""
@@ -200,7 +217,7 @@ class Planners:
         """The planner of the step without changes."""
 
     def floor_bytes(self) -> int:
-        return min(planner.floor.peak for planner in self._planners)
+        return min(planner.floor_bytes for planner in self._planners)
 
     def plan(self, budget: int) -> Plan:
         return self.best_of(lambda planner: planner.plan(budget))
@@ -245,7 +262,8 @@ def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, grou
     """Returns the fastest plan of ``group`` under which no step exceeds ``limit`` bytes.
 
     The step of each process runs under the plan. If the highest peak exceeds the limit or is over 1 % off, the next
-    plan counts in the difference, a few times, and at last the plan with the lowest predicted peak runs.
+    plan counts in the difference, a few times, and at last the plan with the lowest predicted peak runs. Plans under
+    which the step has run to be measured are candidates by their measured peaks.
     """
     runs: dict[tuple[str, ...], CheckedPlan] = {}
     correction = 0
@@ -259,12 +277,21 @@ def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, grou
                 break
         run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, group)
         if run.is_met:
-            return run.plan
+            break
         correction = run.plan.correction_bytes
     fitting = [run.plan for run in runs.values() if run.needed_bytes <= limit]
-    if not fitting:
-        raise planner.infeasible(limit, min(run.needed_bytes for run in runs.values()))
-    return min(fitting, key=lambda plan: plan.predicted_step_seconds)
+    best = min(fitting, key=lambda plan: plan.predicted_step_seconds, default=None)
+    # Where predictions are too high, a plan that has run to be measured may fit and be faster, or the only one.
+    for plan in planner.measured_plans(limit):
+        if best is not None and best.predicted_step_seconds <= plan.predicted_step_seconds:
+            break
+        if policies_key(plan) not in runs:
+            run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, group)
+            best = run.plan if run.needed_bytes <= limit else best
+    if best is None:
+        peaks = [run.needed_bytes for run in runs.values()] + [run.peak_bytes for run in planner.measured.runs]
+        raise planner.infeasible(limit, min(peaks))
+    return best
 
 
 def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
@@ -293,10 +320,10 @@ def plan_and_replay(planner: Planner, step: FakeStep, limit: int) -> Plan:
             factor *= 2
         if best is not None:
             bound = (best.plan.predicted_peak_bytes + too_high) // 2
-    plan = planner.lowest(limit)
-    if best is None and policies_key(plan) not in runs:
-        run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
-        best = run if run.needed_bytes <= limit else None
+    for plan in [planner.lowest(limit), *planner.measured_plans(limit)]:
+        if best is None and policies_key(plan) not in runs:
+            run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, PlanGroup(), most_reserved=limit)
+            best = run if run.needed_bytes <= limit else None
     if best is not None:
         return replace(best.plan, budget_bytes=limit)
     # Better a step that waits for the allocator than none.
@@ -310,6 +337,10 @@ def lowest_and_check(planner: Planner, step: RealStep | FakeStep, group: PlanGro
     """Returns the plan with the lowest peak, measured as the step of each process of ``group`` runs under it."""
     plan = planner.plan(planner.floor.peak)
     run = run_plan(plan, planner.model, step, group).plan
+    # Where the table predicts too little for this plan, or too much for those that have run to be measured.
+    lower = sorted(planner.measured_plans(run.predicted_peak_bytes - 1), key=lambda plan: plan.predicted_peak_bytes)
+    runs = [run, *(run_plan(each, planner.model, step, group).plan for each in lower[:_MOST_CHECKS])]
+    run = min(runs, key=lambda plan: plan.predicted_peak_bytes)
     return run if run is plan else replace(run, budget_bytes=run.predicted_peak_bytes)
 
 

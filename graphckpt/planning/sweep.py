@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 from graphckpt.errors import PlanError
 from graphckpt.planning.candidates import FULL, KEEP, Option
 from graphckpt.planning.levels import LevelTable, SampledRun
-from graphckpt.planning.measured_step import MeasuredStep, StepSample
+from graphckpt.planning.measured_step import MeasuredRun, MeasuredStep, StepSample
 from graphckpt.planning.op_levels import with_levels
 from graphckpt.planning.plan_group import PlanGroup
 from graphckpt.planning.program import Interval, Phase, StepLog, TraceLog
@@ -47,7 +47,7 @@ def measure(
         if group.size == 1:
             return sample
         message = group.from_leader(sample.trace.to_message() if group.rank == group.leader else None)
-        return replace(sample, trace=TraceLog.from_message(message))
+        return replace(sample, trace=TraceLog.from_message(message), peak_bytes=group.max(sample.peak_bytes))
 
     run = shared(step.sample(blocks, [KEEP] * len(every)))
     # First with everything kept, which shows which blocks are equal, and so how few runs show all options. Then the
@@ -158,6 +158,8 @@ class TraceCollector:
         self.classes = classes
         self._base_option = base_option
         self._runs: list[SampledRun] = []
+        self._peaks: list[int] = []
+        """Of these runs."""
         self._shorter_runs: list[SampledRun] = []
         self._shorter_classes: list[int] = []
         self._seconds: dict[tuple[int, int, Phase], list[float]] = {}
@@ -188,6 +190,8 @@ class TraceCollector:
         (self._shorter_runs if is_shorter else self._runs).append((log, turn))
         if is_shorter:
             self._shorter_classes = [self.classes[number] for number in numbers]
+        else:
+            self._peaks.append(sample.peak_bytes)
         for block, option in zip(numbers, turn, strict=True):
             key = self.classes[block], option
             allocated = []
@@ -224,6 +228,10 @@ class TraceCollector:
             for option in every
             if (num_bytes := self._effects[kind, option].ahead_bytes[place])
         }
+        # A store or a partition is only noted in such a run, and takes other bytes under a plan.
+        exact = {number for number in every if not (options[number].is_far or options[number].is_partitioned)}
+        peaks = zip(self._runs, self._peaks, strict=True)
+        runs = [MeasuredRun(tuple(turn), peak) for (_, turn), peak in peaks if exact.issuperset(turn)]
         return MeasuredStep(
             names=tuple(blocks.names),
             options=tuple(options),
@@ -237,6 +245,7 @@ class TraceCollector:
             step_seconds=run.step_seconds,
             optimizer_seconds=sum(optimizer),
             num_runs=len(self._runs) + len(self._shorter_runs),
+            runs=tuple(runs),
             notes=(_REPEATED,) if any(len(set(call.backwards)) > 1 for call in table.log.calls) else (),
         )
 

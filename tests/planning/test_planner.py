@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from fuzz.bench import same
 from helpers.layer_stacks import D, ListModel, ResidualLayer, SequentialModel, linear_layers, stack_of, tiny_gpt2
 from helpers.peaks import tracked_peak
@@ -417,6 +418,31 @@ def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw: Callabl
     case.model.rate, case.model.draw = 0.5, lambda: next(layers_in_turn)
     with pytest.raises(PlanError, match=r"calls its blocks in another order each time · fix: .*layerdrop=0"):
         plan(case.model, step, memory_budget="min")
+
+
+def test_a_budget_in_which_the_measured_step_stayed_has_a_plan() -> None:
+    """Weights that autocast casts are freed at other times under each mix of policies, which no sum of levels shows."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 32}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=64, num_hidden_layers=4, **sizes)).train()
+    ids = torch.randint(3, 64, (2, 12))
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(input_ids=ids, labels=ids).loss
+
+    case = Case(model, loss)
+    with graphckpt.apply(model, {"bert.encoder.layer.*": True}):
+        recomputed = case.peak()
+    for budget in (recomputed, "min"):
+        found = plan(model, case.step, memory_budget=budget)
+        assert found.predicted_peak_bytes <= recomputed
+        with found.apply():
+            assert case.peak() <= recomputed
+    unchecked = plan(model, case.step, memory_budget=recomputed, check=False)
+    assert unchecked.predicted_peak_bytes <= recomputed
+    with pytest.raises(PlanError, match="the lowest possible peak is"):
+        plan(model, case.step, memory_budget=int(0.95 * recomputed))
 
 
 # ---- nothing is left behind
