@@ -176,8 +176,10 @@ class StepMarks:
             tensor.register_hook(partial(self._end_backward, call))
         for parameter in () if with_history else module.parameters():  # of a first block
             if parameter.requires_grad:
-                extend = partial(self._extend_backward, call)
-                stack.callback(parameter.register_post_accumulate_grad_hook(extend).remove)
+                # With `functional_call` it may be the result of an inner step, as in MAML.
+                leaf = parameter.is_leaf
+                register = parameter.register_post_accumulate_grad_hook if leaf else parameter.register_hook
+                stack.callback(register(partial(self._extend_backward, call)).remove)
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args

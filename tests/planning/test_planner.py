@@ -420,6 +420,28 @@ def test_a_step_that_drops_layers_is_planned_as_one_that_calls_all(draw: Callabl
         plan(case.model, step, memory_budget="min")
 
 
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("num_tasks", [1, 2])
+def test_steps_whose_weights_are_results_of_inner_steps_are_planned(order: int, num_tasks: int) -> None:
+    """As in MAML, whose inner steps leave weights with a graph in the place of parameters."""
+    torch.manual_seed(0)
+    model, x = stack_of(lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), 4), torch.randn(256, 16)
+
+    def adapted_loss(model: nn.Module) -> torch.Tensor:
+        weights = dict(model.named_parameters())
+        inner = torch.func.functional_call(model, weights, (x,)).square().mean()
+        gradients = torch.autograd.grad(inner, [*weights.values()], create_graph=order == 2)
+        pairs = zip(weights.items(), gradients, strict=True)
+        weights = {name: weight - 0.05 * gradient for (name, weight), gradient in pairs}
+        return torch.func.functional_call(model, weights, (x.flip(0),)).sin().square().mean()
+
+    case = Case(model, lambda model: sum(adapted_loss(model) for _ in range(num_tasks)))
+    found = plan(model, case.step, memory_budget="min")
+    assert found.predicted_peak_bytes < found.plain_peak_bytes
+    with found.apply():
+        assert case.peak() == found.predicted_peak_bytes
+
+
 def test_a_budget_in_which_the_measured_step_stayed_has_a_plan() -> None:
     """Weights that autocast casts are freed at other times under each mix of policies, which no sum of levels shows."""
     torch.manual_seed(0)

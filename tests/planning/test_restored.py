@@ -555,7 +555,7 @@ def test_what_is_too_large_is_named_once_unless_it_is_passed(
         ([(each for each in ())], "restore: expected objects .*, got <generator"),
         ([iter(DataLoader([1, 2]))], "restore: expected objects .*, got <torch.utils.data"),
     ],
-    ids=str,
+    ids=["module", "tensor", "dict", "number", "None", "name", "class", "generator", "loader"],
 )
 def test_what_cannot_be_restored_is_one_error(restore: Any, message: str) -> None:
     model = net()
