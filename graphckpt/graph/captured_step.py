@@ -202,6 +202,7 @@ class _CallKind:
     """Calls with the same kind of inputs, in the same modes."""
 
     num_calls: int = 0
+    """Those that ran eagerly to their end."""
     num_captures: int = 0
     num_replays: int = 0
     """Since the last capture."""
@@ -209,15 +210,22 @@ class _CallKind:
     """Consecutive captures that were replayed too few times to pay off."""
     masks: AttentionMasks = field(default_factory=AttentionMasks)
 
-    def count_capture(self) -> bool:
-        """Counts a capture that is needed now. Returns whether to make it, which depends on those before."""
+    def is_worth_capturing(self) -> bool:
+        """Returns whether to make a capture that is needed now, which depends on those before."""
         # With `max_captures = 1` and inputs of shapes A, B, A, B, ... each call would need another capture, which
         # takes the time of ten steps. The first capture of a kind is never wasted: nothing could be replayed before.
-        is_wasted = self.num_captures > 0 and self.num_replays < _MIN_REPLAYS
-        self.num_wasted = self.num_wasted + 1 if is_wasted else 0
+        if self._num_wasted_now() >= _MAX_WASTED:
+            self.num_wasted = _MAX_WASTED
+        return not self.is_eager
+
+    def count_capture(self) -> None:
+        self.num_wasted = self._num_wasted_now()
         self.num_captures += 1
         self.num_replays = 0
-        return not self.is_eager
+
+    def _num_wasted_now(self) -> int:
+        is_wasted = self.num_captures > 0 and self.num_replays < _MIN_REPLAYS
+        return self.num_wasted + 1 if is_wasted else 0
 
     @property
     def is_eager(self) -> bool:
@@ -309,7 +317,8 @@ class CapturedStep:
         leaves, shape = flatten_call(args, kwargs)
         inputs, cannot = input_key(leaves, shape, self.backend.device)
         if cannot is not None:
-            self._give_up(cannot, None)
+            self._refuse(cannot, None)
+            self._give_up(cannot)
             return run(args, kwargs), False
         modes, identity, constants = self._fingerprint()
         key = inputs, modes, identity
@@ -319,24 +328,28 @@ class CapturedStep:
             self._entries.move_to_end(key)
             entry.inputs.load(leaves)
             return self._replay(entry, kind), True
-        kind.num_calls += 1
-        runs_eager = must_run or kind.num_calls <= self._num_warm_up or kind.is_eager
-        if not runs_eager and not kind.count_capture():
+        runs_eager = must_run or kind.num_calls < self._num_warm_up or kind.is_eager
+        if not runs_eager and not kind.is_worth_capturing():
             self._stop_capturing(inputs, modes)
             runs_eager = True
         if runs_eager:
             with kind.masks.observing(), self.backend.warmup():
                 output = run(args, kwargs)
+            kind.num_calls += 1
             self.backend.pass_on(output)
             return output, False
-        entry = self._try_capture(forward_backward, (leaves, shape), kind, constants)
-        if entry is None:
-            return run(args, kwargs), False
-        self._entries[key] = entry
+        attempt = self._try_capture(forward_backward, (leaves, shape), kind, constants)
+        if isinstance(attempt, str):
+            # If this raises too, the error is that of the program, such as for a bad batch: the next call tries again.
+            output = run(args, kwargs)
+            self._give_up(attempt)
+            return output, False
+        kind.count_capture()
+        self._entries[key] = attempt
         while len(self._entries) > self._max_captures:
             _, oldest = self._entries.popitem(last=False)
             oldest.capture.release()
-        return self._replay(entry, kind), True
+        return self._replay(attempt, kind), True
 
     def until_replayed(self, call: Callable[[], Any]) -> None:
         replays = self.num_replays
@@ -390,8 +403,8 @@ class CapturedStep:
 
     def _try_capture(
         self, forward_backward: Callable[..., Any], call: tuple[list[Any], CallShape], kind: _CallKind, constants: Any
-    ) -> _CachedCapture | None:
-        """Returns ``None`` if it fails; all that the attempt held is freed, including the error."""
+    ) -> _CachedCapture | str:
+        """Returns the reason if it fails; all that the attempt held is freed, including the error."""
         rng_state = torch.get_rng_state()
         try:
             with kind.masks.capturing():
@@ -401,9 +414,10 @@ class CapturedStep:
             # failed capture draws none.
             torch.set_rng_state(rng_state)
             self._update.abandon()
-            self._give_up(capture_failure(error, self._roots), error)
+            why = capture_failure(error, self._roots)
+            self._refuse(why, error)
         gc.collect()  # the error's frames held the step's tensors
-        return None
+        return why
 
     def _capture(self, forward_backward: Callable[..., Any], inputs: StaticInputs, constants: Any) -> _CachedCapture:
         def step() -> tuple[Any, Any]:
@@ -459,12 +473,15 @@ class CapturedStep:
                 stacklevel=5,
             )
 
-    def _give_up(self, why: str, error: Exception | None) -> None:
-        text = f"{self._name}: the step cannot be captured: {why}"
+    def _refuse(self, why: str, error: Exception | None) -> None:
+        """Raises the reason as an error if the step has to be captured."""
         if self._must_capture:
-            raise GraphError(text) from error
+            raise GraphError(f"{self._name}: the step cannot be captured: {why}") from error
+
+    def _give_up(self, why: str) -> None:
         self.release()
         self.reason = why
+        text = f"{self._name}: the step cannot be captured: {why}"
         warnings.warn(f"{text} · the step runs without capture", stacklevel=5)
 
 

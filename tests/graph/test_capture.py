@@ -27,6 +27,7 @@ from helpers.captured_steps import (
 )
 from helpers.hard_modules import ZOO
 from helpers.policies import HOLES, NESTED, ON_CHAIN
+from helpers.tally import Tally
 from helpers.thinning import is_chosen, slow_unless
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,10 +239,11 @@ def test_planning_gives_the_memory_of_captures_back_first() -> None:
 
     class Layered(Train):
         def build(self, x: Tensor) -> Tensor:
-            alive.extend(map(num_alive, managers))
+            for manager in managers:
+                alive.add(num_alive(manager))
             return super().build(x)
 
-    alive: list[int] = []
+    alive = Tally()
     managers: list[Any] = []
     model = nn.Sequential(model_of())
     graph = Layered(model, adamw(model), capture="cuda_graph")
@@ -297,6 +299,68 @@ def test_the_error_of_an_op_that_cannot_be_captured_says_where(write: Any) -> No
 
     with pytest.raises(GraphError, match=r"test_capture.py:\d+ in <lambda>: it "):
         run("cuda_graph", graph_class=Reads)
+
+
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise KeyError("a bad batch")
+
+
+class Checked(Train):
+    """Raises an error of its own for some batches, before or in backward, or after it."""
+
+    where: str | None = None
+
+    def build(self, x: Tensor) -> Tensor:
+        if self.where == "before":
+            raise ValueError("a bad batch")
+        if self.where == "shape":
+            x = x[:, :-1]
+        loss = super().build(Bad.apply(x.requires_grad_()) if self.where == "backward" else x)
+        if self.where == "after":
+            raise ValueError("a bad batch", id(loss))
+        return loss
+
+
+@pytest.mark.parametrize("num_bad", [1, 4])
+@pytest.mark.parametrize("where", ["before", "shape", "backward", "after"])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_an_error_of_the_program_does_not_end_capturing(number: int, where: str, num_bad: int) -> None:
+    """Whichever call it is in: of the warm-up, the one that would be captured, or one after it."""
+    losses = {}
+    for capture in ("eager", "auto"):
+        torch.manual_seed(0)
+        model = model_of()
+        graph = Checked(model, adamw(model), capture=capture)
+        losses[capture] = []
+        num_errors = 0
+        for call, x in enumerate(batches(10), start=1):
+            if call == number:
+                for _ in range(num_bad):
+                    object.__setattr__(graph, "where", where)  # as the program has it elsewhere: no capture is dropped
+                    try:
+                        graph(x.clone())
+                    except (KeyError, ValueError, RuntimeError):
+                        num_errors += 1
+                    object.__setattr__(graph, "where", None)
+                    model.zero_grad()
+                torch.manual_seed(call)
+            losses[capture].append(graph(x))
+        if capture == "eager" or number <= 4:
+            assert num_errors == num_bad
+        else:
+            assert num_errors == 0, "a replay runs nothing of the program"
+    if number <= 4:
+        assert same(losses["auto"], losses["eager"])
+        assert captured(graph).reason is None
+    assert captured(graph).num_captured == 1
+    assert captured(graph).num_replays >= 7
+    assert num_alive(captured(graph)) == 1
 
 
 @pytest.mark.parametrize(("kind", "what"), [("counts", r"model\.1\.count"), ("codebook", r"model\.1\._buffers")])
