@@ -282,15 +282,16 @@ def plan_and_check(planner: Planner, step: RealStep | FakeStep, limit: int, grou
     fitting = [run.plan for run in runs.values() if run.needed_bytes <= limit]
     best = min(fitting, key=lambda plan: plan.predicted_step_seconds, default=None)
     # Where predictions are too high, a plan that has run to be measured may fit and be faster, or the only one.
-    for plan in planner.measured_plans(limit):
+    for plan in planner.measured_plans(limit)[:_MOST_CHECKS]:
         if best is not None and best.predicted_step_seconds <= plan.predicted_step_seconds:
             break
         if policies_key(plan) not in runs:
             run = runs[policies_key(plan)] = run_plan(plan, planner.model, step, group)
             best = run.plan if run.needed_bytes <= limit else best
     if best is None:
-        peaks = [run.needed_bytes for run in runs.values()] + [run.peak_bytes for run in planner.measured.runs]
-        raise planner.infeasible(limit, min(peaks))
+        lowest = min(run.needed_bytes for run in runs.values())
+        peaks = [run.peak_bytes for run in planner.measured.runs if run.peak_bytes > limit]  # a smaller one is refuted
+        raise planner.infeasible(limit, min([lowest, *peaks]))
     return best
 
 

@@ -158,7 +158,7 @@ def test_a_refuted_plan_is_not_returned(simple: StepWithPeaks, monkeypatch: pyte
         PlanError, match=f"memory_budget {budget} B: no plan fits · the lowest possible peak is {budget + 8} B, reached"
     ):
         plan(model, step, memory_budget=budget, select=ResidualLayer)
-    assert 2 <= len(peaks) <= 4
+    assert 2 <= len(peaks) <= 7
 
 
 def test_the_lowest_plan_is_tried_before_giving_up(simple: StepWithPeaks, monkeypatch: pytest.MonkeyPatch) -> None:
