@@ -308,6 +308,19 @@ def global_forward_hooks() -> list[list[dict[int, Any]]]:
     ]
 
 
+def scripted_attributes(module: torch.jit.ScriptModule) -> list[str]:
+    """Names what a scripted module has beside parameters and children: buffers, numbers, containers, ``training``."""
+    kind: Any = torch._C.ConcreteModuleType.from_jit_type(module._c._type())
+    attributes: dict[str, tuple[object, bool]] = kind.get_attributes()
+    return [name for name, (_, is_parameter) in attributes.items() if not is_parameter]
+
+
+def has_scripted_code() -> bool:
+    """Whether ``torch.jit.script`` or ``trace`` has compiled anything in this process."""
+    compiled: Any = torch.jit._state._python_cu
+    return bool(compiled.get_functions())
+
+
 def num_hooks_registered() -> int:
     """Returns the number that the next hook of the process gets, on whatever tensor, node of a graph, or module."""
     return RemovableHandle.next_id

@@ -6,6 +6,7 @@ import inspect
 import operator
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -264,6 +265,33 @@ def test_hooks_on_gradients_are_numbered_and_put_back() -> None:
     x.sum().backward()
     assert weight.grad.tolist() == [6.0, 6.0]
     assert calls == []
+
+
+def test_attributes_of_scripted_modules() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.number, self.names = nn.Linear(2, 2), 3, ["a"]
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("total", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.number += 1
+            return self.linear(x) * self.weight * self.total + len(self.names) + self.number
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = torch.jit.script(Counts())
+        traced = torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.ones(3, 2), check_trace=False)
+    names = _compat.scripted_attributes(module)
+    assert {"total", "number", "names", "training"} <= set(names)
+    assert not {"weight", "linear"} & set(names)
+    assert "running_mean" in _compat.scripted_attributes(traced)
+    module.number = 7
+    module(torch.ones(1, 2))
+    assert (module.number, module.names) == (8, ["a"])
+    assert module.names is not module.names, "a reference would do: containers need not be put back"
+    assert _compat.has_scripted_code()
 
 
 def test_the_cache_of_parametrizations_is_seen() -> None:

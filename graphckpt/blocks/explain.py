@@ -363,6 +363,7 @@ class StepRecorder:
         for name, root in self._roots:
             _rows_below(name, root, selected, rows)
         rows = [(name, module) for name, module in rows if wrapped.isdisjoint((name, id(module)))]
+        rows = [(name, module) for name, module in rows if not isinstance(module, torch.jit.ScriptModule)]  # no hooks
         return [(name, module) for name, module in rows if not self._is_elsewhere(module)]
 
     def _is_in_graph(self, wrapper: BlockForward) -> bool:

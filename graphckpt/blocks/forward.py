@@ -75,6 +75,8 @@ class ForwardWrapper(ABC):
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._is_beneath = False
+        if isinstance(module, torch.jit.ScriptModule):  # its class has no forward, and finds that of its own once
+            module.__dict__.setdefault("forward", module.forward)
         self._cover(module.__dict__.get("forward"))
 
     # `_wrapped` is what the module had before, for `uninstall` to put back, `_inner` what this wrapper calls. They are

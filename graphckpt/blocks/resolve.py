@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from graphckpt.blocks.config import RECOMPUTATION, BlockConfig
@@ -57,6 +58,8 @@ class _Inherited:
     """The rule of the recomputed block that contains the module."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The fields on placement that are inherited."""
+    is_scripted: bool = False
+    """Whether the module around it is scripted, which calls it in C++."""
     covering: Placement | None = None
     """The store of a block around it that is not recomputed: what the module saves goes there already."""
 
@@ -77,6 +80,9 @@ class _Resolver:
         config = self._configs.get(module)
         if config is not None and config.fields() and not isinstance(module, UNCALLED):
             self.plan.selected.append(name)
+        if outer.is_scripted and config is not None and config.fields():
+            what = "expected a module that Python calls, got a child of a scripted or traced module"
+            self.faults.append(f"{name}: {what} · fix: set the policy on the module that was scripted")
         if config is not None and (fields := config.placement()):
             offload = parse_offload(fields.get("offload"))
             if offload is not None and (fault := offload.check()) is not None:
@@ -87,6 +93,8 @@ class _Resolver:
             outer = replace(outer, **own)
         first = len(self.plan.wrappers)  # from here on, they are those of the module and of all below it
         inside = self._decide(name, module, config, outer)
+        if isinstance(module, torch.jit.ScriptModule):
+            inside = replace(inside, is_scripted=True)
         for key, child in module.named_children():
             self.visit(f"{name}.{key}" if name else key, child, inside)
         if config is not None and "min_elements" in config.placement() and name not in self.plan.idle:

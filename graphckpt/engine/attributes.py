@@ -144,7 +144,7 @@ def number_names(fields: dict[str, Any]) -> list[str]:
     Those of modules without weights, such as the probability of a dropout, and numbers such as the momentum of a norm:
     the others say what shapes the weights have.
     """
-    has_weights = bool(fields["_parameters"] or fields["_modules"])
+    has_weights = bool(fields.get("_parameters") or fields.get("_modules"))  # a traced module has neither
     kinds = (float,) if has_weights else (float, int, bool, str)
     return [key for key, value in fields.items() if key not in OWN and type(value) in kinds]
 

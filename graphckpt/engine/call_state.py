@@ -42,6 +42,8 @@ from graphckpt.engine.attributes import (
     number_names,
 )
 from graphckpt.engine.clones import (
+    ScriptedModules,
+    ScriptedValue,
     clones_of,
     has_plain_values,
     is_plain,
@@ -49,6 +51,7 @@ from graphckpt.engine.clones import (
     is_small,
     memory_of_several,
     read_versions,
+    tensors_and_children,
     without_history,
 )
 from graphckpt.engine.objects import (
@@ -143,6 +146,7 @@ class CallState:
     trainable: tuple[bool, ...]
     """``requires_grad`` of each parameter."""
     hooks: list[HookCopies]
+    scripted: list[ScriptedValue]
     exchanged: list[tuple[int, str, Any]] = field(default_factory=list)
     """Attributes that the call has changed, or that are containers, with the values that they had before it."""
     objects: list[Objects] = field(default_factory=list)
@@ -160,8 +164,8 @@ class CallState:
 class ModuleState:
     __slots__ = (
         "_changed", "_children", "_empty", "_ends", "_fields_below", "_freed", "_hooks", "_inert", "_keys", "_layout",
-        "_modules", "_num_parameters", "_owners", "_plain_copies", "_roots", "_scopes", "_sizes", "_slots", "_users",
-        "host_rng_modes",
+        "_modules", "_num_parameters", "_owners", "_plain_copies", "_roots", "_scopes", "_scripted", "_sizes", "_slots",
+        "_users", "host_rng_modes",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -176,18 +180,20 @@ class ModuleState:
         """The modules whose class is not PyTorch's, by number."""
         self._freed: list[Any] = []  # of the modules, which append themselves when they are freed
         self._ends = [weakref.ref(m, self._freed.append) for m in members]
-        children = [m._modules for m in members if m._modules]
+        dicts = [tensors_and_children(m) for m in members]
+        children = [each for *_, each in dicts if each]
         # Ids: to hold the children would make cycles.
         self._children = children, [id(child) for each in children for child in each.values()]
-        self._empty = [d for m in members for d in (m._parameters, m._buffers, m._modules) if not d]
-        parameters: list[dict[str, Any]] = [m._parameters for m in members if m._parameters]
-        owners: list[dict[str, Any]] = [*parameters, *(m._buffers for m in members if m._buffers)]
+        self._empty = [each for three in dicts for each in three if not each]
+        parameters = [each for each, *_ in dicts if each]
+        owners = [*parameters, *(each for _, each, _ in dicts if each)]
         self._owners = owners
         self._sizes = [*map(len, owners)]
         self._keys = [*chain.from_iterable(owners)]
         self._slots: list[tuple[dict[str, Any], str]] = [(owner, key) for owner in owners for key in owner]
         self._num_parameters = sum(map(len, parameters))
         self._hooks = ModuleHooks(members)
+        self._scripted = ScriptedModules(members)
         self._inert: dict[Attribute, weakref.ref[Any]] = {}
         """Objects in attributes that reach no tensors, so that calls need not look into them."""
         self._plain_copies: dict[tuple[int, str, bool], Reached] = {}
@@ -274,6 +280,7 @@ class ModuleState:
             scope,
             trainable,
             self._hooks.copies() if any(self._hooks.all) else [],
+            self._scripted.take(),
         )
 
     def _tensors(self) -> tuple[Any, ...]:
@@ -539,6 +546,7 @@ class ModuleState:
             put_collectors(state.collectors, fields, stand_in, edit, undo)
         if state.hooks or any(self._hooks.all):
             self._hooks.put_in_place(state.hooks, undo)
+        self._scripted.put_in_place(state.scripted, undo)
         if _trainable(tensors[: self._num_parameters]) != state.trainable:
             for parameter, is_trainable in zip(tensors, state.trainable, strict=False):
                 if parameter is not None and parameter.requires_grad is not is_trainable:
@@ -626,7 +634,7 @@ class ModuleState:
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
         versions = read_versions(state.tensors)
         if versions == state.versions:
-            return None
+            return self._scripted.mutated(state.scripted)
         for index, (tensor, now, then) in enumerate(zip(state.tensors, versions, state.versions, strict=True)):
             if now != then and index not in state.copies and id(tensor) not in unread:
                 return self.name(index, state)

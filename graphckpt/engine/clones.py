@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, final
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import is_fake, storage_of
+from graphckpt._compat import is_fake, scripted_attributes, storage_of
+from graphckpt.tree import ATOMS
+from graphckpt.undo import Undo
 
 _SMALL_BYTES = 64 * 1024  # a copy of such a buffer costs less than it takes to find out whether it moves
 
@@ -120,3 +124,63 @@ def is_sharding(now: Any, then: Any) -> bool:
 
 def is_plain(value: Any) -> TypeGuard[torch.Tensor]:  # a buffer or a tensor attribute
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not is_lazy(value)
+
+
+class ScriptedValue(NamedTuple):
+    """An attribute of a scripted module before a call."""
+
+    module: weakref.ref[ScriptModule]
+    name: str
+    value: Any
+    """A clone of a small tensor; of another one, an alias."""
+    version: int | None
+    """Of a tensor that is not cloned."""
+
+
+_CONTAINERS = (list, tuple, dict)
+
+
+@final
+class ScriptedModules:
+    """The attributes of scripted modules, which their code alone reads, in C++: all are copied in every call.
+
+    There a Python attribute is converted, so that each read returns another container.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        scripted = [module for module in modules if isinstance(module, ScriptModule)]
+        self._attributes = [(weakref.ref(m), name) for m in scripted for name in scripted_attributes(m)]
+
+    def take(self) -> list[ScriptedValue]:
+        values = []
+        for ref, name in self._attributes:
+            value, version = getattr(ref(), name), None
+            if isinstance(value, torch.Tensor):
+                is_cloned = is_small(value)
+                value = value.detach().clone() if is_cloned else value.detach()
+                version = None if is_cloned or value.is_inference() else value._version
+            elif type(value) not in ATOMS and not isinstance(value, _CONTAINERS):
+                continue  # an object of C++
+            values.append(ScriptedValue(ref, name, value, version))
+        return values
+
+    def put_in_place(self, values: Iterable[ScriptedValue], undo: Undo) -> None:
+        for ref, name, value, version in values:
+            module = ref()
+            undo.append((setattr, (module, name, getattr(module, name))))
+            is_cloned = isinstance(value, torch.Tensor) and version is None
+            setattr(module, name, value.clone() if is_cloned else value)
+
+    def mutated(self, values: Iterable[ScriptedValue]) -> str | None:
+        """Names a tensor that was modified in place since and has no clone."""
+        for _, name, value, version in values:
+            if version is not None and value._version != version:
+                return f"`{name}` of a scripted module"
+        return None
+
+
+def tensors_and_children(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Returns the dicts of parameters, buffers and children; of a scripted module, copies, and no buffers."""
+    if isinstance(module, ScriptModule):
+        return dict(module._parameters.items()), {}, dict(module._modules.items())
+    return module._parameters, module._buffers, module._modules

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from graphckpt._compat import has_scripted_code
 from graphckpt.errors import RecomputeError
 
 _Kind = tuple[torch.dtype, torch.Size]
@@ -96,7 +97,8 @@ def calling_line(frame: FrameType | None) -> str:
 def differs(block: str, fault: Fault) -> str:
     where = f", saved by {fault.op} at {fault.line}" if fault.op else ""
     # The compiler uses code that it has made for another block, with dynamic shapes or numbers, for this one too.
-    fix = f"{_FIX}; if it is compiled, compile={{'dynamic': False}}" if "torch._dynamo" in sys.modules else _FIX
+    fix = _FIX + _SCRIPTED if has_scripted_code() else _FIX
+    fix += "; if it is compiled, compile={'dynamic': False}" if "torch._dynamo" in sys.modules else ""
     if isinstance(fault.first, int):
         number = f"the original forward saved {fault.first} tensors, the recomputation {fault.second}"
         return f"{block}: {number}; the last one{where and where + ','} differs · {fix}"
@@ -118,6 +120,10 @@ def raised_in_recomputation(block: str) -> str:
     )
 
 
+_SCRIPTED = (
+    "; if it runs code of torch.jit, which is optimized after its first calls, run two steps within "
+    "graphckpt.blocks.disable_checkpointing() before"
+)
 _CAUSES = (
     "something that its forward reads has changed since, such as a submodule, an attribute of an object, a context "
     "variable, a mode, a global, a generator of random numbers (from which another thread may draw, too), or a tensor "
@@ -139,7 +145,7 @@ def values_differ(block: str, fault: Fault, *, is_late: bool = False) -> str:
     message = (
         f"{block}: saved tensor {fault.position}{where}, {_describe(*fault.first)}: expected the values of the "
         f"original forward, got others in the recomputation (relative difference {fault.difference:.1e}), so "
-        f"{effect}: {_CAUSES} · {_FIX_VALUES}"
+        f"{effect}: {_CAUSES} · {_FIX_VALUES}{_SCRIPTED if has_scripted_code() else ''}"
     )
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1 and not is_late:

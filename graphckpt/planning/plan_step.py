@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any, Unpack
 
+import torch
 from torch import nn
 
 from graphckpt._compat import local_shard
@@ -216,6 +217,11 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
     for name, module in blocks:
         if any(policy_of(child) is not None for child in module.modules()):
             raise ConfigError(f"{name}: it already has a policy · fix: call graphckpt.remove(model) before planning")
+        if isinstance(module, torch.jit.ScriptModule):  # on which there are no hooks
+            raise ConfigError(
+                f"{name}: expected a block that is not scripted or traced · fix: plan others with `select`, and set "
+                "its policy by graphckpt.apply"
+            )
     for name, module in model.named_modules():
         if has_compiled_call(module) and any(f"{block}.".startswith(f"{name}." if name else "") for block in names):
             raise ConfigError(

@@ -537,6 +537,8 @@ class SelectiveContexts(Contexts):
 class OpMode(DispatchMode):
     """Receives the ops of one execution of a block, except those of the engine."""
 
+    supports_higher_order_operators = True  # such as `cond`, which then is one op, and its branches run below the mode
+
     def __init__(self, contexts: SelectiveContexts, frame: Frame) -> None:
         super().__init__()
         self._contexts = contexts

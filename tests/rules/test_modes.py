@@ -15,8 +15,11 @@ from helpers.modules import as_module
 from helpers.policies import put
 from helpers.train_graphs import SquareGraph
 from torch import nn
+from torch._higher_order_ops import associative_scan, while_loop
 from torch._ops import OpOverload
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import SelectiveCheckpointContext
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import graphckpt
 from graphckpt.ledger.live_memory import LiveBytes
@@ -111,6 +114,53 @@ def test_an_op_that_is_a_part_of_another_or_not_is_refused_under_autocast(
         pytest.raises(RuntimeError, match=r"expected no autocast.*fix: "),
     ):
         steps(model, x)
+
+
+@as_module(lambda function: {"first": nn.Linear(32, 32), "last": nn.Linear(32, 32), "function": function})
+def CallsWithin(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.last(torch.tanh(self.function(self.first(x))))
+
+
+@torch.no_grad()
+def _loop(x: torch.Tensor) -> torch.Tensor:
+    return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 1.5), (torch.tensor(0), x))[1]  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _attention(x: torch.Tensor) -> torch.Tensor:  # on a CPU it has no backward
+    q = x.detach().view(1, 2, -1, 16)
+    return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + i - j).view_as(x)  # type: ignore[union-attr]
+
+
+HIGHER_ORDER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cond": lambda x: torch.cond(x.sum() > 0, lambda x: x.sin() * 2, lambda x: x.cos(), (x,)),
+    "while_loop": lambda x: x * _loop(x),
+    "associative_scan": lambda x: associative_scan(lambda a, b: a * b + a, x, 0, combine_mode="generic"),
+    "flex_attention": lambda x: x + _attention(x),
+    "checkpoint": lambda x: torch_checkpoint(lambda y: y.sin().exp(), x, use_reentrant=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's, which traces the functions of these ops
+@pytest.mark.parametrize(
+    "rule", [True, "selective", "segments", Selective(everything)], ids=["full", "matmul", "segments", "all"]
+)
+@pytest.mark.parametrize("name", HIGHER_ORDER)
+def test_higher_order_ops(name: str, rule: Any) -> None:
+    def trained(policies: dict[str, Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(CallsWithin(HIGHER_ORDER[name]), CallsWithin(HIGHER_ORDER[name]))
+        found: list[torch.Tensor] = []
+        with graphckpt.apply(model, policies):
+            for _ in range(3):
+                x = torch.randn(8, 32, requires_grad=True)
+                model.zero_grad()
+                model(x).square().mean().backward()
+                found += [x.grad, *(p.grad for p in model.parameters())]
+        return found
+
+    policies = {"" if rule == "segments" else "*": {"activation_checkpointing": rule}}
+    assert all(map(torch.equal, trained(policies), trained({})))
 
 
 @pytest.mark.slow
