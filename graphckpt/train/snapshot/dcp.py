@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -28,12 +30,18 @@ from graphckpt.train.snapshot.schema import SnapshotError
 
 # DCP's `.metadata` is a pickle, which FileSystemReader loads without a limit: a snapshot from elsewhere could run any
 # code. All else in a snapshot is read by `weights_only=True`, safetensors or JSON.
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    _METADATA: {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
         *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+}
+"""The dataclasses that the metadata consists of."""
+_CLASSES = {
+    **_RECORDS,
+    _METADATA: {*_RECORDS[_METADATA], "_MEM_FORMAT_ENCODING"},
     "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath", "WindowsPath", "Path", "PurePosixPath"},
@@ -42,7 +50,10 @@ _CLASSES = {
 }
 """All classes that the metadata may contain."""
 _FAULTS = (CheckpointException, OSError, RuntimeError)
-_BROKEN = (*_FAULTS, AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError, pickle.UnpicklingError)
+_BROKEN = (
+    *(*_FAULTS, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError),
+    *(pickle.UnpicklingError, struct.error),
+)
 
 
 def full_where_packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -118,12 +129,60 @@ class _Reader(FileSystemReader):
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"{self._file.name} holds a {type(metadata).__name__}")
+        for entry in metadata.storage_data.values():
+            if Path(entry.relative_path).name != entry.relative_path:  # it could be any file of the machine
+                raise pickle.UnpicklingError(f"{self._file.name} names {entry.relative_path!r}, outside of its folder")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         return metadata
 
 
+def _limited(opcode: bytes, owner: Callable[[Any], Any], is_allowed: Callable[[type], bool]) -> Callable[[Any], None]:
+    load: Callable[[Any], None] = pickle._Unpickler.dispatch[opcode[0]]
+
+    def load_limited(unpickler: Any) -> None:
+        kind = type(owner(unpickler))
+        if not is_allowed(kind):
+            raise pickle.UnpicklingError(f"it changes an object of {kind.__name__}, which a list of tensors never does")
+        load(unpickler)
+
+    return load_limited
+
+
+def _refuse(_: Any) -> None:
+    raise pickle.UnpicklingError("it holds an opcode that a list of tensors never holds")
+
+
+def _is_record(kind: type) -> bool:
+    return kind.__name__ in _RECORDS.get(kind.__module__, ())
+
+
+def _is_container(kind: type) -> bool:
+    return kind in {dict, list, OrderedDict}
+
+
 @final
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Makes objects of the listed classes, and changes no object that it has not made.
+
+    A list of classes does not suffice: ``BUILD`` sets attributes of whatever lies on the stack, which may be a class of
+    the process, a function or a member of an enum. Python's implementation, unlike the one in C, can look at it before.
+    (PyTorch's ``weights_only=True`` reads protocol 2 alone, and DCP writes 4.)
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: _limited(pickle.BUILD, lambda self: self.stack[-2], _is_record),
+        pickle.APPEND[0]: _limited(pickle.APPEND, lambda self: self.stack[-2], _is_container),
+        pickle.SETITEM[0]: _limited(pickle.SETITEM, lambda self: self.stack[-3], _is_container),
+        # Those of many values find their object below the mark.
+        pickle.APPENDS[0]: _limited(pickle.APPENDS, lambda self: self.metastack[-1][-1], _is_container),
+        pickle.SETITEMS[0]: _limited(pickle.SETITEMS, lambda self: self.metastack[-1][-1], _is_container),
+        # EXT takes classes from the registry of `copyreg`, past `find_class`; DCP writes none of the others.
+        **dict.fromkeys((pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0]), _refuse),
+        **dict.fromkeys((pickle.PERSID[0], pickle.BINPERSID[0], pickle.INST[0], pickle.OBJ[0]), _refuse),
+        **dict.fromkeys((pickle.NEWOBJ_EX[0], pickle.ADDITEMS[0]), _refuse),
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         if name not in _CLASSES.get(module, set()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a list of tensors never contains")
