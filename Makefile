@@ -10,7 +10,7 @@ SITE := $(VENV)/.installed-site
 LOWEST ?= .venv-lowest
 NEWEST ?= .venv-newest
 
-.PHONY: demo test test-all lint format unit slow coverage planted fresh-context lowest newest gpu simulated-gpu fuzz matrix docs wheel clean
+.PHONY: demo test test-all lint format unit slow coverage planted fresh-context lowest newest gpu simulated-gpu fuzz matrix interrupts docs wheel clean
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
@@ -122,6 +122,12 @@ fuzz: $(INSTALLED)
 MATRIX ?=
 matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/matrix.py $(MATRIX)
+
+# Steps and plans interrupted by a timer at random moments of a SEED, and the two steps after each; some minutes.
+COUNT ?= 2000
+SEED ?= 0
+interrupts: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/interrupts.py --count $(COUNT) --seed $(SEED)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

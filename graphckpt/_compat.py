@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 
 import torch
 from torch import nn, overrides
@@ -279,20 +279,60 @@ def _is_of(mode: object, *packages: str) -> bool:
     return type(mode).__module__.partition(".")[0] in packages
 
 
-@contextmanager
-def within_modes(function_modes: Sequence[Any], dispatch_modes: Sequence[Any]) -> Iterator[None]:
+class ActiveModes(NamedTuple):
+    """The torch function modes and the dispatch modes of a thread, whoever has entered them, innermost last."""
+
+    function_modes: list[Any]
+    dispatch_modes: list[Any]
+    flags: dict[str, bool]
+    """What PyTorch notes of the dispatch modes when they are entered."""
+
+
+NO_MODES = ActiveModes([], [], {})
+_MODE_FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
+
+
+def active_modes() -> ActiveModes:
+    """Returns all modes of this thread, for :func:`set_active_modes`."""
+    if not (num_function_modes() or _len_torch_dispatch_stack()):
+        return NO_MODES
+    return ActiveModes(
+        overrides._get_current_function_mode_stack(),
+        _python_dispatch._get_current_dispatch_mode_stack(),
+        {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS},
+    )
+
+
+def set_active_modes(modes: ActiveModes) -> None:
+    """Makes ``modes`` active, and no others, without entering or leaving any: called twice, it does no more."""
+    _set_stack(overrides._get_current_function_mode_stack(), modes.function_modes, overrides)
+    _set_stack(_python_dispatch._get_current_dispatch_mode_stack(), modes.dispatch_modes, _python_dispatch)
+    for name in _MODE_FLAGS:
+        setattr(_python_dispatch, name, modes.flags.get(name, False))
+    if hasattr(_python_dispatch, _SET_FLAG_OF_COMPILER):
+        getattr(_python_dispatch, _SET_FLAG_OF_COMPILER)(modes.flags.get(_FLAG_OF_COMPILER, False))
+
+
+_FLAG_OF_COMPILER = "_is_in_any_mode_without_ignore_compile_internals"  # the compiler's guards have a copy of it
+_SET_FLAG_OF_COMPILER = "set_is_in_mode_without_ignore_compile_internals"
+
+
+def _set_stack(present: list[Any], wanted: list[Any], stack: Any) -> None:
+    common = 0
+    while common < min(len(present), len(wanted)) and present[common] is wanted[common]:
+        common += 1
+    for _ in present[common:]:
+        stack._pop_mode()
+    for mode in wanted[common:]:
+        stack._push_mode(mode)
+
+
+def push_modes(function_modes: Sequence[Any], dispatch_modes: Sequence[Any]) -> None:
     """Makes modes active without entering them: what they do when they are entered, they have done in the forward."""
-    stacks = (overrides, function_modes), (_python_dispatch, dispatch_modes)
-    pushed: list[Any] = []
-    try:
-        for stack, modes in stacks:
-            for mode in modes:
-                stack._push_mode(mode)
-                pushed.append(stack)
-        yield
-    finally:
-        while pushed:
-            pushed.pop()._pop_mode()
+    for mode in function_modes:
+        overrides._push_mode(mode)
+    for mode in dispatch_modes:
+        _python_dispatch._push_mode(mode)
 
 
 def global_forward_hooks() -> list[list[dict[int, Any]]]:

@@ -12,17 +12,25 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextvars import Context, copy_context
 from math import nan
-from operator import is_
+from operator import call, is_
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graphckpt._compat import attention_kernels_enabled, call_with_autocast, is_watched, num_function_modes
+from graphckpt._compat import (
+    active_modes,
+    attention_kernels_enabled,
+    call_with_autocast,
+    foreign_modes,
+    is_watched,
+    num_function_modes,
+    push_modes,
+    set_active_modes,
+)
 from graphckpt._compat_compiler import DispatchMode, never_compiled
 from graphckpt.tree import ATOMS
-from graphckpt.undo import Undo, enter
+from graphckpt.undo import Undo
 
 RNGState: TypeAlias = "tuple[torch.Tensor, tuple[tuple[torch.device, torch.Tensor], ...], HostRNGState | None]"
 """State of PyTorch's CPU generator, of each device's default generator, and of Python and NumPy if requested."""
@@ -105,8 +113,9 @@ def enter_call(devices: tuple[torch.device, ...]) -> None:
 
 
 def leave_call() -> None:
+    """Ends the call of this thread, if one is under way: an interrupt may have kept it from being ended."""
     thread = threading.get_ident()
-    number, devices = _calls[thread]
+    number, devices = _calls.get(thread, (0, ()))
     _calls[thread] = (number + 1) & -2, devices
 
 
@@ -346,22 +355,70 @@ def enter_ambient(undo: Undo, wanted: Ambient, now: Ambient) -> None:
     (device, dtype), kernels, *autocasts = wanted  # type: ignore[misc]
     device_now, dtype_now = now[0]  # type: ignore[misc]
     if device != device_now:  # type: ignore[has-type]
-        enter(device, undo)  # type: ignore[has-type]  # a torch.device is a context manager
+        undo.append((set_active_modes, (active_modes(),)))
+        device.__enter__()  # type: ignore[has-type]  # a torch.device is a context manager, and its mode the default
     if dtype is not dtype_now:  # type: ignore[has-type]
         undo.append((torch.set_default_dtype, (dtype_now,)))  # type: ignore[has-type]
         torch.set_default_dtype(dtype)  # type: ignore[has-type]
     if kernels != now[1]:
-        enter(sdpa_kernel([k for k, on in zip(_KERNELS, kernels, strict=True) if on]), undo)  # type: ignore[call-overload]
-    if is_autocast(now):
-        # `backward()` was called in a region of autocast, maybe by another thread. The cache is the process's, and has
-        # the casts of the forward of that region, which clears it; no region that ends in this thread may do so before.
-        torch.autocast_increment_nesting()
-        undo.append((torch.autocast_decrement_nesting, ()))
-    if tuple(autocasts) == now[2:]:
+        undo.append((_enable_kernels, (now[1],)))
+        _enable_kernels(kernels)  # type: ignore[arg-type]
+    is_other = tuple(autocasts) != now[2:]
+    if not (is_other or is_autocast(now)):
         return
-    for autocast in autocasts:
-        kind, enabled, *how = autocast  # type: ignore[misc]
-        enter(torch.autocast(kind, enabled=enabled, **dict(zip(_HOW, how, strict=False))), undo)  # type: ignore[has-type]
+    kinds = [autocast[0] for autocast in autocasts]  # type: ignore[index]
+    # `backward()` was called in a region of autocast, maybe by another thread. The cache is the process's, and has the
+    # casts of the forward of that region, which clears it; no region that ends in this thread may do so before.
+    undo.append((_set_autocast, (_autocast_now(kinds), not is_autocast(now))))
+    torch.autocast_increment_nesting()
+    if is_other:
+        for kind, enabled, *how in autocasts:  # type: ignore[misc]
+            if how:  # type: ignore[has-type]
+                torch.set_autocast_dtype(kind, how[0])  # type: ignore[has-type]
+                torch.set_autocast_cache_enabled(how[1])  # type: ignore[has-type]
+            torch.set_autocast_enabled(kind, enabled)  # type: ignore[has-type]
+
+
+def enter_modes(undo: Undo, modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> None:
+    """Makes active those of ``modes`` that are not now, until ``undo``. What is active now alone stays so."""
+    undo.append((set_active_modes, (active_modes(),)))
+    push_modes(
+        *(
+            [mode for mode in each if not any(mode is other for other in present)]
+            for each, present in zip(modes, foreign_modes(), strict=True)
+        )
+    )
+
+
+def _enable_kernels(kernels: Iterable[bool]) -> None:
+    for enable, is_on in zip(_ENABLE_KERNELS, kernels, strict=True):
+        enable(is_on)
+
+
+def _autocast_now(kinds: Iterable[str]) -> tuple[int, bool, list[tuple[str, bool, torch.dtype]]]:
+    """Returns how deep autocast regions are nested in this thread, whether they cache, and the settings of each kind.
+
+    Of a kind for which autocast is off too: the dtype that it would have is a setting that lasts.
+    """
+    settings = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return _autocast_nesting(), torch.is_autocast_cache_enabled(), settings
+
+
+def _autocast_nesting() -> int:
+    # In one call of C: an interrupt between the two would leave autocast nested, and its cache never cleared.
+    return min(map(call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)))
+
+
+def _set_autocast(now: tuple[int, bool, list[tuple[str, bool, torch.dtype]]], clears_cache: bool) -> None:
+    nesting, is_cache_enabled, settings = now
+    for _ in range(_autocast_nesting() - nesting):
+        torch.autocast_decrement_nesting()
+    if clears_cache and not nesting:
+        torch.clear_autocast_cache()
+    for kind, enabled, dtype in settings:
+        torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_cache_enabled(is_cache_enabled)
 
 
 def is_autocast(ambient: Ambient) -> bool:
@@ -372,8 +429,12 @@ _CPU = torch.device("cpu")
 _NO_AUTOCAST = "cpu", False
 _is_autocast_enabled = torch.is_autocast_enabled
 _math_enabled, _flash_enabled, _efficient_enabled, _cudnn_enabled = attention_kernels_enabled
-_KERNELS = (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-_HOW = ("dtype", "cache_enabled")
+_ENABLE_KERNELS = (
+    torch.backends.cuda.enable_math_sdp,
+    torch.backends.cuda.enable_flash_sdp,
+    torch.backends.cuda.enable_mem_efficient_sdp,
+    torch.backends.cuda.enable_cudnn_sdp,
+)
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 

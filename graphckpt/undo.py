@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 Undo: TypeAlias = list[tuple[Callable[..., object], tuple[Any, ...]]]
-"""Functions and their arguments, noted before each change, so that an interrupt finds them."""
-
-
-def enter(context: AbstractContextManager[Any], undo: Undo) -> None:
-    """Enters a context, which ``undo`` leaves."""
-    context.__enter__()
-    undo.append((context.__exit__, (None, None, None)))
+"""Functions and their arguments, noted before each change, so that an interrupt finds them. Each sets what was there,
+and does not reverse a step: an interrupt may come before the change, or between a restoration and its removal from the
+list, which repeats it."""
 
 
 def put_back(undo: Undo) -> None:
@@ -23,6 +19,8 @@ def put_back(undo: Undo) -> None:
         try:
             function(*args)
         except BaseException:
+            with suppress(Exception):  # again: an interrupt may have come before it has done anything
+                function(*args)
             undo.pop()
             put_back(undo)
             raise

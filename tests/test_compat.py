@@ -25,6 +25,7 @@ from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
@@ -110,16 +111,27 @@ def test_foreign_modes_are_those_of_users_innermost_last() -> None:
     assert _compat.foreign_modes() == ((), ())
 
 
-def test_modes_are_active_without_being_entered() -> None:
-    mode, function = CountEntries(), Renames()
-    with _compat.within_modes([function], [mode]):
-        assert _compat.foreign_modes() == ((function,), (mode,))
+def test_modes_are_active_without_being_entered_and_go_as_a_whole() -> None:
+    mode, function, user = CountEntries(), Renames(), CountEntries()
+    with user, torch.device("cpu"):
+        before = _compat.active_modes()
+        assert [*map(len, before)] == [1, 1, 3]  # PyTorch's own flags: a `with` of a dispatch mode sets and resets them
+        _compat.push_modes([function], [mode])
+        assert _compat.foreign_modes() == ((function,), (user, mode))
         assert torch.sin(torch.zeros(1)).item() == 1
+        left = CountEntries()
+        left.__enter__()
+        _compat.set_active_modes(before)
+        _compat.set_active_modes(before)
+        assert _compat.active_modes() == before
     assert mode.num_entries == 0
     assert mode.ops == ["aten.zeros.default", "aten.cos.default", "aten._local_scalar_dense.default"]
-    with pytest.raises(ZeroDivisionError), _compat.within_modes([function], [mode]):
-        1 / 0
-    assert _compat.foreign_modes() == ((), ())
+    assert _compat.active_modes() == _compat.NO_MODES
+    assert not _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=True)
+    _compat.set_active_modes(before)
+    assert _compat.active_modes() == before
+    _compat.set_active_modes(_compat.NO_MODES)
+    assert not _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=True)
 
 
 def test_global_forward_hooks_are_where_torch_registers_them() -> None:

@@ -19,7 +19,7 @@ from graphckpt._compat_compiler import constant_in_graphs, never_compiled
 from graphckpt.blocks.compiled import SHARE, CompiledForward
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import policy_changes
-from graphckpt.engine.execution import running
+from graphckpt.engine.execution import innermost
 from graphckpt.engine.objects import replaced
 from graphckpt.engine.saved import joined_blocks
 from graphckpt.errors import NOT_SCRIPTABLE, ConfigError
@@ -222,7 +222,7 @@ class BlockForward(ForwardWrapper):
     @never_compiled
     def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
         function = self._function()
-        run = running.get()
+        run = innermost()
         # A recomputation follows the policies of its original forward, whatever has been switched off since: with
         # `disable_checkpointing` around backward alone, the ops of an excluded child would count as ops of the block
         # around it, and fill the holders of the ops behind it.
@@ -282,7 +282,7 @@ class BlockForward(ForwardWrapper):
         if not self.only_compiles and has_gradients:
             if self.placement is not None and not self.placement.is_plain:
                 reasons.append("it has a store")
-            if self.is_excluded and running.get() is not None:  # that block is recomputed as it is
+            if self.is_excluded and innermost() is not None:  # that block is recomputed as it is
                 reasons.append("it is excluded from the block around it")
             inner = [each for each in self._forwards_below() if not each.only_compiles and each.rule.name != "full"]
             is_other = any(f.rule.name != "keep" or not (f.placement is None or f.placement.is_plain) for f in inner)

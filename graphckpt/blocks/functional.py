@@ -22,7 +22,7 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.blocks.forward import BlockForward, checkpointing_is_off, policy_of
 from graphckpt.blocks.proxy import unwrap
 from graphckpt.engine.block import BlockContext
-from graphckpt.engine.execution import running
+from graphckpt.engine.execution import innermost
 from graphckpt.engine.frame import Contexts, Frame
 from graphckpt.engine.objects import attribute_of
 from graphckpt.engine.sampling import CallSampler, parse_determinism_check
@@ -242,11 +242,11 @@ _IN_HOST_MEMORY = Placement(offload=Host())
 def is_recomputing() -> bool:
     """Whether the calling code runs in a recomputation, in this thread."""
     # All around it: each of them may be recomputed with this code, and then runs other code than in its forward.
-    run = innermost = running.get()
+    run = first = innermost()
     while run is not None:
         run.frame.asks_for_recomputation = True
         run = run.outer
-    return innermost is not None and innermost.is_recomputation
+    return first is not None and first.is_recomputation
 
 
 _Site = tuple[str, tuple[weakref.ref[nn.Module], ...]]

@@ -13,7 +13,17 @@ from graphckpt.engine import mismatch
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import CallState, has_changed
 from graphckpt.engine.clones import is_small
-from graphckpt.engine.execution import CallMismatch, Execution, Frame, Recomputation, engine_ops, running
+from graphckpt.engine.execution import (
+    CallMismatch,
+    Execution,
+    Frame,
+    Recomputation,
+    engine_ops,
+    innermost,
+    put_surroundings_back,
+    running,
+    surroundings,
+)
 from graphckpt.engine.objects import copy_objects, differs
 from graphckpt.engine.saved import (
     Call,
@@ -234,13 +244,13 @@ def _run_alone(block: BlockContext, function: Callable[..., Any], args: Sequence
 
 def run_kept(block: BlockContext, function: Callable[..., Any], argument: Any) -> Any:
     """Runs a part of a block that is not recomputed, unless a block around it is."""
-    return _run_alone(block, function, (argument,), {}) if running.get() is None else function(argument)
+    return _run_alone(block, function, (argument,), {}) if innermost() is None else function(argument)
 
 
 def _runs_around() -> list[Execution]:
     """Returns the executions that are going on in this thread, from the innermost up to one for a recomputation."""
     runs: list[Execution] = []
-    run = running.get()
+    run = innermost()
     while run is not None:
         runs.append(run)
         run = None if isinstance(run, Recomputation) else run.outer
@@ -293,17 +303,21 @@ def _run_kept(
     recorder = block.recorder
     if recorder is not None:
         keep = recorder.original_forward_began(block.name, *keep, is_kept=True, is_stored=stored is not None)
-    # A block within it belongs to none around it: it is recomputed by itself, and its modes act. See `_ModesPaused`.
-    outer = running.get()
-    with engine_ops():
-        running.set(None)
-        push_saved_tensor_hooks(*keep)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            pop_saved_tensor_hooks()
-            running.set(outer)
-            if recorder is not None:
-                recorder.original_forward_ended(block.name)
-            if stored is not None:
-                block.store.close_group(stored.group)
+    before = surroundings()
+    try:
+        # A block in it belongs to none around it: it is recomputed by itself, and its modes act. See `_ModesPaused`.
+        with engine_ops():
+            running.set(None)
+            push_saved_tensor_hooks(*keep)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                pop_saved_tensor_hooks()
+                running.set(before[0])
+                if recorder is not None:
+                    recorder.original_forward_ended(block.name)
+                if stored is not None:
+                    block.store.close_group(stored.group)
+    except BaseException:
+        put_surroundings_back(before)
+        raise

@@ -18,18 +18,25 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 
 from graphckpt._compat import (
+    NO_MODES,
+    ActiveModes,
     WithoutValues,
+    active_modes,
+    active_saved_tensor_hooks,
     current_backward,
     has_always_called_hooks,
     is_watched,
+    num_function_modes,
     parametrizations_are_cached,
+    pop_saved_tensor_hooks,
+    set_active_modes,
     shape_of,
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.values import Comparison, begin_comparison
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.thread_state import num_calls_elsewhere
+from graphckpt.thread_state import leave_call, num_calls_elsewhere
 
 if TYPE_CHECKING:
     from graphckpt.ledger.recorder import Recorder
@@ -54,6 +61,9 @@ Frame: TypeAlias = Any
 #
 # So after the stop no Exception counts (`has_stopped`): all that backward needs is there. A ScheduleMismatch, which
 # takes the same way before that, is noted where it is made, and raised again if it does not arrive.
+
+OnPack: TypeAlias = Callable[[int], None] | None
+"""Called with the position of each tensor that a recomputation saves."""
 
 # A ContextVar: forwards in several threads do not see each other's. The backward of an accelerator runs in threads of
 # the autograd engine, in which it is None until a recomputation sets it. So what a recomputation must know is in the
@@ -101,7 +111,7 @@ class Execution:
     backward: int
     """Id of the backward (autograd graph task) that it is a part of; -1 if none."""
     is_active: bool
-    """Whether its forward is running."""
+    """Whether its forward is running: set before anything else, and reset before anything else."""
 
     @property
     def frame(self) -> Frame:
@@ -220,9 +230,7 @@ class Recomputation(Execution):
         self.compare_draws()
         return self.draws_differ and (self._frame.contexts is None or not self._frame.contexts.skips_ops())
 
-    def hooks(
-        self, on_pack: Callable[[int], None] | None
-    ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    def hooks(self, on_pack: OnPack) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         """Returns what autograd calls for each tensor that it saves, and for each that is asked for.
 
         ``on_pack`` is called with the position of each tensor. The second one does not hold the call: the graph of a
@@ -305,6 +313,59 @@ class _ModesPaused(threading.local):
 
 modes_paused = _ModesPaused()
 _NOTHING = nullcontext()
+
+
+# Note [What an interrupt leaves]
+#
+# Ctrl-C, or the handler of a timer, raises an exception after any call of a function, and at the start of any: between
+# a call that sets something and the `try` behind it, within a `finally`, at the first line of an `__exit__`. No single
+# `try` is safe from it. Two are, one within the other, if the outer one does not undo steps but puts back what was
+# there as a whole, whatever the inner one has still done:
+#
+#   frame outside      reads the surroundings, before anything is set; after an exception it puts them back, which costs
+#                      nothing where there is none
+#   frame inside       sets, runs, and resets in a `finally`, as if there were no interrupts
+#
+# So everything that the engine sets in a thread has a frame outside that does so: `Frame.run`, `Frame._recompute`, for
+# which also the entries of its `Undo` are what was there, and `_run_kept`. Of nested ones, the outermost decides.
+#
+# A second interrupt may come while that is done. `is_active` is right even then: it is the first that a `finally`
+# resets, before any call. What an execution that is not active has left is ignored: see `innermost`, and `OpMode`.
+
+
+Surroundings: TypeAlias = "tuple[Execution | None, tuple[Any, Any] | None, ActiveModes, int]"
+"""The innermost execution of a thread and its innermost saved-tensor hooks, its modes, and the depth at which they are
+paused: what is active when the engine is called, beside the settings that a recomputation changes."""
+
+
+def surroundings() -> Surroundings:
+    modes = active_modes() if is_watched() or num_function_modes() else NO_MODES
+    return innermost(), active_saved_tensor_hooks(), modes, modes_paused.depth
+
+
+def put_surroundings_back(before: Surroundings) -> None:
+    """Makes active in this thread what was active then, and nothing else; called twice, it does no more."""
+    run, hooks_before, modes, modes_paused.depth = before
+    running.set(run)
+    while (hooks := active_saved_tensor_hooks()) is not None and not _are_same(hooks, hooks_before):
+        pop_saved_tensor_hooks()
+    set_active_modes(modes)
+    if run is None:
+        leave_call()
+
+
+def _are_same(hooks: tuple[Any, Any], others: tuple[Any, Any] | None) -> bool:
+    return others is not None and hooks[0] is others[0] and hooks[1] is others[1]
+
+
+def innermost() -> Execution | None:
+    """Returns the innermost execution of this thread, and forgets those that an interrupt has left behind."""
+    run = running.get()
+    if run is not None and not run.is_active:
+        while run is not None and not run.is_active:
+            run = run.outer
+        running.set(run)
+    return run
 
 
 def engine_ops(recorder: Recorder | None = None, block: str = "") -> AbstractContextManager[Any]:

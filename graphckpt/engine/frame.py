@@ -18,7 +18,6 @@ import torch
 
 from graphckpt._compat import (
     WithoutValues,
-    active_saved_tensor_hooks,
     autograd_sequence_number,
     current_accelerator,
     current_backward,
@@ -32,7 +31,6 @@ from graphckpt._compat import (
     push_saved_tensor_hooks,
     set_grad_enabled,
     shape_of,
-    within_modes,
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
@@ -42,11 +40,16 @@ from graphckpt.engine.execution import (
     CallMismatch,
     Execution,
     Holder,
+    OnPack,
     Recomputation,
     ScheduleMismatch,
     StopRecomputation,
+    Surroundings,
     engine_ops,
+    innermost,
+    put_surroundings_back,
     running,
+    surroundings,
 )
 from graphckpt.engine.objects import FreedObject, copy_objects, restorations, swap
 from graphckpt.engine.sampling import is_paused
@@ -70,6 +73,7 @@ from graphckpt.thread_state import (
     context_again,
     enter_ambient,
     enter_call,
+    enter_modes,
     get_rng_state,
     is_autocast,
     keep_context,
@@ -80,7 +84,7 @@ from graphckpt.thread_state import (
     take_ambient,
 )
 from graphckpt.tree import tensors_in
-from graphckpt.undo import Undo, enter, put_back
+from graphckpt.undo import Undo, put_back
 
 if TYPE_CHECKING:
     from graphckpt.engine.excluded import ExcludedCall
@@ -242,12 +246,20 @@ class Frame(Execution, Call):
         return self
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        before = surroundings()
+        try:
+            return self._run(args, kwargs, before)
+        except BaseException:  # what it sets in the thread, it resets itself, unless an interrupt prevents that
+            self.is_active, self.own_pack = False, None
+            put_surroundings_back(before)
+            raise
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any], before: Surroundings) -> Any:
         block = self.block
         state = self._state = block.renew_state() if block.state.is_stale() else block.state
-        outer = self.outer = running.get()
+        (outer, hooks, *_), self.outer = before, before[0]  # the frame's own hooks are pushed later
         is_nested = self.is_recomputation = outer is not None and outer.is_recomputation
         self.backward = current_backward()
-        hooks = active_saved_tensor_hooks()  # those around the call, as the frame's own are pushed later
         self.outer_hooks = None if hooks is None else hooks_around(block, hooks)
         if self.outer_hooks is None and not block.keeps_on_device:
             self.group = block.open_group()
@@ -307,11 +319,11 @@ class Frame(Execution, Call):
         hooks: tuple[Any, Any] = pack, self.unpack
         if recorder is not None:
             hooks = recorder.original_forward_began(self.block.name, *hooks)
-        running.set(self)
+        self.is_active = True
         if outer is None:
             enter_call(self.devices)
-        self.is_active = True
         self.own_pack = hooks[0]
+        running.set(self)
         push_saved_tensor_hooks(*hooks)
         first_hook = num_hooks_registered()
         try:
@@ -320,12 +332,12 @@ class Frame(Execution, Call):
             with self.contexts.original_forward(self):
                 return self._function(*args, **kwargs)
         finally:
+            self.is_active = False
+            self.own_pack = None  # a bound method, which holds the frame
             pop_saved_tensor_hooks()
+            running.set(outer)
             num_own = sum(call.num_hooks for call in self.excluded)
             self._registers_hooks = num_hooks_registered() - first_hook > num_own
-            self.own_pack = None  # a bound method, which holds the frame
-            self.is_active = False
-            running.set(outer)
             if outer is None:
                 leave_call()
             # After an error too: a program that catches it may run backward through the child alone.
@@ -437,7 +449,7 @@ class Frame(Execution, Call):
 
     @never_compiled
     def unpack(self, holder: Holder) -> torch.Tensor:
-        if self.is_active or self.outer is not None or running.get() is not None:
+        if self.is_active or self.outer is not None or innermost() is not None:
             self._refuse_backward_inside()
         value = holder.value
         if value is None:
@@ -462,8 +474,8 @@ class Frame(Execution, Call):
         # allowed   backward 7 -> recomputation of A (7) -> asks for a result that A has passed to the block around (7)
         # refused   backward 7 -> recomputation of A (7) -> its forward calls backward 8, which asks for a tensor of B
         # Check both: inside of an excluded child, `running` is None.
-        for innermost in (running.get(), self):
-            run: Execution | None = innermost
+        for first in (innermost(), self):
+            run: Execution | None = first
             while run is not None:
                 if run.is_active and run.backward != current_backward():  # else the engine asks, within a recomputation
                     raise RecomputeError(mismatch.runs_backward(run.frame.block.title))
@@ -488,9 +500,13 @@ class Frame(Execution, Call):
         return outputs or ()
 
     def _recompute(self, *, returns_output: bool = False) -> None:
+        before = surroundings()
+        undo: Undo = []
         try:
-            self._recompute_and_check(returns_output=returns_output)
+            self._recompute_and_check(undo, returns_output=returns_output)
         except BaseException:
+            put_back(undo)  # see Note [What an interrupt leaves] in graphckpt/engine/execution.py
+            put_surroundings_back(before)
             # A program may catch it and repeat a backward that retains its graph, which must not read these tensors.
             for ref in self.holders:
                 holder = ref()
@@ -498,7 +514,7 @@ class Frame(Execution, Call):
                     holder.value = None
             raise
 
-    def _recompute_and_check(self, *, returns_output: bool) -> None:
+    def _recompute_and_check(self, undo: Undo, *, returns_output: bool) -> None:
         if self._is_joined:
             self._recompute_before()
         recorder = self.block.recorder
@@ -509,7 +525,7 @@ class Frame(Execution, Call):
         try:
             try:
                 try:
-                    run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
+                    run = self._recompute_once(undo, early_stop=early_stop, returns_output=returns_output)
                 except (Exception, ScheduleMismatch) as error:
                     # The first of two tries may skip ops, and calls of excluded children. Any error may come from
                     # that: a kernel that is not dispatched may have read a skipped result. What was skipped wrongly
@@ -517,7 +533,7 @@ class Frame(Execution, Call):
                     can_run_all = self.contexts is not None and self.contexts.run_all(self)
                     if not can_run_all and not isinstance(error, CallMismatch):
                         raise
-                    run = self._recompute_once(early_stop=early_stop, returns_output=returns_output)
+                    run = self._recompute_once(undo, early_stop=early_stop, returns_output=returns_output)
             except ScheduleMismatch as error:  # which no handler of the user's would catch
                 raise RecomputeError(mismatch.ops_differ(self.block.title, str(error))) from None
             except Exception as error:
@@ -563,7 +579,7 @@ class Frame(Execution, Call):
         """Names an op of the block that draws from a generator of the process; "" if none does."""
         finder = DrawFinder()
         with suppress(Exception, ScheduleMismatch), finder:
-            self._recompute_once(lambda _: None, early_stop=self._early_stop)
+            self._recompute_once([], lambda _: None, early_stop=self._early_stop)
             if not finder.op:  # noted, as otherwise each recomputation beside another thread would be made twice
                 self.block.drawless_modes.add(self._call_state.modes)
         return finder.op
@@ -571,12 +587,12 @@ class Frame(Execution, Call):
     def _watch_recomputation(self, on_pack: Callable[[int], None]) -> None:
         # Full holders stay as they are, until `_recompute` empties all of a call that is refused.
         with suppress(ScheduleMismatch):  # an op behind the tensor that is looked for
-            self._recompute_once(on_pack)
+            self._recompute_once([], on_pack)
 
     def _recompute_once(
-        self, on_pack: Callable[[int], None] | None = None, *, early_stop: bool = False, returns_output: bool = False
+        self, undo: Undo, on_pack: OnPack = None, *, early_stop: bool = False, returns_output: bool = False
     ) -> Recomputation:
-        """Runs forward in the state in which it was called, and puts back what is there now.
+        """Runs forward in the state in which it was called, and puts back what is there now, by the empty ``undo``.
 
         The order of its steps matters: the numbers are those of Note [Order of a recomputation].
         """
@@ -588,7 +604,7 @@ class Frame(Execution, Call):
             # Nothing is changed yet: what raises here, or recomputes another block, leaves nothing to undo.
             unread = self._modified_and_unread()
             random_now, ambient_now = self.rng_state(), take_ambient(self.devices)  # 1
-            undo: Undo = [(set_grad_enabled, (torch.is_grad_enabled(),)), (set_rng_state, (random_now,))]
+            undo += [(set_grad_enabled, (torch.is_grad_enabled(),)), (set_rng_state, (random_now,))]
             leaves, run.versions = arguments.take(self, self._take_outputs_before() if self._is_joined else ())  # 2
             # What it registers again, on the same tensors, would act on a gradient beside that of the original forward.
             undo += gradient_hooks(self._inputs(leaves)) if self._registers_hooks else ()
@@ -608,7 +624,7 @@ class Frame(Execution, Call):
                 if ambient_now != self._ambient or is_autocast(ambient_now):
                     enter_ambient(undo, self._ambient, ambient_now)
                 if self._modes != _NO_MODES:
-                    self._enter_modes(undo)  # 6
+                    enter_modes(undo, self._modes)  # 6
                 output = context.run(self._run_again, run, on_pack, args, kwargs)  # 7
                 run.compare_draws()
                 if returns_output:
@@ -626,15 +642,13 @@ class Frame(Execution, Call):
             raise run.mismatch
         return run
 
-    def _run_again(
-        self, run: Recomputation, on_pack: Callable[[int], None] | None, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_again(self, run: Recomputation, on_pack: OnPack, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         # Not from `running`, which in this context has the value of the time of the call.
         outer = run.outer
-        running.set(run)
+        run.is_active = True
         if outer is None:
             enter_call(self.devices)
-        run.is_active = True
+        running.set(run)
         push_saved_tensor_hooks(*run.hooks(on_pack))
         try:
             # Backward has turned gradients off, unless it was called with `create_graph`.
@@ -645,8 +659,8 @@ class Frame(Execution, Call):
                 set_grad_enabled(True)
                 return self._function(*args, **kwargs)
         finally:
-            pop_saved_tensor_hooks()
             run.is_active = False
+            pop_saved_tensor_hooks()
             running.set(outer)
             if outer is None:
                 leave_call()
@@ -655,14 +669,6 @@ class Frame(Execution, Call):
         """Yields the tensors from outside of the block that the recomputation may come by."""
         inputs = chain(leaves, self._arguments.held_tensors(), self._state.held_tensors(self._call_state))
         return (each for each in inputs if isinstance(each, torch.Tensor))
-
-    def _enter_modes(self, undo: Undo) -> None:
-        """Enters the modes of the call that are not active now. Those that are active now alone stay active."""
-        missing = [
-            [mode for mode in modes if not any(mode is other for other in present)]
-            for modes, present in zip(self._modes, foreign_modes(), strict=True)
-        ]
-        enter(within_modes(*missing), undo)
 
     def _modified_and_unread(self) -> frozenset[int]:
         """Returns the ids of parameters that were modified since, but that the recomputation does not read.

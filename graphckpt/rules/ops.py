@@ -545,11 +545,14 @@ class OpMode(DispatchMode):
         self._frame = frame
         self._numbers: Counter[Op] = Counter()
         self._depth = modes_paused.depth  # see `_ModesPaused`
+        self._run = running.get()
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if modes_paused.depth == self._depth and is_counted(func, args, kwargs):
+        # One that an interrupt has left on the stack is that of an execution which is over.
+        is_active = self._run is not None and self._run.is_active
+        if is_active and modes_paused.depth == self._depth and is_counted(func, args, kwargs):
             return self._call(func, args, kwargs)
         if func is _DETACH and isinstance(args[0], WithoutValues):
             return WithoutValues.like(args[0])
@@ -578,8 +581,9 @@ class ForwardMode(OpMode):
         key = self._count(func) if schedule is None else schedule.keys[position]
         try:
             output = call_with_autocast(func, args, kwargs)
-        except BaseException:  # which forward may catch
-            self._leave_schedule(position + 1)
+        except BaseException as error:  # which forward may catch
+            if isinstance(error, Exception):  # an interrupt says nothing about what later calls do
+                self._leave_schedule(position + 1)
             if graph is not None:
                 graph.is_complete = False
             raise
