@@ -52,7 +52,7 @@ from graphckpt.engine.execution import (
     surroundings,
 )
 from graphckpt.engine.objects import FreedObject, copy_objects, restorations, swap
-from graphckpt.engine.sampling import is_paused
+from graphckpt.engine.sampling import forced_check
 from graphckpt.engine.saved import (
     Arguments,
     BlockOutput,
@@ -188,10 +188,10 @@ class Frame(Execution, Call):
     """
 
     __slots__ = (
-        "__weakref__", "_ambient", "_arguments", "_call_state", "_context", "_determinism_check", "_early_stop",
+        "__weakref__", "_ambient", "_arguments", "_call_state", "_context", "_early_stop",
         "_failure", "_function", "_is_joined", "_last_saved", "_learning", "_modes", "_random", "_registers_hooks",
-        "_state", "asks_for_recomputation", "block", "contexts", "devices", "excluded", "group", "holders",
-        "outer_hooks", "outputs", "own_pack", "random_after", "values",
+        "_state", "asks_for_recomputation", "block", "contexts", "determinism_check", "devices", "excluded", "group",
+        "holders", "outer_hooks", "outputs", "own_pack", "random_after", "values",
     )  # fmt: skip
 
     # What `run` sets, as it was when the call began. All of it lives as long as the graph that holds the call.
@@ -232,7 +232,7 @@ class Frame(Execution, Call):
         """State of the generators after the call, if another thread may draw from them, and the block may draw."""
         self._function = function
         self._early_stop = early_stop_active(early_stop and block.early_stop)
-        self._determinism_check = determinism_check or block.determinism_check
+        self.determinism_check = determinism_check or block.determinism_check
         self._is_joined = joins
         if joins:
             joined_blocks.may_exist = True
@@ -269,11 +269,11 @@ class Frame(Execution, Call):
             call_state = self._call_state = state.take(is_nested=is_nested)
             learning = self._learning = block.learns and call_state.is_first
             # Nearly no call is due, and counts itself here: `begin_check` would cost each a call.
-            sampler = block.sampler
-            if self._determinism_check == "default" and sampler.number < sampler.due and not (learning or reports):
-                sampler.number += not (is_nested or is_paused.get())
-            elif self._determinism_check != "none":
-                self.values = begin_check(block, self._determinism_check, is_learning=learning, is_nested=is_nested)
+            check, sampler = (forced_check.get() or self).determinism_check, block.sampler
+            if check == "default" and sampler.number < sampler.due and not (learning or reports):
+                sampler.number += not is_nested
+            elif check != "none" or reports:
+                self.values = begin_check(block, check, is_learning=learning, is_nested=is_nested)
             may_draw_on_host = call_state.is_first or call_state.modes in state.host_rng_modes
             num_calls = num_calls_elsewhere(self.devices)
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
@@ -563,7 +563,7 @@ class Frame(Execution, Call):
                 )
         # Other numbers of tensors are an error even with "none": a holder that was not filled has nothing to return.
         fault = run.fault()
-        if fault is not None and (self._determinism_check != "none" or isinstance(fault.first, int)):
+        if fault is not None and (self.determinism_check != "none" or isinstance(fault.first, int)):
             raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
         fault = run.comparison.end() if run.comparison is not None else None
         if fault is not None:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from graphckpt.errors import ConfigError, did_you_mean, shown
 
@@ -75,14 +75,30 @@ class CallSampler:
         self.num_bytes = max(self.num_bytes, self._live_bytes)
 
 
-is_paused: ContextVar[bool] = ContextVar("value checks are paused", default=False)
+class ForcedCheck(NamedTuple):
+    """What is compared whatever the blocks' ``determinism_check`` says, and without a count of their calls."""
+
+    determinism_check: str
+    differences: list[str]
+    """Messages about differences that a device reports when the backward is over."""
+
+
+forced_check: ContextVar[ForcedCheck | None] = ContextVar("forced_check", default=None)
+
+
+@contextmanager
+def forcing_check(determinism_check: str) -> Iterator[ForcedCheck]:
+    """Has each call that begins in this context be checked by ``determinism_check``, ``"none"`` or ``"values"``."""
+    forced = ForcedCheck(determinism_check, [])
+    token = forced_check.set(forced)
+    try:
+        yield forced
+    finally:
+        forced_check.reset(token)
 
 
 @contextmanager
 def without_value_checks() -> Iterator[None]:
     """Checks and counts no call that begins in this context: bytes and times are measured in it."""
-    token = is_paused.set(True)
-    try:
+    with forcing_check("none"):
         yield
-    finally:
-        is_paused.reset(token)

@@ -42,7 +42,7 @@ from graphckpt._compat import (
 )
 from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
-from graphckpt.engine.sampling import is_paused
+from graphckpt.engine.sampling import forced_check
 from graphckpt.errors import warn
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def begin_check(
     # Reports of earlier backwards. A forward may read them: it comes late enough for most of them to be complete.
     if reports:
         _report_finished()
-    if determinism_check == "none" or is_nested or is_paused.get():
+    if determinism_check == "none" or is_nested:
         return None
     if determinism_check == "default" and not block.sampler.is_due(is_learning=is_learning):
         return None
@@ -322,11 +322,14 @@ class ValueCheck:
         waits: Whether a CUDA device is waited for at the end of backward.
     """
 
-    __slots__ = ("_num_bytes", "_number", "_pages", "_unsettled", "block", "later", "lines", "sketches", "waits")
+    __slots__ = (
+        "_num_bytes", "_number", "_pages", "_unsettled", "block", "forced", "later", "lines", "sketches", "waits",
+    )  # fmt: skip
 
     def __init__(self, block: BlockContext, *, waits: bool) -> None:
         self.block = block
         self.waits = waits
+        self.forced = forced_check.get()
         self.sketches: list[Sketch | None] = []
         self.later: dict[int, torch.Tensor] = {}
         """The values of other sketches, for CUDA: taken once the op that saves a tensor is over."""
@@ -477,6 +480,7 @@ class _Report:
 
     def __init__(self, check: ValueCheck, pairs: Sequence[_Pair]) -> None:
         self._block = check.block
+        self._forced = check.forced
         self._faults = [
             mismatch.Fault(pair.position, pair.kind, pair.kind, line=check.lines.get(pair.position, ""))
             for pair in pairs
@@ -496,10 +500,15 @@ class _Report:
         sampler = self._block.sampler
         for fault, difference in zip(self._faults, self._on_host.tolist(), strict=True):
             assert not isinstance(fault.first, int)
-            if difference > tolerance_of(fault.first[0]) and not sampler.has_warned:
+            if difference <= tolerance_of(fault.first[0]):
+                continue
+            measured = replace(fault, difference=difference)
+            if self._forced is not None:  # the one who has forced the check tells it
+                self._forced.differences.append(mismatch.values_differ(self._block.title, measured))
+            elif not sampler.has_warned:
                 sampler.has_warned = True
                 self._block.note("the value check has found a difference, which the log describes")
-                warn(mismatch.values_differ(self._block.title, replace(fault, difference=difference), is_late=True))
+                warn(mismatch.values_differ(self._block.title, measured, is_late=True))
 
 
 reports: deque[_Report] = deque()

@@ -244,6 +244,9 @@ class Step:
         finally:
             self.captured, self._wrappers = captured, wrappers
 
+    def without_captures(self) -> AbstractContextManager[None]:
+        return self.with_policies(self._wrappers)
+
     @contextmanager
     def without_policies(self) -> Iterator[None]:
         with self.with_policies([]), disable_checkpointing():

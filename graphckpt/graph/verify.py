@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from graphckpt.engine.sampling import without_value_checks
-from graphckpt.errors import ConfigError, GraphError, shown
+from graphckpt.engine.sampling import forcing_check, without_value_checks
+from graphckpt.errors import ConfigError, GraphError, RecomputeError, shown
 from graphckpt.graph.capture import modules_of
 from graphckpt.reached import Restore, StepReach, reached_by
 from graphckpt.training_state import ModuleTree, TrainingState
@@ -58,8 +58,8 @@ def verify_graph(graph_step: Step, build: Callable[..., Any], call: Callable[[],
     With captures, the Graph runs until one is replayed before anything is compared.
 
     Raises:
-        GraphError: Something differs. The message names the step, the block and the tensor that differ first, or says
-            that two plain steps differ as well.
+        GraphError: Something differs. The message names the step, the tensor that differs first, and the block, op and
+            line that cause it as far as they are found, or says that two plain steps differ as well.
     """
     graph_step.prepare()
     captures = graph_step.captured
@@ -85,6 +85,7 @@ def verify_graph(graph_step: Step, build: Callable[..., Any], call: Callable[[],
             snapshot,
             steps,
             UNSTABLE_FIX,
+            graph_step.without_captures,
             is_captured=lambda: captures is not None and num_replays + captures.num_replays == steps,
         )
     finally:
@@ -122,6 +123,7 @@ def compare(
     snapshot: Callable[[], _Snapshot],
     steps: int,
     fix_of_plain: str,
+    uncaptured: Callable[[], AbstractContextManager[None]] = nullcontext,
     is_captured: Callable[[], bool] = bool,
 ) -> Verification:
     """Compares the results of ``run`` with those in ``plain``, from the same state, step by step."""
@@ -138,15 +140,31 @@ def compare(
             # Only now, as it takes a step: whether the policies are the cause, or the step itself varies.
             with plain():
                 repeated = run()
-            what = f"{difference} · {_FIX}"
             if (among_plain := _difference(repeated, expected)) is not None:
                 what = f"two plain steps differ already: {among_plain} · {fix_of_plain}"
-            raise GraphError(f"{name}: step {number}: {what}")
+                raise GraphError(f"{name}: step {number}: {what}")
+            before.put_back()
+            with uncaptured():
+                cause = _cause(run)
+            raise GraphError(f"{name}: step {number}: {difference} · {cause}")
         tensors = [v for values in expected.values() for v in values.values() if isinstance(v, torch.Tensor)]
         num_tensors += len(tensors)
         num_bytes += sum(map(_num_bytes, tensors))
         contents = _contents(expected)
     return Verification(steps, num_tensors, num_bytes, is_captured=is_captured(), contents=contents)
+
+
+def _cause(run: Callable[[], Values]) -> str:
+    """Repeats a step with the values of all recomputations compared, and returns the first difference in them."""
+    # The results show it where a gradient arrives, often in a block before the one that is wrong and has the policy.
+    try:
+        with forcing_check("values") as forced:
+            run()
+    except RecomputeError as error:
+        return str(error)
+    except Exception:  # that the results differ is certain, and this error must not hide it
+        return _FIX
+    return next(iter(forced.differences), f"the recomputations have the values of the original forwards · {_FIX}")
 
 
 @final
@@ -235,7 +253,10 @@ def _tensors_of(modules: Iterable[tuple[str, nn.Module]], kind: str) -> dict[str
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} | {"forward"}
 
 
-_FIX = "fix: look at the policies on this block, or for an op in it whose result varies from run to run"
+_FIX = (
+    "fix: look at the policies on the block of this tensor and on those behind it, and for an op in them whose result "
+    "varies from run to run"
+)
 UNSTABLE_FIX = (
     "fix: torch.use_deterministic_algorithms(True), since the result of a kernel varies from run to run, as that of "
     "cuDNN's attention may"

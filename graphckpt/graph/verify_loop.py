@@ -69,8 +69,9 @@ def verify(
     Raises:
         ConfigError: The model has no policies, an argument cannot be used, or ``step_fn`` runs no backward of a block
             with a policy, so that the comparison would show nothing.
-        GraphError: Something differs. The message names the step and the tensor that differs first and by how much, or
-            says that two plain steps differ as well.
+        GraphError: Something differs. The message names the step, the tensor that differs first and by how much, and,
+            as far as a further step with all recomputations compared finds them, the block, the op and the line that
+            cause it; or it says that two plain steps differ as well.
 
     >>> import graphckpt
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))

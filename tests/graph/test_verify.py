@@ -14,6 +14,7 @@ from torch import nn
 import graphckpt
 from graphckpt import ConfigError, GraphError
 from graphckpt.blocks.forward import policy_of
+from graphckpt.engine.sampling import forced_check
 
 Fault = Callable[[torch.Tensor], torch.Tensor]
 FORWARDS: list[Layer] = []
@@ -170,6 +171,89 @@ def test_each_fault_is_named_and_the_state_restored(fault: Callable[[nn.Module],
     with pytest.raises(GraphError, match="verify: " + message):
         graphckpt.verify(model, step_of(model, optimizer), {"1": "keep", "0": True} | {"1": True})
     assert_same(state_of(model, optimizer), before)
+
+
+SCALE = [1.0]
+
+
+class ReadsAGlobal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) * SCALE[0]) * x
+
+
+def changes_the_global(loss: torch.Tensor) -> torch.Tensor:
+    SCALE[0] = 2.0
+    loss.backward()
+    SCALE[0] = 1.0
+    return loss
+
+
+CAUSE = r"step 1: `(gradient of )?0\.weight` differs .* · 2: saved tensor 2, saved by torch.tanh at test_verify.py:"
+
+
+@pytest.mark.parametrize("check", ["none", "default", "values"])
+@pytest.mark.parametrize("rule", ["full", "selective"])
+def test_block_and_line_whose_recomputation_differs_are_named(check: str, rule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), ReadsAGlobal(), ReadsAGlobal(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = state_of(model, optimizer)
+    with (
+        graphckpt.apply(model, {"[12]": rule}, determinism_check=check),
+        pytest.raises(GraphError, match="verify: " + CAUSE),
+    ):
+        graphckpt.verify(model, lambda: changes_the_global(model(X).sum()))
+    assert_same(state_of(model, optimizer), before)
+    assert policy_of(model[1]) is None
+
+
+def test_function_whose_recomputation_differs_is_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), ReadsAGlobal(), nn.Tanh())
+
+    def step() -> torch.Tensor:
+        value = graphckpt.checkpoint(model[1], model[0](X))
+        return changes_the_global(model[2](value).sum())
+
+    with pytest.raises(GraphError, match=r"differs .* · .*: saved tensor 2, saved by torch.tanh at test_verify.py:"):
+        graphckpt.verify(model, step, {"2": True})
+
+
+def test_block_and_line_are_named_in_a_graph() -> None:
+    class Training(graphckpt.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(8, 8), ReadsAGlobal(), ReadsAGlobal(), nn.Linear(8, 1))
+            for layer in self.model[1:3]:
+                layer.config.activation_checkpointing = True
+            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+        def build(self, x: torch.Tensor) -> torch.Tensor:
+            return changes_the_global(self.model(x).sum())
+
+    message = (
+        r"step 1: `model\.0\.weight` differs .* · model\.2: saved tensor 2, saved by torch.tanh at test_verify.py:"
+    )
+    with pytest.raises(GraphError, match=message):
+        Training().verify(X)
+
+
+def test_an_error_in_the_further_step_does_not_hide_the_difference() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), ReadsAGlobal())
+
+    def step() -> torch.Tensor:
+        forced = forced_check.get()
+        if forced is not None and forced.determinism_check == "values":
+            raise torch.OutOfMemoryError
+        return changes_the_global(model(X).sum())
+
+    with pytest.raises(GraphError, match=r"step 1: `gradient of 0\.weight` differs .* · fix: "):
+        graphckpt.verify(model, step, {"1": True})
 
 
 def test_a_draw_in_the_last_block_shows_in_the_random_state() -> None:
