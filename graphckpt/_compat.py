@@ -41,7 +41,6 @@ from torch.utils import _python_dispatch, _pytree
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -361,11 +360,6 @@ def has_scripted_code() -> bool:
     return bool(compiled.get_functions())
 
 
-def num_hooks_registered() -> int:
-    """Returns the number that the next hook of the process gets, on whatever tensor, node of a graph, or module."""
-    return RemovableHandle.next_id
-
-
 def gradient_hooks(tensors: Iterable[torch.Tensor]) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
     """Returns the calls that put back the present hooks of ``tensors``, and of the nodes that compute their gradients.
 
@@ -399,6 +393,8 @@ def _do_nothing(*_: object) -> None: ...
 
 
 _CALL = nn.Module._call_impl.__code__
+# Of a module with hooks alone: to ask every module for its variables would take a microsecond each.
+_CALL_WITH_HOOKS = next((code for code in _CALL.co_consts if getattr(code, "co_name", "") == "inner"), _CALL)
 
 
 def has_always_called_hooks(frame: FrameType | None) -> bool:
@@ -409,7 +405,7 @@ def has_always_called_hooks(frame: FrameType | None) -> bool:
     if nn.modules.module._global_forward_hooks_always_called:
         return True
     while frame is not None:
-        if frame.f_code is _CALL and frame.f_locals["self"]._forward_hooks_always_called:
+        if frame.f_code is _CALL_WITH_HOOKS and frame.f_locals["self"]._forward_hooks_always_called:
             return True
         frame = frame.f_back
     return False

@@ -280,7 +280,7 @@ class ModuleState:
             scope,
             trainable,
             self._hooks.copies() if any(self._hooks.all) else [],
-            self._scripted.take(),
+            self._scripted.take() if self._scripted.attributes else [],
         )
 
     def _tensors(self) -> tuple[Any, ...]:
@@ -546,7 +546,8 @@ class ModuleState:
             put_collectors(state.collectors, fields, stand_in, edit, undo)
         if state.hooks or any(self._hooks.all):
             self._hooks.put_in_place(state.hooks, undo)
-        self._scripted.put_in_place(state.scripted, undo)
+        if state.scripted:
+            self._scripted.put_in_place(state.scripted, undo)
         if _trainable(tensors[: self._num_parameters]) != state.trainable:
             for parameter, is_trainable in zip(tensors, state.trainable, strict=False):
                 if parameter is not None and parameter.requires_grad is not is_trainable:
@@ -634,7 +635,7 @@ class ModuleState:
     def mutated(self, state: CallState, unread: Collection[int] = ()) -> str | None:
         versions = read_versions(state.tensors)
         if versions == state.versions:
-            return self._scripted.mutated(state.scripted)
+            return self._scripted.mutated(state.scripted) if state.scripted else None
         for index, (tensor, now, then) in enumerate(zip(state.tensors, versions, state.versions, strict=True)):
             if now != then and index not in state.copies and id(tensor) not in unread:
                 return self.name(index, state)

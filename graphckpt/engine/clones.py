@@ -149,11 +149,11 @@ class ScriptedModules:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         scripted = [module for module in modules if isinstance(module, ScriptModule)]
-        self._attributes = [(weakref.ref(m), name) for m in scripted for name in scripted_attributes(m)]
+        self.attributes = [(weakref.ref(m), name) for m in scripted for name in scripted_attributes(m)]
 
     def take(self) -> list[ScriptedValue]:
         values = []
-        for ref, name in self._attributes:
+        for ref, name in self.attributes:
             value, version = getattr(ref(), name), None
             if isinstance(value, torch.Tensor):
                 is_cloned = is_small(value)

@@ -15,6 +15,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from graphckpt._compat import (
     WithoutValues,
@@ -26,7 +27,6 @@ from graphckpt._compat import (
     gradient_hooks,
     is_watched,
     num_function_modes,
-    num_hooks_registered,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     set_grad_enabled,
@@ -325,7 +325,7 @@ class Frame(Execution, Call):
         self.own_pack = hooks[0]
         running.set(self)
         push_saved_tensor_hooks(*hooks)
-        first_hook = num_hooks_registered()
+        first_hook = RemovableHandle.next_id  # hooks on tensors, nodes and modules are numbered together
         try:
             if self.contexts is None:
                 return self._function(*args, **kwargs)
@@ -336,8 +336,8 @@ class Frame(Execution, Call):
             self.own_pack = None  # a bound method, which holds the frame
             pop_saved_tensor_hooks()
             running.set(outer)
-            num_own = sum(call.num_hooks for call in self.excluded)
-            self._registers_hooks = num_hooks_registered() - first_hook > num_own
+            num_hooks = RemovableHandle.next_id - first_hook
+            self._registers_hooks = bool(num_hooks) and num_hooks > sum(call.num_hooks for call in self.excluded)
             if outer is None:
                 leave_call()
             # After an error too: a program that catches it may run backward through the child alone.
