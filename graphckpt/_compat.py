@@ -538,6 +538,12 @@ is_watched: Callable[[], int] = _len_torch_dispatch_stack
 """Returns how many dispatch modes see the ops of this thread, such as one that counts bytes; 0 if none does."""
 
 
+def is_traced_by_fx() -> bool:
+    """Whether ``make_fx`` traces the ops of this thread, whose module only programs that use it have imported."""
+    proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return proxy_tensor is not None and proxy_tensor.get_proxy_mode() is not None
+
+
 def all_gather_bytes(process_group: Any, output: torch.Tensor, sent: torch.Tensor, limit: timedelta) -> Any:
     """Starts to gather ``sent`` of all ranks, in order of rank, in ``output``; returns the ``Work`` to wait for.
 

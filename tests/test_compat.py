@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import pipelining
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
@@ -577,3 +578,9 @@ def test_equal_layers_are_dispatched_once(monkeypatch: pytest.MonkeyPatch) -> No
             torch.nn.Sequential(*layers)(torch.ones(2, 8)).sum().backward()
         counts.append(len(dispatched) - begin)
     assert counts[1] == counts[2] < 40
+
+
+def test_make_fx_is_seen() -> None:
+    seen = []
+    make_fx(lambda x: seen.append(_compat.is_traced_by_fx()) or x + 1)(torch.ones(1))
+    assert (seen, _compat.is_traced_by_fx()) == ([True], False)

@@ -250,7 +250,7 @@ class BlockForward(ForwardWrapper):
         module = self._module()
         assert module is not None
         function = ForwardInGraph(module, self._inner, has_excluded=self._has_excluded())
-        if not self._is_on or checkpointing_is_off():
+        if not self._is_on or checkpointing_is_off() or torch.compiler.is_exporting():  # the program has no policies
             return function(*args, **kwargs)
         why = self._graph_break(torch.is_grad_enabled())
         if why:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphckpt.errors import ConfigError, did_you_mean, shown
 
@@ -183,7 +184,7 @@ def _size_of(module: nn.Module, names: list[str]) -> int:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(1 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters())
 
 
 def _classes_of_transformers() -> tuple[Any, Any]:

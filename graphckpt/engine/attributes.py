@@ -42,7 +42,7 @@ Values: TypeAlias = list[tuple[Any, ...]]
 #   attribute                         what a later call does                     what the recomputation gets
 #   number, string, flag, `forward`   reads it (`layout.plain`)                  its value at the call
 #   tensor (`scope.names`)            clones it if the first call has modified   the tensor or a clone
-#                                     it (`scope.moved`)
+#                                     it (`_moved`)
 #   list, dict, set, deque            copies its items (`scope.objects`), and    the same object with these items, if
 #                                     what small ones reach                      they are plain, reach tensors, or were
 #                                                                                changed by the call

@@ -149,6 +149,8 @@ class BlockContext:
 
     def renew_state(self) -> ModuleState:
         self.state = ModuleState(self._modules())
+        if self.state.is_lazy:
+            self.note("a call that initializes lazy modules keeps everything")
         return self.state
 
     def open_group(self) -> TensorGroup | None:

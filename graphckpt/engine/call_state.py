@@ -27,6 +27,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphckpt.engine.attributes import (
     OWN,
@@ -110,8 +111,6 @@ class _Scope:
     """Whether some of ``copied`` share memory, as an attribute does that is a view of a buffer."""
     open: list[Attribute]
     """The attributes that may hold an object with tensors in a later call."""
-    moved: frozenset[Attribute]
-    """The attributes that are tensors which calls modify in place."""
 
 
 @final
@@ -164,8 +163,8 @@ class CallState:
 class ModuleState:
     __slots__ = (
         "_changed", "_children", "_empty", "_ends", "_fields_below", "_freed", "_hooks", "_inert", "_keys", "_layout",
-        "_modules", "_num_parameters", "_owners", "_plain_copies", "_roots", "_scopes", "_scripted", "_sizes", "_slots",
-        "_users", "host_rng_modes",
+        "_modules", "_moved", "_num_parameters", "_owners", "_plain_copies", "_roots", "_scopes", "_scripted", "_sizes",
+        "_slots", "_tensor_names", "_users", "host_rng_modes", "is_lazy",
     )  # fmt: skip
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -201,13 +200,16 @@ class ModuleState:
         self._changed: set[int] = set()
         """The modules of PyTorch's of which a first call has changed attributes, or which have tensors among them."""
         self._layout = AttributeLayout([], [], [], frozenset(), [])
+        self.is_lazy = any(map(is_lazy, self.tensors()))  # whether a call will give parameters shapes and values
+        # Attributes that are tensors, and of them those that calls modify in place, or may: sums begin as `None`.
+        self._tensor_names, self._moved = set[Attribute](), set[Attribute]()
         self.host_rng_modes: set[Modes] = set()
         """The modes in which a first call has drawn from the generators of Python or NumPy."""
 
     def is_stale(self) -> bool:
         """Whether a submodule was added, removed or replaced since, as adapters do, or a parameter or buffer added."""
         children, ids = self._children
-        return not (
+        return self.is_lazy or not (
             [*chain.from_iterable(self._owners)] == self._keys
             and [*map(len, self._owners)] == self._sizes
             and [*map(id, chain.from_iterable(map(dict.values, children)))] == ids
@@ -294,10 +296,12 @@ class ModuleState:
         self._layout = AttributeLayout.of(fields, names, complete)
         num_slots = len(self._slots)
         tensors = [(at, key) for at, keys in enumerate(names) for key in keys if is_plain(fields[at][key])]
+        self._moved.update(t for t in tensors if t not in self._tensor_names and is_small(fields[t[0]][t[1]]))
+        self._tensor_names.update(tensors)
         for scope in self._scopes.values():  # attributes have other indices now: their positions in the new `names`
             scope.names = tensors
             scope.copied = [index for index in scope.copied if index < num_slots]
-            scope.copied += [index for index, name in enumerate(tensors, num_slots) if name in scope.moved]
+            scope.copied += [index for index, name in enumerate(tensors, num_slots) if name in self._moved]
             self._open(scope, fields)
         return self._layout
 
@@ -357,7 +361,7 @@ class ModuleState:
         copied = [i for i, (owner, key) in enumerate(buffers, self._num_parameters) if is_plain(owner.get(key))]
         copied += range(num_slots, num_slots + len(names))
         objects = [(at, key, at in self._users) for at, key, value in present if may_reach(value)]
-        return _Scope(names, copied, objects, shares_memory=True, open=[], moved=frozenset())
+        return _Scope(names, copied, objects, shares_memory=True, open=[])
 
     def _narrow(self, state: CallState, fields: Fields) -> None:
         """Decides what calls after a first one copy, and leaves of its state what one of them would have copied.
@@ -412,20 +416,20 @@ class ModuleState:
         # 3. The scope. First the modules of PyTorch's that later calls look into: `_renew_layout` reads `_changed`.
         self._changed.update(at for at, *_ in self._changes(state, fields))
         self._changed.update(at for at, _ in state.names)
+        self._tensor_names.update(state.names)
+        self._moved.update(state.names[index - num_slots] for index in copied if index >= num_slots)
         layout = self._renew_layout(fields)
         present = [
             (at, key, value) for at in sorted(layout.complete) for key, value in fields[at].items() if key not in OWN
         ]
-        # In the order in which `_renew_layout` lists them for other scopes. A tensor that the call has set as a new
-        # attribute shifts those behind it, so that the old indices, of `state.names`, are translated by name.
+        # In the order in which `_renew_layout` lists them for other scopes; the indices of `state.names` are others.
         names = [(at, key) for at, key, value in present if is_plain(value)]
-        mutated = {state.names[index - num_slots] for index in copied if index >= num_slots}
         later = [index for index in copied if index < num_slots]
-        later += [index for index, name in enumerate(names, num_slots) if name in mutated]
+        later += [index for index, name in enumerate(names, num_slots) if name in self._moved]
         objects = [(at, k, False) for at, k, value in present if isinstance(value, CONTAINERS) and (at, k) not in deep]
         objects += [(at, key, True) for at, key in deep]
         shares_memory = bool(memory_of_several(state.tensors[index] for index in copied))
-        scope = _Scope(names, later, objects, shares_memory, open=[], moved=frozenset(mutated))
+        scope = _Scope(names, later, objects, shares_memory, open=[])
         self._open(scope, fields)
         state.copies = {index: clone for index, clone in state.copies.items() if index in copied}
         state.reached, state.scope = reached, scope
@@ -511,6 +515,9 @@ class ModuleState:
 
     def forget(self, state: CallState) -> None:
         self._scopes.pop(state.modes, None)
+        versions = read_versions(state.tensors)[len(self._slots) :]
+        changed = zip(state.names, versions, state.versions[len(self._slots) :], strict=True)
+        self._moved.update(name for name, now, then in changed if now != then)
 
     def put_in_place(self, state: CallState, stand_in: Callable[[torch.Tensor], Any], undo: Undo) -> frozenset[int]:
         """Puts the state before the call in place; ``undo`` puts back what is there now.
@@ -613,7 +620,8 @@ class ModuleState:
                 tensor.data = clone
                 borrowed.add(id(tensor))
             else:
-                edit(owner)[key] = clone
+                with torch.enable_grad():  # autograd forbids in-place ops on a leaf that requires grad
+                    edit(owner)[key] = clone.clone() if clone.requires_grad else clone
         return frozenset(borrowed)
 
     def _remove_tensors(self, edit: Edit) -> None:

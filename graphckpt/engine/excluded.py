@@ -55,6 +55,8 @@ class ChangedBuffer(NamedTuple):
         """Gives it the value after the call, for the rest of a recomputation, which works on copies of buffers."""
         if self.is_replaced:
             self.owner[self.key] = value.clone()
+        elif self.owner[self.key].shape != value.shape:  # observers of quantization resize theirs in their first call
+            self.owner[self.key].data = value.clone()
         else:
             self.owner[self.key].data.copy_(value)  # without a new version, as it need not have got one
 

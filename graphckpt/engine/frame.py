@@ -228,8 +228,7 @@ class Frame(Execution, Call):
         self.own_pack: Callable[[torch.Tensor], object] | None = None
         """The pack hook of the original forward while it runs: where another one is active, the program's is inside."""
         self.is_active = False
-        self.random_after: SharedState | None = None
-        """State of the generators after the call, if another thread may draw from them, and the block may draw."""
+        self.random_after: SharedState | None = None  # if another thread may draw from the same generators
         self._function = function
         self._early_stop = early_stop_active(early_stop and block.early_stop)
         self.determinism_check = determinism_check or block.determinism_check
@@ -257,6 +256,8 @@ class Frame(Execution, Call):
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any], before: Surroundings) -> Any:
         block = self.block
         state = self._state = block.renew_state() if block.state.is_stale() else block.state
+        if state.is_lazy:  # which the call initializes
+            return self._function(*args, **kwargs)
         (outer, hooks, *_), self.outer = before, before[0]  # the frame's own hooks are pushed later
         is_nested = self.is_recomputation = outer is not None and outer.is_recomputation
         self.backward = current_backward()
@@ -550,8 +551,7 @@ class Frame(Execution, Call):
         """Refuses a recomputation that did otherwise than the original forward."""
         # From cause to effect: other random numbers change values, a modified argument changes shapes and values behind
         # it, another shape changes values.
-        draw = self._find_draw() if run.draws_differ else ""
-        if draw:
+        if run.draws_differ and (draw := self._find_draw()):
             raise RecomputeError(mismatch.draws_differ(self.block.title, draw))
         for position, tensor, version in run.versions:
             if tensor._version != version:

@@ -35,7 +35,7 @@ from graphckpt.engine.execution import (
 )
 from graphckpt.engine.frame import Contexts, Frame
 from graphckpt.engine.objects import mutated_by, statistics_of
-from graphckpt.engine.saved import SavedTensor, are_mutated, save_tensor, take_all
+from graphckpt.engine.saved import SavedTensor, are_mutated, save_tensor, take_all, versions_of
 from graphckpt.errors import RecomputeError
 from graphckpt.thread_state import RNGState, get_rng_state, set_rng_state
 
@@ -415,10 +415,10 @@ class SelectiveContexts(Contexts):
                 leaves = [*leaves, *(tensor.clone() for tensor in statistics)]
         # Aliases: when this mode has returned, autograd gives `output` its history, which would hold the frame.
         aliases = [version_sharing_detach(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        versions = [(x, x._version) for x in aliases if isinstance(x, torch.Tensor)]
+        versions = versions_of(aliases)
         entries = [save_tensor(x, frame) if isinstance(x, torch.Tensor) else x for x in aliases]
         random = get_rng_state(frame.devices) if torch.Tag.nondeterministic_seeded in key[0].tags else None
-        for tensor, _ in versions:
+        for tensor in _tensors(aliases):
             self.storages.setdefault(id(storage_of(tensor)), []).append(key)
         self._results[key] = SavedResult(entries, spec, versions, random, len(statistics))
         self._keys.append(key)

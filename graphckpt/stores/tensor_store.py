@@ -23,7 +23,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from graphckpt._compat import is_watched, share_version_counter, version_sharing_detach, what_is_not_plain
+from graphckpt._compat import (
+    is_traced_by_fx,
+    is_watched,
+    share_version_counter,
+    version_sharing_detach,
+    what_is_not_plain,
+)
 from graphckpt._compat_fake import is_of_absent_device
 from graphckpt.stores.base import ByteHandle, ByteStore, Store, TensorGroup
 from graphckpt.tree import storages_of
@@ -108,6 +114,8 @@ class TensorStore(Store):
     def put(self, tensor: torch.Tensor, group: TensorGroup | None, *, is_shard: bool = False) -> object:
         assert group is not None
         kind = what_is_not_plain(tensor)
+        if is_watched() and is_traced_by_fx():  # which fails at storages, and would trace no copy to another memory
+            kind = "traced"
         if kind is not None:
             group.note(f"{kind} tensors stay on the device: only plain tensors can be moved")
         base = tensor._base  # see Note [Memory that others free]

@@ -445,3 +445,22 @@ def test_hooks_that_a_block_enters_get_what_an_excluded_child_saves(kind: Any, p
         steps.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *steps))
     assert packed[:2] == packed[2:]
+
+
+@as_module(lambda: {"linear": nn.Linear(D, D), "least": nn.Buffer(torch.empty(0))})
+def Observes(self: Any, x: Tensor) -> Tensor:
+    """As an observer of quantization for each channel, whose buffers have no channels before its first call."""
+    if not self.least.numel():
+        self.least.resize_(D).fill_(0.0)
+    self.least.copy_(torch.minimum(self.least, x.detach().amin(0)))
+    return self.linear(x - self.least)
+
+
+@as_module(lambda: {"child": Observes(), "linear": nn.Linear(D, D)})
+def ReadsObserver(self: Any, x: Tensor) -> Tensor:
+    return (self.linear(self.child(x).tanh()) * self.child.least.sum()).sin()
+
+
+@pytest.mark.parametrize("policies", [{"0": True, "0.child": False}, {"0": "selective", "0.child": _DISK}])
+def test_a_buffer_that_the_first_call_of_an_excluded_child_resizes(policies: dict[str, Any]) -> None:
+    assert_same_steps(lambda: nn.Sequential(ReadsObserver(), nn.Linear(D, D)), policies)

@@ -153,3 +153,85 @@ def test_a_recurrent_layer_may_get_other_parameters_in_a_later_call(rule: bool |
         return [p.grad for p in (*model.parameters(), *others.values())]
 
     assert all(map(torch.equal, gradients({"0": rule}), gradients({})))
+
+
+class Sums(nn.Module):
+    """Adds up in an attribute that is ``None`` at first, with or without a graph."""
+
+    def __init__(self, *, is_detached: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.is_detached = is_detached
+        self.total: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).tanh()
+        mean = y.detach().mean() if self.is_detached else y.mean()
+        if self.total is None:
+            self.total = mean.clone()
+        else:
+            self.total += mean
+        return y * self.total.item()
+
+
+@pytest.mark.parametrize("policy", [True, "selective", False])
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_an_attribute_that_begins_as_none_and_is_added_to_in_place(policy: Any, is_detached: bool) -> None:
+    steps = []
+    for policies in ({}, {"": True, "0": policy} if policy is False else {"0": policy}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Sums(is_detached=is_detached), nn.Linear(D, D))
+        with graphckpt.apply(model, policies):
+            for step in range(3):
+                model[0].total = None
+                torch.manual_seed(step)
+                losses = [model(torch.randn(4, D)).sum() for _ in range(3)]
+                (torch.stack(losses).sum() + model[0].total).backward()
+        steps.append([*(p.grad for p in model.parameters()), model[0].total])
+    assert all(map(torch.equal, *steps))
+
+
+def lazy_layers() -> nn.Module:
+    layers = [nn.Sequential(nn.LazyLinear(D), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(D)) for _ in range(2)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(
+    "policies",
+    [
+        {"*": True},
+        {"*": "selective"},
+        {"": Segments(2)},
+        {"*": True, "*.0": False},
+        {"0": True, "1": "joined"},
+        {"*": {"activation_checkpointing": True, "offload": "disk", "min_elements": 1}},
+    ],
+    ids=["full", "selective", "segments", "excluded", "joined", "disk"],
+)
+def test_lazy_modules_are_initialized_in_the_first_call(policies: Policies) -> None:
+    steps = []
+    for each in ({}, policies):
+        torch.manual_seed(0)
+        model = lazy_layers()
+        with graphckpt.apply(model, each):
+            for _ in range(3):
+                model.zero_grad()
+                model(X).square().sum().backward()
+        steps.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    assert all(map(torch.equal, *steps))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_modules_in_a_checkpointed_function() -> None:
+    steps = []
+    for run in (lambda layer, x: layer(x), graphckpt.checkpoint):
+        torch.manual_seed(0)
+        model = lazy_layers()
+        for _ in range(2):
+            x = X
+            for layer in model:
+                x = run(layer, x)
+            x.square().sum().backward()
+        steps.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *steps))

@@ -548,3 +548,23 @@ def test_running_statistics_among_the_arguments_are_updated_once(policy: bool | 
                 block(torch.randn(6, 8), *statistics).square().sum().backward()
         results.append([*(p.grad for p in block.parameters()), *statistics])
     assert all(map(torch.equal, *results))
+
+
+@as_module(lambda: {"first": nn.Linear(8, 8), "last": nn.Linear(8, 8)})
+def ReadsStatistic(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        scale = torch.tanh(self.first(x)).abs().mean().item()
+    return x + self.last(torch.tanh(self.first(x))) * scale
+
+
+@pytest.mark.parametrize("save", ["matmul", ["aten.tanh.default"], lambda *args, **kwargs: True])
+def test_results_of_inference_mode_may_be_kept(save: Save) -> None:
+    steps = []
+    for policies in ({}, {"*": Selective(save)}):
+        torch.manual_seed(0)
+        model = nn.Sequential(ReadsStatistic(), ReadsStatistic())
+        with graphckpt.apply(model, policies):
+            for _ in range(3):
+                model(torch.ones(4, 8)).square().mean().backward()
+        steps.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *steps))

@@ -16,6 +16,7 @@ from helpers.modules import as_module
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import graphckpt
@@ -227,3 +228,41 @@ def test_checkpointed_functions_run_as_they_are(transform: str) -> None:
         return graphckpt.checkpoint_sequential(self.model[1:], 2, x)  # type: ignore[index]
 
     assert is_right(outcome(transform, Checkpointed()), expected)
+
+
+_STORES: dict[str, dict[str, Any]] = {
+    "full": {"*": True},
+    "selective": {"*": "selective"},
+    "segments": {"": Segments(2)},
+    "joined": {"0": True, "1": "joined"},
+    "full, disk": {"*": {"activation_checkpointing": True, "offload": "disk", "min_elements": 1}},
+    "keep, disk": {"*": {"offload": "disk", "min_elements": 1}},
+    "full, slab": {"*": {"activation_checkpointing": True, "contiguous": True, "min_elements": 1}},
+}
+
+
+@pytest.mark.parametrize("policies", _STORES.values(), ids=_STORES)
+def test_make_fx_of_a_step(policies: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = residual_layers(2, D, dropout=None)
+    x = torch.randn(4, D)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+
+    expected = step(x)
+    with graphckpt.apply(model, policies):
+        traced = make_fx(step)(x)
+    assert all(map(torch.equal, traced(x), expected))
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize("policies", _STORES.values(), ids=_STORES)
+def test_export(policies: dict[str, Any], is_strict: bool) -> None:
+    torch.manual_seed(0)
+    model = residual_layers(2, D, dropout=None)
+    x = torch.randn(4, D)
+    expected = model(x)
+    with graphckpt.apply(model, policies):
+        exported = torch.export.export(model, (x,), strict=is_strict)
+    assert torch.equal(exported.module()(x), expected)
