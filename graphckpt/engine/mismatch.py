@@ -177,6 +177,14 @@ def modified_in_place(block: str, what: str) -> str:
     )
 
 
+def assigns_data(block: str) -> str:
+    return (
+        f"{block}: expected parameters with the memory that they had, got other values by an assignment to `.data` in "
+        "its forward, which the recomputation repeats · fix: assign outside of the block, or set "
+        "activation_checkpointing = False on this block"
+    )
+
+
 def freed_in_context(block: str) -> str:
     return (
         f"{block}: the recomputation reads an object, or a tensor in a container, that a context variable held, and "

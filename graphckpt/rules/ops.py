@@ -25,6 +25,7 @@ import torch
 
 from graphckpt._compat import WithoutValues, call_with_autocast, is_fake, pytree, storage_of, version_sharing_detach
 from graphckpt._compat_compiler import DispatchMode, never_compiled
+from graphckpt.engine import mismatch
 from graphckpt.engine.execution import (
     Recomputation,
     ScheduleMismatch,
@@ -302,6 +303,8 @@ class OpSchedule:
     """The ops that update running statistics."""
     is_valid: bool = True
     """``False``: calls did not follow it, or not all ops of the block are visible."""
+    has_failed: bool = False
+    """Whether a recomputation has failed under it. It may have given a skipped result to a parameter, by ``.data``."""
 
     def has(self, position: int, func: Op) -> bool:
         return position < len(self.keys) and self.keys[position][0] is func
@@ -401,6 +404,14 @@ class SelectiveContexts(Contexts):
                 with suppress(RecomputeError):  # modified in place since, as the block around shows: the op runs
                     self._fetched[key] = result.take()  # type: ignore[assignment]
         return RecomputationMode(self, frame)
+
+    def memory_of_parameters(self, frame: Frame) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the parameters with aliases of their memory, where a recomputation has failed that skipped ops."""
+        schedule = frame.block.schedules.get(self._signature)
+        if schedule is None or not schedule.has_failed:
+            return []
+        plain = (each for each in frame.block.tensors() if type(each) is torch.nn.Parameter and _is_plain(each))
+        return [(parameter, parameter.data) for parameter in plain]
 
     def saves(self, tensor: torch.Tensor) -> None:
         self._num_saved += 1
@@ -521,7 +532,7 @@ class SelectiveContexts(Contexts):
         schedule = self.schedule
         if schedule is None or not schedule.is_valid:
             return False
-        schedule.is_valid = False
+        schedule.is_valid, schedule.has_failed = False, True
         self._note(frame)
         return True
 
@@ -623,9 +634,22 @@ class RecomputationMode(OpMode):
     def __init__(self, contexts: SelectiveContexts, frame: Frame) -> None:
         super().__init__(contexts, frame)
         self._schedule = contexts.schedule
+        self._memory = contexts.memory_of_parameters(frame)
         self._position = 0  # in the schedule
         run = running.get()
         self._skips = isinstance(run, Recomputation) and not run.returns_output  # which needs the values of the last op
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        memory, self._memory = self._memory, []
+        moved = [(each, data) for each, data in memory if each.data_ptr() != data.data_ptr()]
+        # Another value may be a function of the one that forward has assigned, as an average that moves: forward itself
+        # has read others then. The same value, such as a norm that is limited once more, is not a difference.
+        has_moved = any(not torch.equal(each, data) for each, data in moved)
+        for each, data in moved:
+            each.data = data
+        if has_moved:
+            raise RecomputeError(mismatch.assigns_data(self._frame.block.title))
 
     def _call(self, func: Op, args: Any, kwargs: dict[str, Any]) -> Any:
         contexts, schedule, position = self._contexts, self._schedule, self._position

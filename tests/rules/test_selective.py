@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -568,3 +571,16 @@ def test_results_of_inference_mode_may_be_kept(save: Save) -> None:
                 model(torch.ones(4, 8)).square().mean().backward()
         steps.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *steps))
+
+
+def test_a_skipped_result_leaves_the_recomputation_by_no_way() -> None:
+    """Whatever reads it, the step is that of ``full``, or an error: never a tensor without memory, or a crash."""
+    program = Path(__file__).with_name("skipped_results.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", program, "selective"], capture_output=True, text=True, check=True
+    )
+    outcomes = dict(line.split(": ") for line in done.stdout.splitlines())
+    refused = {name for name, outcome in outcomes.items() if outcome == "RecomputeError"}
+    assert refused == {"data", "set_", "swap_tensors"}  # as under `full`: their forwards read other weights each time
+    assert len(outcomes) == 20
+    assert {outcome for name, outcome in outcomes.items() if name not in refused} == {"equal"}
