@@ -10,7 +10,7 @@ SITE := $(VENV)/.installed-site
 LOWEST ?= .venv-lowest
 NEWEST ?= .venv-newest
 
-.PHONY: demo test test-all lint format unit slow coverage planted fresh-context lowest newest gpu simulated-gpu fuzz matrix interrupts docs wheel clean
+.PHONY: demo test test-all lint format unit slow coverage planted fresh-context lowest newest gpu simulated-gpu fuzz matrix interrupts soak docs wheel clean
 
 # PASSIVE: threads that wait do not spin; with another process on the two cores that is several times faster.
 demo: $(INSTALLED)
@@ -128,6 +128,13 @@ COUNT ?= 2000
 SEED ?= 0
 interrupts: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/interrupts.py --count $(COUNT) --seed $(SEED)
+
+# Many steps under each policy, with errors, evaluation and changing shapes between: whether anything grows. The results are
+# in benchmarks/results/soak.md; SOAK="--cases full disk" runs a part.
+STEPS ?= 10000
+SOAK ?=
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --steps $(STEPS) $(SOAK)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
