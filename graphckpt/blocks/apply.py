@@ -17,8 +17,8 @@ from graphckpt.blocks.config import FIELDS, INHERITED, OTHER_NAMES, BlockConfig,
 from graphckpt.blocks.explain import StepRecorder
 from graphckpt.blocks.forward import BlockForward, ForwardWrapper, policy_of
 from graphckpt.blocks.proxy import unwrap
-from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies, resolve_policies
-from graphckpt.blocks.select import Selector, describe, layers, select
+from graphckpt.blocks.resolve import ResolvedPolicies, resolve_policies
+from graphckpt.blocks.select import Selector, describe, has_forward, layers, select
 from graphckpt.engine.sampling import parse_determinism_check
 from graphckpt.engine.values import report_differences
 from graphckpt.errors import ConfigError, shown, without_repeats
@@ -169,7 +169,7 @@ def apply(
             continue
         is_kept = all(value is None or value is False for value in fields.values())
         is_inherited = INHERITED & fields.keys()  # by the blocks inside
-        if not is_kept and not is_inherited and all(isinstance(module, UNCALLED) for _, module in blocks):
+        if not is_kept and not is_inherited and not any(has_forward(module) for _, module in blocks):
             name, kind = blocks[0][0], type(blocks[0][1]).__name__
             what = f"{kind} has no forward, so this policy has no effect"
             faults.append(f"{describe(selector)!r}: {what} · fix: use {f'{name}.*'.removeprefix('.')!r}")
@@ -197,8 +197,13 @@ def apply(
     return handle
 
 
+def _is_list(selectors: Any) -> bool:
+    """Whether it stands for its items: with a forward, a list of modules is a block itself."""
+    return isinstance(selectors, nn.ModuleList) and not has_forward(selectors)
+
+
 def _as_selectors(exclude: Any) -> list[Selector]:
-    if isinstance(exclude, (str, type, re.Pattern, nn.Module)) and not isinstance(exclude, nn.ModuleList):
+    if isinstance(exclude, (str, type, re.Pattern, nn.Module)) and not _is_list(exclude):
         return [exclude]
     if not isinstance(exclude, Iterable) or isinstance(exclude, Mapping):
         what = f"expected selectors of blocks, got {shown(exclude)}"
@@ -220,7 +225,7 @@ def _exclude(model: nn.Module, selectors: Iterable[Selector], configs: dict[nn.M
         has_effect = False
         for name, module in blocks:
             inside = [inner for inner in module.modules() if inner in had_policy]
-            if not inside and (module not in within_policy or isinstance(module, UNCALLED)):
+            if not inside and (module not in within_policy or not has_forward(module)):
                 continue  # of a class, another module may have one
             has_effect = True
             for inner in dict.fromkeys([module, *inside]):
@@ -317,7 +322,7 @@ def policies_of(model: nn.Module, policies: Policies) -> Mapping[Selector, Any]:
             what = f"expected selectors of blocks as keys, got {', '.join(map(repr, fields))}: fields of a block"
             raise ConfigError(f"apply: {what} · fix: {{'layers.*': {shown(dict(policies))}}}")
         return policies
-    if isinstance(policies, (type, re.Pattern, nn.Module)) and not isinstance(policies, nn.ModuleList):
+    if isinstance(policies, (type, re.Pattern, nn.Module)) and not _is_list(policies):
         return {policies: True}
     if isinstance(policies, Iterable) and not isinstance(policies, str):
         selectors: list[Any] = list(policies)

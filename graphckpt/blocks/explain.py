@@ -19,8 +19,8 @@ from graphckpt._compat_memory import gradient_buckets
 from graphckpt.blocks.compiled import share_of
 from graphckpt.blocks.forward import BlockForward, WatchedForward, checkpoints_itself, policy_of
 from graphckpt.blocks.hooks import ModuleHook
-from graphckpt.blocks.resolve import UNCALLED, ResolvedPolicies
-from graphckpt.blocks.select import layers
+from graphckpt.blocks.resolve import ResolvedPolicies
+from graphckpt.blocks.select import has_forward, layers
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import GraphError, warn_once
 from graphckpt.ledger.explanation import Explanation
@@ -389,7 +389,7 @@ class StepRecorder:
 def _rows_below(name: str, module: nn.Module, selected: set[str], rows: list[tuple[str, nn.Module]]) -> None:
     is_selected = name in selected
     is_split = any((f"{name}.{key}" if name else key) in selected for key, _ in module.named_modules() if key)
-    is_split |= isinstance(module, UNCALLED) and not is_selected
+    is_split |= not has_forward(module) and not is_selected
     if is_selected or not is_split:
         rows.append((name, module))
     if is_split:

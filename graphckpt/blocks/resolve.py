@@ -11,14 +11,13 @@ from torch import nn
 
 from graphckpt.blocks.config import RECOMPUTATION, BlockConfig
 from graphckpt.blocks.forward import BlockForward
+from graphckpt.blocks.select import has_forward
 from graphckpt.errors import ConfigError, warn_once, without_repeats
 from graphckpt.rules.base import Rule
 from graphckpt.rules.basic import Full, Keep
 from graphckpt.rules.selective import Selective
 from graphckpt.stores.base import parse_offload
 from graphckpt.stores.placement import Placement, placement_of
-
-UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # containers without a forward
 
 
 @final
@@ -78,7 +77,7 @@ class _Resolver:
             return
         self._visited[module] = None
         config = self._configs.get(module)
-        if config is not None and config.fields() and not isinstance(module, UNCALLED):
+        if config is not None and config.fields() and has_forward(module):
             self.plan.selected.append(name)
         if outer.is_scripted and config is not None and config.fields():
             what = "expected a module that Python calls, got a child of a scripted or traced module"
@@ -117,7 +116,7 @@ class _Resolver:
             placement = self._placements[self._placements.index(placement)]
         if rule is None or isinstance(rule, Keep):
             return self._decide_kept(name, module, config, placement, outer)
-        if isinstance(module, UNCALLED):
+        if not has_forward(module):
             what = type(module).__name__
             self.plan.idle[name] = f"{what} has no forward, so this policy has no effect; set it on its items"
             return outer
@@ -150,7 +149,7 @@ class _Resolver:
         is_hole = config is not None and config.rule is not None and outer.rule is not None
         options = config.compile_options if config is not None else None
         if outer.rule is not None and not is_hole:
-            if options is not None and not isinstance(module, UNCALLED):
+            if options is not None and has_forward(module):
                 self.plan.wrappers.append(
                     BlockForward(module, name, Keep(), compile_options=options, only_compiles=True)
                 )
@@ -160,7 +159,7 @@ class _Resolver:
                     f"{fields} has no effect here: it is recomputed with the block around it, and keeps nothing"
                 )
             return outer
-        if isinstance(module, UNCALLED):
+        if not has_forward(module):
             if options is not None:
                 what = type(module).__name__
                 self.plan.idle[name] = f"{what} has no forward, so compile has no effect; set it on its items"

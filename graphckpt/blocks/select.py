@@ -5,7 +5,9 @@ from __future__ import annotations
 import fnmatch
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from inspect import getattr_static
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -16,6 +18,8 @@ from graphckpt.errors import ConfigError, did_you_mean, shown
 Selector: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module
 """A name or name pattern as for :mod:`fnmatch` (``"transformer.h.*"``), a regular expression
 (``re.compile(r"h\\.[0-3]")`` or ``"re:h\\.[0-3]"``), a class or its name (``"GPT2Block"``), or a module."""
+
+_SMALLEST = 10  # of an item without a forward, modules with a smaller share of its parameters, as norms, are no layers
 
 
 def select(model: nn.Module, selector: Selector) -> list[tuple[str, nn.Module]]:
@@ -35,8 +39,10 @@ def select(model: nn.Module, selector: Selector) -> list[tuple[str, nn.Module]]:
     elif isinstance(selector, type):
         matches = [(name, module) for name, module in named if isinstance(module, selector)]
     elif isinstance(selector, (str, re.Pattern)):
+        # First as it is: the key of a ModuleDict may have the characters of a pattern, such as "block[0]".
+        matches = [(name, module) for name, module in named if name == selector]
         pattern = _pattern(selector)
-        matches = [(name, module) for name, module in named if pattern.fullmatch(name) and (name or selector == "")]
+        matches = matches or [(name, module) for name, module in named if name and pattern.fullmatch(name)]
         if not matches and isinstance(selector, str):
             matches = [(name, module) for name, module in named if name and selector in _class_names(module)]
     else:
@@ -101,33 +107,69 @@ def describe(selector: Any) -> str:
     return selector.__name__ if isinstance(selector, type) else str(getattr(selector, "pattern", selector))
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a call of the module can run its forward: a policy acts there, and nowhere else.
+
+    An ``nn.ModuleList`` or ``nn.ModuleDict`` has none, unless a subclass defines one.
+    """
+    # Not getattr: the class attribute of a scripted module cannot be read.
+    return "forward" in vars(module) or getattr_static(type(module), "forward", None) is not nn.Module.forward
+
+
 def layers(model: nn.Module) -> list[str]:
     """Returns the names of the layers of any model: those that Transformers recomputes, or the items of its stacks.
 
     A stack is a list, sequence or ``ModuleDict`` with numbers as keys of two modules or more, most of which are of one
-    class and have parameters. Of nested stacks the outer one counts if half of its items are of one size, and else the
-    inner ones: it is one of stages.
+    class and have parameters, or of classes that occur repeatedly and have children, as alternating layers have. Of
+    nested stacks the outer one counts if half of its items are of one size, and else the inner ones: it is one of
+    stages. Of nested layers of Transformers and Diffusers the inner ones count if they have most of the parameters of
+    the outer one. An item without a forward, which no policy can recompute, is replaced by the modules in it that have
+    one and more than a tenth of its parameters. No layer is in another one, and each has a forward.
 
     >>> stack = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     >>> layers(nn.Sequential(nn.Linear(2, 2), stack, nn.Linear(2, 2)))
     ['1.0', '1.1', '1.2']
     """
-    return _flagged(model) or _stacked("", model) or marked_layers(model)
+    return _callable(model, _flagged(model) or _stacked("", model)) or marked_layers(model)
+
+
+def _callable(model: nn.Module, names: list[str]) -> list[str]:
+    """Returns the layers, or what is in those without a forward; each module once, by its first name."""
+    modules: dict[nn.Module, str] = {}
+    for name in names:
+        for inner, module in _with_forward(name, model.get_submodule(name)):
+            modules.setdefault(module, inner)
+    return list(modules.values())
+
+
+def _with_forward(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if has_forward(module):
+        yield name, module
+        return
+    for key, child in module.named_children():
+        if _SMALLEST * _size(child) > _size(module):
+            yield from _with_forward(f"{name}.{key}", child)
 
 
 def _stacked(prefix: str, module: nn.Module) -> list[str]:
     children = [(f"{prefix}.{key}" if prefix else key, child) for key, child in module.named_children()]
-    kinds = [type(child) for _, child in children if _size(child)]
-    is_list = _is_stack(module) and len(kinds) > 1
-    if is_list and 2 * kinds.count(max(kinds, key=kinds.count)) > len(kinds):
+    items = [(name, child) for name, child in children if _size(child)]
+    kinds = Counter(type(child) for _, child in items)
+    is_list = _is_stack(module) and len(items) > 1
+    if is_list and 2 * max(kinds.values()) <= len(items):
+        # Those without children, as the convolutions and norms of a sequence, alternate within a layer.
+        larger = [(name, child) for name, child in items if any(child.children())]
+        is_list = 2 * sum(kinds[type(child)] > 1 for _, child in larger) > len(items)
+        items = larger
+    if is_list:
         inner = [_stacked(name, child) for name, child in children]
         deep = [names for names in inner if names]
         start = f"{prefix}." if prefix else ""
         if len(deep) == 1 and 2 * _size_of(module, [name.removeprefix(start) for name in deep[0]]) > _size(module):
             return deep[0]  # a stack between a first and a last layer
-        sizes = [_size(child) for _, child in children if _size(child)]
+        sizes = [_size(child) for _, child in items]
         if not all(inner) or 2 * max(map(sizes.count, sizes)) >= len(sizes):
-            return [name for name, child in children if _size(child)]
+            return [name for name, _ in items]
         return [name for names in inner for name in names]
     return [name for path, child in children for name in _stacked(path, child)]
 
@@ -140,6 +182,10 @@ def _is_stack(module: nn.Module) -> bool:
 
 def marked_layers(model: nn.Module) -> list[str]:
     """Returns the layers that Transformers recomputes, in the ways in which its models have marked them over time."""
+    return _callable(model, _marked(model))
+
+
+def _marked(model: nn.Module) -> list[str]:
     if names := _flagged(model):
         return names
     pretrained, _ = _classes_of_transformers()
@@ -163,9 +209,9 @@ def _flagged(model: nn.Module) -> list[str]:
     for owner, module in named:  # before 2025: a flag on the module that loops over a list of layers
         if hasattr(module, "gradient_checkpointing"):
             for child, layers_list in module.named_children():
-                if isinstance(layers_list, nn.ModuleList):
-                    names += [".".join(filter(None, (owner, child, str(n)))) for n in range(len(layers_list))]
-    return names
+                if isinstance(layers_list, nn.ModuleList):  # some of whose items may be None
+                    names += [".".join(filter(None, (owner, child, n))) for n, _ in layers_list.named_children()]
+    return _without_nested(model, names)
 
 
 def _without_nested(model: nn.Module, layers: list[str]) -> list[str]:

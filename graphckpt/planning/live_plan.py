@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from graphckpt.blocks.apply import Handle, apply
 from graphckpt.blocks.forward import policy_of
 from graphckpt.blocks.hooks import ModuleHook
+from graphckpt.blocks.select import has_forward
 from graphckpt.errors import ConfigError, PlanError
 from graphckpt.extras import require
 from graphckpt.planning.candidates import compiled_forwards, parse_compile
@@ -197,7 +198,7 @@ class LivePlan:
         parts = self._blocks[0][0].split(".")
         for name in (".".join(parts[:number]) for number in range(len(parts))):
             module = self._model.get_submodule(name)
-            if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            if has_forward(module):
                 watch = ModuleHook(partial(self._before_call, name))
                 self._hooks.callback(module.register_forward_pre_hook(watch, with_kwargs=True, prepend=True).remove)
 

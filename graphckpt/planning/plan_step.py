@@ -15,7 +15,7 @@ from graphckpt._compat import local_shard
 from graphckpt._compat_compiler import has_compiled_call
 from graphckpt.blocks.apply import apply
 from graphckpt.blocks.forward import policy_of
-from graphckpt.blocks.select import Selector, layers, select
+from graphckpt.blocks.select import Selector, has_forward, layers, select
 from graphckpt.engine.sampling import without_value_checks
 from graphckpt.errors import ConfigError, PlanError, did_you_mean, shown
 from graphckpt.extras import require
@@ -214,6 +214,10 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
         order = [name for name, _ in model.named_modules()]
         names = [n for n in order if n in wanted and not any(n != w and n.startswith(f"{w}.") for w in wanted if w)]
     blocks = [(name, model.get_submodule(name)) for name in names]
+    if not any(has_forward(module) for _, module in blocks):
+        name, kind = names[0], type(blocks[0][1]).__name__
+        what = f"{kind} has no forward, so no policy acts on it"
+        raise ConfigError(f"select: {name!r}: {what} · fix: use {f'{name}.*'.removeprefix('.')!r}")
     for name, module in blocks:
         if any(policy_of(child) is not None for child in module.modules()):
             raise ConfigError(f"{name}: it already has a policy · fix: call graphckpt.remove(model) before planning")
