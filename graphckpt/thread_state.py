@@ -102,21 +102,17 @@ def set_rng_state(state: RNGState) -> None:
 # Where another thread runs a block meanwhile, equal states say nothing: its forward may draw as many numbers in both,
 # and its recomputation sets the generator back and forth. Only if the block itself draws, that is an error.
 
-_calls: dict[int, tuple[int, tuple[torch.device, ...]]] = {}
-"""By thread: how often a call or a recomputation has begun or ended in it, odd while one runs, and on which devices."""
+_calls: dict[int, tuple[int, weakref.ref[Any], tuple[torch.device, ...]]] = {}
+"""By thread: how many executions have begun in it, the last of them, and the devices that it runs on."""
 
 
-def enter_call(devices: tuple[torch.device, ...]) -> None:
-    thread = threading.get_ident()
-    number, _ = _calls.get(thread, (0, ()))
-    _calls[thread] = (number + 1) | 1, devices
-
-
-def leave_call() -> None:
-    """Ends the call of this thread, if one is under way: an interrupt may have kept it from being ended."""
-    thread = threading.get_ident()
-    number, devices = _calls.get(thread, (0, ()))
-    _calls[thread] = (number + 1) & -2, devices
+def enter_call(run: Any, devices: tuple[torch.device, ...], *, is_outermost: bool = True) -> float:
+    """Notes that an execution begins, which is over when it is not active, and returns :func:`num_calls_elsewhere`."""
+    if is_outermost:
+        thread = threading.get_ident()
+        number = _calls[thread][0] if thread in _calls else 0
+        _calls[thread] = number + 1, weakref.ref(run), devices
+    return 0 if len(_calls) == 1 else num_calls_elsewhere(devices)
 
 
 def num_calls_elsewhere(devices: tuple[torch.device, ...]) -> float:
@@ -127,8 +123,9 @@ def num_calls_elsewhere(devices: tuple[torch.device, ...]) -> float:
     thread = threading.get_ident()
     if len(_calls) == 1 and thread in _calls:
         return 0
-    numbers = [number for each, (number, others) in _calls.copy().items() if each != thread and others == devices]
-    return nan if any(number % 2 for number in numbers) else sum(numbers)
+    calls = [call for each, call in _calls.copy().items() if each != thread and call[2] == devices]
+    is_any_active = any((run := ref()) is not None and run.is_active for _, ref, _ in calls)
+    return nan if is_any_active else sum(number for number, *_ in calls)
 
 
 class SharedState(NamedTuple):

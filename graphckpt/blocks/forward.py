@@ -19,7 +19,7 @@ from graphckpt._compat_compiler import constant_in_graphs, never_compiled
 from graphckpt.blocks.compiled import SHARE, CompiledForward
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import policy_changes
-from graphckpt.engine.execution import innermost
+from graphckpt.engine.execution import innermost, running
 from graphckpt.engine.objects import replaced
 from graphckpt.engine.saved import joined_blocks
 from graphckpt.errors import NOT_SCRIPTABLE, ConfigError
@@ -222,7 +222,7 @@ class BlockForward(ForwardWrapper):
     @never_compiled
     def _run(self, args: Any, kwargs: dict[str, Any]) -> Any:
         function = self._function()
-        run = innermost()
+        run = innermost() if running.get() is not None else None
         # A recomputation follows the policies of its original forward, whatever has been switched off since: with
         # `disable_checkpointing` around backward alone, the ops of an excluded child would count as ops of the block
         # around it, and fill the holders of the ops behind it.

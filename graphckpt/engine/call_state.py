@@ -252,7 +252,9 @@ class ModuleState:
             layout = AttributeLayout.of(fields, map(attribute_names, fields), range(len(fields)))
         plain, others = _read(layout, fields)
         # An attribute was added or removed since, or one that was `None` is an object now.
-        if [*map(len, fields)] != layout.sizes or _kinds(plain, others) != layout.kinds:
+        if [*map(len, fields)] != layout.sizes or [
+            *map(type, chain.from_iterable(plain + others if others else plain))
+        ] != layout.kinds:
             layout = self._renew_layout(fields)
             plain, others = _read(layout, fields)
         scope = scope or self._scope_of_all(fields)
@@ -680,11 +682,6 @@ def _read(layout: AttributeLayout, fields: Fields) -> tuple[Values, Values]:
 def _are_same(now: Values, then: Values) -> bool:
     # By identity: to compare tensors is an op, and users may define what is equal in any way.
     return len(now) == len(then) and all(map(is_, chain.from_iterable(now), chain.from_iterable(then)))
-
-
-def _kinds(plain: Values, others: Values) -> list[type]:
-    values = plain + others if others else plain
-    return [*map(type, chain.from_iterable(values))]
 
 
 def _trainable(parameters: Iterable[torch.Tensor | None]) -> tuple[bool, ...]:

@@ -36,7 +36,7 @@ from graphckpt._compat_compiler import never_compiled
 from graphckpt.engine import mismatch
 from graphckpt.engine.values import Comparison, begin_comparison
 from graphckpt.errors import MutatedError, RecomputeError
-from graphckpt.thread_state import leave_call, num_calls_elsewhere
+from graphckpt.thread_state import num_calls_elsewhere
 
 if TYPE_CHECKING:
     from graphckpt.ledger.recorder import Recorder
@@ -123,9 +123,9 @@ class Recomputation(Execution):
     """Fills the holders of a call while its block is recomputed."""
 
     __slots__ = (
-        "_early_stop", "_first_fault", "_frame", "_holders", "_last", "_num_calls", "_stops_from", "borrowed",
-        "comparison", "cursor", "draws_differ", "excluded_cursor", "has_stopped", "mismatch", "returns_output",
-        "versions",
+        "__weakref__", "_early_stop", "_first_fault", "_frame", "_holders", "_last", "_num_calls", "_stops_from",
+        "borrowed", "comparison", "cursor", "draws_differ", "excluded_cursor", "has_stopped", "mismatch",
+        "returns_output", "versions",
     )  # fmt: skip
 
     def __init__(self, frame: Frame, *, early_stop: bool, returns_output: bool) -> None:
@@ -340,7 +340,8 @@ paused: what is active when the engine is called, beside the settings that a rec
 
 def surroundings() -> Surroundings:
     modes = active_modes() if is_watched() or num_function_modes() else NO_MODES
-    return innermost(), active_saved_tensor_hooks(), modes, modes_paused.depth
+    run = innermost() if running.get() is not None else None
+    return run, active_saved_tensor_hooks(), modes, modes_paused.depth
 
 
 def put_surroundings_back(before: Surroundings) -> None:
@@ -350,8 +351,6 @@ def put_surroundings_back(before: Surroundings) -> None:
     while (hooks := active_saved_tensor_hooks()) is not None and not _are_same(hooks, hooks_before):
         pop_saved_tensor_hooks()
     set_active_modes(modes)
-    if run is None:
-        leave_call()
 
 
 def _are_same(hooks: tuple[Any, Any], others: tuple[Any, Any] | None) -> bool:

@@ -7,6 +7,7 @@ made. Children that are excluded from it pass their outputs on: see :func:`run_e
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -77,8 +78,6 @@ from graphckpt.thread_state import (
     get_rng_state,
     is_autocast,
     keep_context,
-    leave_call,
-    num_calls_elsewhere,
     set_rng_state,
     shared_state,
     take_ambient,
@@ -276,7 +275,8 @@ class Frame(Execution, Call):
             elif check != "none" or reports:
                 self.values = begin_check(block, check, is_learning=learning, is_nested=is_nested)
             may_draw_on_host = call_state.is_first or call_state.modes in state.host_rng_modes
-            num_calls = num_calls_elsewhere(self.devices)
+            self.is_active = True  # for other threads, before it reads what they may change
+            num_calls = enter_call(self, self.devices, is_outermost=outer is None)
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
             self._modes = foreign_modes() if is_watched() or num_function_modes() else _NO_MODES
@@ -289,7 +289,9 @@ class Frame(Execution, Call):
         # Out of `engine_ops`, which is entered anew after forward: the modes of blocks around must see the block's ops.
         try:
             output = self._original_forward(args, kwargs)
-            if not (is_nested or call_state.modes in block.drawless_modes):
+            if (self.devices or threading.active_count() > 1) and not (
+                is_nested or call_state.modes in block.drawless_modes
+            ):
                 self.random_after = shared_state(self.devices, num_calls)
         except Exception as error:  # if it is caught, backward may still come by an argument modified in place
             self._failure = type(error)
@@ -320,9 +322,6 @@ class Frame(Execution, Call):
         hooks: tuple[Any, Any] = pack, self.unpack
         if recorder is not None:
             hooks = recorder.original_forward_began(self.block.name, *hooks)
-        self.is_active = True
-        if outer is None:
-            enter_call(self.devices)
         self.own_pack = hooks[0]
         running.set(self)
         push_saved_tensor_hooks(*hooks)
@@ -339,8 +338,6 @@ class Frame(Execution, Call):
             running.set(outer)
             num_hooks = RemovableHandle.next_id - first_hook
             self._registers_hooks = bool(num_hooks) and num_hooks > sum(call.num_hooks for call in self.excluded)
-            if outer is None:
-                leave_call()
             # After an error too: a program that catches it may run backward through the child alone.
             for call in self.excluded:
                 call.remove_hooks()
@@ -647,7 +644,7 @@ class Frame(Execution, Call):
         outer = run.outer
         run.is_active = True
         if outer is None:
-            enter_call(self.devices)
+            enter_call(run, self.devices)
         running.set(run)
         push_saved_tensor_hooks(*run.hooks(on_pack))
         try:
@@ -662,8 +659,6 @@ class Frame(Execution, Call):
             run.is_active = False
             pop_saved_tensor_hooks()
             running.set(outer)
-            if outer is None:
-                leave_call()
 
     def _inputs(self, leaves: Iterable[Any]) -> Iterator[torch.Tensor]:
         """Yields the tensors from outside of the block that the recomputation may come by."""

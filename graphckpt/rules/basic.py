@@ -11,7 +11,7 @@ from torch import nn
 
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.excluded import run_excluded, run_excluded_without_gradients
-from graphckpt.engine.execution import innermost
+from graphckpt.engine.execution import innermost, running
 from graphckpt.engine.frame import Frame
 from graphckpt.rules.base import Rule
 from graphckpt.rules.in_graph import checkpoint_in_graph, contexts_around
@@ -53,7 +53,9 @@ class Full(Rule):
     def run(self, block: BlockContext, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block; backward will recompute it once. Within a recomputed block, it belongs to that one."""
         # With a separate frame it would be recomputed twice: with the block around it, and by itself.
-        return function(*args, **kwargs) if innermost() is not None else Frame(block, function).run(args, kwargs)
+        if running.get() is not None and innermost() is not None:
+            return function(*args, **kwargs)
+        return Frame(block, function).run(args, kwargs)
 
     def run_in_graph(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs the block under PyTorch's checkpoint."""

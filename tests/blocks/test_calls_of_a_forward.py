@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from contextvars import Context
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import graphckpt
+from graphckpt import thread_state
 from graphckpt.engine.saved import joined_blocks
 
 PACKAGE = Path(graphckpt.__file__).parent
@@ -48,6 +50,8 @@ def functions_of_a_forward() -> list[tuple[str, str]]:
 def test_a_forward_of_a_recomputed_block_calls_few_functions_of_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader who follows it reads each of them, and turns from file to file."""
     monkeypatch.setattr(joined_blocks, "may_exist", False)  # other tests may have joined blocks
+    monkeypatch.setattr(thread_state, "_calls", {})  # or have run blocks in other threads, or left one
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     functions = Context().run(functions_of_a_forward)  # a context variable that a test runner sets is copied
-    assert len(set(functions)) <= 50
-    assert sum(one[0] != other[0] for one, other in pairwise(functions)) <= 26
+    assert len(set(functions)) <= 40
+    assert sum(one[0] != other[0] for one, other in pairwise(functions)) <= 18
