@@ -190,6 +190,8 @@ def in_callback(steps: int, see: Callable[[int], None]) -> None:
 
 
 def compiled(steps: int) -> Loop:
+    import torch._functorch.config  # noqa: PLC0415  # a module that compiling imports
+
     torch._functorch.config.donated_buffer = False  # some steps run backward twice
     # The compiler takes seconds for each shape: a short soak has a backend that compiles nothing.
     return Loop(
