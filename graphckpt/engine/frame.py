@@ -245,6 +245,7 @@ class Frame(Execution, Call):
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         before = surroundings()
+        self.is_active = True  # for other threads too, before it reads what they may change
         try:
             return self._run(args, kwargs, before)
         except BaseException:  # what it sets in the thread, it resets itself, unless an interrupt prevents that
@@ -275,7 +276,6 @@ class Frame(Execution, Call):
             elif check != "none" or reports:
                 self.values = begin_check(block, check, is_learning=learning, is_nested=is_nested)
             may_draw_on_host = call_state.is_first or call_state.modes in state.host_rng_modes
-            self.is_active = True  # for other threads, before it reads what they may change
             num_calls = enter_call(self, self.devices, is_outermost=outer is None)
             self._random = get_rng_state(self.devices, host=may_draw_on_host)
             self._ambient = take_ambient(self.devices)
