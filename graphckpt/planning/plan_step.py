@@ -210,9 +210,10 @@ def find_blocks(model: nn.Module, selectors: Selector | Iterable[Selector] | Non
             )
     else:
         listed = [selectors] if isinstance(selectors, str) or not isinstance(selectors, Iterable) else list(selectors)
-        wanted = {name for selector in listed for name, _ in select(model, selector)}
-        order = [name for name, _ in model.named_modules()]
-        names = [n for n in order if n in wanted and not any(n != w and n.startswith(f"{w}.") for w in wanted if w)]
+        wanted = dict.fromkeys(module for selector in listed for _, module in select(model, selector))
+        # By module and not by name: a module may have several.
+        inner = {child for module in wanted for child in module.modules() if child is not module}
+        names = [name for name, module in model.named_modules() if module in wanted and module not in inner]
     blocks = [(name, model.get_submodule(name)) for name in names]
     if not any(has_forward(module) for _, module in blocks):
         name, kind = names[0], type(blocks[0][1]).__name__

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import graphckpt
 from graphckpt import ConfigError
 from graphckpt.blocks.select import layers
+from graphckpt.planning.plan_step import find_blocks
 
 
 def lines(*widths: int) -> list[nn.Module]:
@@ -246,3 +247,10 @@ def test_planning_a_list_without_a_forward_says_how_to_select_its_items() -> Non
     model = Net()
     with pytest.raises(ConfigError, match=r"^select: 'stages': ModuleList has no forward.*use 'stages\.\*'$"):
         graphckpt.plan(model, lambda: gradients(model), memory_budget="min", select="stages")
+
+
+@pytest.mark.parametrize(("select", "expected"), [(["second.1"], ["first.1"]), (["first", "second.*"], ["first"])])
+def test_planned_blocks_are_found_by_any_of_their_names_and_none_is_in_another(
+    select: list[str], expected: list[str]
+) -> None:
+    assert [name for name, _ in find_blocks(twins(), select)] == expected
