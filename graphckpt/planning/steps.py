@@ -138,9 +138,11 @@ class RealStep:
                 clocks.append(self._timed(blocks))
                 with without():
                     plain.append(self._timed(blocks))
-        orders = [each.order for each in (trace, *clocks, *plain)]
+        runs = (trace, *clocks, *plain)
+        orders = [each.order for each in runs]
         if any(order != orders[0] for order in orders):
-            raise PathError(orders)
+            nested = next(((blocks.names[a], blocks.names[b]) for a, b in filter(None, (r.nested for r in runs))), None)
+            raise PathError(orders, nested)
         total = min(clock.total for clock in plain)
         return StepSample(trace.log, trace.peak_bytes, _fastest(clocks), total, _fastest(plain))
 

@@ -52,11 +52,16 @@ from graphckpt.tree import flatten_value, tensors_in
 
 @final
 class PathError(PlanError):
-    def __init__(self, orders: Sequence[Sequence[int]]) -> None:
-        super().__init__(
-            "the step calls its blocks in another order each time · fix: plan with one batch, and with a model that "
-            "takes the same path each time, such as one with `layerdrop=0`"
-        )
+    def __init__(self, orders: Sequence[Sequence[int]], nested: tuple[str, str] | None = None) -> None:
+        what = "the step calls its blocks in another order each time · fix: plan with one batch, and with a model that "
+        what += "takes the same path each time, such as one with `layerdrop=0`"
+        if nested is not None:
+            # In the recomputation of the outer block alone, the inner one is seen as a call.
+            outer, inner = nested
+            what = (
+                f"{outer}: expected blocks that do not call each other, but it calls {inner} · fix: select one of them"
+            )
+        super().__init__(what)
         self.orders = orders
 
 
@@ -127,6 +132,8 @@ class StepMarks:
     def __init__(self) -> None:
         self.log = TraceLog([TraceSpan(Interval(Phase.BEFORE), [])])
         self.is_in_block = False
+        self.nested: tuple[int, int] | None = None
+        """A block that has called another one, and that other one."""
         self._num_updates = 0
         self._in_backward: set[int] = set()
         self._extensions: set[int] = set()
@@ -159,7 +166,11 @@ class StepMarks:
         self, block: int, stack: ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Begins the forward of a block; ``stack`` removes the hooks on its parameters."""
-        if not torch.is_grad_enabled() or self.is_in_block:
+        if not torch.is_grad_enabled():
+            return
+        if self.is_in_block:
+            if block != self.log.calls[-1].block:
+                self.nested = self.log.calls[-1].block, block
             return
         self.is_in_block = True
         self.log.calls.append(BlockCall(block))

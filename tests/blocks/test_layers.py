@@ -15,7 +15,7 @@ from helpers.layer_stacks import stack_of
 from torch import Tensor, nn
 
 import graphckpt
-from graphckpt import ConfigError
+from graphckpt import ConfigError, PlanError
 from graphckpt.blocks.select import layers
 from graphckpt.planning.plan_step import find_blocks
 
@@ -254,3 +254,16 @@ def test_planned_blocks_are_found_by_any_of_their_names_and_none_is_in_another(
     select: list[str], expected: list[str]
 ) -> None:
     assert [name for name, _ in find_blocks(twins(), select)] == expected
+
+
+def test_a_plan_of_blocks_that_call_each_other_names_them() -> None:
+    class Calling(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.others[0](super().forward(x))
+
+    model = stack_of(Block, 3)
+    model[0] = Calling()
+    model[0].others = (model[1],)  # no child
+    model.forward = lambda x: model[2](model[0](x))
+    with pytest.raises(PlanError, match=r"^0: expected blocks that do not call each other, but it calls 1 · fix: sel"):
+        graphckpt.plan(model, lambda: gradients(model), memory_budget="min")
