@@ -295,7 +295,7 @@ def test_attributes_of_scripted_modules() -> None:
             return self.linear(x) * self.weight * self.total + len(self.names) + self.number
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated")
         module = torch.jit.script(Counts())
         traced = torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.ones(3, 2), check_trace=False)
     names = _compat.scripted_attributes(module)

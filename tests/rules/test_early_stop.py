@@ -294,7 +294,7 @@ def _multiply(x: Tensor, bias: Tensor, p: float, training: bool) -> Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated")  # a FutureWarning since torch 2.14
     add = torch.jit.script(_add)  # the interpreter runs it op by op
     multiply = torch.jit.script(_multiply)  # which has a graph and a backward of its own after its first runs
 

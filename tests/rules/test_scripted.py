@@ -87,13 +87,13 @@ class Contains(nn.Module):
 
 def script(module: nn.Module) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated")
         return torch.jit.script(module)
 
 
 def trace(module: nn.Module) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated")
         return torch.jit.trace(module, torch.ones(4, D), check_trace=False)
 
 
