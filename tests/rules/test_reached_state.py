@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -448,3 +449,62 @@ def test_generators_among_the_arguments_are_rewound(rule: bool | str) -> None:
                 model(X, generator).sum().backward()
         found.append([*(p.grad for p in model.parameters()), generator.get_state()])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.xfail(
+    raises=AssertionError, strict=True, reason="lists that a user adds to a module of PyTorch's are looked into once"
+)
+def test_what_hooks_add_to_a_list_of_a_module_of_pytorch_is_added_once() -> None:
+    """As K-FAC collects inputs: the first call leaves the list as it was, since backward hooks take the items out."""
+    layer = nn.Linear(8, 8)
+    layer.inputs = []
+    layer.register_forward_hook(lambda module, args, output: module.inputs.append(args[0].detach()))
+    layer.register_full_backward_hook(lambda module, *_: module.inputs.__delitem__(0))
+    model = nn.Sequential(nn.Sequential(layer, nn.GELU()))
+    with graphckpt.apply(model, {"*": True}):
+        for _ in range(3):
+            model(torch.ones(1, 8, requires_grad=True)).sum().backward()
+    assert layer.inputs == []
+
+
+class Mark(torch.autograd.Function):
+    """Holds an object as long as the graph is alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, alive: set[Any]) -> torch.Tensor:
+        ctx.token = nn.Module()
+        alive.add(weakref.ref(ctx.token))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+@pytest.mark.xfail(
+    raises=AssertionError, strict=True, reason="results in a new list, or in an object, of a module without a backward"
+)
+@pytest.mark.parametrize("kind", ["a new list", "an object"])
+def test_graphs_of_results_without_a_backward_do_not_pile_up(kind: str) -> None:
+    alive: set[Any] = set()
+
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.outputs: Any = [] if kind == "a new list" else SimpleNamespace(last=None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = Mark.apply(self.linear(x).tanh(), alive)
+            if kind == "a new list":
+                self.outputs = [y]
+            else:
+                self.outputs.last = y
+            return y
+
+    model = nn.Sequential(Collects())
+    with graphckpt.apply(model, {"*": True}):
+        for _ in range(5):
+            model(torch.ones(2, 8, requires_grad=True))
+            gc.collect()
+        assert sum(ref() is not None for ref in alive) == 1  # as under PyTorch's checkpoint
