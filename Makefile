@@ -93,7 +93,8 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	touch $(LOWEST)/.installed
 
 # What pip installs today, without constraints, which takes gigabytes with PyTorch's CUDA build: by hand, before a release.
-# The tests of `make test`, then each command, which must print nothing to stderr but its progress, and the demo.
+# PYTHON=python3.13 takes another Python. The tests of `make test`, then each command, which must print nothing to stderr
+# but its progress, and the demo.
 newest:
 	rm -rf $(NEWEST)
 	$(PYTHON) -m venv $(NEWEST)
