@@ -432,6 +432,11 @@ def parametrizations_are_cached() -> bool:
     return parametrize._cache_enabled > 0
 
 
+def saved_tensors_are_cloned() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors()`` is active in the process."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
 @contextmanager
 def override_stale_capture_stream() -> Iterator[None]:
     """Lets gradients of older steps be added on the stream that records, not on the one that they were made on.

@@ -315,6 +315,12 @@ def test_the_cache_of_parametrizations_is_seen() -> None:
         assert _compat.parametrizations_are_cached()
 
 
+def test_clones_of_saved_tensors_are_seen() -> None:
+    assert not _compat.saved_tensors_are_cloned()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        assert _compat.saved_tensors_are_cloned()
+
+
 def test_batch_norm_moves_its_statistics_without_a_version_bump() -> None:
     """Why buffers are compared by value on a first call; if this fails, versions would do."""
     norm = torch.nn.BatchNorm1d(2)

@@ -105,9 +105,9 @@ class BlockContext:
         """Whether a store was set for the block itself, which those of blocks around do not replace."""
         self.store = store or DeviceStore()
         self.keeps_on_device = isinstance(self.store, DeviceStore)
-        self.state = ModuleState(self._modules())
+        self.state = ModuleState(self.modules())
         self.learns = learns
-        self.has_rrelu = any(isinstance(module, nn.RReLU) for module in self._modules())
+        self.has_rrelu = any(isinstance(module, nn.RReLU) for module in self.modules())
         """Whether the block has an ``nn.RReLU``, whose op writes its noise after autograd has saved it."""
         self.drawless_modes: set[Modes] = set()
         """The modes in which a recomputation was seen to draw no random numbers, where another thread did."""
@@ -148,7 +148,7 @@ class BlockContext:
         return part
 
     def renew_state(self) -> ModuleState:
-        self.state = ModuleState(self._modules())
+        self.state = ModuleState(self.modules())
         if self.state.is_lazy:
             self.note("a call that initializes lazy modules keeps everything")
         return self.state
@@ -161,7 +161,7 @@ class BlockContext:
         """Records a run of the block, whose saved tensors go to the hooks around it."""
         return _NOTHING if self.recorder is None else self.recorder.running(self.name)
 
-    def _modules(self) -> Iterable[nn.Module]:
+    def modules(self) -> Iterable[nn.Module]:
         modules = (module for ref in self._roots if (root := ref()) is not None for module in root.modules())
         return dict.fromkeys(modules)
 

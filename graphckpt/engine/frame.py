@@ -391,11 +391,7 @@ class Frame(Execution, Call):
             mutated = state.mutated(call_state, self._unread_parameters() if self.excluded else ())
             if mutated is not None:
                 state.forget(call_state)  # the next call copies it, if it is a buffer
-                message = (
-                    f"{block.title}: forward modified {mutated} in place, and no copy of it from before the forward "
-                    "exists, which the recomputation needs · fix: modify it outside of the block, modify a large "
-                    "buffer from the first call on, or set activation_checkpointing = False on this block"
-                )
+                message = mismatch.modified_by_forward(block.title, mutated, is_first=learning)
                 self._arguments.drop(message)
                 raise RecomputeError(message)
             self._arguments.after_forward(
@@ -561,11 +557,15 @@ class Frame(Execution, Call):
         # Other numbers of tensors are an error even with "none": a holder that was not filled has nothing to return.
         fault = run.fault()
         if fault is not None and (self.determinism_check != "none" or isinstance(fault.first, int)):
-            raise RecomputeError(mismatch.differs(self.block.title, fault.located(self._watch_recomputation)))
+            fault = fault.located(self._watch_recomputation)
+            raise RecomputeError(mismatch.differs(self.block.title, fault) + self._suspects())
         fault = run.comparison.end() if run.comparison is not None else None
         if fault is not None:
             fault = fault.located(self._watch_recomputation)
-            raise RecomputeError(mismatch.values_differ(self.block.title, fault))
+            raise RecomputeError(mismatch.values_differ(self.block.title, fault) + self._suspects())
+
+    def _suspects(self) -> str:
+        return mismatch.suspects(self.outer_hooks, self.block.modules(), is_first=self._learning)
 
     def _explain(self, error: Exception) -> None:
         """Adds to an error of the user's own code that backward was recomputing a block, and what may be the cause."""

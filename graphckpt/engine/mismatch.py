@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +11,11 @@ from types import CodeType, FrameType
 from typing import Any, final
 
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from graphckpt._compat import has_scripted_code
+from graphckpt._compat import has_scripted_code, parametrizations_are_cached, saved_tensors_are_cloned
 from graphckpt.errors import RecomputeError
 
 _Kind = tuple[torch.dtype, torch.Size]
@@ -156,6 +158,39 @@ def values_differ(block: str, fault: Fault, *, is_late: bool = False) -> str:
     return message
 
 
+_FIRST_CALL = "if the first forward sets parameters from its batch, run one forward before training"
+_CLONED = (
+    "torch.autograd.graph.allow_mutation_on_saved_tensors() is active: it clones what autograd saves, and not what a "
+    "recomputed block reads"
+)
+
+
+def suspects(hooks: Any, modules: Iterable[nn.Module], *, is_first: bool) -> str:
+    """Returns what is active around a block and may be why its recomputation differs, to be added to a message."""
+    texts = []
+    # Those of PyTorch and of blocks around this one return the values that they have got.
+    if hooks is not None and not _module_of(hooks[0]).startswith(("torch.", "graphckpt.")):
+        name = f"{_module_of(hooks[0])}.{getattr(hooks[0], '__qualname__', '')}".strip(".") or repr(hooks[0])
+        texts.append(
+            f"saved-tensor hooks around the block (`{name}`): they keep its arguments, and must return the values that "
+            "they have got; if they round on purpose, enter them within the block, or set determinism_check='none'"
+        )
+    if parametrizations_are_cached() or any(map(parametrize.is_parametrized, modules)):
+        texts.append(
+            "torch.nn.utils.parametrize.cached(): if it is active in the forward or in the backward, leave it out, "
+            "since what it caches is saved by one call of several"
+        )
+    if saved_tensors_are_cloned():
+        texts.append(_CLONED)
+    if is_first:
+        texts.append(_FIRST_CALL)
+    return "".join(f"; {text}" for text in texts)
+
+
+def _module_of(function: Any) -> str:
+    return getattr(function, "__module__", None) or ""
+
+
 def returns_differ(block: str, number: int, was: _Kind, second: Sequence[_Kind]) -> str:
     first, now = _describe(*was), _describe(*second[number]) if number < len(second) else "nothing"
     return f"{block}: tensor {number} that it returns: expected {first}, got {now} in the recomputation · {_FIX}"
@@ -172,8 +207,16 @@ def draws_differ(block: str, op: str) -> str:
 
 def modified_in_place(block: str, what: str) -> str:
     return (
-        f"{block}: {what} was modified in place between forward and backward · "
-        "fix: modify a clone, or modify after backward()"
+        f"{block}: {what} was modified in place between forward and backward"
+        f"{f' ({_CLONED})' if saved_tensors_are_cloned() else ''} · fix: modify a clone, or modify after backward()"
+    )
+
+
+def modified_by_forward(block: str, what: str, *, is_first: bool) -> str:
+    return (
+        f"{block}: forward modified {what} in place, and no copy of it from before the forward exists, which the "
+        f"recomputation needs · fix: {f'{_FIRST_CALL}; else ' if is_first else ''}modify it outside of the block, "
+        "modify a large buffer from the first call on, or set activation_checkpointing = False on this block"
     )
 
 

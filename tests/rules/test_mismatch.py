@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.contract import assert_same_steps
 from helpers.hard_modules import D
 from helpers.modules import as_module
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import graphckpt
 from graphckpt import RecomputeError, Selective
@@ -344,3 +346,117 @@ def test_a_backward_that_is_repeated_after_an_error_raises_it_again(
         loss.backward()  # what forward reads is as it was
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
+
+
+class ActNorm(nn.Module):
+    """Sets its parameters from the first batch."""
+
+    def __init__(self, *, replaces: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.replaces = replaces
+        self.is_set = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            with torch.no_grad():
+                if self.replaces:
+                    self.scale = nn.Parameter(1 / x.std(0))
+                else:
+                    self.scale.copy_(1 / x.std(0))
+            self.is_set = True
+        return torch.tanh(x * self.scale)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("rule", ["full", "selective"])
+def test_parameters_set_from_the_first_batch_need_one_forward_before(rule: str, replaces: bool) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), ActNorm(replaces=replaces), nn.Linear(8, 8), ActNorm(replaces=replaces))
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+    def gradients(model: nn.Module) -> list[Tensor | None]:
+        model.zero_grad()
+        model(x).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain, model = build(), build()
+    gradients(plain)  # sets the parameters
+    policies, unset = {"1": rule, "3": rule}, build()
+    advice = "if the first forward sets parameters from its batch, run one forward before training"
+    with graphckpt.apply(unset, policies), pytest.raises(RecomputeError, match=advice):
+        gradients(unset)
+    with graphckpt.apply(model, policies):
+        with torch.no_grad():
+            model(x)
+        assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16()
+
+
+class Weight(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.tanh()
+
+
+def two_blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(nn.Linear(8, 8), *blocks)
+
+
+X = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+@pytest.mark.parametrize("rule", ["full", "selective"])
+def test_hooks_around_a_block_that_round_are_named(rule: str) -> None:
+    model = two_blocks()
+    with graphckpt.apply(model, {"[12]": rule}):
+        with torch.autograd.graph.saved_tensors_hooks(rounded, lambda tensor: tensor.float()):
+            loss = model(X).sum()
+        with pytest.raises(RecomputeError, match=r"saved-tensor hooks around the block \(`[\w.]*rounded`\)"):
+            loss.backward()
+        with torch.autograd.graph.save_on_cpu():
+            model(X).sum().backward()
+
+
+def test_hooks_of_pytorch_and_of_blocks_around_are_not_named() -> None:
+    model, factor = two_blocks(), [1.0]
+    model[1][1].register_forward_hook(lambda module, args, output: output * factor[0])
+    with graphckpt.apply(model, {"1": "full"}), torch.autograd.graph.save_on_cpu():
+        loss = model(X).sum()
+        factor[0] = 2.0
+        with pytest.raises(RecomputeError, match="expected the values of the original") as raised:
+            loss.backward()
+    assert "hooks around" not in str(raised.value)
+    assert "cached()" not in str(raised.value)
+
+
+@pytest.mark.parametrize("covers_backward", [False, True])
+def test_a_cache_of_parametrizations_is_named(covers_backward: bool) -> None:
+    model = two_blocks()
+    for block in model[1:]:
+        nn.utils.parametrize.register_parametrization(block[0], "weight", Weight())
+    with graphckpt.apply(model, {"[12]": True}):
+        with nn.utils.parametrize.cached(), ExitStack() as stack:
+            loss = model(X).sum() + model(2 * X).sum()
+            if covers_backward:
+                stack.enter_context(pytest.raises(RecomputeError, match=r"parametrize.cached\(\): if it is active"))
+                loss.backward()
+        if not covers_backward:
+            with pytest.raises(RecomputeError, match=r"parametrize.cached\(\): if it is active"):
+                loss.backward()
+
+
+def test_clones_of_saved_tensors_are_named_where_something_is_modified() -> None:
+    model = two_blocks()
+    with graphckpt.apply(model, {"[12]": True}), torch.autograd.graph.allow_mutation_on_saved_tensors():
+        loss = model(X).sum()
+        with torch.no_grad():
+            model[2][0].weight.mul_(2)
+        with pytest.raises(RecomputeError, match=r"allow_mutation_on_saved_tensors\(\) is active"):
+            loss.backward()
