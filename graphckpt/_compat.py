@@ -140,8 +140,8 @@ def is_fake(value: Any) -> bool:
 class WithoutValues(torch.Tensor):
     """A tensor of some size, dtype and device that has no memory, and that nothing can read.
 
-    Code that calls no op of the dispatcher must not read its memory either, which is at address 0, nor give it to a
-    parameter: that would end the process by a segmentation fault, at once or when the parameter is used next.
+    Code that calls no op of the dispatcher must not read its memory either, which is at address 0: that would end the
+    process by a segmentation fault.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -156,17 +156,8 @@ class WithoutValues(torch.Tensor):
             if isinstance(kind, torch.Tensor)
             else kind
         )
-        # Sparse by its dispatch keys, and strided for all who ask: see `__torch_dispatch__`. So `parameter.data = new`
-        # is an error: PyTorch copies the memory of a tensor only into one of a compatible kind, whatever the path.
         new: Self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            size,
-            strides=strides,
-            storage_offset=offset,
-            dtype=dtype,
-            layout=torch.sparse_coo,
-            device=device,
-            dispatch_layout=True,
+            cls, size, strides=strides, storage_offset=offset, dtype=dtype, device=device
         )
         torch._C._set_throw_on_mutable_data_ptr(new)  # what takes the address: DLPack, kernels, `set_` of its storage
         if error_class is not None:
@@ -177,8 +168,6 @@ class WithoutValues(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.prim.layout.default:
-            return torch.strided
         tensor = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise tensor.error_class(tensor.message)
 

@@ -241,9 +241,12 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
+_PLAIN_CLASSES: Collection[type] = (torch.Tensor, torch.nn.Parameter)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    kinds: Collection[type] = (torch.Tensor, torch.nn.Parameter)
-    return (type(tensor) in kinds or is_fake(tensor)) and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = type(tensor) in _PLAIN_CLASSES or is_fake(tensor)
+    return is_plain and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _meta(leaf: Any) -> Any:
@@ -303,8 +306,6 @@ class OpSchedule:
     """The ops that update running statistics."""
     is_valid: bool = True
     """``False``: calls did not follow it, or not all ops of the block are visible."""
-    has_failed: bool = False
-    """Whether a recomputation has failed under it. It may have given a skipped result to a parameter, by ``.data``."""
 
     def has(self, position: int, func: Op) -> bool:
         return position < len(self.keys) and self.keys[position][0] is func
@@ -382,8 +383,13 @@ class SelectiveContexts(Contexts):
         self.storages: dict[int, list[Key]] = {}  # id of a storage: the kept results in it
         self._keys: list[Key] = []  # of all results that were kept, in order
         self._num_used = 0  # of them: no recomputation reads what is kept after the last saved tensor
+        self._memory: list[tuple[torch.Tensor, int]] = []  # during the forward: tensors of the block, and addresses
+        self.assigns_data = False
+        """Whether the forward has given a parameter or a buffer other memory, as ``parameter.data = ...`` does."""
 
     def original_forward(self, frame: Frame) -> OpMode:
+        plain = (each for each in frame.state_before.tensors if type(each) in _PLAIN_CLASSES and _is_plain(each))
+        self._memory = [(each, each.data_ptr()) for each in plain]
         # The hooks around must see the same tensors in each call.
         if frame.outer_hooks is None and self._signature is not None:
             schedule: OpSchedule | None = frame.block.schedules.get(self._signature)
@@ -404,14 +410,6 @@ class SelectiveContexts(Contexts):
                 with suppress(RecomputeError):  # modified in place since, as the block around shows: the op runs
                     self._fetched[key] = result.take()  # type: ignore[assignment]
         return RecomputationMode(self, frame)
-
-    def memory_of_parameters(self, frame: Frame) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns the parameters with aliases of their memory, where a recomputation has failed that skipped ops."""
-        schedule = frame.block.schedules.get(self._signature)
-        if schedule is None or not schedule.has_failed:
-            return []
-        plain = (each for each in frame.block.tensors() if type(each) is torch.nn.Parameter and _is_plain(each))
-        return [(parameter, parameter.data) for parameter in plain]
 
     def saves(self, tensor: torch.Tensor) -> None:
         self._num_saved += 1
@@ -480,7 +478,10 @@ class SelectiveContexts(Contexts):
                 result.versions.clear()  # the block around, or the store, checks versions itself
         graph, self.graph = self.graph, None
         schedule = self.schedule
-        if has_failed:
+        # `parameter.data = result` passes no mode, and a skipped result would leave the parameter without memory.
+        memory, self._memory = self._memory, []
+        self.assigns_data = any(each.data_ptr() != address for each, address in memory)
+        if has_failed or self.assigns_data:
             self.schedule = None  # other calls may follow it
         elif graph is not None:
             self._record(graph, frame)
@@ -532,7 +533,7 @@ class SelectiveContexts(Contexts):
         schedule = self.schedule
         if schedule is None or not schedule.is_valid:
             return False
-        schedule.is_valid, schedule.has_failed = False, True
+        schedule.is_valid = False
         self._note(frame)
         return True
 
@@ -634,7 +635,8 @@ class RecomputationMode(OpMode):
     def __init__(self, contexts: SelectiveContexts, frame: Frame) -> None:
         super().__init__(contexts, frame)
         self._schedule = contexts.schedule
-        self._memory = contexts.memory_of_parameters(frame)
+        tensors = frame.block.tensors() if contexts.assigns_data else ()
+        self._memory = [(each, each.data) for each in tensors if type(each) is torch.nn.Parameter and _is_plain(each)]
         self._position = 0  # in the schedule
         run = running.get()
         self._skips = isinstance(run, Recomputation) and not run.returns_output  # which needs the values of the last op
