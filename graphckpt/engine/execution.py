@@ -205,6 +205,17 @@ class Recomputation(Execution):
         self.has_stopped = True
         raise StopRecomputation(self)
 
+    def raise_mismatch(self) -> None:
+        """Raises what should have ended the recomputation, if a handler of the block's has caught it."""
+        # Not held any more: with its traceback it would hold this recomputation, and nodes of autograd that hold the
+        # call, which the garbage collector does not see.
+        error, self.mismatch = self.mismatch, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+
     def _has_unwritten_noise(self, position: int) -> bool:
         """Whether the op that saves this tensor may yet write the values of the one before, as ``rrelu`` does.
 

@@ -629,14 +629,16 @@ class Frame(Execution, Call):
             except StopRecomputation as stop:
                 if stop.run is not run:  # that of a recomputation around this one
                     raise
+            except ScheduleMismatch:
+                run.mismatch = None  # see `raise_mismatch`
+                raise
             except Exception as error:
                 # After the stop, it is what became of it. Else the caller has caught that of the original forward.
                 if not run.has_stopped and run.mismatch is None and type(error) is not self._failure:
                     raise
             finally:
                 put_back(undo)  # 8 and, with the first two entries, 9
-        if run.mismatch is not None:
-            raise run.mismatch
+        run.raise_mismatch()
         return run
 
     def _run_again(self, run: Recomputation, on_pack: OnPack, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -282,6 +282,33 @@ def test_a_handler_does_not_hide_that_no_op_may_be_skipped() -> None:
     assert_equal_steps(Differs, POLICIES["selective"])
 
 
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_second_try_frees_what_the_first_has_held(*, catches: bool) -> None:
+    """The collector does not: between the error and its traceback are nodes of autograd, which it does not see."""
+
+    @as_module()
+    def Indexes(self: Any, x: Tensor) -> Tensor:
+        try:
+            values, order = x.sort(dim=1)
+            y = torch.zeros_like(x).scatter(1, order, values * 2)
+            y = torch.where(x > 0, y, x.exp())
+            y[:, 0] = x[:, 1]
+            return y.masked_fill(x.abs() > 2, 0.0) * 2
+        except BaseException:
+            if catches:
+                return x
+            raise
+
+    model = nn.Sequential(Indexes(), nn.Linear(D, D))
+    x = torch.randn(4, D, requires_grad=True)
+    handle = graphckpt.apply(
+        model, {"0": {"activation_checkpointing": "selective", "contiguous": True, "min_elements": 1}}
+    )
+    model(x).square().sum().backward()
+    gc.collect()
+    assert handle._wrappers[0].context.store.num_alive == 0
+
+
 # TorchScript, which raises a RuntimeError in place of any exception
 
 
