@@ -353,6 +353,8 @@ def test_scripted_functions(function: Any, make: Callable[..., nn.Module], polic
 
 def test_a_scripted_function_that_is_stopped_leaves_nothing_behind() -> None:
     model = nn.Sequential(EndsScripted(add), EndsScripted(add))
+    for _ in range(3):  # until TorchScript has optimized the function for this shape
+        model(torch.ones(64, D)).sum().backward()
     sizes = []
     with graphckpt.apply(model, {"*": True}), LiveBytes() as live:
         for _ in range(6):
