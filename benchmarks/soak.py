@@ -71,6 +71,12 @@ class BadBatch(Exception):
     """An error of the program."""
 
 
+def evaluate(model: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()
+
+
 class Loop:
     """A training with shapes that change, errors at several places, and evaluation between."""
 
@@ -83,9 +89,7 @@ class Loop:
         x = torch.randn(ROWS[random.randrange(len(ROWS))], WIDTH)
         kind = number % CYCLE
         if kind == 0:
-            with torch.no_grad():
-                self.model.eval()(x)
-            self.model.train()
+            evaluate(self.model, x)
             return
         try:
             self.step(x, kind)
@@ -148,9 +152,7 @@ class GraphLoop:
         x = torch.randn(ROWS[random.randrange(len(ROWS))], WIDTH)
         kind = number % CYCLE
         if kind == 0:
-            with torch.no_grad():
-                self.model.eval()(x)
-            self.model.train()
+            evaluate(self.model, x)
             return
         with suppress(BadBatch):
             self.graph(x, kind == 1)
