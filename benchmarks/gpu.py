@@ -32,6 +32,7 @@ NEEDED = (
     "transformers.models.gpt2.modeling_gpt2",
     "graphckpt",
     "graphckpt.planning",
+    "graphckpt.train.parallel.tensor_parallel",
 )
 
 
@@ -80,8 +81,8 @@ def bench(script: str, words: str = "") -> tuple[str, ...]:
 OFFLOADED = ("full, offload", "offload all")
 # Weights are about the seconds that a step takes on an H200, so that one that hangs does not take the others' time.
 STEPS = [
-    Step("probe", 1, 50, bench("gpu_probe.py")),
-    Step("selftest", 1, 60, ("-m", "graphckpt", "selftest")),
+    Step("probe", 1, 40, bench("gpu_probe.py")),
+    Step("selftest", 1, 90, ("-m", "graphckpt", "selftest")),
     Step("capture", 1, 80, bench("capture_gpu.py", "--batches 8 --policies none full")),
     Step("plan", 1, 140, bench("planner_gpu.py", "--pareto bert-large --shares 0.5 --models")),
     Step("stores", 1, 100, bench("stores_gpu.py", "--models gpt2 --tokens 1024 --variants plain full") + OFFLOADED),
@@ -117,6 +118,7 @@ def pytest_words(step: Step, options: argparse.Namespace, device: Cuda) -> list[
     """Returns what pytest is called with: tests that time, or count reserved memory, run with nothing beside them."""
     words = [str(ROOT / "tests"), "-q", "-W", "default", "-p", "pytest_rows", "-p", "no:cacheprovider"]
     words += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    words += ["--continue-on-collection-errors"]  # a file that cannot be imported must not end the others
     words += ["-m", f"gpu and not slow and {'not ' * (step.name == 'tests')}serial"]
     if importlib.util.find_spec("xdist") is not None:  # a worker ends with an error that its device does not get over
         num_workers = 1 if options.dry_run or step.name == "serial_tests" else os.cpu_count() or 1

@@ -32,6 +32,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "plan", checks_plan)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_cuda_build_without_a_device_checks_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    assert checks.device_of(None) == torch.device("cpu")
+
+
 def rows_of(device: str) -> list[checks.CheckResult]:
     return list(checks.run(checks.device_of(device)))
 

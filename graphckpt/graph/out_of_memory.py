@@ -52,7 +52,10 @@ def raises_out_of_memory() -> bool:
     than it has. Otherwise Linux and macOS grant any amount, and end the process once too much of it is used: there is
     no step to repeat then.
     """
-    if torch.accelerator.current_accelerator() is not None or sys.platform not in ("linux", "darwin"):
+    if torch.accelerator.current_accelerator(check_available=True) is not None or sys.platform not in (
+        "linux",
+        "darwin",
+    ):
         return True
     limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits) or _grants_no_more()

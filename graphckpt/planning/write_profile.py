@@ -314,7 +314,7 @@ def _bench(device: torch.device, seconds: float) -> DeviceBenchmark:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     place = accelerator if device is None else torch.device(device)
     if place.type not in ("cpu", "cuda"):
         raise ConfigError(f"profile: expected a CUDA device or the CPU, got {place} · fix: use 'cuda' or 'cpu'")

@@ -60,7 +60,7 @@ class CheckResult:
 
 def device_of(name: str | None) -> torch.device:
     """Returns the device to check: the accelerator by default, or else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         device = accelerator if name is None else torch.device(name)
     except RuntimeError:

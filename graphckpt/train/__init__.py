@@ -5,7 +5,7 @@ from typing import Any
 
 from graphckpt.extras import require
 
-require("train", "numpy", "pydantic", "safetensors", "tokenizers", "transformers", "datasets")
+require("train", "numpy", "pydantic", "safetensors", "tokenizers", "transformers")
 
 _PUBLIC = {
     "HookBase": "loop",

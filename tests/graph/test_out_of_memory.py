@@ -380,7 +380,9 @@ def test_without_a_limit_no_step_is_backed_up(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_each_limit_of_a_process_makes_allocations_fail(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **how: None)
+    # of a CUDA build, whose device is not there
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(out_of_memory, "_grants_no_more", lambda: False)
     limits = {getattr(resource, limit): (2**46, resource.RLIM_INFINITY)}
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)

@@ -296,6 +296,13 @@ class TestProfileDevice:
         assert len(lines) == len(measured.flops) + 7
         assert [path.name for path in tmp_path.iterdir()] == ["here.yaml"]
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+    def test_a_cuda_build_without_a_device_measures_the_cpu(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+        assert write_profile(tmp_path / "here.yaml", seconds=0.001, folder=tmp_path).context_bytes == 0
+
     @pytest.mark.parametrize("place", ["host", "disk"])
     def test_copies_alone_are_measured(self, place: str) -> None:
         assert all(rate > 0 for rate in copy_rates("cpu", place))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from graphckpt import extras
 from graphckpt.train.data.documents import DataError
 from graphckpt.train.data.samples import OwnData
 from graphckpt.train.data.text_data import TextData
@@ -99,6 +100,14 @@ def test_faults_of_a_data_set_are_one_line(
     with pytest.raises(DataError, match=message) as caught:
         _data(folder, **fields).prepare(quiet)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_data_set_by_name_needs_a_package_that_files_do_not_need(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quiet: Report
+) -> None:
+    monkeypatch.setattr(extras, "find_spec", {}.get)
+    with pytest.raises(extras.MissingPackageError, match=r"datasets is not installed · fix: pip install datasets, or"):
+        _data(folder).prepare(quiet)
 
 
 def _tokenizer(path: Path, *special: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from graphckpt.errors import GraphckptError, did_you_mean, first_line
+from graphckpt.extras import require
 
 _BLOCK_BYTES = 1 << 20  # a text is decoded in blocks of this size, and so are its tokens: another size changes them
 _SNIFF_BYTES = 8192  # a file with a NUL byte at its start is binary, as for git and grep
@@ -125,6 +126,7 @@ def read_dataset(
     label_column: str | None,
 ) -> list[Document]:
     """Returns the distinct rows with text of a Hugging Face data set, or of ``files`` in the format ``name``."""
+    require("train", "datasets")
     from datasets import load_dataset  # noqa: PLC0415 - half a second, for those who need it
 
     try:
