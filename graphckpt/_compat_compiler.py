@@ -44,6 +44,12 @@ def constant_in_graphs(method: _Hook) -> _Hook:
     return method
 
 
+@constant_in_graphs
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting()``, for which the compiler of torch 2.11 takes ``True`` in all that it traces."""
+    return torch.compiler._is_exporting_flag
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode whose ``__torch_dispatch__`` is :func:`never_compiled`, and which does not see compiled ops.
 
@@ -71,9 +77,8 @@ def compiler_of(backend: Any, mode: str | None, options: Any, dynamic: bool | No
 # with other random numbers (pytorch#190758), and those that read what the forward has overwritten by its end, such as a
 # buffer that is updated. Gradients are wrong then, without a word; seen in torch 2.13. What the graph marks as to be
 # saved it does save, at any share above 0. So such ops are marked, just before it chooses; of Inductor's random ops
-# these are the seeds alone. Custom ops are marked too, as what they read is unknown. Before torch 2.13 we have not
-# seen that it heeds the mark: there a graph with such ops saves what it would. An op of several results is marked as a
-# whole, and at times chosen as a whole, which no code can save: its results stand for it then. A graph that the
+# these are the seeds alone. Custom ops are marked too, as what they read is unknown. An op of several results is marked
+# as a whole, and at times chosen as a whole, which no code can save: its results stand for it then. A graph that the
 # compiler's cache has from elsewhere may have been compiled without marks: that cache is left out.
 
 
@@ -88,11 +93,9 @@ def saving(share: float) -> Iterator[None]:
     choose = partitioners.choose_saved_values_set
 
     def choose_with_marks(graph: Any, info: Any, memory_budget: float = 1.0) -> Any:
-        marked = _not_repeatable(graph)
-        for node in marked:
+        for node in _not_repeatable(graph):
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)  # a checkpoint of the user's draws them again
-        heeds = not marked or torch.__version__ >= "2.13"
-        saved = choose(graph, info, memory_budget=memory_budget if heeds else 1.0)
+        saved = choose(graph, info, memory_budget=memory_budget)
         return list(dict.fromkeys(each for node in saved for each in _results(node)))
 
     partitioners.choose_saved_values_set = choose_with_marks  # type: ignore[assignment]

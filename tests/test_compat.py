@@ -374,6 +374,20 @@ def test_the_compiler_that_saves_less_draws_other_numbers_unless_it_is_told_not_
     assert functorch.activation_memory_budget == 1.0
 
 
+def test_an_export_is_told_from_a_compilation() -> None:
+    """``torch.compiler.is_exporting`` would do, but for torch 2.11, where it is ``True`` for both."""
+
+    class Doubles(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if _compat_compiler.is_exporting() else x * 3
+
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(Doubles(), backend="eager", fullgraph=True)(x), x * 3)
+    for strict in (False, True):
+        assert torch.equal(torch.export.export(Doubles(), (x,), strict=strict).module()(x), x * 2)
+    torch._dynamo.reset()
+
+
 def test_ops_that_draw_random_numbers_are_recognized() -> None:
     aten = torch.ops.aten
     graph = torch.fx.Graph()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphckpt._compat import is_transformed
-from graphckpt._compat_compiler import constant_in_graphs, never_compiled
+from graphckpt._compat_compiler import constant_in_graphs, is_exporting, never_compiled
 from graphckpt.blocks.compiled import SHARE, CompiledForward
 from graphckpt.engine.block import BlockContext
 from graphckpt.engine.call_state import policy_changes
@@ -250,7 +250,7 @@ class BlockForward(ForwardWrapper):
         module = self._module()
         assert module is not None
         function = ForwardInGraph(module, self._inner, has_excluded=self._has_excluded())
-        if not self._is_on or checkpointing_is_off() or torch.compiler.is_exporting():  # the program has no policies
+        if not self._is_on or checkpointing_is_off() or is_exporting():  # the program has no policies
             return function(*args, **kwargs)
         why = self._graph_break(torch.is_grad_enabled())
         if why:

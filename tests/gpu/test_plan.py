@@ -75,8 +75,7 @@ def test_layers_that_save_less_when_compiled_draw_the_same_masks() -> None:
             torch.manual_seed(5)
             case.step()
         gradients.append([parameter.grad for parameter in case.model.parameters()])
-    if torch.__version__ >= "2.13":  # before, layers with dropout save all: their masks would be others
-        assert peaks[2] <= peaks[1] < peaks[0]
+    assert peaks[2] <= peaks[1] < peaks[0]
     for found in gradients[1:]:
         for one, other in zip(found, gradients[0], strict=True):
             assert one is not None
