@@ -54,4 +54,5 @@ def test_a_forward_of_a_recomputed_block_calls_few_functions_of_few_files(monkey
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     functions = Context().run(functions_of_a_forward)  # a context variable that a test runner sets is copied
     assert len(set(functions)) <= 40
-    assert sum(one[0] != other[0] for one, other in pairwise(functions)) <= 18
+    looks_for_devices = torch.accelerator.current_accelerator() is not None  # a build for CUDA
+    assert sum(one[0] != other[0] for one, other in pairwise(functions)) <= (20 if looks_for_devices else 18)
