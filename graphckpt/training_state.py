@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, final
+from weakref import ref
 
 import torch
 from torch import nn
@@ -30,7 +31,9 @@ class _Tensor(NamedTuple):
 class _Gradient(NamedTuple):
     parameter: torch.Tensor
     requires_grad: bool
-    original: torch.Tensor | None
+    # Weak: most steps free the gradients of the step before. Held here, they would be alive beside those of each step
+    # that is measured, and a device's allocator would count both.
+    original: ref[torch.Tensor] | None
     copied: torch.Tensor | None
 
 
@@ -97,7 +100,7 @@ class TrainingState:
         if self._gradients is not None and is_trained and tensor.is_leaf:
             grad = tensor.grad
             copied = None if grad is None else grad.detach().clone()
-            self._gradients.append(_Gradient(tensor, tensor.requires_grad, grad, copied))
+            self._gradients.append(_Gradient(tensor, tensor.requires_grad, None if grad is None else ref(grad), copied))
 
     def _copy_reached(self, reached: StepReach) -> None:
         for module in map(model_of, reached.modules):
@@ -144,12 +147,15 @@ class TrainingState:
             if tensor.layout is not torch.strided or tensor.is_quantized or not _is_equal(tensor, value):
                 with torch.inference_mode(tensor.is_inference()):
                     overwrite(tensor, value)
-        for parameter, requires_grad, grad, copied in self._gradients or ():
+        for parameter, requires_grad, original, copied in self._gradients or ():
             parameter.requires_grad_(requires_grad)
-            # The same tensors, with their old values: the memory may be that of DDP's buckets.
-            parameter.grad = grad
-            if grad is not None and copied is not None:
+            # The same tensors where they exist, with their old values: the memory may be that of DDP's buckets.
+            grad = None if original is None else original()
+            if grad is None and copied is not None:
+                grad = copied.clone()  # a step that runs before the next `restore` may add to it
+            elif grad is not None and copied is not None:
                 overwrite(grad, copied)
+            parameter.grad = grad
         if self.random is not None:
             set_rng_state(self.random)
         return has_removed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,34 @@ def test_the_predicted_peak_is_without_the_copies_that_planning_holds(planned: A
     plan, step = planned(model, optimizer, torch.randn(512, 128, device="cuda"), before)
     peak = peak_of(step)
     assert abs(plan.predicted_peak_bytes - peak) <= 0.01 * (peak - before)
+    assert peak <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("ends", ["before", "after", "never"])
+def test_gradients_of_the_step_before_count_once(ends: str) -> None:
+    """Planning restores them at its end. Until then the step frees them, or adds to them, as it does without a plan."""
+    gc.collect()
+    others = torch.cuda.memory_allocated()
+    model, x = residual_layers(6, 256, dropout=0.0).cuda(), torch.randn(1024, 256, device="cuda")
+
+    def step() -> None:
+        if ends == "before":
+            model.zero_grad()
+        model(x).square().mean().backward()
+        if ends == "after":
+            model.zero_grad()
+
+    plain = peak_of(step)
+    gradients = [None if each.grad is None else each.grad.cpu() for each in model.parameters()]
+    plan = graphckpt.plan(model, step, memory_budget="max", candidates=["full"], progress=False)
+    assert plan.plain_peak_bytes - plain == pytest.approx(0, abs=0.01 * (plain - others))
+    for each, before in zip(model.parameters(), gradients, strict=True):
+        assert (each.grad is None) == (before is None)
+        assert before is None or torch.equal(each.grad.cpu(), before)
+    plan = graphckpt.plan(model, step, memory_budget=others + int(0.8 * (plain - others)), progress=False)
+    with plan.apply():
+        peak = peak_of(step)
+    assert plan.predicted_peak_bytes - peak == pytest.approx(0, abs=0.01 * (peak - others))
     assert peak <= plan.budget_bytes
 
 

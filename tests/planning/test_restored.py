@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
 import torch
 from helpers.layer_stacks import stack_of
+from helpers.tally import Tally
 from torch import nn
 from torch.optim import swa_utils
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
@@ -586,6 +588,31 @@ def test_it_is_for_steps_that_run() -> None:
     with pytest.raises(ConfigError, match=f"plan{message}"):
         Train(net(), by_attribute=False).plan(X, memory_budget="1GiB", device="h100", restore=[])
     assert "restore" not in PlanOptions.names()
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_gradients_that_a_step_frees_are_not_held_and_are_restored(frees: bool) -> None:
+    """Held until the end, they would be alive beside those of the steps that are measured."""
+    model = net()
+    plain_step(model)
+    tensors = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    refs, values = [ref(tensor) for tensor in tensors], [tensor.clone() for tensor in tensors]
+    places = [tensor.data_ptr() for tensor in tensors]
+    del tensors
+    num_alive = Tally()
+
+    def step() -> None:
+        if frees:
+            model.zero_grad()
+        num_alive.add(sum(each() is not None for each in refs))
+        plain_step(model)
+
+    graphckpt.plan(model, step, memory_budget=1.0, candidates=["full"], progress=False)
+    assert set(num_alive) == {0 if frees else len(refs)}
+    grads = [parameter.grad for parameter in model.parameters()]
+    assert all(torch.equal(grad, value) for grad, value in zip(grads, values, strict=True) if grad is not None)
+    assert frees or [grad.data_ptr() for grad in grads if grad is not None] == places
+    assert None not in grads
 
 
 def test_results_and_inputs_keep_their_versions() -> None:
