@@ -576,8 +576,15 @@ def packed_shard(dim: int, parts: int) -> Placement:
 
 
 def assert_on_device(ok: torch.Tensor, message: str) -> None:
-    """Ends the device's work with ``message`` if ``ok`` is false, without holding up the host."""
-    torch._assert_async(ok, message)
+    """Ends the device's work with ``message`` if ``ok`` is false, without holding up the host.
+
+    A process gets its device back only by a new start. PyTorch may end it at once: it aborts in a destructor of a
+    tensor that it frees after the error (seen on CUDA with torch 2.11). The message is on the standard error then.
+    """
+    torch._assert_async(ok, message.encode()[:_ASSERT_BYTES].decode(errors="ignore"))
+
+
+_ASSERT_BYTES = 250  # CUDA's kernel copies the message to an array of 256 bytes, and refuses a longer one
 
 
 def op_names() -> list[str]:

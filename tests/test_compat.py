@@ -600,6 +600,11 @@ def test_equal_layers_are_dispatched_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert counts[1] == counts[2] < 40
 
 
+def test_a_message_that_a_device_cannot_hold_is_cut_off() -> None:
+    with pytest.raises(RuntimeError, match=r"^block: ä+$"):
+        _compat.assert_on_device(torch.tensor(False), "block: " + 200 * "ä")
+
+
 def test_make_fx_is_seen() -> None:
     seen = []
     make_fx(lambda x: seen.append(_compat.is_traced_by_fx()) or x + 1)(torch.ones(1))

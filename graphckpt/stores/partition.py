@@ -432,7 +432,8 @@ class ShardedStore(ByteStore):
         ok = probe(full) == handle.probe
         what = "gathered bytes differ from those that this rank saved: ranks save other tensors, or in another order"
         if isinstance(ok, torch.Tensor):
-            assert_on_device(ok, f"{group.block}: partition: {what}")
+            # Not on the host: it would wait for the device at each tensor, and could not in a capture.
+            assert_on_device(ok, f"{group.block}: partition: {what} · fix: partition over ranks with the same data")
         elif not ok:
             raise StoreError(
                 f"{group.block}: partition: {what} · fix: partition only over ranks with the same data, such as"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from helpers.layer_stacks import stack_of
 from helpers.modules import as_module
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessExitedException
 
 import graphckpt
 from graphckpt import Selective
@@ -104,7 +105,10 @@ def two_ranks(rank: int) -> None:
 
 
 def ranks_that_differ(rank: int) -> None:
-    """Equal at first, then other data on each rank: the device's assertion ends its work, and no gradient is used."""
+    """Equal at first, then other data on each rank: the device's assertion ends its work, and no gradient is used.
+
+    PyTorch then raises an error, or ends the process as it frees a tensor.
+    """
     model = chain()
     with graphckpt.apply(
         model, {"[0-3]": {"activation_checkpointing": True, "partition": Partition(timeout_seconds=20)}}
@@ -142,10 +146,22 @@ def _rank(rank: int, check: Callable[[int], None], folder: str, schedule: str | 
 
 @pytest.mark.parametrize("check", [two_ranks, ranks_that_differ], ids=["equal", "differ"])
 def test_two_ranks_on_one_device(
-    check: Any, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    check: Any,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     tests = Path(__file__).parents[1]
     paths = [tests / "simulated_cuda" / "site", tests, tests.parent]  # new processes load the simulated device, too
-    if "simulated_cuda.plugin" in sys.modules:
+    is_simulated = "simulated_cuda.plugin" in sys.modules
+    if is_simulated:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
-    launch(check, tmp_path, request.config.getoption("--schedule", None))
+    try:
+        launch(check, tmp_path, request.config.getoption("--schedule", None))
+    except ProcessExitedException as error:
+        assert (check, error.signal_name) == (ranks_that_differ, "SIGABRT")  # noqa: PT017 - it may, and need not, end so
+    if check is ranks_that_differ and not is_simulated:
+        message = capfd.readouterr().err
+        assert "partition: gathered bytes differ" in message
+        assert "fix: partition over ranks with the same data" in message
