@@ -160,7 +160,9 @@ class Planner:
         without_inputs = max(static, self.floor.peak - input_bytes) + lowest - self.floor.peak
         if container is not None and without_inputs <= budget:
             fixes.append(f"segments='log' on {container} (less memory, more time)")
-        content = f"weights, optimizer state, inputs{', workspaces' if self.is_simulated else ''} and what runs before"
+        # An allocator counts all that the process has on its device; on an absent one nothing else runs.
+        others = ", workspaces" if self.is_simulated else ", workspaces, other tensors" * self.device.startswith("cuda")
+        content = f"weights, optimizer state, inputs{others} and what runs before"
         limit, peak = format_sizes(budget, lowest)
         if of_reserved and self.floor.peak <= budget < lowest:
             fixes.append("PYTORCH_ALLOC_CONF=expandable_segments:True")

@@ -34,7 +34,7 @@ from graphckpt.planning.fake_device import FakeDevice
 from graphckpt.planning.measured_step import StepSample
 from graphckpt.planning.op_levels import OpTimes, record_ops
 from graphckpt.planning.options import Budget, DeviceMemory, absent_memory, device_memory
-from graphckpt.planning.program import Interval, Phase
+from graphckpt.planning.program import EventKind, Interval, Phase, StorageEvent
 from graphckpt.planning.stand_ins import StandIns
 from graphckpt.planning.timeline import StepSeconds
 from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace
@@ -45,6 +45,7 @@ from graphckpt.stores.base import Offload
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.training_state import ModuleTree, TrainingState, on_optimizer_step
 
+_OTHERS = -2  # the number of a storage in a trace, beside those that it counts; -1 is one that cannot be tracked
 _CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
 _TIMED_RUNS = 2  # of which the fastest counts: other load only adds time
 _MOST_PATHS = 64  # runs until one calls all blocks: of 24 blocks that are dropped one time in ten, 1 in 12 does
@@ -92,6 +93,8 @@ class RealStep:
         self._parts: dict[str, PartitionStore] = {}
         """By option; each stores which tensors the ranks have compared, for all blocks that save equal ones."""
         self._copy_bytes = 0
+        self._has_others, self._other_bytes = False, 0
+        """Whether the bytes of others were measured, and these: see `_begin_with_others`."""
         self.reserved_bytes = 0
         """The most that the allocator reserved in the last step whose peak was measured on CUDA."""
         self._random: RNGState | None = None
@@ -132,6 +135,7 @@ class RealStep:
             trace = self.new_trace()
             with traced(blocks, trace, stores):
                 self._step()
+            self._begin_with_others(trace)  # before another step frees what this one leaves, and allocates it anew
             clocks, plain = [], []
             are_compiled = any("compile" in option.fields for option in options)
             for _ in range(_TIMED_RUNS * (_TIMED_COMPILED if are_compiled else 1)):
@@ -144,7 +148,21 @@ class RealStep:
             nested = next(((blocks.names[a], blocks.names[b]) for a, b in filter(None, (r.nested for r in runs))), None)
             raise PathError(orders, nested)
         total = min(clock.total for clock in plain)
-        return StepSample(trace.log, trace.peak_bytes, _fastest(clocks), total, _fastest(plain))
+        peak = trace.peak_bytes + self._other_bytes
+        return StepSample(trace.log, peak, _fastest(clocks), total, _fastest(plain))
+
+    def _begin_with_others(self, trace: Trace) -> None:
+        """Lets a trace that has ended begin with what the allocator of a device counts and no op of the step shows.
+
+        That is workspaces of cuBLAS, and tensors that the step does not use: without them, a share of the plain peak
+        and the bytes before the first block would be others than the allocator's, by which a plan is checked.
+        """
+        if self.device.type != "cuda":
+            return
+        if not self._has_others:  # once: what is freed later must not seem to be due to an option
+            allocated = torch.cuda.memory_allocated(self.device) - self._copy_bytes
+            self._has_others, self._other_bytes = True, max(0, allocated - trace.live_bytes)
+        trace.log.spans[0].entries.insert(0, StorageEvent(EventKind.BORN, _OTHERS, self._other_bytes, 0))
 
     def _parts_of(self, options: Sequence[Option]) -> dict[str, PartitionStore]:
         listed = {option.name: option.fields["partition"] for option in options if option.is_partitioned}

@@ -160,6 +160,18 @@ def sizes_of(budget: Budget, plain: Case) -> int | str:
     return int(budget * max(plain.peaks)) if isinstance(budget, float) else budget
 
 
+def budget_of(share: Budget, make_case: Callable[[], Case]) -> Budget:
+    """Returns a share of what a case takes, beside what else the process has on a device: there the allocator counts
+    workspaces of cuBLAS too, which are larger than such a model."""
+    case = make_case()
+    if case.device == "cpu" or not isinstance(share, float):
+        return share
+    case.call()
+    peak = case.peak_of_call()
+    others = torch.cuda.memory_allocated() - case.state_bytes()
+    return others + int(share * (peak - others))
+
+
 @pytest.mark.parametrize("candidates", [["full"], None], ids=["full", "all"])
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
 def test_first_updates_train_and_never_exceed_the_budget(
@@ -205,7 +217,9 @@ def test_training_is_captured_after_it_is_planned(budget: Budget, device: str) -
     expected = [tensor.cpu() for tensor in (*plain.losses, *plain.model.parameters())]
     del plain
     gc.collect()  # the allocator counts what is alive in this process
-    case = Case(budget, device)
+    wanted = budget_of(budget, lambda: Case(device=device))
+    gc.collect()
+    case = Case(wanted, device)
     num_updates = 0
     while num_updates == 0 or case.is_planning:
         case.call()
@@ -231,10 +245,14 @@ def test_training_is_captured_after_it_is_planned(budget: Budget, device: str) -
 def test_smaller_and_larger_batches_are_captured_under_one_plan(parts: int, device: str) -> None:
     """Micro-batches, a scaler, and a batch that is larger than planned for after the capture."""
 
-    def trained(budget: Budget | None = None) -> tuple[Case, list[torch.Tensor]]:
+    def case_of(budget: Budget | None = None) -> Case:
         case = Case(budget, device, candidates=["full"])
         case.graph.config.set_gradient_accumulation_steps(parts)
         case.graph.set_grad_scaler(torch.amp.GradScaler(device, init_scale=16.0))
+        return case
+
+    def trained(budget: Budget | None = None) -> tuple[Case, list[torch.Tensor]]:
+        case = case_of(budget)
         larger = torch.cat([case.x, case.x[:64]])
         for x in [case.x] * 9 + [larger, case.x] * 8:
             case.call(x)
@@ -242,7 +260,9 @@ def test_smaller_and_larger_batches_are_captured_under_one_plan(parts: int, devi
 
     expected = trained()[1]
     gc.collect()
-    case, own = trained(0.75)
+    budget = budget_of(0.75, case_of)
+    gc.collect()
+    case, own = trained(budget)
     assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
     assert case.live._num_replans == 1
     assert not case.is_planning
