@@ -46,6 +46,7 @@ class _Instructions:
 
     def __init__(self, on_instruction: Callable[[Place], object], codes: frozenset[CodeType] | None = None) -> None:
         self._on_instruction, self._codes = on_instruction, codes
+        sys._getframe().f_trace_opcodes = True  # in Python 3.12 `settrace` asks whether any frame has had this set
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
         code = frame.f_code
@@ -224,7 +225,7 @@ def _within_handling(code: CodeType) -> frozenset[int]:
     return frozenset(
         each.offset
         for each in instructions
-        if each.opname == "PUSH_EXC_INFO" or each.positions is None or each.positions.lineno is None
+        if each.opname in ("PUSH_EXC_INFO", "POP_EXCEPT") or each.positions is None or each.positions.lineno is None
     )
 
 
