@@ -244,6 +244,8 @@ class Pipeline:
         self._evaluation = StageRun(model, task.tally, **ends)
         self._schedules: dict[Any, Any] = {}
         self._names = ["total_loss", *task.LOSSES]  # the last stage alone computes them
+        # By `is_training`: the losses, or the one sum of `tally` with its count.
+        self._result_shapes = {True: (len(self._names),), False: (1, 2)}
         shared = [model.get_parameter(name) for name in tied_weights(model, stages)]
         self._shared = shared if self._is_first or self._is_last else []
         # `batch_isend_irecv` with some ranks of a group is undefined if it is the first collective of that group (see
@@ -311,13 +313,15 @@ class Pipeline:
         ids_in = torch.empty(len(ids) // count, *ids.shape[1:], dtype=ids.dtype, device="meta")
         shape = *ids_in.shape, model.config.hidden_size
         hidden = torch.empty(shape, dtype=_hidden_dtype(model), device="meta", requires_grad=is_training)
+        # What the last stage returns goes to no other, but PyTorch checks it too before 2.13.
+        result = torch.empty(self._result_shapes[is_training], device="meta", requires_grad=is_training)
         stage = PipelineStage(
             run,
             self._ranks.stage,
             self._group.size(),
             ids.device,
             input_args=ids_in if self._is_first else hidden,
-            output_args=hidden,
+            output_args=result if self._is_last else hidden,
             group=self._group,
         )
         if not is_training:
