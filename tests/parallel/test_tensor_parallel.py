@@ -29,6 +29,7 @@ from transformers import (
 import graphckpt
 from graphckpt.errors import ConfigError
 from graphckpt.graph.update import clip_grad_norm
+from graphckpt.train.parallel.sharding import full_tensor_tree
 from graphckpt.train.parallel.tensor_parallel import shard_model, tensor_parallel_plan
 
 pytestmark = [pytest.mark.multi_process]
@@ -91,7 +92,7 @@ def steps(model: nn.Module, *, policies: dict[str, Any] | None = None) -> Iterat
         if policies:
             assert sum(row.reruns for row in handle.explain(show=False).rows) > 0
     for parameter in model.parameters():
-        yield parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()  # type: ignore[operator]
+        yield full_tensor_tree(parameter.detach())
 
 
 def layers(name: str) -> str:
@@ -107,7 +108,9 @@ def agree(rank: int, folder: Path) -> None:
         names = [key for key, _ in together.named_parameters()]
         cut = list(steps(shard_model(together, mesh)))
         assert [key for key, _ in together.named_parameters()] == names
-        assert sum(hasattr(parameter, "device_mesh") for parameter in together.parameters()) >= 10
+        # Transformers 5.17 plans no embedding beside a head of its own: of Phi-3 nine weights are sharded then.
+        least = 9 if name == "phi3" and "model.embed_tokens" not in tensor_parallel_plan(together) else 10
+        assert sum(hasattr(parameter, "device_mesh") for parameter in together.parameters()) >= least
         near = EXACT if name in {"gpt2", "gpt2, own head", "neox"} else {"rtol": 1e-4, "atol": 1e-6}  # float32 norms
         for one, other in zip(alone, cut, strict=True):
             torch.testing.assert_close(other, one, **near, msg=lambda text, name=name: f"{name}: {text}")
@@ -175,9 +178,7 @@ def norms() -> None:
         for model in (make("gpt2"), shard_model(make("gpt2"), mesh)):
             loss_of(model, tokens).backward()
             clip_grad_norm(model.parameters(), 0.01, norm_type)
-            grads.append(
-                [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-            )
+            grads.append([full_tensor_tree(p.grad) for p in model.parameters()])
         for one, other in zip(*grads, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12)
         total = torch.linalg.vector_norm(torch.stack([g.norm(norm_type) for g in grads[1]]), norm_type)
@@ -200,8 +201,9 @@ def norms_of_empty_shards(rank: int) -> None:
 
 def refuse() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    odd: dict[str, Any] = {"vocab_size": 63, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 18}
     with pytest.raises(ConfigError) as raised:
-        shard_model(llama(vocab_size=63, num_attention_heads=3, num_key_value_heads=3, hidden_size=18), mesh)
+        shard_model(llama(**odd, tie_word_embeddings=True), mesh)  # Transformers 5.17 plans no other embedding
     text = str(raised.value)
     assert text.startswith("model: LlamaForCausalLM cannot be sharded over 2 processes:\n")
     assert all(f"{name} is 3 · fix: use 4" in text for name in ("num_attention_heads", "num_key_value_heads"))

@@ -115,15 +115,18 @@ def test_states_are_those_of_the_optimizer_and_sharded() -> None:
     """AdamW: 4 bytes of weight, 4 of gradient, 8 of moments and a few for the number of its steps."""
     checks = checks_of(memory="3MiB")
     with ConfigSource(LLAMA, [*SMALL[LLAMA]]).checked() as run, torch.device("meta"):
-        num_weights = sum(weight.numel() for weight in run.model().parameters())
-    plain = 16 * num_weights
+        model: Any = run.model()
+        num_weights = sum(weight.numel() for weight in model.parameters())
+        # Transformers 5.17 has no plan for the embedding of a model whose head is its own, which is replicated then.
+        replicated = 0 if "model.embed_tokens" in model._tp_plan else model.get_input_embeddings().weight.numel()
+    plain, halved = 16 * num_weights, 16 * (num_weights - replicated)
     whole = str(checks.reason_against(Layout(8)))
     assert "states of" in whole
     states = checks._states_of_rank(Layout(8))
     assert (states.weights, states.gradients) == (4 * num_weights, 4 * num_weights)
     assert plain <= sum(states) < 1.01 * plain
     by_tensors = sum(checks._states_of_rank(Layout(4, 2)))
-    assert 0.5 * plain < by_tensors < 0.52 * plain  # the norms are replicated
+    assert 0.5 * halved < by_tensors - 16 * replicated < 0.52 * halved  # the norms are replicated
     assert sum(checks._states_of_rank(Layout(4, 1, 2))) < 0.6 * plain
     assert checks.reason_against(Layout(8, zero_stage=3)) is None
     assert whole.endswith(f"gradients {4 * num_weights / 2**20:.2f} MiB, optimizer {8 * num_weights / 2**20:.2f} MiB")

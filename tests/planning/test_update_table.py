@@ -14,6 +14,7 @@ from helpers.layer_stacks import tiny_gpt2
 from helpers.odd_steps import STEPS, Views
 from helpers.plans import stepped_once
 from helpers.updates import FULL, Updates
+from packaging.version import Version
 from torch import Tensor, nn
 
 from graphckpt.planning.level_meter import UpdateLevels
@@ -96,7 +97,9 @@ def test_a_step_that_drops_graphs_or_updates_twice_is_predicted_within_a_percent
     plans = [[FULL] * num_blocks, *([rng.choice((0, 1, 3)) for _ in range(num_blocks)] for _ in range(4))]
     off = differences(updates, table, plans)
     assert min(off) >= -0.01
-    assert max(off) <= 1.0
+    # Before torch 2.13 a graph is freed node by node, so that the mark of its end comes before the last bytes are free:
+    # what the loss takes next is predicted on top of these.
+    assert max(off) <= (1.0 if Version(torch.__version__) >= Version("2.13") else 4.0)
 
 
 def test_levels_survive_a_message() -> None:

@@ -73,8 +73,7 @@ def _joined(tensor: Any) -> Tensor:
     #     local shard [384, 1152] -> over dp [768, 1152] -> over tp [768, 2304]
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim == 1:
-        full: Tensor = tensor.full_tensor()
-        return full
+        return _joined_packed(tensor) if is_packed(tensor) else tensor.full_tensor()
     from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415 - a second, for those who need it
 
     shape = list(tensor.shape)
@@ -84,8 +83,20 @@ def _joined(tensor: Any) -> Tensor:
     mine = DTensor.from_local(
         tensor.to_local(), mesh[_DATA], [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
     ).full_tensor()
-    joined: Tensor = DTensor.from_local(mine, mesh[_TENSOR], placements[1:], run_check=False).full_tensor()
-    return joined
+    return _joined(DTensor.from_local(mine, mesh[_TENSOR], placements[1:], run_check=False))
+
+
+def _joined_packed(tensor: Any) -> Tensor:
+    # DTensor's own `full_tensor()` raises for packed shards up to torch 2.11. As plain shards, the ranks' blocks follow
+    # each other, and are put in order here: q0 k0 v0 q1 k1 v1 -> q0 q1 k0 k1 v0 v1.
+    from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415 - a second, for those who need it
+
+    mesh, (placement,) = tensor.device_mesh, tensor.placements
+    dim = placement.dim
+    by_rank = DTensor.from_local(tensor.to_local(), mesh, [Shard(dim)], run_check=False).full_tensor()
+    blocks = by_rank.unflatten(dim, (mesh.size(), placement.split_factor, -1))
+    full: Tensor = blocks.transpose(dim, dim + 1).flatten(dim, dim + 2)
+    return full
 
 
 def shard_like(like: Tensor, value: Tensor) -> Tensor:
