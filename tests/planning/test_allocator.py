@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.layer_stacks import linear_layers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -200,7 +200,7 @@ class PlainAllocator:
             if self.reserved_bytes + segment > self.capacity:
                 self.release_free_segments()
             if self.reserved_bytes + segment > self.capacity:
-                raise CapacityError
+                raise CapacityError(size, self.reserved_bytes + segment)
             block = [segment, True]
             self.segments.append((is_small, [block]))
         blocks = next(blocks for _, blocks in self.segments if any(b is block for b in blocks))
@@ -227,6 +227,7 @@ class PlainAllocator:
 
 
 @given(actions=ACTIONS)
+@example([33 * MIB, *[70 * MIB] * 4])  # more than there is
 def test_a_plain_implementation_agrees(actions: list[int]) -> None:
     assert run(CachingAllocator(capacity=300 * MIB), actions) == run(PlainAllocator(300 * MIB), actions)
 

@@ -242,6 +242,7 @@ def gradients(model: nn.Module, dtype: torch.dtype, *, num_steps: int = 3) -> li
     found = []
     for _ in range(num_steps):
         x = torch.randn(D, D, dtype=dtype, requires_grad=True)
+        fill_free_memory()  # or noise that is not written yet may already be that of the same step before
         loss = model(x).float().square().sum()
         fill_free_memory()
         loss.backward()
