@@ -233,19 +233,20 @@ def pareto(model: str, shares: list[float], turns: int, device: Cuda, *, has_oth
         return {**row, "seconds": quartiles(seconds[method.name]), "ratio": quartiles(ratios), "ratios": ratios}
 
     yield row_of(plain)
-    half = plain.row["allocator_peak_bytes"] // 2
-    targets: list[tuple[str, Any, float]] = [(f"{share:.0%} of activations", f"{share:.0%}", share) for share in shares]
-    for target, budget, share in [*targets, (HALF_OF_PEAK, None, 0.5)]:
+    peak = plain.row["allocator_peak_bytes"]
+    static = device.bytes_now().allocated - before.allocated  # weights, optimizer states, workspaces of cuBLAS
+    targets = [(f"{share:.0%} of activations", static + int(share * (peak - static)), share) for share in shares]
+    for target, budget, share in [*targets, (HALF_OF_PEAK, peak // 2, 0.5)]:
         for offload, family in ((False, OURS), (True, WITH_OFFLOAD)):
             name = f"{target}{', offload' * offload}"
             begin = perf_counter()
             try:
                 # The sketches of a step whose values are compared do not belong to the peak of a plan.
-                options = {"memory_budget": budget or half, "offload": offload, "determinism_check": "none"}
+                limit: Any = before.allocated + budget if device.kind == "cuda" else 0.75  # a CPU counts no bytes
+                options = {"memory_budget": limit, "offload": offload, "determinism_check": "none"}
                 found = plan(training.model, training.step, **options)
-                half = found.plain_peak_bytes // 2
                 method = Method(name, family, training.forward_backward, found.apply, share)
-                method.row = {"budget_bytes": found.budget_bytes, "foretold_bytes": found.predicted_peak_bytes}
+                method.row = {"budget_bytes": budget, "foretold_bytes": found.predicted_peak_bytes - before.allocated}
                 method.row |= {"target": target, "planning_seconds": perf_counter() - begin}
                 yield row_of(method)
             except Exception as error:  # the other plans still count
