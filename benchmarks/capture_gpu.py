@@ -1,7 +1,8 @@
 """Measures what capturing the step of GPT-2 124M as one CUDA graph saves, beside the same Graph without it.
 
-Each pair runs in a process of its own: first the eager steps, then, when their model is gone, the captured ones, so
-that each has the whole memory. A step is forward, backward and AdamW under bfloat16 autocast. What counts is the ratio.
+Each pair of steps runs in a process of its own, the second when the model of the first is gone, so that each has the
+whole memory. The first pair is that of the goal: eager steps without recomputation, and captured ones that recompute
+every layer. A step is forward, backward and AdamW under bfloat16 autocast. What counts is the ratio.
 
     python benchmarks/capture_gpu.py [--batches 8 1] [--policies none full] [--tokens 1024] [--steps 20] [--minutes 9]
         [--out FOLDER] [--name NAME]
@@ -90,12 +91,33 @@ def failure(error: Exception) -> dict[str, Any]:
     return {"failed": split[0], "error": split[:ERROR_LINES]}
 
 
+GOAL = [("none", "eager"), ("full", "captured")]
+
+
+def pairs_of(policies: list[str]) -> list[list[tuple[str, str]]]:
+    """Returns which policies and kinds of steps are measured together, the pair of the goal first."""
+    has_goal = {"none", "full"}.issubset(policies)
+    rest = [[(policy, kind) for kind in ("eager", "captured")] for policy in policies]
+    if not has_goal:
+        return rest
+    return [GOAL, [each for pair in rest for each in pair if each not in GOAL and each[0] in ("none", "full")]] + [
+        pair for pair in rest if pair[0][0] not in ("none", "full")
+    ]
+
+
 def measure(
-    policy: str, batch: int, tokens: int, warm_up: int, steps: int, sizes: dict[str, int], device: Cuda
+    pair: list[tuple[str, str]],
+    batch: int,
+    tokens: int,
+    warm_up: int,
+    steps: int,
+    sizes: dict[str, int],
+    device: Cuda,
 ) -> Iterator[dict[str, Any]]:
     """Runs one pair in this process. Seconds are those of the wall, bytes those of the allocator."""
     ids_BT = torch.randint(sizes.get("vocab_size", 50257), (batch, tokens), device=device.kind)
-    for kind, capture in {"eager": "eager", "captured": device.capture}.items():
+    for policy, kind in pair:
+        capture = device.capture if kind == "captured" else "eager"
         row = {"policy": policy, "batch": batch, "tokens": tokens, "kind": kind}
         before = device.bytes_now()
         graph = Step(model_of(tokens, device, **sizes), POLICIES[policy], capture)
@@ -114,7 +136,9 @@ def measure(
 
 def row(result: dict[str, Any]) -> list[str]:
     """Returns the cells of the table."""
-    place = [result["policy"], f"{result['batch']} x {result['tokens']}", result.get("kind", "both")]
+    of_job = [", ".join(each) for each in zip(*result.get("pair", []), strict=True)]  # of one that has failed
+    policy, kind = of_job or (result["policy"], result["kind"])
+    place = [policy, f"{result['batch']} x {result['tokens']}", kind]
     if "failed" in result:
         return [*place, f"failed: {result['failed']}", *["-"] * 4]
     sizes = [cell(result.get(key), format_bytes) for key in ("peak_bytes", "static_bytes", "pool_bytes")]
@@ -142,9 +166,9 @@ def main() -> None:
     head = header(**device.header(), steps=options.steps, warm_up=options.warm_up)
     jobs = Jobs(__file__, options, head)
     for batch in options.batches:
-        for policy in options.policies:
+        for pair in pairs_of(options.policies):
             times = {"warm_up": options.warm_up, "steps": options.steps}
-            jobs.run({"policy": policy, "batch": batch, "tokens": options.tokens, **times, "sizes": sizes})
+            jobs.run({"pair": pair, "batch": batch, "tokens": options.tokens, **times, "sizes": sizes})
     columns = ["policy", "batch x tokens", "step", "time", "peak", "static", "pool", "capture"]
     text = (
         "time: a step, the median. peak: most that was allocated in a step above what was before the model; of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from processes import FORKS, run
 
 from graphckpt.graph.capture import Capture, CaptureBackend
 
@@ -38,8 +40,8 @@ class Cuda:
         return {"device": self.name() + ", a dry run" * self.is_dry, "cuda": torch.version.cuda}
 
     def name(self) -> str:
-        """Returns the name of the device."""
-        return torch.cuda.get_device_name()
+        """Returns the name of the device; see :func:`name_of_device`."""
+        return name_of_device()
 
     def synchronize(self) -> None:
         """Waits for the device."""
@@ -202,6 +204,31 @@ class Cpu(Cuda):
         gc.collect()
 
 
+def name_of_device() -> str:
+    """Returns the name that a process of its own prints when it has used the device.
+
+    This process does not use it, so that others can be forked from it, which spares each the imports: about ten
+    seconds. They are forked from here on if the one that prints the name could be.
+
+    Raises:
+        SystemExit: The device cannot be used.
+    """
+    if name := os.environ.get(_NAME):
+        return name
+    for forks in ("1", "0"):
+        if forks == "1" and torch.cuda.is_initialized():
+            continue
+        done = run([__file__], _NAME_SECONDS, is_forked=forks == "1")
+        if done.code == 0:
+            os.environ |= {_NAME: done.stdout.splitlines()[-1], FORKS: forks}
+            return os.environ[_NAME]
+    raise SystemExit(f"the CUDA device cannot be used\n{done.stderr}")
+
+
+_NAME = "BENCHMARKS_DEVICE"
+_NAME_SECONDS = 120
+
+
 def device_for(*, is_dry: bool) -> Cuda:
     """Returns the device to run on.
 
@@ -213,3 +240,8 @@ def device_for(*, is_dry: bool) -> Cuda:
     if is_dry:
         return Cpu()
     raise SystemExit("there is no CUDA device; --dry-run runs everything on the CPU, in tiny sizes")
+
+
+if __name__ == "__main__":
+    torch.ones(1, device="cuda").sum().item()
+    print(torch.cuda.get_device_name())

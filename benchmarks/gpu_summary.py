@@ -220,7 +220,19 @@ def tested(rows: list[Row]) -> list[str]:
 
 def failures(rows: list[tuple[str, Row]]) -> list[str]:
     """Returns a line for each row that failed."""
-    keys = ("policy", "variant", "model", "method", "precision", "is_captured", "batch", "tokens", "kind", "ranks")
+    keys = (
+        "policy",
+        "pair",
+        "variant",
+        "model",
+        "method",
+        "precision",
+        "is_captured",
+        "batch",
+        "tokens",
+        "kind",
+        "ranks",
+    )
     lines = []
     for name, row in rows:
         if "failed" in row:

@@ -48,7 +48,7 @@ class Jobs:
     def __init__(self, script: str, options: argparse.Namespace, head: dict[str, Any]) -> None:
         self.script = Path(script)
         self.is_dry = options.dry_run
-        self.is_forked = self.is_dry and not torch.cuda.is_available()
+        self.is_forked = True if self.is_dry and not torch.cuda.is_available() else None
         self.end = perf_counter() + 60 * options.minutes
         self.rows: list[dict[str, Any]] = []
         options.out.mkdir(parents=True, exist_ok=True)

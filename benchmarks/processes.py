@@ -14,10 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
+# Asking whether there is a device then does not initialize CUDA, which no fork survives.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+FORKS = "BENCHMARKS_FORK"
+"""The variable that is 1 if processes are forked from this one, which has imported what they need."""
 _POLL_SECONDS = 0.5
-_FORKS = os.environ.get("BENCHMARKS_FORK") == "1"
-"""Fork also where there is a CUDA device: a simulated one survives that."""
 _Started = tuple[int, Callable[[float | None], int | None]]
 """A process's id, and what waits for its exit status: for some seconds, or to the end."""
 
@@ -36,7 +39,7 @@ def run(
     words: list[str],
     seconds: float,
     *,
-    is_forked: bool = False,
+    is_forked: bool | None = None,
     leads: bool = False,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> Done:
@@ -45,15 +48,16 @@ def run(
     Args:
         words: as on the command line.
         seconds: what it may take; then it is killed.
-        is_forked: forks this process, which spares the imports. For dry runs: CUDA does not survive a fork.
+        is_forked: forks this process, which spares the imports: as :data:`FORKS` says, unless this one has used CUDA.
         leads: the process leads a group of its own, which is killed with it.
         on_line: called with each line of its output, soon after it was written.
     """
     begin = perf_counter()
+    is_forked = can_fork() if is_forked is None else is_forked
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         out.touch()
-        pid, code_within = (_fork if is_forked or _FORKS else _start)(words, out, err, leads)
+        pid, code_within = (_fork if is_forked else _start)(words, out, err, leads)
         rest = ""
         with out.open(encoding="utf-8", errors="replace") as lines:
             code, is_over = None, False
@@ -71,6 +75,17 @@ def run(
             on_line(rest)
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
     return Done(code, *texts, perf_counter() - begin)
+
+
+def can_fork() -> bool:
+    """Whether processes are forked: they are to be, and this one has not used CUDA, which they could not use then."""
+    torch: Any = sys.modules.get("torch")
+    if os.environ.get(FORKS) != "1":
+        return False
+    if torch is not None and torch.cuda.is_initialized():
+        print("this process has used CUDA: others import everything anew", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def _start(words: list[str], out: Path, err: Path, leads: bool) -> _Started:

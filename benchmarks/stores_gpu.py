@@ -27,6 +27,7 @@ import torch.distributed as dist
 from capture_gpu import TINY, Step, captures_of, failure, model_of
 from device import Bytes, Cuda, device_for
 from jobs import Jobs, answer, arguments, cell
+from processes import can_fork
 from report import header, spread, table, write
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -145,10 +146,11 @@ def measure(
 def measure_ranks(num_ranks: int, device: Cuda, **job: Any) -> Iterator[dict[str, Any]]:
     """Runs the variants for ranks; this process is rank 0, and the others are started here."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn = multiprocessing.get_context("spawn")
+        # Before this process uses CUDA; a process that is forked spares the imports.
+        context: Any = multiprocessing.get_context("fork" if can_fork() else "spawn")
         shared = {"num_ranks": num_ranks, "folder": folder, "is_dry": device.is_dry, **job}
         for rank in range(1, num_ranks):
-            spawn.Process(target=follow, args=(rank, shared), daemon=True).start()
+            context.Process(target=follow, args=(rank, shared), daemon=True).start()
         yield from measure_rank(0, device, **{key: value for key, value in shared.items() if key != "is_dry"})
 
 

@@ -62,7 +62,10 @@ def test_dry_run_walks_all_parts_and_sums_them_up(tmp_path: Path) -> None:
         assert rows, path
         assert [row for row in rows if "failed" in row and row.get("variant") != "Transformers, offload"] == [], path
     captured = json.loads((tmp_path / "capture_gpu_capture.json").read_text())["rows"]
-    assert [(row["policy"], row["kind"]) for row in captured] == [*product(("none", "full"), ("eager", "captured"))]
+    kinds = [(row["policy"], row["kind"]) for row in captured]
+    assert kinds[:2] == [("none", "eager"), ("full", "captured")], "the pair of the goal, whatever comes after it"
+    assert set(kinds) == {*product(("none", "full"), ("eager", "captured"))}
+    assert len(kinds) == 4
     assert all("1 capture, " in row["capture"] for row in captured if row["kind"] == "captured")
     page = (tmp_path / "gpu.md").read_text()
     assert "none, a dry run" in page
@@ -137,6 +140,64 @@ def test_a_job_that_fails_or_hangs_is_a_row(
     assert rows[0]["error"][-1] == "ValueError: as it was asked to"
 
 
+def test_processes_are_forked_from_one_that_has_not_used_the_device(
+    tmp_path: Path,
+    benchmark: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    processes = benchmark("processes")
+    script = tmp_path / "script.py"
+    # Not `print`: pytest has put a file of its own in the place of the standard output.
+    script.write_text("import os, sys\nos.write(1, str('only_in_this_process' in sys.modules).encode())")
+    monkeypatch.setitem(sys.modules, "only_in_this_process", ModuleType("only_in_this_process"))
+
+    def is_forked() -> bool:
+        done = processes.run([str(script)], 60)
+        assert done.code == 0, done.stderr
+        return bool(done.stdout.strip() == "True")
+
+    monkeypatch.delenv(processes.FORKS, raising=False)
+    assert not is_forked()
+    monkeypatch.setenv(processes.FORKS, "1")
+    assert is_forked()
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert not is_forked(), "CUDA would refuse to be used in it"
+    assert "has used CUDA" in capsys.readouterr().err
+
+
+def test_the_name_of_the_device_comes_from_another_process(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is forked if the device can be used in a process that is, as others are then."""
+    device, processes = benchmark("device"), benchmark("processes")
+    for variable in ("BENCHMARKS_DEVICE", processes.FORKS):
+        monkeypatch.setenv(variable, "")
+    attempts = []
+
+    def run(words: list[str], seconds: float, *, is_forked: bool) -> Any:
+        attempts.append(is_forked)
+        return processes.Done(int(is_forked and is_poisoned), "a line\nNVIDIA H200\n", "", 0.0)
+
+    monkeypatch.setattr(device, "run", run)
+    for is_poisoned, forks in ((True, "0"), (False, "1")):
+        monkeypatch.setenv("BENCHMARKS_DEVICE", "")
+        assert device.name_of_device() == "NVIDIA H200"
+        assert os.environ[processes.FORKS] == forks
+    assert device.name_of_device() == "NVIDIA H200"
+    assert attempts == [True, False, True]
+
+
+def test_the_pair_of_the_goal_is_measured_first(benchmark: Callable[[str], ModuleType]) -> None:
+    capture = benchmark("capture_gpu")
+    assert capture.pairs_of(["none", "full", "selective"]) == [
+        [("none", "eager"), ("full", "captured")],
+        [("none", "captured"), ("full", "eager")],
+        [("selective", "eager"), ("selective", "captured")],
+    ]
+    assert capture.pairs_of(["selective"]) == [[("selective", "eager"), ("selective", "captured")]]
+
+
 def test_rows_are_written_while_their_job_runs(tmp_path: Path, benchmark: Callable[[str], ModuleType]) -> None:
     steps = """
         import json, pathlib, sys, time
@@ -160,7 +221,8 @@ def test_a_capture_that_fails_leaves_the_eager_row_and_the_error(
 
     monkeypatch.setattr(device.RerunBackend, "capture", capture)
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
-    job = {"policy": "full", "batch": 1, "tokens": 8, "warm_up": 4, "steps": 2, "sizes": sizes}
+    pair = [("full", "eager"), ("full", "captured")]
+    job = {"pair": pair, "batch": 1, "tokens": 8, "warm_up": 4, "steps": 2, "sizes": sizes}
     with warnings.catch_warnings(action="ignore"):
         eager, captured = capture_gpu.measure(**job, device=device.Cpu())
     assert eager["seconds"]["median"] > 0

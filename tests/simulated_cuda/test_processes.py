@@ -50,7 +50,8 @@ def test_captures(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import capture_gpu  # noqa: PLC0415
     from device import Cuda  # noqa: PLC0415
 
-    measured = capture_gpu.measure(policy, 2, 16, 4, 1, SIZES, Cuda(is_dry=True))
+    pair = [(policy, "eager"), (policy, "captured")]
+    measured = capture_gpu.measure(pair, 2, 16, 4, 1, SIZES, Cuda(is_dry=True))
     rows: dict[str, dict[str, Any]] = {row["kind"]: row for row in measured}
     assert rows["eager"]["peak_bytes"] > rows["eager"]["static_bytes"] > 0
     assert rows["captured"]["pool_bytes"] > 0
@@ -92,7 +93,7 @@ def test_every_row_of_a_run_on_a_gpu_is_measured(tmp_path: Path) -> None:
     """All steps of all parts, but for most of the tests, which run here by themselves."""
     few_tests = "-p simulated_cuda.plugin -k test_clock.py"
     words = ["--minutes", "60", "--out", str(tmp_path / "gpu"), "--archive", str(tmp_path / "all")]
-    run_benchmark("gpu.py", *words, BENCHMARKS_FORK="1", PYTEST_ADDOPTS=few_tests)
+    run_benchmark("gpu.py", *words, PYTEST_ADDOPTS=few_tests)
     out = tmp_path / "gpu"
     steps = [json.loads(line) for path in out.glob("gpu_part_*.jsonl") for line in path.read_text().splitlines()]
     ends = {row["step"]: row.get("failed") for row in steps if "step" in row}
