@@ -120,6 +120,9 @@ class CudaGraphBackend(CaptureBackend):
         # while something refers to them, would otherwise lead the capture to a stream that is not captured.
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
+        # Its products make workspaces for this stream. Those of eager steps would stay beside them, and exceed a plan's
+        # budget: on an H200 two of 32 MiB each.
+        clear_cublas_workspaces()
         try:
             with torch.cuda.stream(self._stream):
                 yield

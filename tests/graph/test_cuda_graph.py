@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphckpt._compat import clear_cublas_workspaces
 from graphckpt.graph.capture import Capture, CudaGraphBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -68,6 +69,20 @@ def test_a_capture_after_a_failed_one_beside_a_live_one(graphs: CudaGraphBackend
     later.release()
     live.release()
     assert graphs.pool_bytes() == 0
+
+
+def test_a_warm_up_has_its_workspaces_in_place_of_those_of_eager_steps() -> None:
+    """A plan is checked in eager steps: what the warm-up allocates beside their workspaces exceeds its budget."""
+    clear_cublas_workspaces()
+    product()
+    torch.cuda.synchronize()
+    eager = torch.cuda.memory_allocated()
+    backend = CudaGraphBackend(torch.device("cuda", 0))
+    for _ in range(2):
+        with backend.warmup():
+            product()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= eager
 
 
 def test_a_capture_that_does_not_begin_leaves_no_allocator_recording(
