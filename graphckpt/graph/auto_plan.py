@@ -117,8 +117,9 @@ class AutoPlan:
             if step.captured is not None:  # a plan drops the captures; until then their memory would count as taken
                 step.captured.release()
                 torch.cuda.empty_cache()
-            reached = reached_by_graph(step, call.build, restore, "plan")
-            with step.with_policies([]), real.excluding_copies(unchanged(step, reached)):
+            reach = partial(reached_by_graph, step, call.build, restore, "plan")
+            reached = reach()
+            with step.with_policies([]), real.excluding_own(unchanged(step, reached), reached, reach):
                 return plan_step(real, model, blocks, memory_budget, wanted, group)
 
     def _prepare(self, options: PlanOptions) -> tuple[nn.Module, list[tuple[str, nn.Module]], PlanOptions]:

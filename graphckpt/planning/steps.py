@@ -40,10 +40,11 @@ from graphckpt.planning.timeline import StepSeconds
 from graphckpt.planning.trace import Blocks, PathError, StepClock, Trace
 from graphckpt.planning.traced_stores import PartitionStore, TracedStore, settle, traced
 from graphckpt.planning.write_profile import copy_rates
-from graphckpt.reached import Restore, check_restore, model_of, reached_by
+from graphckpt.reached import Restore, StepReach, check_restore, model_of, reached_by
 from graphckpt.stores.base import Offload
 from graphckpt.thread_state import RNGState, get_rng_state, rng_devices, set_rng_state
 from graphckpt.training_state import ModuleTree, TrainingState, on_optimizer_step
+from graphckpt.tree import storages_of
 
 _OTHERS = -2  # the number of a storage in a trace, beside those that it counts; -1 is one that cannot be tracked
 _CUBLAS_HANDLES = "forward", "backward"  # threads; each has a handle, and a handle a workspace for the stream
@@ -93,6 +94,9 @@ class RealStep:
         self._parts: dict[str, PartitionStore] = {}
         """By option; each stores which tensors the ranks have compared, for all blocks that save equal ones."""
         self._copy_bytes = 0
+        self._reach: Callable[[], StepReach] | None = None
+        self._first_reached: list[torch.Tensor] = []
+        """The tensors that :attr:`_reach` found before the first step; they are held until they are restored."""
         self._has_others, self._other_bytes = False, 0
         """Whether the bytes of others were measured, and these: see `_begin_with_others`."""
         self.reserved_bytes = 0
@@ -160,7 +164,7 @@ class RealStep:
         if self.device.type != "cuda":
             return
         if not self._has_others:  # once: what is freed later must not seem to be due to an option
-            allocated = torch.cuda.memory_allocated(self.device) - self._copy_bytes
+            allocated = torch.cuda.memory_allocated(self.device) - self._own_bytes()
             self._has_others, self._other_bytes = True, max(0, allocated - trace.live_bytes)
         trace.log.spans[0].entries.insert(0, StorageEvent(EventKind.BORN, _OTHERS, self._other_bytes, 0))
 
@@ -206,8 +210,9 @@ class RealStep:
                 self._step()
                 torch.cuda.reset_peak_memory_stats(self.device)
                 self._step()
-                self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) - self._copy_bytes
-                return int(torch.cuda.max_memory_allocated(self.device)) - self._copy_bytes
+                own_bytes = self._own_bytes()
+                self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) - own_bytes
+                return int(torch.cuda.max_memory_allocated(self.device)) - own_bytes
             self._step()
             trace = self.new_trace()
             with trace:
@@ -220,7 +225,7 @@ class RealStep:
             return None
         with on_optimizer_step(self._optimizers.setdefault):
             trace = self._new(AllocationTrace)
-            rest = torch.cuda.memory_allocated(self.device) - self._copy_bytes - trace.live_bytes
+            rest = torch.cuda.memory_allocated(self.device) - self._own_bytes() - trace.live_bytes
             trace.add(rest)  # workspaces, and tensors that the step may use or not
             with trace:
                 for _ in range(2):
@@ -239,17 +244,46 @@ class RealStep:
     def memory(self, static: int, sharers: int = 1) -> DeviceMemory:
         return device_memory(self.device, static, sharers)
 
+    def _own_bytes(self) -> int:
+        """Returns the bytes on the device that only planning holds: its copies, and tensors that the step has replaced.
+
+        A step may store its outputs, or an average that it computes anew, in the place of those of the step before,
+        which are then freed; while it is planned they are held, to be put back.
+        """
+        if self._reach is None:
+            return self._copy_bytes
+        alive = [*self._model_tensors(), *chain.from_iterable(self._reach().tensors.values())]
+        places = {storage.data_ptr() for tensor in alive for storage in storages_of(tensor)}
+        replaced = {
+            storage.data_ptr(): self.rounded(storage.nbytes())
+            for tensor in self._first_reached
+            for storage in storages_of(tensor)
+            if storage.device == self.device
+        }
+        return self._copy_bytes + sum(num_bytes for place, num_bytes in replaced.items() if place not in places)
+
     def restoring(self) -> AbstractContextManager[None]:
-        return self.excluding_copies(self._restoring())
+        reach = partial(reached_by, self._step_fn, self._model, self._restore, self._where)
+        reached = reach()
+        return self.excluding_own(self._restoring(reached), reached, reach)
 
     @contextmanager
-    def excluding_copies(self, restoring: AbstractContextManager[None]) -> Iterator[None]:
-        """Enters ``restoring``, and excludes the copies that it allocates from the peaks of steps within."""
-        with ExitStack() as stack:
-            with self._copying():
-                stack.enter_context(restoring)
-            yield
-        self._copy_bytes = 0
+    def excluding_own(
+        self, restoring: AbstractContextManager[None], reached: StepReach, reach: Callable[[], StepReach]
+    ) -> Iterator[None]:
+        """Enters ``restoring``, and excludes what it allocates, and holds alone, from the peaks of steps within.
+
+        ``reach`` finds what the step can change, and has found ``reached``.
+        """
+        if self.device.type == "cuda":
+            self._reach, self._first_reached = reach, [*chain.from_iterable(reached.tensors.values())]
+        try:
+            with ExitStack() as stack:
+                with self._copying():
+                    stack.enter_context(restoring)
+                yield
+        finally:
+            self._copy_bytes, self._reach, self._first_reached = 0, None, []
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
@@ -259,11 +293,11 @@ class RealStep:
         self._copy_bytes += allocated() - before
 
     @contextmanager
-    def _restoring(self) -> Iterator[None]:
+    def _restoring(self, reached: StepReach) -> Iterator[None]:
         state = TrainingState(
             self._model_tensors(),
             tree=ModuleTree([model_of(self._model)]),
-            reached=reached_by(self._step_fn, self._model, self._restore, self._where),
+            reached=reached,
             has_gradients=True,
         )
 

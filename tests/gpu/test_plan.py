@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.train_graphs import SquareGraph
 from torch import nn
 
 import graphckpt
+from graphckpt import Graph
 from graphckpt.errors import PlanError
 from graphckpt.planning import Plan
 
@@ -167,6 +169,54 @@ def test_gradients_of_the_step_before_count_once(ends: str) -> None:
         peak = peak_of(step)
     assert plan.predicted_peak_bytes - peak == pytest.approx(0, abs=0.01 * (peak - others))
     assert peak <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("where", ["attribute", "variable", "item"])
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_tensors_that_a_step_replaces_count_once(where: str, is_graph: bool) -> None:
+    """Planning holds those of before, to put them back: outputs that are stored, averages that are computed anew."""
+    others = bytes_of_others()
+    model, x = residual_layers(6, 64, dropout=0.0).cuda(), torch.randn(512, 64, device="cuda")
+    output = torch.zeros(2**22, device="cuda")
+    outputs: Any = {"average": output}
+
+    def build(x: torch.Tensor) -> torch.Tensor:
+        nonlocal output
+        loss: torch.Tensor = model(x).square().mean()
+        outputs["average"] = outputs["average"] + 1 if where == "item" else None
+        if where == "attribute":
+            model[0].output = torch.ones(2**22, device="cuda")
+        if where == "variable":
+            output = torch.ones(2**22, device="cuda")
+        loss.backward()
+        return loss
+
+    how: dict[str, Any] = {"memory_budget": "max", "candidates": ["full"], "progress": False}
+    if is_graph:
+        graph = OfFunction(model, build)
+        graph.config.capture = "eager"
+        step = partial(graph, x)
+        plain = peak_of(step)
+        plan = graph.plan(x, **how)
+    else:
+
+        def step() -> None:
+            build(x)
+
+        plain = peak_of(step)
+        plan = graphckpt.plan(model, step, **how)
+    assert plan.plain_peak_bytes - plain == pytest.approx(0, abs=0.01 * (plain - others))
+
+
+class OfFunction(Graph):
+    def __init__(self, model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        self.function = function
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
 
 
 def test_other_tensors_of_the_process_count_in_shares_and_in_what_fits() -> None:
