@@ -122,5 +122,5 @@ def test_an_interrupt_where_the_state_of_a_thread_is_set_leaves_nothing(policy: 
     subject = Subject(POLICIES[policy], autocast=autocast)
     chosen = [place for place in places(lambda: subject.step(5)) if place[0].co_qualname in ENTRY_AND_EXIT]
     chosen = chosen[:: 1 if policy == "full" else 3]  # 20 ms each
-    assert len(chosen) > 100
+    assert len(chosen) > (90 if sys.version_info >= (3, 12) else 100)  # 3.12 joins instructions
     assert faults_at(subject, chosen) == {}
